@@ -1,0 +1,41 @@
+# Every target makes what it needs: `make demo` and `make test` work on a fresh clone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help install demo check test bench docs tune clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(READY)  ## make .venv and install everything into it
+
+demo: $(READY)  ## four unequal workers learn the digits under four sync models (under 3 minutes)
+	$(BIN)/paceline demo
+
+check: $(READY)  ## linter and type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check  ## linter, type checker, all tests
+	$(BIN)/python -m pytest
+
+bench: $(READY)  ## measure the step against a memory copy and gloo all-reduce (about 3 minutes, quiet machine)
+	$(BIN)/python benchmarks/step.py
+
+tune: $(READY)  ## find each sync model's best learning rate and momentum for the demo (about an hour)
+	$(BIN)/paceline demo --tune
+
+docs: $(READY)  ## run the examples in the documentation and regenerate its pictures
+	$(BIN)/python -m pytest docs README.md
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
