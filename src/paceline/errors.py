@@ -107,7 +107,8 @@ class RunFailedError(PacelineError):
         self.traceback = traceback
 
     def __str__(self) -> str:
-        return f"{self.process} failed: {self.reason}"
+        shown = f"\n{self.traceback.rstrip()}" if self.traceback else ""
+        return f"{self.process} failed: {self.reason}{shown}"
 
 
 class InternalError(PacelineError):
@@ -129,4 +130,4 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> ConfigurationE
     known = sorted(choices)
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ConfigurationError(f"unknown {kind} {name!r}{hint} Choices: {', '.join(known)}.".replace("; did", ": did"))
+    return ConfigurationError(f"unknown {kind} {name!r}{hint or '.'} Choices: {', '.join(known)}.")

@@ -1,0 +1,81 @@
+"""What a user sees while a run is under way: one live line per worker, or a line of text now and then."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..runtime.coordinator import Coordinator
+
+__all__ = ["Progress"]
+
+REFRESH_PER_S = 8
+PLAIN_INTERVAL_S = 5.0
+COLOURS = {"computing": "green", "waiting": "yellow", "pulling": "cyan", "starting": "dim", "finished": "blue", "lost": "red"}
+
+
+class Progress:
+    """A live table on a terminal, plain lines elsewhere. A context manager; call `update` often.
+
+    Args:
+        coordinator: of the run to show.
+        console: where to.
+    """
+
+    def __init__(self, coordinator: Coordinator, console: Console) -> None:
+        self._coordinator = coordinator
+        self._console = console
+        self._plain_s = time.monotonic()
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(console=console, refresh_per_second=REFRESH_PER_S, transient=True)
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def print(self, line: str) -> None:
+        """Print a line above the live table."""
+        self._console.print(line, markup=False, highlight=False)
+
+    def update(self) -> None:
+        """Show what the coordinator knows now."""
+        if self._live is not None:
+            self._live.update(Group(self._title(), self._table()))
+        elif time.monotonic() - self._plain_s >= PLAIN_INTERVAL_S:
+            self._plain_s = time.monotonic()
+            cells = [f"{name} {state} iteration {iteration} loss {loss}" for name, iteration, loss, state in self._rows()]
+            self._console.print(f"{self._title()}: {'; '.join(cells)}", markup=False, highlight=False, soft_wrap=True)
+
+    def _title(self) -> Text:
+        job = self._coordinator.job
+        emulated = f", emulated: {job.emulated}" if job.emulated else ""
+        return Text(f"{job.sync}, {job.workers} workers, {job.servers} servers, {job.now_s():.0f} s{emulated}")
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for name, iteration, loss, state in self._rows():
+            table.add_row(name, f"iteration {iteration}", f"loss {loss}", Text(state, COLOURS[state]))
+        return table
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        rows = []
+        for worker in range(self._coordinator.job.workers):
+            status = self._coordinator.board.get(worker)
+            gone = self._coordinator.gone(worker)
+            loss = "-" if status is None or status.loss is None else f"{status.loss:.4f}"
+            state = gone or (status.state if status else "starting")
+            rows.append((f"worker {worker}", str(status.iteration) if status else "-", loss, state))
+        return rows

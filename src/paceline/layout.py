@@ -1,0 +1,156 @@
+"""Parameters as flat vectors, and the even slicing of those vectors over shards.
+
+Owns the arithmetic and nothing else: no tensor, no torch. A model's parameters are laid one after another
+into one flat vector per dtype, each parameter starting on a 64-byte boundary. Elastic Parameter Slicing
+(FluentPS, section III) then cuts each vector into equal parts, whatever the sizes of the layers: every shard
+gets the same number of elements, and a layer may lie on several shards. A slice of the vector *is* the message.
+
+>>> layout = Layout.of([Parameter(("w",), (4, 5), "float32"), Parameter(("b",), (4,), "float32")])
+>>> layout.sizes, layout.offsets  # 20 elements, padded to 32; then 4, padded to 16
+({'float32': 48}, (0, 32))
+>>> [shard.bounds for shard in layout.slice_evenly(2)]
+[{'float32': (0, 32)}, {'float32': (32, 48)}]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from .errors import ConfigurationError
+
+__all__ = ["ALIGNMENT_BYTES", "ITEM_BYTES", "Layout", "Parameter", "Segment", "ShardSlice"]
+
+ALIGNMENT_BYTES = 64
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""dtypes that a parameter may have, by torch's names, with the size of one element."""
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """One trainable tensor.
+
+    Attributes:
+        names: every name that the model's `state_dict` has for it; more than one if it is tied.
+        shape: its shape.
+        dtype: torch's name of its dtype, for example "float32".
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.names[0]} {self.dtype}{list(self.shape)}"
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """The part of one parameter that lies in one shard.
+
+    Attributes:
+        parameter: index of the parameter.
+        dtype: of the vector it lies in.
+        start: first element, counted within the shard's slice of that vector.
+        stop: one past the last.
+        offset: the element of the parameter, flattened, at which the segment starts.
+    """
+
+    parameter: int
+    dtype: str
+    start: int
+    stop: int
+    offset: int
+
+
+class ShardSlice(msgspec.Struct, frozen=True):
+    """What one shard holds: [start, stop) of the vector of each dtype, in elements, and the segments in it."""
+
+    index: int
+    bounds: dict[str, tuple[int, int]]
+    segments: tuple[Segment, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one push or pull of this shard."""
+        return sum((stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in self.bounds.items())
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Where each parameter lies.
+
+    Attributes:
+        parameters: in the order of the optimizer's groups.
+        offsets: for each parameter, its first element in the vector of its dtype.
+        sizes: dtype -> elements of its vector, padding included.
+    """
+
+    parameters: tuple[Parameter, ...]
+    offsets: tuple[int, ...]
+    sizes: dict[str, int]
+
+    @classmethod
+    def of(cls, parameters: Sequence[Parameter]) -> Layout:
+        """Lay parameters out in the order given.
+
+        Raises:
+            ConfigurationError: there are none, or one has a dtype that cannot be trained.
+        """
+        if not any(parameter.size for parameter in parameters):
+            raise ConfigurationError("The optimizer has no parameters to train.")
+        sizes: dict[str, int] = {}
+        offsets = []
+        for parameter in parameters:
+            if parameter.dtype not in ITEM_BYTES:
+                raise ConfigurationError(
+                    f"Parameter {parameter} has a dtype that cannot be trained here; "
+                    f"expected one of {', '.join(ITEM_BYTES)}."
+                )
+            offsets.append(sizes.get(parameter.dtype, 0))
+            sizes[parameter.dtype] = _aligned(offsets[-1] + parameter.size, parameter.dtype)
+        return cls(tuple(parameters), tuple(offsets), dict(sorted(sizes.items())))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one whole push or pull."""
+        return sum(size * ITEM_BYTES[dtype] for dtype, size in self.sizes.items())
+
+    def slice_evenly(self, shards: int) -> tuple[ShardSlice, ...]:
+        """Cut every vector into `shards` parts that differ by at most one aligned block."""
+        bounds = [
+            {
+                dtype: (_cut(size, dtype, shard, shards), _cut(size, dtype, shard + 1, shards))
+                for dtype, size in self.sizes.items()
+            }
+            for shard in range(shards)
+        ]
+        return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
+
+    def _segments(self, bounds: dict[str, tuple[int, int]]) -> tuple[Segment, ...]:
+        segments = []
+        for index, (parameter, offset) in enumerate(zip(self.parameters, self.offsets, strict=True)):
+            low, high = bounds[parameter.dtype]
+            start, stop = max(offset, low), min(offset + parameter.size, high)
+            if start < stop:
+                segments.append(Segment(index, parameter.dtype, start - low, stop - low, start - offset))
+        return tuple(segments)
+
+
+def _block(dtype: str) -> int:
+    return ALIGNMENT_BYTES // ITEM_BYTES[dtype]
+
+
+def _aligned(size: int, dtype: str) -> int:
+    block = _block(dtype)
+    return -(-size // block) * block
+
+
+def _cut(size: int, dtype: str, part: int, parts: int) -> int:
+    block = _block(dtype)
+    return size // block * part // parts * block

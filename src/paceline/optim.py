@@ -1,0 +1,397 @@
+"""The front end for an optimizer: one line around the one that a script already has.
+
+`DistributedOptimizer` is a real subclass of `torch.optim.Optimizer` that shares the wrapped optimizer's
+parameter groups, so learning-rate schedulers, gradient clipping and whatever else works on groups goes on
+working. In a run, `step()` pushes the gradient to the servers, which run the wrapped optimizer's class with
+its hyper-parameters on their slices, and pulls the weights. In a script that runs by itself, `step()` is the
+wrapped optimizer's own.
+
+It never learns where it runs: it speaks to a `Session`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import msgspec
+import torch
+from torch import nn
+
+from .errors import ConfigurationError, NonFiniteGradientError, UsageError, WeightsChangedError
+from .layout import Layout, Parameter, ShardSlice
+from .optimizers import OptimizerSpec, read_groups, require_elementwise
+from .runtime.session import Session, current
+from .shard import Vectors
+from .wire.messages import BufferSpec, ModelSpec
+
+__all__ = ["DistributedOptimizer"]
+
+log = logging.getLogger("paceline.optim")
+
+PROBE_SIZE = 65_536  # elements of each vector that are compared from step to step
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Data-parallel training of the model whose parameters an optimizer holds.
+
+    Args:
+        optimizer: a `torch.optim` optimizer that treats every element by itself (SGD, Adam, AdamW, Adagrad,
+            RMSprop, ...). It stays the place where hyper-parameters live; do not step it yourself.
+        model: the module to train. Found by itself, unless more than one module holds the parameters.
+
+    Raises:
+        ConfigurationError: the optimizer cannot run on slices of the parameters, or its parameters cannot be
+            trained here.
+        UsageError: another one trains in this process already.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> loss = model(torch.ones(4, 2)).square().mean()
+        >>> loss.backward()
+        >>> optimizer.step()  # alone, as here, it is the wrapped optimizer's own step
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None = None) -> None:
+        if isinstance(optimizer, DistributedOptimizer):
+            raise UsageError("The optimizer is a DistributedOptimizer already.")
+        self._kind = require_elementwise(optimizer)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._wrapped = optimizer
+        self._share_groups()
+        self._model = model
+        self._session = current()
+        self._trained: Trained | None = None  # from the first step of a run on
+        if self._session is not None:
+            _require_first(self._session)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One iteration: push the gradient, pull the weights.
+
+        Args:
+            closure: clears the gradients, computes the loss, calls `backward()` and returns the loss; PyTorch's
+                own idiom. Without one, the gradients are those that the parameters have.
+
+        Returns:
+            what the closure returned.
+
+        Raises:
+            NonFiniteGradientError: a gradient holds NaN or inf; nothing was sent.
+            WeightsChangedError: weights were edited or moved since the last step.
+        """
+        if self._session is None:
+            return self._wrapped.step(closure)
+        stale = False
+        if self._trained is None:
+            self._trained, replaced = self._begin(self._session)
+            stale = replaced and closure is None  # its gradient was computed on weights that are nobody's now
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        shown = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
+        self._trained.commit(self._session, read_groups(self._wrapped), shown, stale)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, fetched from the servers; in the form of the wrapped optimizer's own."""
+        own = self._wrapped.state_dict()
+        if self._session is not None and self._trained is not None:
+            own["state"] = self._trained.assemble_state(self._session.fetch_state())
+        return own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state. In a run, before the first step: worker 0's goes to the servers then."""
+        self._require_not_begun("load_state_dict()")
+        self._wrapped.load_state_dict(state_dict)
+        self._share_groups()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, before the first step."""
+        if "_wrapped" not in self.__dict__:  # called by torch's constructor, which collects the groups
+            super().add_param_group(param_group)
+            return
+        self._require_not_begun("add_param_group()")
+        self._wrapped.add_param_group(param_group)
+
+    def _share_groups(self) -> None:
+        self.param_groups = self._wrapped.param_groups
+        self.state = self._wrapped.state
+
+    def _require_not_begun(self, call: str) -> None:
+        if self._session is not None and self._trained is not None:
+            raise UsageError(f"{call} must come before the first step: the servers hold the state now.")
+
+    def _begin(self, session: Session) -> tuple[Trained, bool]:
+        """Take part in the run. Also says whether this worker's weights were replaced by other ones."""
+        _require_first(session)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        model = self._model if self._model is not None else find_model(parameters)
+        trained = Trained(model, parameters)
+        group_of = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
+        optimizer = OptimizerSpec(self._kind, read_groups(self._wrapped), tuple(group_of))
+        publisher = session.begin(ModelSpec(trained.layout, optimizer, trained.buffer_specs))
+        return trained, trained.bind(session, publisher, self._wrapped.state)
+
+
+class Trained:
+    """A model's tensors, bound to a session's flat vectors.
+
+    The parameters become views of the weights; each gradient is *adopted*: autograd accumulates wherever it
+    likes, and a hook copies the result into the flat vector and assigns the view.
+    """
+
+    def __init__(self, model: nn.Module, parameters: list[torch.Tensor]) -> None:
+        self._parameters = parameters
+        names = {id(parameter): _names_of(model, parameter) for parameter in parameters}
+        for index, parameter in enumerate(parameters):
+            if not names[id(parameter)]:
+                raise ConfigurationError(
+                    f"The optimizer's parameter {index}, of shape {list(parameter.shape)}, is not one of the model's."
+                )
+            if parameter.device.type != "cpu":
+                raise ConfigurationError(
+                    f"Parameter {names[id(parameter)][0]!r} is on {parameter.device}; training is on the CPU so far."
+                )
+        self.layout = Layout.of(
+            [Parameter(names[id(p)], tuple(p.shape), _dtype_name(p.dtype)) for p in parameters]
+        )
+        self._buffers = Buffers(model, set(names))
+        self.buffer_specs = self._buffers.specs
+        self._weights: list[torch.Tensor] = []  # for each parameter, its place in the flat vectors
+        self._gradients: list[torch.Tensor] = []
+        self._written = [False] * len(parameters)  # whose place in the gradients may hold something else than 0
+        self._versions: list[int] = []  # of each parameter, when the last step ended
+        self._probes: list[tuple[torch.Tensor, torch.Tensor]] = []  # (some elements of a vector, as they were)
+
+    def bind(self, session: Session, publisher: bool, state: Mapping[Any, Mapping[str, Any]]) -> bool:
+        """Move the parameters into the flat vectors. True if this worker's weights were replaced."""
+        self._weights = self._places(session.weights)
+        self._gradients = self._places(session.gradients)
+        if publisher:
+            for parameter, place in zip(self._parameters, self._weights, strict=True):
+                place.copy_(parameter.detach())
+            session.publish(self._buffers.all(), lambda shard: self._slice_state(shard, state))
+        else:
+            session.await_first_weights()
+        pairs = list(zip(self._parameters, self._weights, strict=True))
+        replaced = not all(torch.equal(parameter.detach(), place) for parameter, place in pairs)
+        for parameter, place in pairs:
+            parameter.data = place
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._adopter(index))
+        self._buffers.changed()  # what they are now has been published
+        self._remember(session)
+        return replaced
+
+    def commit(
+        self, session: Session, groups: tuple[Mapping[str, Any], ...], loss: float | None, stale: bool
+    ) -> None:
+        """One iteration of the session, with the gradients that the parameters have."""
+        self._require_untouched()
+        present = bytes(self._adopt(index) for index in range(len(self._parameters)))
+        empty = stale
+        if not stale and (bad := self._first_not_finite(session)) is not None:
+            error = NonFiniteGradientError(session.worker, session.iteration, bad)
+            if not session.skips_nan:
+                raise error
+            log.warning(
+                "worker %d, iteration %d: skipped, the gradient of %r is not finite", *error.args
+            )
+            empty = True
+        session.commit(
+            present, msgspec.msgpack.encode(groups), empty=empty, buffers=self._buffers.changed(), loss=loss
+        )
+        self._remember(session)
+
+    def assemble_state(self, fetched: Iterable[tuple[ShardSlice, Vectors]]) -> dict[int, dict[str, torch.Tensor]]:
+        """The servers' optimizer state, parameter by parameter, as torch's own state_dict has it."""
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for shard, values in fetched:
+            for name, value in values.items():
+                position, _, key = name.partition("/")
+                segment = shard.segments[int(position)]
+                parameter = self.layout.parameters[segment.parameter]
+                entries = state.setdefault(segment.parameter, {})
+                if not value.dim():  # a count of steps: the same for every slice
+                    entries[key] = value
+                    continue
+                whole = entries.setdefault(key, torch.zeros(parameter.shape, dtype=value.dtype))
+                whole.view(-1)[segment.offset : segment.offset + value.numel()] = value
+        return dict(sorted(state.items()))
+
+    def _slice_state(self, shard: ShardSlice, state: Mapping[Any, Mapping[str, Any]]) -> Vectors:
+        """The reverse: what of an optimizer's state belongs to one shard."""
+        values: Vectors = {}
+        for position, segment in enumerate(shard.segments):
+            for key, value in state.get(self._parameters[segment.parameter], {}).items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                length = segment.stop - segment.start
+                whole = value.reshape(-1)
+                values[f"{position}/{key}"] = (
+                    whole[segment.offset : segment.offset + length].clone() if value.dim() else value
+                )
+        return values
+
+    def _places(self, vectors: Vectors) -> list[torch.Tensor]:
+        return [
+            vectors[p.dtype][offset : offset + p.size].view(p.shape)
+            for p, offset in zip(self.layout.parameters, self.layout.offsets, strict=True)
+        ]
+
+    def _adopt(self, index: int) -> bool:
+        """Have a gradient lie at its place in the flat vector. False if there is none."""
+        parameter, place = self._parameters[index], self._gradients[index]
+        gradient = parameter.grad
+        if gradient is None:
+            if self._written[index]:
+                place.zero_()
+                self._written[index] = False
+            return False
+        self._written[index] = True
+        if gradient.data_ptr() != place.data_ptr() or gradient.is_sparse:
+            place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            parameter.grad = place
+        return True
+
+    def _adopter(self, index: int) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            self._adopt(index)
+
+        return hook
+
+    def _first_not_finite(self, session: Session) -> str | None:
+        """The name of the first parameter whose gradient holds NaN or inf.
+
+        A dot product finds out 35 times faster than `isfinite`; since it can also overflow, only what follows
+        decides.
+        """
+        if all(math.isfinite(float(torch.dot(vector, vector))) for vector in session.gradients.values()):
+            return None
+        for parameter, place in zip(self.layout.parameters, self._gradients, strict=True):
+            if not bool(place.isfinite().all()):
+                return parameter.names[0]
+        return None
+
+    def _remember(self, session: Session) -> None:
+        """Note what the weights are, so that an edit from outside is found before the next push."""
+        for parameter in self._parameters:
+            torch.autograd.graph.increment_version(parameter)  # for autograd: the weights are new
+        self._versions = [parameter._version for parameter in self._parameters]
+        if not self._probes:
+            some = [v[:: -(-v.numel() // PROBE_SIZE)] for v in session.weights.values() if v.numel()]
+            self._probes = [(part, part.clone()) for part in some]
+        for part, copy in self._probes:
+            copy.copy_(part)
+
+    def _require_untouched(self) -> None:
+        for index, parameter in enumerate(self._parameters):
+            what = None
+            if parameter.data_ptr() != self._weights[index].data_ptr() and parameter.numel():
+                what = "was moved or replaced (model.to(...), .data = ...)"
+            elif parameter._version != self._versions[index]:
+                what = "was edited"
+            if what:
+                raise WeightsChangedError(
+                    f"Parameter {self.layout.parameters[index].names[0]!r} {what} outside step() after training "
+                    "had started. Do that before the first step; the servers hold the weights from then on."
+                )
+        if not all(torch.equal(part, copy) for part, copy in self._probes):
+            raise WeightsChangedError(
+                "Weights were edited through .data outside step() after training had started. Do that before the "
+                "first step; the servers hold the weights from then on."
+            )
+
+
+class Buffers:
+    """The tensors of a model's `state_dict` that the optimizer does not train."""
+
+    def __init__(self, model: nn.Module, trained: set[int]) -> None:
+        self._model = model
+        tensors = {
+            name: tensor
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in trained
+        }
+        self._names = list(tensors)
+        self.specs = tuple(
+            BufferSpec(name, tuple(t.shape), _dtype_name(t.dtype), isinstance(t, nn.Parameter))
+            for name, t in tensors.items()
+        )
+        self._versions: dict[int, tuple[int, int]] = {}
+
+    def all(self) -> list[torch.Tensor]:
+        """Each of them, in order."""
+        return [self._get(index) for index in range(len(self._names))]
+
+    def changed(self) -> dict[int, torch.Tensor]:
+        """Those that have changed since the last call, by index. Parameters outside the optimizer never do."""
+        found = {}
+        for index, spec in enumerate(self.specs):
+            if spec.fixed:
+                continue
+            tensor = self._get(index)
+            version = (tensor.data_ptr(), tensor._version)
+            if self._versions.get(index) != version:
+                self._versions[index] = version
+                found[index] = tensor
+        return found
+
+    def _get(self, index: int) -> torch.Tensor:
+        owner, _, name = self._names[index].rpartition(".")
+        tensor = getattr(self._model.get_submodule(owner), name)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor.detach()
+
+
+def find_model(parameters: list[torch.Tensor]) -> nn.Module:
+    """The outermost live module that holds all of these parameters.
+
+    Raises:
+        ConfigurationError: there is none, or more than one.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    holders = [
+        candidate
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), nn.Module) and wanted <= {id(p) for p in candidate.parameters()}
+    ]
+    inner = {id(sub) for holder in holders for sub in holder.modules() if sub is not holder}
+    outermost = [holder for holder in holders if id(holder) not in inner]
+    if len(outermost) == 1:
+        model: nn.Module = getattr(outermost[0], "_orig_mod", outermost[0])  # torch.compile's wrapper
+        return model
+    found = "no module holds" if not outermost else f"{len(outermost)} modules hold"
+    raise ConfigurationError(
+        f"{found} all of the optimizer's parameters, so names for the weights cannot be told; pass "
+        "DistributedOptimizer(optimizer, model=...), with several modules as model=torch.nn.ModuleDict({...})."
+    )
+
+
+def _names_of(model: nn.Module, parameter: torch.Tensor) -> tuple[str, ...]:
+    return tuple(name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _require_first(session: Session) -> None:
+    if session.weights:
+        raise UsageError(
+            "A second DistributedOptimizer cannot train in the same process: the run has one model. Put all "
+            "parameters into one optimizer, in groups."
+        )

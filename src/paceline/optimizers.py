@@ -1,0 +1,100 @@
+"""Which classes of `torch.optim` can run on slices of the parameters, and how one is written down.
+
+A shard holds an arbitrary slice of the flat vector, so only *elementwise* optimizers give there exactly what
+they give on whole tensors. The table lists them. Those that look at a whole matrix (Adafactor, Muon), keep a
+closure (LBFGS) or want another gradient (SparseAdam) are refused by name, before anything starts.
+
+Hyper-parameters travel with every push as plain numbers; `read_groups` takes them out of the user's optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from .errors import ConfigurationError
+
+__all__ = ["ELEMENTWISE", "HyperParameters", "OptimizerSpec", "make_optimizer", "read_groups", "require_elementwise"]
+
+HyperParameters = dict[str, float | int | bool | None | tuple[float, float]]
+"""One parameter group's settings: `lr`, `momentum`, `betas`, ..."""
+
+# name -> (class, whether its fused kernel runs on the CPU: one pass, no temporaries)
+ELEMENTWISE: dict[str, tuple[type[torch.optim.Optimizer], bool]] = {
+    "SGD": (torch.optim.SGD, True),
+    "Adam": (torch.optim.Adam, True),
+    "AdamW": (torch.optim.AdamW, True),
+    "Adagrad": (torch.optim.Adagrad, False),
+    "Adadelta": (torch.optim.Adadelta, False),
+    "Adamax": (torch.optim.Adamax, False),
+    "ASGD": (torch.optim.ASGD, False),
+    "NAdam": (torch.optim.NAdam, False),
+    "RAdam": (torch.optim.RAdam, False),
+    "RMSprop": (torch.optim.RMSprop, False),
+    "Rprop": (torch.optim.Rprop, False),
+}
+
+# How torch is to compute, not what: decided here, never by what a worker sends.
+IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+class OptimizerSpec(msgspec.Struct, frozen=True):
+    """A user's optimizer as a value.
+
+    Attributes:
+        name: its class in `torch.optim`.
+        groups: the hyper-parameters of each group.
+        group_of: for each parameter of the layout, the index of its group.
+    """
+
+    name: str
+    groups: tuple[HyperParameters, ...]
+    group_of: tuple[int, ...]
+
+
+def require_elementwise(optimizer: torch.optim.Optimizer) -> str:
+    """The optimizer's name in the table.
+
+    Raises:
+        ConfigurationError: it is not one of them, by name, with the reason.
+    """
+    kind = type(optimizer)
+    if kind is ELEMENTWISE.get(kind.__name__, (None, False))[0]:
+        return kind.__name__
+    raise ConfigurationError(
+        f"{kind.__module__}.{kind.__qualname__} cannot run on the servers: each server holds a slice of the "
+        f"parameters, so the optimizer must treat every element by itself. Choices: {', '.join(ELEMENTWISE)}."
+    )
+
+
+def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]:
+    """The hyper-parameters of each group as plain numbers."""
+    return tuple(
+        {key: _plain(key, group[key]) for key in optimizer.defaults if key not in IMPLEMENTATION_KEYS}
+        for group in optimizer.param_groups
+    )
+
+
+def make_optimizer(
+    name: str, groups: Sequence[HyperParameters], parameters: Sequence[list[torch.Tensor]]
+) -> torch.optim.Optimizer:
+    """The real optimizer over some tensors, one list per group; groups may be empty."""
+    kind, fused = ELEMENTWISE[name]
+    settings: Any = [{**group, "params": tensors} for group, tensors in zip(groups, parameters, strict=True)]
+    defaults: Any = {"fused": True} if fused else {}
+    if "lr" in groups[0]:
+        defaults["lr"] = groups[0]["lr"]
+    return kind(settings, **defaults)
+
+
+def _plain(key: str, value: object) -> float | int | bool | None | tuple[float, float]:
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return (float(value[0]), float(value[1]))
+    raise ConfigurationError(f"Hyper-parameter {key} is {value!r}; expected a number, a pair of numbers or None.")

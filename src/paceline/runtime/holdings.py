@@ -1,0 +1,186 @@
+"""What one server holds of a model: its shards and, beside shard 0, the tensors that nobody trains.
+
+Created when training begins, filled by the publisher's first weights. Reads the clock for its events; knows no
+socket. Answers leave through a function that the caller gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from ..buffers import pack, packed_bytes, pool, torch_dtype, unpack
+from ..errors import ProtocolError
+from ..layout import ITEM_BYTES
+from ..shard import Push, Shard, SliceTensors, Vectors
+from ..sync.actions import AnswerPull
+from ..sync.events import PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
+from ..trace import Header, Recorder
+from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox
+from ..wire.messages import Commit, CreateShards, InitialState, InitialWeights, Message
+from .job import Job
+
+__all__ = ["Answerer", "Holdings", "byte_views", "tensors_over"]
+
+STATE_LIMIT_FACTOR = 8  # an optimizer keeps a few vectors per vector of weights; more than this is refused
+STATE_SLACK_BYTES = 16 * 1024 * 1024
+
+Answerer = Callable[[int, AnswerPull], None]
+"""(shard, the pull to answer): called while the shard's weights and version are what is to be sent."""
+
+
+class Holdings:
+    """The shards of one server.
+
+    Attributes:
+        expected: who takes part and has not left.
+        publisher: the worker whose weights the shards start with.
+        shards: those whose weights have come, by index.
+    """
+
+    def __init__(self, created: CreateShards, job: Job) -> None:
+        self.expected = set(created.workers)
+        self.publisher = created.publisher
+        self.shards: dict[int, Shard] = {}
+        self._created = created
+        self._job = job
+        self._slices = {shard.index: shard for shard in created.shards}
+        self._recorders: list[Recorder] = []
+        self._states: dict[int, Vectors] = {}  # optimizer states to start from, until their shard is made
+        self._slots: dict[int, dict[str, torch.Tensor]] = {}  # each worker's buffers
+        self._first_buffers: dict[str, torch.Tensor] = {}  # the publisher's, and those that training leaves alone
+
+    def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, SliceTensors]]:
+        """For each shard, where a worker's pushes lie: in its own region, or in memory of the server's."""
+        made = {}
+        for index, shard in self._slices.items():
+            inbox: Inbox = SharedInbox(region, shard) if region is not None else StreamedInbox(shard)
+            made[index] = inbox, SliceTensors(shard, tensors_over(inbox.gradient))
+        return made
+
+    def attach(self, descriptor: int) -> Region:
+        """Map a worker's region. Raises `ProtocolError` if it is not what the layout asks for."""
+        return Region.attach(self._created.model.layout, descriptor)
+
+    def payload_sizes(self, message: Message, size_bytes: int) -> list[int]:
+        """The sizes of the parts, besides an inbox's, that a message's payload must have. Raises `ProtocolError`."""
+        buffers = self._created.model.buffers
+        match message:
+            case Commit(shard=0) if all(0 <= index < len(buffers) for index in message.buffers):
+                return [packed_bytes(buffers[index]) for index in message.buffers]
+            case Commit(buffers=()):
+                return []
+            case InitialWeights() if message.shard in self._slices:
+                bounds = self._slices[message.shard].bounds
+                sizes = [(stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in bounds.items()]
+                return sizes + [packed_bytes(spec) for spec in buffers if message.shard == 0]
+            case InitialState() if message.shard in self._slices:
+                limit_bytes = STATE_LIMIT_FACTOR * self._slices[message.shard].size_bytes + STATE_SLACK_BYTES
+                if size_bytes <= limit_bytes:
+                    return [size_bytes]
+                raise ProtocolError(f"an optimizer state of {size_bytes} bytes, expected at most {limit_bytes}")
+            case _:
+                raise ProtocolError(f"{message} may not carry a payload")
+
+    def start_state(self, message: InitialState, payload: bytes) -> None:
+        """Keep the optimizer state that a shard is to start from."""
+        self._states[message.shard] = safetensors.torch.load(payload)
+
+    def start(self, message: InitialWeights, payload: Sequence[bytearray]) -> None:
+        """Make a shard out of its first weights."""
+        index = message.shard
+        if index not in self._slices or index in self.shards:
+            raise ProtocolError(f"first weights for shard {index} are not expected")
+        bounds = self._slices[index]
+        weights = tensors_over(
+            {dtype: memoryview(part) for dtype, part in zip(bounds.bounds, payload, strict=False)}
+        )
+        header = Header(sync=self._created.sync, host="shard", index=index, emulated=self._job.emulated)
+        recorder = Recorder.to_path(Path(self._job.run_dir, f"trace-shard-{index}.jsonl"), header)
+        self._recorders.append(recorder)
+        shard = Shard(bounds, weights, self._created.model.optimizer, self._created.sync, recorder)
+        shard.load_optimizer_state(self._states.pop(index, {}))
+        if index == 0:
+            specs = self._created.model.buffers
+            parts = payload[len(bounds.bounds) :]
+            self._first_buffers = {spec.name: unpack(spec, part) for spec, part in zip(specs, parts, strict=True)}
+        self.shards[index] = shard
+        for worker in sorted(self.expected):
+            shard.handle(WorkerJoined(now_s=self._job.now_s(), worker=worker))
+
+    def commit(
+        self, worker: int, message: Commit, gradient: SliceTensors, payload: Sequence[bytearray], answer: Answerer
+    ) -> None:
+        """A worker's push to one shard, and its pull. Raises `InvalidEventError`."""
+        shard = self.shard(message.shard)
+        if len(message.present) != len(self._created.model.layout.parameters):
+            raise ProtocolError("a commit does not say for each parameter whether it has a gradient")
+        event = PushReceived(
+            now_s=self._job.now_s(),
+            worker=worker,
+            iteration=message.iteration,
+            empty=message.empty,
+            stop=message.stop,
+        )
+        push = None if message.empty else Push(gradient, message.present, message.groups)
+        shard.handle(event, push, lambda pull: answer(message.shard, pull))
+        if message.buffers:
+            slot = self._slots.setdefault(worker, dict(self._first_buffers))
+            for index, part in zip(message.buffers, payload, strict=True):
+                spec = self._created.model.buffers[index]
+                slot[spec.name] = unpack(spec, part)
+        pulled = PullRequested(now_s=self._job.now_s(), worker=worker, iteration=message.iteration)
+        shard.handle(pulled, None, lambda pull: answer(message.shard, pull))
+
+    def leave(self, worker: int, *, finished: bool, answer: Answerer) -> None:
+        """A worker takes no further part. It may be heard of twice: once is enough."""
+        if worker not in self.expected:
+            return
+        self.expected.remove(worker)
+        kind = WorkerFinished if finished else WorkerLost
+        for index, shard in self.shards.items():
+            event = kind(now_s=self._job.now_s(), worker=worker)
+            shard.handle(event, None, lambda pull, index=index: answer(index, pull))  # type: ignore[misc]
+
+    def snapshot(self, index: int) -> list[memoryview]:
+        """A shard's weights and, with shard 0, the other tensors, pooled over the workers."""
+        parts = list(byte_views(self.shard(index).weights).values())
+        if index == 0:
+            pooled = self._first_buffers
+            if self._slots:
+                pooled = pooled | pool([self._slots[worker] for worker in sorted(self._slots)])
+            parts += pack([pooled[spec.name] for spec in self._created.model.buffers])
+        return parts
+
+    def optimizer_state(self, index: int) -> bytes:
+        """A shard's optimizer state as safetensors."""
+        state = self.shard(index).optimizer_state()
+        return safetensors.torch.save({key: value.contiguous() for key, value in state.items()})
+
+    def shard(self, index: int) -> Shard:
+        """A shard that is ready. Raises `ProtocolError` if it is not."""
+        if index not in self.shards:
+            raise ProtocolError(f"shard {index} is not here, or has no weights yet")
+        return self.shards[index]
+
+    def close(self) -> None:
+        """Write the traces out."""
+        for recorder in self._recorders:
+            recorder.close()
+
+
+def tensors_over(vectors: dict[str, memoryview]) -> Vectors:
+    """Flat tensors over some bytes, without a copy."""
+    return {
+        dtype: torch.frombuffer(data, dtype=torch_dtype(dtype)) if data.nbytes else torch.empty(0, dtype=torch_dtype(dtype))
+        for dtype, data in vectors.items()
+    }
+
+
+def byte_views(vectors: Vectors) -> dict[str, memoryview]:
+    """The bytes of some flat tensors, without a copy."""
+    return {dtype: memoryview(vector.view(torch.uint8).numpy()) for dtype, vector in vectors.items()}
+

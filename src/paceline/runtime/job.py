@@ -1,0 +1,177 @@
+"""What a run is: one validated value that every process of it gets.
+
+Everything a user can ask for is checked here, before anything starts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ..errors import ConfigurationError, unknown_name
+from ..sync import AnySyncModel, parse
+from ..wire.memory import shared_memory_available
+
+__all__ = ["JOB_VARIABLE", "TRANSPORTS", "Job", "Place", "make_job"]
+
+JOB_VARIABLE = "PACELINE_PLACE"
+"""The environment variable by which a process of a run learns its place in it."""
+
+TRANSPORTS = ("auto", "shm", "tcp")
+ON_NAN = ("stop", "skip")
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A run.
+
+    Attributes:
+        workers: how many.
+        servers: how many; each holds one shard.
+        sync: the sync model.
+        transport: "shm" (shared memory, one machine) or "tcp".
+        seed: of the data's order, the jitter and whatever else is drawn.
+        pace_s: for each worker, the least time of an iteration; () for none.
+        slowdown: for each worker, the factor by which its measured compute time is stretched; () for none.
+        jitter: half-width of the uniform factor 1 +- jitter on both.
+        on_nan: what a gradient with NaN or inf does: "stop" the run, or "skip" that push.
+        run_dir: where logs, traces and results go.
+        token: who does not show it gets nothing.
+        epoch_s: the monotonic clock's reading at which the run's own time is 0.
+    """
+
+    workers: int
+    servers: int
+    sync: AnySyncModel
+    transport: Literal["shm", "tcp"]
+    seed: int
+    pace_s: tuple[float, ...]
+    slowdown: tuple[float, ...]
+    jitter: float
+    on_nan: Literal["stop", "skip"]
+    run_dir: str
+    token: str
+    epoch_s: float
+
+    def now_s(self) -> float:
+        """Seconds since the run began; the same clock in all processes of one machine."""
+        return time.monotonic() - self.epoch_s
+
+    @property
+    def emulated(self) -> str:
+        """How unequal machines are emulated, in words; "" if they are not."""
+        parts = []
+        if self.pace_s:
+            parts.append("least seconds per iteration " + ", ".join(f"{p:g}" for p in self.pace_s))
+        if self.slowdown:
+            parts.append("compute time stretched by " + ", ".join(f"{s:g}" for s in self.slowdown))
+        if parts and self.jitter:
+            parts.append(f"jitter +-{self.jitter:.0%}")
+        return "; ".join(parts)
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """One process's place in a run: what it is, and whom to call."""
+
+    job: Job
+    role: Literal["server", "worker"]
+    index: int
+    coordinator: str
+
+
+def make_job(
+    *,
+    workers: int,
+    servers: int | None = None,
+    sync: str | AnySyncModel = "bsp",
+    transport: str = "auto",
+    seed: int = 0,
+    pace: Sequence[float] | None = None,
+    slowdown: Sequence[float] | None = None,
+    jitter: float = 0.0,
+    on_nan: str = "stop",
+    run_dir: str | os.PathLike[str] | None = None,
+) -> Job:
+    """Check everything that a user asks for, then make the run's description and its directory.
+
+    Raises:
+        ConfigurationError: one sentence that names the value, what was expected and what to do.
+    """
+    workers = _whole("workers", workers, least=1)
+    if servers is None:
+        servers = max(1, (os.cpu_count() or 1) - workers)  # the cores that the workers leave over
+    if transport not in TRANSPORTS:
+        raise unknown_name("transport", transport, TRANSPORTS)
+    if on_nan not in ON_NAN:
+        raise unknown_name("on_nan", on_nan, ON_NAN)
+    if transport == "auto":
+        transport = "shm" if shared_memory_available() else "tcp"
+    if transport == "shm" and not shared_memory_available():
+        raise ConfigurationError("transport 'shm' needs memfd, which this system lacks; use 'tcp'.")
+    if not 0 <= jitter < 1:
+        raise ConfigurationError(f"jitter is {jitter}, expected a number in [0, 1), for example 0.2.")
+    return Job(
+        workers=workers,
+        servers=_whole("servers", servers, least=1),
+        sync=parse(sync) if isinstance(sync, str) else sync,
+        transport="shm" if transport == "shm" else "tcp",
+        seed=_whole("seed", seed, least=0),
+        pace_s=_per_worker("pace", pace, workers, least=0.0),
+        slowdown=_per_worker("slowdown", slowdown, workers, least=1.0),
+        jitter=float(jitter),
+        on_nan="skip" if on_nan == "skip" else "stop",
+        run_dir=str(_make_run_dir(run_dir)),
+        token=secrets.token_hex(16),
+        epoch_s=time.monotonic(),
+    )
+
+
+def _whole(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} is {value!r}, expected a whole number >= {least}.")
+    return value
+
+
+def _per_worker(name: str, values: Sequence[float] | None, workers: int, least: float) -> tuple[float, ...]:
+    if values is None or len(values) == 0:
+        return ()
+    if len(values) != workers:
+        raise ConfigurationError(
+            f"{name} has {len(values)} values for {workers} workers; give one for each, "
+            f"for example {','.join(f'{v:g}' for v in [*values, *[values[-1]] * workers][:workers])}."
+        )
+    for value in values:
+        if not (math.isfinite(value) and value >= least):
+            raise ConfigurationError(f"{name} is {value:g} for one worker, expected a number >= {least:g}.")
+    return tuple(float(value) for value in values)
+
+
+def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:
+    """Make the run's directory. Without a path, a new one under ./runs, named by the time."""
+    try:
+        if path is not None:
+            run_dir = Path(path).absolute()
+            run_dir.mkdir(parents=True, exist_ok=True)
+            probe = run_dir / f".writable-{secrets.token_hex(4)}"
+            probe.touch()
+            probe.unlink()
+            return run_dir
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
+            run_dir = Path("runs", stamp + suffix).absolute()
+            try:
+                run_dir.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return run_dir
+    except OSError as error:
+        raise ConfigurationError(
+            f"the run directory {path or 'runs'} cannot be written: {error.strerror}. Choose another with --run-dir."
+        ) from error
+    raise ConfigurationError("./runs has too many runs of this second; choose a directory with --run-dir.")

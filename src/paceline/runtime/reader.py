@@ -1,0 +1,105 @@
+"""A reader: pulls snapshots of the weights and never pushes. It disturbs no worker.
+
+A reader calls the servers directly and blocks only itself. Each shard's part is never torn; parts of different
+shards may be of different versions, which the snapshot names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from ..buffers import packed_bytes, unpack
+from ..errors import ProtocolError
+from ..layout import ITEM_BYTES, ShardSlice
+from ..shard import Vectors
+from ..wire.addresses import connect
+from ..wire.messages import FetchSnapshot, FromServer, Hello, Message, ModelSpec, Snapshot
+from ..wire.stream import Stream
+from .holdings import tensors_over
+
+__all__ = ["Reader", "WeightsSnapshot"]
+
+TIMEOUT_S = 60.0
+
+
+class WeightsSnapshot(msgspec.Struct, frozen=True):
+    """The model at one moment.
+
+    Attributes:
+        state_dict: name -> tensor, as the model's own; tied weights under each of their names.
+        versions: for each shard, how many updates its part had seen.
+    """
+
+    state_dict: dict[str, torch.Tensor]
+    versions: tuple[int, ...]
+
+
+class Reader:
+    """A reader of one run.
+
+    Args:
+        model: what is trained.
+        shards: the slices, with the addresses of their servers.
+        token: the job's.
+    """
+
+    def __init__(self, model: ModelSpec, shards: Sequence[tuple[ShardSlice, str]], token: str) -> None:
+        self._model = model
+        self._shards = [shard for shard, _ in shards]
+        self._payload: list[bytearray] = []
+        self._streams: list[Stream[FromServer]] = []
+        for index, (_, address) in enumerate(shards):
+            stream: Stream[FromServer] = Stream(connect(address), FromServer, self._payload_targets)
+            stream.send(Hello(token, "reader", index))
+            self._streams.append(stream)
+
+    def read(self) -> WeightsSnapshot:
+        """A snapshot of the weights and the other tensors of the model.
+
+        Raises:
+            PeerLostError: a server is gone.
+            DeadlineError: a server does not answer.
+        """
+        vectors = {dtype: bytearray(size * ITEM_BYTES[dtype]) for dtype, size in self._model.layout.sizes.items()}
+        versions = []
+        rest: list[bytearray] = []
+        for shard, stream in zip(self._shards, self._streams, strict=True):
+            stream.send(FetchSnapshot(shard.index))
+            answer = stream.wait(TIMEOUT_S)
+            if not isinstance(answer, Snapshot):
+                raise ProtocolError(f"a server answered a reader with {type(answer).__name__}")
+            versions.append(answer.version)
+            parts, others = self._payload[: len(shard.bounds)], self._payload[len(shard.bounds) :]
+            rest += others
+            for (dtype, (start, stop)), part in zip(shard.bounds.items(), parts, strict=True):
+                vectors[dtype][start * ITEM_BYTES[dtype] : stop * ITEM_BYTES[dtype]] = part
+        state = self._named(tensors_over({dtype: memoryview(data) for dtype, data in vectors.items()}))
+        for spec, part in zip(self._model.buffers, rest, strict=True):
+            state[spec.name] = unpack(spec, part)
+        return WeightsSnapshot(state, tuple(versions))
+
+    def close(self) -> None:
+        """Close the connections."""
+        for stream in self._streams:
+            stream.close()
+
+    def _named(self, vectors: Vectors) -> dict[str, torch.Tensor]:
+        layout = self._model.layout
+        return {
+            name: vectors[p.dtype][offset : offset + p.size].view(p.shape).clone()
+            for p, offset in zip(layout.parameters, layout.offsets, strict=True)
+            for name in p.names
+        }
+
+    def _payload_targets(self, message: Message, size_bytes: int) -> list[memoryview]:
+        if not isinstance(message, Snapshot):
+            raise ProtocolError(f"{type(message).__name__} came with a payload that is not expected")
+        bounds = self._shards[message.shard].bounds
+        sizes = [(stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in bounds.items()]
+        if message.shard == 0:
+            sizes += [packed_bytes(spec) for spec in self._model.buffers]
+        self._payload = [bytearray(size) for size in sizes]
+        return [memoryview(part) for part in self._payload]

@@ -1,0 +1,108 @@
+"""What the front end asks of whoever hosts a worker.
+
+The front end (`DistributedOptimizer`, `distribute`) speaks to a `Session` and never learns where it runs: in a
+process of a live run, or on a thread of a simulation. Without a session a script runs as one ordinary process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from ..layout import ShardSlice
+from ..shard import Vectors
+from ..wire.messages import ModelSpec
+
+__all__ = ["Session", "current", "install"]
+
+
+class Session(Protocol):
+    """One worker's part in a run.
+
+    The order of calls: `begin`, then `publish` on the publisher and `await_first_weights` on the others, then
+    `commit` once per iteration, then `finish`. `weights` change only inside these calls; `gradients` are the
+    caller's until `commit`, and again once it has returned.
+
+    Attributes:
+        worker: this worker's index.
+        workers: how many there are.
+        seed: the run's.
+        skips_nan: True if a gradient with NaN or inf is to be left out instead of stopping the run.
+        iteration: the number of iterations that this worker has committed.
+        weights: dtype -> flat vector, from `begin` on.
+        gradients: dtype -> flat vector, likewise.
+    """
+
+    worker: int
+    workers: int
+    seed: int
+    skips_nan: bool
+    iteration: int
+    weights: Vectors
+    gradients: Vectors
+
+    def begin(self, model: ModelSpec) -> bool:
+        """Say what is to be trained; wait for the others. True if this worker is the publisher.
+
+        Raises:
+            ConfigurationError: this worker may not take part.
+        """
+        ...
+
+    def publish(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
+        """Make `weights`, as they are now, everybody's; `state_of` gives the optimizer state to start from."""
+        ...
+
+    def await_first_weights(self) -> None:
+        """Wait until `weights` holds the publisher's."""
+        ...
+
+    def commit(
+        self,
+        present: bytes,
+        groups: bytes,
+        *,
+        empty: bool,
+        buffers: Mapping[int, torch.Tensor],
+        loss: float | None,
+    ) -> None:
+        """Push `gradients` to every shard and pull; when it returns, `weights` holds the answers.
+
+        Args:
+            present: for each parameter, 1 if it had a gradient.
+            groups: msgpack of the groups' hyper-parameters.
+            empty: leave the gradient out; the iteration counts as progress.
+            buffers: index -> those buffers that have changed.
+            loss: for the eyes of the user.
+        """
+        ...
+
+    def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
+        """Each shard with its optimizer state, "<segment>/<key>" -> tensor."""
+        ...
+
+    def finish(self) -> None:
+        """Leave: this worker blocks nobody from now on."""
+        ...
+
+
+_of_process: Session | None = None
+_of_thread = threading.local()
+
+
+def current() -> Session | None:
+    """The session of this thread, else of this process; None in a script that runs by itself."""
+    session: Session | None = getattr(_of_thread, "session", None)
+    return session or _of_process
+
+
+def install(session: Session | None, *, for_thread: bool = False) -> None:
+    """Set the session of this process, or of this thread only."""
+    global _of_process
+    if for_thread:
+        _of_thread.session = session
+    else:
+        _of_process = session

@@ -1,0 +1,326 @@
+"""A worker's session in a live run: its connections, its memory, and the emulation of unequal machines.
+
+One thread, the script's own. A commit sends every shard its slice at once and then waits until every shard has
+answered, in whatever order; the coordinator's plans are read in passing. What each iteration cost is written
+to `worker-<index>.jsonl` in the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import selectors
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import safetensors.torch
+import torch
+
+from ..buffers import pack
+from ..errors import ConfigurationError, PeerLostError, ProtocolError
+from ..layout import ShardSlice
+from ..shard import Vectors
+from ..sync.events import Stop
+from ..wire.addresses import connect
+from ..wire.memory import Region, cut
+from ..wire.messages import (
+    Answer,
+    Commit,
+    Failed,
+    FetchState,
+    Finished,
+    FromCoordinatorToWorker,
+    FromServer,
+    Hello,
+    InitialState,
+    InitialWeights,
+    Message,
+    ModelSpec,
+    Notify,
+    Refused,
+    Register,
+    Started,
+    State,
+    Status,
+    Stopping,
+)
+from ..wire.stream import Stream
+from .holdings import STATE_LIMIT_FACTOR, STATE_SLACK_BYTES, tensors_over
+from .job import Place
+
+__all__ = ["IterationRecord", "WorkerSession"]
+
+STATUS_INTERVAL_S = 0.1
+GOODBYE_TIMEOUT_S = 5.0
+
+
+class IterationRecord(msgspec.Struct, frozen=True):
+    """What one iteration cost, in seconds since the run began.
+
+    Attributes:
+        iteration: from 0.
+        begun_s: the weights were here.
+        computed_s: the gradient was ready. Until `pushed_s` the worker slept, if it emulates a slower machine.
+        pushed_s: the push began.
+        answered_s: the last shard's weights were here.
+        loss: if the script's closure returned one.
+        superstep: set if the push was the last one before that superstep's barrier.
+    """
+
+    iteration: int
+    begun_s: float
+    computed_s: float
+    pushed_s: float
+    answered_s: float
+    loss: float | None
+    superstep: int | None
+
+
+class WorkerSession:
+    """See `paceline.runtime.session.Session` for the contract."""
+
+    def __init__(self, place: Place) -> None:
+        job = place.job
+        self.worker = place.index
+        self.workers = job.workers
+        self.seed = job.seed
+        self.skips_nan = job.on_nan == "skip"
+        self.iteration = 0
+        self.weights: Vectors = {}
+        self.gradients: Vectors = {}
+        self._job = job
+        self._plans = job.sync.at_coordinator() is not None  # is the coordinator to hear of each iteration
+        self._jitter = random.Random(f"paceline jitter {job.seed} {place.index}")
+        self._coordinator: Stream[FromCoordinatorToWorker] = Stream(
+            connect(place.coordinator), FromCoordinatorToWorker
+        )
+        self._coordinator.send(Hello(job.token, "worker", place.index))
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._coordinator, selectors.EVENT_READ)
+        self._servers: list[Stream[FromServer]] = []  # one for each shard, in order
+        self._shards: tuple[ShardSlice, ...] = ()
+        self._region: Region | None = None
+        self._awaited: set[int] = set()  # shards that have yet to answer
+        self._states: dict[int, bytearray] = {}  # shard -> its optimizer state, while it is fetched
+        self._stopping: Stopping | None = None  # the plan to follow, until it has been followed
+        self._begun_s = 0.0
+        self._status_s = 0.0
+        self._shown = ""
+        self._finished = False
+        self._log = Path(job.run_dir, f"worker-{place.index}.jsonl").open("wb")
+
+    # -- the session's contract ---------------------------------------------------------------------------
+
+    def begin(self, model: ModelSpec) -> bool:
+        self._coordinator.send(Register(model))
+        started = self._await_start()
+        self._shards = started.shards
+        shared = self._job.transport == "shm"
+        self._region = region = Region.create(model.layout, shared=shared)
+        self.weights = tensors_over(region.weights)
+        self.gradients = tensors_over(region.gradients)
+        descriptors = [region.descriptor] if region.descriptor is not None else []
+        hello = Hello(
+            self._job.token, "worker", self.worker, memory_bytes=region.size_bytes if descriptors else 0
+        )
+        for address in started.addresses:
+            stream: Stream[FromServer] = Stream(connect(address), FromServer, self._payload_targets)
+            stream.send(hello, descriptors=descriptors)
+            self._servers.append(stream)
+            self._selector.register(stream, selectors.EVENT_READ)
+        return started.publisher == self.worker
+
+    def publish(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
+        assert self._region is not None
+        for shard, stream in zip(self._shards, self._servers, strict=True):
+            state = state_of(shard)
+            if state:
+                blob = safetensors.torch.save({key: value.contiguous() for key, value in state.items()})
+                stream.send(InitialState(shard.index), [memoryview(blob)])
+            payload = list(cut(self._region.weights, shard).values())
+            if shard.index == 0:
+                payload += pack(buffers)
+            stream.send(InitialWeights(shard.index), payload)
+        self.await_first_weights()
+
+    def await_first_weights(self) -> None:
+        self._await_answers()
+        self._begun_s = self._job.now_s()
+        self._show("computing", None)
+
+    def commit(
+        self,
+        present: bytes,
+        groups: bytes,
+        *,
+        empty: bool,
+        buffers: Mapping[int, torch.Tensor],
+        loss: float | None,
+    ) -> None:
+        assert self._region is not None
+        computed_s = self._job.now_s()
+        self._hold_back(computed_s - self._begun_s)
+        self._hear_coordinator()
+        stop = self._take_stop()
+        pushed_s = self._job.now_s()
+        for shard, stream in zip(self._shards, self._servers, strict=True):
+            mine = buffers if shard.index == 0 else {}
+            payload = [] if empty else self._region.outgoing(shard)
+            message = Commit(shard.index, self.iteration, present, groups, empty, stop, tuple(mine))
+            stream.send(message, payload + pack(list(mine.values())), stable=True)
+            self._watch(stream)
+        if self._plans:
+            self._coordinator.send(Notify(self.iteration, stop.superstep if stop else None))
+        self._await_answers(loss)
+        answered_s = self._job.now_s()
+        record = IterationRecord(
+            self.iteration,
+            self._begun_s,
+            computed_s,
+            pushed_s,
+            answered_s,
+            loss,
+            stop.superstep if stop else None,
+        )
+        self._log.write(msgspec.json.encode(record) + b"\n")
+        self.iteration += 1
+        self._begun_s = answered_s
+        self._show("computing", loss)
+
+    def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
+        self._awaited = {shard.index for shard in self._shards}
+        for shard, stream in zip(self._shards, self._servers, strict=True):
+            stream.send(FetchState(shard.index))
+            self._watch(stream)
+        while self._awaited:
+            self._hear(timeout_s=None)
+        fetched = [(shard, safetensors.torch.load(bytes(self._states[shard.index]))) for shard in self._shards]
+        self._states = {}
+        return fetched
+
+    def finish(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        for stream in [*self._servers, self._coordinator]:
+            with contextlib.suppress(PeerLostError):  # whoever is gone need not be told
+                stream.send(Finished())
+                stream.drain(GOODBYE_TIMEOUT_S)
+        self._log.flush()
+
+    # -- for whoever runs the script ----------------------------------------------------------------------
+
+    def fail(self, reason: str, traceback: str) -> None:
+        """Report that the script raised; the run is over."""
+        with contextlib.suppress(PeerLostError):  # the coordinator is gone: nobody is left to tell
+            self._coordinator.send(Failed(reason, traceback))
+            self._coordinator.drain(GOODBYE_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Close the connections."""
+        for stream in [*self._servers, self._coordinator]:
+            stream.close()
+        self._selector.close()
+        if self._region is not None:
+            self._region.close()
+        self._log.close()
+
+    # -- emulation ----------------------------------------------------------------------------------------
+
+    def _hold_back(self, computed_s: float) -> None:
+        """Sleep until this iteration has taken as long as on the machine that is emulated."""
+        job = self._job
+        if not job.pace_s and not job.slowdown:
+            return
+        factor = 1 + job.jitter * self._jitter.uniform(-1, 1)
+        pace_s = job.pace_s[self.worker] if job.pace_s else 0.0
+        slowdown = job.slowdown[self.worker] if job.slowdown else 1.0
+        time.sleep(max(0.0, max(pace_s, computed_s * slowdown) * factor - computed_s))
+
+    # -- connections --------------------------------------------------------------------------------------
+
+    def _await_start(self) -> Started:
+        while True:
+            for message in self._coordinator.receive():
+                match message:
+                    case Started():
+                        return message
+                    case Refused():
+                        raise ConfigurationError(message.reason)
+                    case _:
+                        raise ProtocolError(f"{type(message).__name__} came before training had begun")
+            self._selector.select()
+
+    def _await_answers(self, loss: float | None = None) -> None:
+        """Wait until every shard has answered."""
+        self._awaited = {shard.index for shard in self._shards}
+        while self._awaited:
+            if not self._hear(timeout_s=STATUS_INTERVAL_S):
+                self._show("waiting" if len(self._awaited) == len(self._shards) else "pulling", loss)
+
+    def _hear(self, timeout_s: float | None) -> bool:
+        """Handle what arrives within the time; False if nothing did."""
+        ready = self._selector.select(timeout_s)
+        for key, events in ready:
+            if key.fileobj is self._coordinator:
+                self._hear_coordinator()
+                continue
+            stream = key.fileobj
+            assert isinstance(stream, Stream)
+            if events & selectors.EVENT_WRITE:
+                stream.flush()
+                self._watch(stream)
+            if events & selectors.EVENT_READ:
+                self._hear_server(stream.receive())
+        return bool(ready)
+
+    def _hear_server(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            match message:
+                case Answer() | State():
+                    self._awaited.discard(message.shard)
+                case _:
+                    raise ProtocolError(f"a server sent {type(message).__name__}")
+
+    def _hear_coordinator(self) -> None:
+        for message in self._coordinator.receive():
+            if not isinstance(message, Stopping):
+                raise ProtocolError(f"the coordinator sent {type(message).__name__} during training")
+            self._stopping = message
+
+    def _payload_targets(self, message: Message, size_bytes: int) -> list[memoryview]:
+        assert self._region is not None
+        shards = {shard.index: shard for shard in self._shards}
+        match message:
+            case Answer() if message.shard in self._awaited:
+                return self._region.incoming(shards[message.shard])
+            case State() if message.shard in self._awaited:
+                limit_bytes = STATE_LIMIT_FACTOR * shards[message.shard].size_bytes + STATE_SLACK_BYTES
+                if size_bytes > limit_bytes:
+                    raise ProtocolError(f"an optimizer state of {size_bytes} bytes, expected <= {limit_bytes}")
+                self._states[message.shard] = bytearray(size_bytes)
+                return [memoryview(self._states[message.shard])]
+            case _:
+                raise ProtocolError(f"{type(message).__name__} came with a payload that is not expected")
+
+    def _watch(self, stream: Stream[FromServer]) -> None:
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.backlog else 0)
+        if self._selector.get_key(stream).events != wanted:
+            self._selector.modify(stream, wanted)
+
+    def _take_stop(self) -> Stop | None:
+        """The flag for this iteration's push, if it is the first at or past the planned one."""
+        if self._stopping is None or self.iteration < self._stopping.iteration:
+            return None
+        stop, self._stopping = self._stopping.stop, None
+        return stop
+
+    def _show(self, state: Literal["computing", "waiting", "pulling"], loss: float | None) -> None:
+        """Tell the user what this worker does, at most every tenth of a second."""
+        now_s = self._job.now_s()
+        if now_s - self._status_s >= STATUS_INTERVAL_S and (state != self._shown or state == "computing"):
+            self._coordinator.send(Status(self.iteration, loss, state))
+            self._status_s, self._shown = now_s, state

@@ -1,0 +1,80 @@
+"""What a sync model asks its host to do: frozen requests, in the imperative.
+
+The host carries them out in the order given, each before the next: an update is applied before any pull that
+waits on it is answered.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Action", "AnswerPull", "ApplyMean", "ApplyPush", "DropPush", "HoldPush", "Plan", "PublishPlan"]
+
+
+class Action(msgspec.Struct, frozen=True, tag=True):
+    """A request to the host."""
+
+
+class ApplyPush(Action, frozen=True, tag=True):
+    """Apply this push now: one optimizer step with its gradient times `scale`."""
+
+    worker: int
+    iteration: int
+    scale: float = 1.0
+
+
+class HoldPush(Action, frozen=True, tag=True):
+    """Keep this push; a later `ApplyMean` names it."""
+
+    worker: int
+    iteration: int
+
+
+class ApplyMean(Action, frozen=True, tag=True):
+    """Apply the mean of these held pushes, summed in the order given: one optimizer step.
+
+    `pushes` are (worker, iteration) pairs in worker order, so that the sum is the same number everywhere.
+    """
+
+    pushes: tuple[tuple[int, int], ...]
+
+
+class DropPush(Action, frozen=True, tag=True):
+    """Forget this push. It counts as progress all the same."""
+
+    worker: int
+    iteration: int
+
+
+class AnswerPull(Action, frozen=True, tag=True):
+    """Send the weights as they are now to this worker, which asked for them after `iteration`."""
+
+    worker: int
+    iteration: int
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """When the next barrier falls, in iterations and never in times.
+
+    Attributes:
+        superstep: its number, from 0.
+        stops: (worker, iteration) for each member: it stops with its first push at or past that iteration.
+        wait_s: the predicted d_Z, seconds between the first and the last arrival.
+        barrier_s: the predicted time of the last arrival, on the clock of the events.
+    """
+
+    superstep: int
+    stops: tuple[tuple[int, int], ...]
+    wait_s: float
+    barrier_s: float
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The workers that the superstep waits for, in ascending order."""
+        return tuple(worker for worker, _ in self.stops)
+
+
+class PublishPlan(Action, frozen=True, tag=True):
+    """Send this plan to each of its members."""
+
+    plan: Plan

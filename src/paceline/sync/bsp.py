@@ -1,0 +1,37 @@
+"""BSP, bulk synchronous parallel: everybody waits for everybody.
+
+Reference: Gerbessiotis and Valiant, "Direct bulk-synchronous parallel algorithms", 1994; FluentPS, Table III,
+row BSP; ElasticBSP, section 1.
+Admission: a pull is answered iff progress < V_train, that is c_p = min c.
+State: the pushes of the current round, the pulls that wait for it.
+Guarantee: every gradient is computed on the newest weights (staleness 0); training equals one process on the
+joint batch. Live as long as each live worker pushes, finishes or is lost.
+Deviations: none. The round's mean is one optimizer step.
+
+>>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
+>>> shard = BSP().at_shard()
+>>> for worker in (0, 1):
+...     _ = shard.handle(WorkerJoined(now_s=0.0, worker=worker))
+>>> shard.handle(PushReceived(now_s=1.0, worker=1, iteration=0))
+[HoldPush(worker=1, iteration=0)]
+>>> shard.handle(PullRequested(now_s=1.0, worker=1, iteration=0))
+[]
+>>> shard.handle(PushReceived(now_s=3.0, worker=0, iteration=0))
+[HoldPush(worker=0, iteration=0), ApplyMean(pushes=((0, 0), (1, 0))), AnswerPull(worker=1, iteration=0)]
+"""
+
+from __future__ import annotations
+
+from .conditions import ConditionMachine
+from .model import SyncModel
+
+__all__ = ["BSP"]
+
+
+class BSP(SyncModel, frozen=True, tag="bsp"):
+    """Bulk synchronous parallel: one barrier after each iteration."""
+
+    name = "bsp"
+
+    def at_shard(self) -> ConditionMachine:
+        return ConditionMachine(lambda progress, v_train: progress < v_train, average=True)

@@ -1,0 +1,296 @@
+"""ElasticBSP: the barrier falls where the predicted waiting is least.
+
+Theory (Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model", Machine
+Learning, 2021, sections 3 to 5, Fig. 5). A superstep has two phases. *Monitoring*: until every member has
+pushed twice since the last barrier. *Prediction*: each member's next R end times are extrapolated from its last
+interval, ZipLine picks one per member such that the spread d_Z is least, and each member stops with its picked
+iteration. Between barriers pushes are applied as in ASP; the pushes that the members stop with are averaged and
+applied once, as in BSP, and then all go on.
+
+Two machines. The *planner* at the coordinator hears of each finished iteration and publishes one plan per
+superstep. The plan speaks in iterations and goes to the workers, each of which flags its first push at or past
+its stop, identically to all shards. The *shard's* machine holds flagged pushes and nothing else, and closes
+the superstep when every member has sent its flagged push, has finished or is lost. No two shards can disagree,
+however late the plan arrives; and the planner is never on the path of a push or a pull.
+
+Admission: a pull after an unflagged push is answered on arrival; after a flagged one, when the superstep closes.
+Guarantee: a worker that has stopped waits only for members that have yet to stop. Within a superstep nobody
+runs further than its stop plus what it computed while the plan was on its way.
+Deviations: a worker that joins during a superstep runs as in ASP until the next one begins.
+
+>>> from paceline.sync.events import IterationFinished, WorkerJoined
+>>> planner = ElasticBSP(lookahead=4).at_coordinator()
+>>> for worker in (0, 1):
+...     _ = planner.handle(WorkerJoined(now_s=0.0, worker=worker))
+>>> for now_s, worker, iteration in [(1, 0, 0), (2, 0, 1), (3, 0, 2), (3, 1, 0), (4, 0, 3), (5, 0, 4)]:
+...     assert planner.handle(IterationFinished(now_s=now_s, worker=worker, iteration=iteration)) == []
+>>> [action] = planner.handle(IterationFinished(now_s=6, worker=1, iteration=1))
+>>> action.plan.stops, action.plan.wait_s, action.plan.barrier_s
+(((0, 8), (1, 2)), 0.0, 9.0)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import InternalError, InvalidEventError
+from ..zipline import solve_periodic
+from .actions import Action, AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, Plan, PublishPlan
+from .events import (
+    Event,
+    IterationFinished,
+    PullRequested,
+    PushReceived,
+    Stop,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from .ledger import Ledger
+from .model import SyncModel, require_count
+
+__all__ = ["ElasticBSP"]
+
+LEAST_INTERVAL_S = 1e-9  # two pushes in one tick of the clock still need an interval to extrapolate
+
+
+class ElasticBSP(SyncModel, frozen=True, tag="elastic-bsp"):
+    """Elastic bulk synchronous parallel.
+
+    Attributes:
+        lookahead: R, how many future iterations of each worker are predicted; a whole number >= 1.
+    """
+
+    name = "elastic-bsp"
+
+    lookahead: int = 15
+
+    def __post_init__(self) -> None:
+        require_count(self.name, "lookahead", self.lookahead, 1)
+
+    def at_shard(self) -> ElasticShard:
+        return ElasticShard()
+
+    def at_coordinator(self) -> Planner:
+        return Planner(self.lookahead)
+
+
+class Barrier:
+    """One superstep's end, as one shard sees it."""
+
+    def __init__(self, remaining: set[int]) -> None:
+        self.remaining = remaining  # live members whose flagged push has not come
+        self.held: list[tuple[int, int]] = []  # (worker, iteration) of the flagged pushes that have
+        self.pulls: dict[int, int] = {}  # worker -> iteration of the pull that waits for the close
+
+
+class ElasticShard:
+    """The shard's half: applies as in ASP, except for what is flagged.
+
+    More than one barrier can be open at once: a member of the next superstep only, flagged by the next plan,
+    may be heard here before the last member of this one.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self._open: dict[int, Barrier] = {}  # superstep -> its barrier, in order of opening
+        self._closed = -1  # the latest superstep that has closed here
+        self._stopped_at: dict[int, int] = {}  # worker -> the open superstep that it has stopped for
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take one event; return what follows from it."""
+        match event:
+            case PushReceived():
+                self.ledger.pushed(event)
+                return self._receive(event)
+            case PullRequested():
+                self.ledger.pulled(event)
+                if event.worker in self._stopped_at:
+                    self._open[self._stopped_at[event.worker]].pulls[event.worker] = event.iteration
+                    return []
+                return [self._answer(event.worker, event.iteration)]
+            case WorkerJoined():
+                self.ledger.joined(event)
+                return []
+            case WorkerLost() | WorkerFinished():
+                self.ledger.left(event)
+                return self._forget(event.worker)
+            case _:
+                raise InternalError(f"no shard is told of a {type(event).__name__}")
+
+    def validate(self) -> None:
+        """Cross-check the collections derived from one another."""
+        self.ledger.validate()
+        for superstep, barrier in self._open.items():
+            stopped = {worker for worker, at in self._stopped_at.items() if at == superstep}
+            if not barrier.remaining or barrier.remaining & stopped or not barrier.pulls.keys() <= stopped:
+                raise InternalError(f"superstep {superstep} is inconsistent: {vars(barrier)}, stopped {stopped}")
+        if not self._stopped_at.keys() | set().union(*(b.remaining for b in self._open.values())) <= (
+            self.ledger.count.keys()
+        ):
+            raise InternalError("a barrier waits for a worker that is not live")
+
+    def _receive(self, push: PushReceived) -> list[Action]:
+        worker, iteration = push.worker, push.iteration
+        barrier = self._barrier(push.stop)
+        if barrier is None:
+            return [DropPush(worker, iteration) if push.empty else ApplyPush(worker, iteration)]
+        assert push.stop is not None
+        barrier.remaining.discard(worker)
+        self._stopped_at[worker] = push.stop.superstep
+        if push.empty:
+            return [DropPush(worker, iteration), *self._close_complete()]
+        barrier.held.append((worker, iteration))
+        return [HoldPush(worker, iteration), *self._close_complete()]
+
+    def _barrier(self, stop: Stop | None) -> Barrier | None:
+        """The barrier that a push arrives at. None for an unflagged push, and for one that is flagged for a
+        superstep which has closed without it: nobody waits for it any more."""
+        if stop is None:
+            return None
+        if stop.superstep in self._open:
+            return self._open[stop.superstep]
+        if stop.superstep <= self._closed:
+            return None
+        barrier = Barrier({member for member in stop.members if member in self.ledger.count})
+        self._open[stop.superstep] = barrier
+        return barrier
+
+    def _forget(self, worker: int) -> list[Action]:
+        for barrier in self._open.values():
+            barrier.remaining.discard(worker)
+            barrier.pulls.pop(worker, None)
+        self._stopped_at.pop(worker, None)
+        return self._close_complete()
+
+    def _close_complete(self) -> list[Action]:
+        actions: list[Action] = []
+        for superstep in [s for s, barrier in self._open.items() if not barrier.remaining]:
+            barrier = self._open.pop(superstep)
+            self._closed = max(self._closed, superstep)
+            self._stopped_at = {w: at for w, at in self._stopped_at.items() if at != superstep}
+            if barrier.held:
+                actions.append(ApplyMean(tuple(sorted(barrier.held))))
+            actions += [self._answer(worker, iteration) for worker, iteration in barrier.pulls.items()]
+        return actions
+
+    def _answer(self, worker: int, iteration: int) -> Action:
+        self.ledger.answered(worker)
+        return AnswerPull(worker, iteration)
+
+
+class Pace:
+    """What the planner knows of one live worker, since that worker's last barrier."""
+
+    def __init__(self) -> None:
+        self.pushes = 0
+        self.iteration = -1  # the last one that it finished
+        self.last_s = 0.0
+        self.interval_s = 0.0
+
+    def finished(self, iteration: int, now_s: float) -> None:
+        self.interval_s = now_s - self.last_s
+        self.last_s = now_s
+        self.iteration = iteration
+        self.pushes += 1
+
+
+class Planner:
+    """The coordinator's half: monitors, predicts, publishes one plan per superstep.
+
+    `_monitored` and `_remaining` are counted down rather than recomputed: no event scans the workers, except
+    the one that makes the plan.
+    """
+
+    def __init__(self, lookahead: int) -> None:
+        self._lookahead = lookahead
+        self._pace: dict[int, Pace] = {}  # live workers, in order of joining
+        self._superstep = 0
+        self._members: set[int] = set()  # of this superstep; those who join after its first push wait for the next
+        self._begun = False  # has anybody pushed yet: until then, whoever joins is a member
+        self._unmonitored: set[int] = set()  # members with fewer than two pushes since their last barrier
+        self._remaining: set[int] | None = None  # None while monitoring, then the members that have yet to stop
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take one event; return what follows from it."""
+        match event:
+            case IterationFinished():
+                return self._finished(event)
+            case WorkerJoined():
+                if event.worker in self._pace:
+                    raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
+                self._pace[event.worker] = Pace()
+                if not self._begun:
+                    self._members.add(event.worker)
+                    self._unmonitored.add(event.worker)
+                return []
+            case WorkerLost() | WorkerFinished():
+                self._require_live(event, event.worker)
+                del self._pace[event.worker]
+                self._members.discard(event.worker)
+                self._unmonitored.discard(event.worker)
+                if self._remaining is not None:
+                    self._remaining.discard(event.worker)
+                return self._proceed()
+            case _:
+                raise InternalError(f"the planner is not told of a {type(event).__name__}")
+
+    def validate(self) -> None:
+        """Cross-check the collections derived from one another."""
+        if not self._unmonitored <= self._members <= self._pace.keys():
+            raise InternalError(f"superstep {self._superstep} has members that are not live: {self._members}")
+        if self._unmonitored != {w for w in self._members if self._pace[w].pushes < 2} and self._remaining is None:
+            raise InternalError(f"superstep {self._superstep} miscounts whom it has monitored")
+
+    def _finished(self, event: IterationFinished) -> list[Action]:
+        worker = event.worker
+        self._require_live(event, worker)
+        if event.superstep is not None and (
+            event.superstep != self._superstep or self._remaining is None or worker not in self._remaining
+        ):
+            raise InvalidEventError(
+                f"worker {worker} stopped for superstep {event.superstep}, which does not wait for it "
+                f"(the current one is {self._superstep})"
+            )
+        self._begun = True
+        if event.superstep is not None:
+            self._pace[worker] = Pace()
+            assert self._remaining is not None
+            self._remaining.discard(worker)
+        else:
+            pace = self._pace[worker]
+            pace.finished(event.iteration, event.now_s)
+            if pace.pushes >= 2:
+                self._unmonitored.discard(worker)
+        return self._proceed()
+
+    def _proceed(self) -> list[Action]:
+        """Begin the next superstep when all have stopped; publish the plan when all have been monitored."""
+        if self._remaining is not None:
+            if self._remaining:
+                return []
+            self._superstep += 1
+            self._remaining = None
+            self._members = set(self._pace)
+            self._unmonitored = {worker for worker, pace in self._pace.items() if pace.pushes < 2}
+        if self._unmonitored or not self._members:
+            return []
+        self._remaining = set(self._members)
+        return [PublishPlan(self._plan(sorted(self._members)))]
+
+    def _plan(self, members: list[int]) -> Plan:
+        paces = [self._pace[worker] for worker in members]
+        last_s = np.array([pace.last_s for pace in paces])
+        interval_s = np.array([max(pace.interval_s, LEAST_INTERVAL_S) for pace in paces])
+        solution = solve_periodic(last_s, interval_s, self._lookahead)
+        stops = zip(members, paces, solution.picks.tolist(), strict=True)
+        return Plan(
+            superstep=self._superstep,
+            stops=tuple((worker, pace.iteration + 1 + pick) for worker, pace, pick in stops),
+            wait_s=solution.wait,
+            barrier_s=solution.barrier,
+        )
+
+    def _require_live(self, event: Event, worker: int) -> None:
+        if worker not in self._pace:
+            raise InvalidEventError(f"{type(event).__name__} of worker {worker}, which is not live")

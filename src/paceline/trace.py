@@ -1,0 +1,170 @@
+"""Record what a pure machine was told and what it answered; read it back; replay it.
+
+A trace is a text file of JSON lines, one per host of a machine (each shard, and the coordinator). The first
+line is the header: which model, hosted where, on which version of the format. Each further line is one entry,
+in the order of processing: the event with its exact time, the actions that came out, whether it was refused,
+and what came of the actions (the version that the shard reached, the staleness of each push it applied).
+
+**Replay.** `replay(trace)` feeds the events to a new machine of the same model and compares the actions. They
+are identical, or it says where they part. Times survive the text exactly: the shortest decimal that reads back
+as the same float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from .errors import ConfigurationError, InvalidEventError
+from .sync import AnySyncModel, Machine
+from .sync.actions import (
+    Action,
+    AnswerPull,
+    ApplyMean,
+    ApplyPush,
+    DropPush,
+    HoldPush,
+    PublishPlan,
+)
+from .sync.events import (
+    IterationFinished,
+    PullRequested,
+    PushReceived,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+
+__all__ = ["Entry", "Header", "Recorder", "Trace", "new_machine", "read", "replay"]
+
+FORMAT = 1
+
+AnyEvent = WorkerJoined | WorkerLost | WorkerFinished | PushReceived | PullRequested | IterationFinished
+AnyAction = ApplyPush | HoldPush | ApplyMean | DropPush | AnswerPull | PublishPlan
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trace is a trace of.
+
+    Attributes:
+        sync: the model's specification.
+        host: "shard" or "coordinator".
+        index: of the shard; 0 for the coordinator.
+        format: version of this file format.
+        emulated: how unequal machines were emulated, in words, or "" if they were not.
+    """
+
+    sync: AnySyncModel
+    host: str
+    index: int = 0
+    format: int = FORMAT
+    emulated: str = ""
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One event and what followed.
+
+    Attributes:
+        event: what the machine was told.
+        actions: what it asked for, in order.
+        refused: why the event was refused; None if it was not.
+        version: how many updates the shard had applied afterwards; None at the coordinator.
+        staleness: for each push that this event had applied, in order: (worker, iteration, updates applied
+            between that worker's last pull and this application).
+    """
+
+    event: AnyEvent
+    actions: list[AnyAction] = []
+    refused: str | None = None
+    version: int | None = None
+    staleness: list[tuple[int, int, int]] = []
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """One host's trace, whole."""
+
+    header: Header
+    entries: list[Entry]
+
+
+class Recorder:
+    """Writes one trace, line by line; lines reach the file when its buffer is full and on `close`."""
+
+    def __init__(self, file: IO[bytes], header: Header) -> None:
+        self._file = file
+        self._encoder = msgspec.json.Encoder()
+        self._buffer = bytearray()
+        self._write(header)
+
+    @classmethod
+    def to_path(cls, path: Path, header: Header) -> Recorder:
+        """Open `path` for writing and write the header."""
+        return cls(path.open("wb"), header)
+
+    def record(self, entry: Entry) -> None:
+        """Append one entry."""
+        self._write(entry)
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        self._file.close()
+
+    def _write(self, line: Header | Entry) -> None:
+        self._encoder.encode_into(line, self._buffer)
+        self._buffer += b"\n"
+        self._file.write(self._buffer)
+
+
+def read(path: Path) -> Trace:
+    """Read one trace. The last line may be cut short (its process was killed); it is left out then.
+
+    Raises:
+        ConfigurationError: it is not a trace, or one of another version of the format.
+    """
+    lines = path.read_bytes().split(b"\n")
+    try:
+        version = msgspec.json.decode(lines[0])["format"]
+        if version != FORMAT:
+            raise ConfigurationError(f"{path} is a trace of format {version}; this version reads {FORMAT}.")
+        header = msgspec.json.decode(lines[0], type=Header)
+        return Trace(header, list(_entries(lines[1:-1])))
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{path} is not a trace of Paceline: {error}") from error
+
+
+def new_machine(header: Header) -> Machine:
+    """A new machine such as the one that the trace was recorded of."""
+    if header.host == "shard":
+        return header.sync.at_shard()
+    machine = header.sync.at_coordinator()
+    if machine is None:
+        raise ConfigurationError(f"{header.sync} has no machine at the coordinator, so there is nothing to replay.")
+    return machine
+
+
+def replay(trace: Trace) -> list[str]:
+    """Feed a trace's events to a new machine; return one line per difference. An empty list: identical."""
+    machine = new_machine(trace.header)
+    differences = []
+    for number, entry in enumerate(trace.entries):
+        actions: list[Action] = []
+        refused = None
+        try:
+            actions = machine.handle(entry.event)
+        except InvalidEventError as error:
+            refused = str(error)
+        if actions != entry.actions or refused != entry.refused:
+            differences.append(
+                f"entry {number}: {entry.event}: recorded {entry.refused or entry.actions}, "
+                f"replayed {refused or actions}"
+            )
+    return differences
+
+
+def _entries(lines: Iterable[bytes]) -> Iterator[Entry]:
+    decoder = msgspec.json.Decoder(Entry)
+    for line in lines:
+        yield decoder.decode(line)
