@@ -19,7 +19,17 @@ _HOMES = {
     "worker_index": "data",
 }
 
-__all__ = ["DistributedOptimizer", "RunResult", "distribute", "errors", "launch", "sync", "worker_count", "worker_index", "zipline"]
+__all__ = [
+    "DistributedOptimizer",
+    "RunResult",
+    "distribute",
+    "errors",
+    "launch",
+    "sync",
+    "worker_count",
+    "worker_index",
+    "zipline",
+]
 
 if TYPE_CHECKING:
     from . import errors, sync, zipline

@@ -18,7 +18,7 @@ import torch
 
 from .wire.messages import BufferSpec
 
-__all__ = ["pack", "packed_bytes", "pool", "torch_dtype", "unpack"]
+__all__ = ["bytes_of", "pack", "packed_bytes", "pool", "torch_dtype", "unpack"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -38,9 +38,12 @@ def packed_bytes(spec: BufferSpec) -> int:
 
 def pack(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
     """The bytes of some tensors."""
-    return [
-        memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()) for tensor in tensors
-    ]
+    return [bytes_of(tensor.detach().contiguous().reshape(-1)) for tensor in tensors]
+
+
+def bytes_of(vector: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor, without a copy."""
+    return memoryview(vector.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
 def unpack(spec: BufferSpec, data: bytes | bytearray | memoryview) -> torch.Tensor:

@@ -109,7 +109,10 @@ def measure(shards: Sequence[Trace]) -> Measures:
         max_gap=max((_max_gap(trace) for trace in shards), default=0),
         delayed_pulls=sum(_delayed(trace) for trace in shards),
         dropped_pushes=sum(
-            isinstance(action, DropPush) for trace in shards for entry in trace.entries for action in entry.actions
+            isinstance(action, DropPush)
+            for trace in shards
+            for entry in trace.entries
+            for action in entry.actions
         ),
     )
 

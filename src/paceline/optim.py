@@ -171,9 +171,13 @@ class Trained:
         self.buffer_specs = self._buffers.specs
         self._weights: list[torch.Tensor] = []  # for each parameter, its place in the flat vectors
         self._gradients: list[torch.Tensor] = []
-        self._written = [False] * len(parameters)  # whose place in the gradients may hold something else than 0
+        self._written = [False] * len(
+            parameters
+        )  # whose place in the gradients may hold something else than 0
         self._versions: list[int] = []  # of each parameter, when the last step ended
-        self._probes: list[tuple[torch.Tensor, torch.Tensor]] = []  # (some elements of a vector, as they were)
+        self._probes: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # (some elements of a vector, as they were)
 
     def bind(self, session: Session, publisher: bool, state: Mapping[Any, Mapping[str, Any]]) -> bool:
         """Move the parameters into the flat vectors. True if this worker's weights were replaced."""
@@ -207,16 +211,16 @@ class Trained:
             error = NonFiniteGradientError(session.worker, session.iteration, bad)
             if not session.skips_nan:
                 raise error
-            log.warning(
-                "worker %d, iteration %d: skipped, the gradient of %r is not finite", *error.args
-            )
+            log.warning("worker %d, iteration %d: skipped, the gradient of %r is not finite", *error.args)
             empty = True
         session.commit(
             present, msgspec.msgpack.encode(groups), empty=empty, buffers=self._buffers.changed(), loss=loss
         )
         self._remember(session)
 
-    def assemble_state(self, fetched: Iterable[tuple[ShardSlice, Vectors]]) -> dict[int, dict[str, torch.Tensor]]:
+    def assemble_state(
+        self, fetched: Iterable[tuple[ShardSlice, Vectors]]
+    ) -> dict[int, dict[str, torch.Tensor]]:
         """The servers' optimizer state, parameter by parameter, as torch's own state_dict has it."""
         state: dict[int, dict[str, torch.Tensor]] = {}
         for shard, values in fetched:

@@ -17,9 +17,16 @@ import torch
 
 from .errors import ConfigurationError
 
-__all__ = ["ELEMENTWISE", "HyperParameters", "OptimizerSpec", "make_optimizer", "read_groups", "require_elementwise"]
+__all__ = [
+    "ELEMENTWISE",
+    "HyperParameters",
+    "OptimizerSpec",
+    "make_optimizer",
+    "read_groups",
+    "require_elementwise",
+]
 
-HyperParameters = dict[str, float | int | bool | None | tuple[float, float]]
+HyperParameters = dict[str, float | int | bool | tuple[float, float] | None]
 """One parameter group's settings: `lr`, `momentum`, `betas`, ..."""
 
 # name -> (class, whether its fused kernel runs on the CPU: one pass, no temporaries)
@@ -90,11 +97,13 @@ def make_optimizer(
     return kind(settings, **defaults)
 
 
-def _plain(key: str, value: object) -> float | int | bool | None | tuple[float, float]:
+def _plain(key: str, value: object) -> float | int | bool | tuple[float, float] | None:
     if isinstance(value, torch.Tensor):
         return float(value)
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, tuple | list) and len(value) == 2:
         return (float(value[0]), float(value[1]))
-    raise ConfigurationError(f"Hyper-parameter {key} is {value!r}; expected a number, a pair of numbers or None.")
+    raise ConfigurationError(
+        f"Hyper-parameter {key} is {value!r}; expected a number, a pair of numbers or None."
+    )

@@ -18,9 +18,9 @@ from .errors import InternalError, InvalidEventError
 from .layout import ITEM_BYTES, ShardSlice
 from .optimizers import HyperParameters, OptimizerSpec, make_optimizer
 from .sync import AnySyncModel
-from .sync.actions import Action, AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush
-from .sync.events import PushReceived, WorkerFinished, WorkerJoined, WorkerLost
-from .trace import AnyEvent, Entry, Recorder
+from .sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
+from .sync.events import AnyEvent, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
+from .trace import Entry, Recorder
 
 __all__ = ["Push", "Shard", "SliceTensors", "Vectors"]
 
@@ -93,7 +93,9 @@ class Shard:
         # (worker, iteration) -> a push that is not yet done with, and the version it was computed on
         self._pushes: dict[tuple[int, int], tuple[Push, int]] = {}
         self._staleness: list[tuple[int, int, int]] = []  # of the pushes that the event at hand had applied
-        self._mean = SliceTensors(bounds, {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()})
+        self._mean = SliceTensors(
+            bounds, {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
+        )
         self._parameters = SliceTensors(bounds, weights).segments
         self._groups = b""  # the hyper-parameters that the optimizer has now
         group_of = [optimizer.group_of[segment.parameter] for segment in bounds.segments]
@@ -156,12 +158,14 @@ class Shard:
                 del self._pulled_version[event.worker]
             case PushReceived(empty=False):
                 if push is None:
-                    raise InternalError(f"a push of worker {event.worker} came without its gradient", (event,))
+                    raise InternalError(
+                        f"a push of worker {event.worker} came without its gradient", (event,)
+                    )
                 self._pushes[event.worker, event.iteration] = push, self._pulled_version[event.worker]
             case _:
                 pass
 
-    def _perform(self, action: Action, answer: Callable[[AnswerPull], None]) -> None:
+    def _perform(self, action: AnyAction, answer: Callable[[AnswerPull], None]) -> None:
         match action:
             case ApplyPush():
                 self._apply([(action.worker, action.iteration)], action.scale)
@@ -206,7 +210,7 @@ class Shard:
                 group.update(settings)
             self._groups = groups
 
-    def _record(self, event: AnyEvent, actions: Sequence[Action], refused: str | None = None) -> None:
+    def _record(self, event: AnyEvent, actions: Sequence[AnyAction], refused: str | None = None) -> None:
         if self._recorder is not None:
             self._recorder.record(Entry(event, list(actions), refused, self.version, self._staleness))
         self._staleness = []

@@ -20,30 +20,12 @@ import msgspec
 
 from .errors import ConfigurationError, InvalidEventError
 from .sync import AnySyncModel, Machine
-from .sync.actions import (
-    Action,
-    AnswerPull,
-    ApplyMean,
-    ApplyPush,
-    DropPush,
-    HoldPush,
-    PublishPlan,
-)
-from .sync.events import (
-    IterationFinished,
-    PullRequested,
-    PushReceived,
-    WorkerFinished,
-    WorkerJoined,
-    WorkerLost,
-)
+from .sync.actions import AnyAction
+from .sync.events import AnyEvent
 
 __all__ = ["Entry", "Header", "Recorder", "Trace", "new_machine", "read", "replay"]
 
 FORMAT = 1
-
-AnyEvent = WorkerJoined | WorkerLost | WorkerFinished | PushReceived | PullRequested | IterationFinished
-AnyAction = ApplyPush | HoldPush | ApplyMean | DropPush | AnswerPull | PublishPlan
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +123,9 @@ def new_machine(header: Header) -> Machine:
         return header.sync.at_shard()
     machine = header.sync.at_coordinator()
     if machine is None:
-        raise ConfigurationError(f"{header.sync} has no machine at the coordinator, so there is nothing to replay.")
+        raise ConfigurationError(
+            f"{header.sync} has no machine at the coordinator, so there is nothing to replay."
+        )
     return machine
 
 
@@ -150,7 +134,7 @@ def replay(trace: Trace) -> list[str]:
     machine = new_machine(trace.header)
     differences = []
     for number, entry in enumerate(trace.entries):
-        actions: list[Action] = []
+        actions: list[AnyAction] = []
         refused = None
         try:
             actions = machine.handle(entry.event)

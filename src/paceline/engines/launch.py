@@ -177,9 +177,12 @@ def start(
         console.print(f"[yellow]worker {worker} was lost; the others went on without it[/]")
     run_dir = Path(job.run_dir)
     summary = _summary(job, coordinator, read_traces(run_dir))
-    (run_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    (run_dir / "summary.json").write_bytes(
+        msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
+    )
     safetensors.torch.save_file(
-        {name: tensor.contiguous() for name, tensor in final.state_dict.items()}, run_dir / "weights.safetensors"
+        {name: tensor.contiguous() for name, tensor in final.state_dict.items()},
+        run_dir / "weights.safetensors",
     )
     return RunResult(final.state_dict, summary, run_dir, sampler.taken if sampler is not None else [])
 
@@ -208,7 +211,10 @@ class Sampler:
         while not coordinator.started.wait(POLL_INTERVAL_S):
             if self._stopped.is_set() or coordinator.over.is_set():
                 return
-        with contextlib.suppress(PacelineError), _reader(coordinator) as reader:  # a failed run says so elsewhere
+        with (
+            contextlib.suppress(PacelineError),
+            _reader(coordinator) as reader,
+        ):  # a failed run says so elsewhere
             for tick in range(sys.maxsize):
                 due_s = coordinator.started_s + tick * self._interval_s
                 if self._stopped.wait(max(0.0, due_s - coordinator.job.now_s())) or coordinator.over.is_set():
@@ -234,7 +240,8 @@ def _raise_failure(coordinator: Coordinator, engine: LocalEngine) -> None:
         raise RunFailedError("the run", "every worker was lost")
     if not coordinator.started.is_set():
         raise RunFailedError(
-            "the run", "no worker ever called step() on a paceline.DistributedOptimizer, so nothing was trained"
+            "the run",
+            "no worker ever called step() on a paceline.DistributedOptimizer, so nothing was trained",
         )
 
 

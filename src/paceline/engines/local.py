@@ -35,7 +35,9 @@ class Process:
         log: the file with what it prints.
     """
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes], log: Path, show: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, popen: subprocess.Popen[bytes], log: Path, show: Callable[[str], None]
+    ) -> None:
         self.name = name
         self.log = log
         self._popen = popen
@@ -132,7 +134,11 @@ class LocalEngine:
     def end(self, *, grace_s: float) -> None:
         """End whatever still runs: after a grace, ask; then insist."""
         processes = [*self.workers, *self.servers]
-        for number, timeout_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_TIMEOUT_S), (signal.SIGKILL, None)):
+        for number, timeout_s in (
+            (None, grace_s),
+            (signal.SIGTERM, TERMINATE_TIMEOUT_S),
+            (signal.SIGKILL, None),
+        ):
             for process in processes:
                 if number is not None:
                     process.signal(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from types import TracebackType
 
@@ -16,7 +17,14 @@ __all__ = ["Progress"]
 
 REFRESH_PER_S = 8
 PLAIN_INTERVAL_S = 5.0
-COLOURS = {"computing": "green", "waiting": "yellow", "pulling": "cyan", "starting": "dim", "finished": "blue", "lost": "red"}
+COLOURS = {
+    "computing": "green",
+    "waiting": "yellow",
+    "pulling": "cyan",
+    "starting": "dim",
+    "finished": "blue",
+    "lost": "red",
+}
 
 
 class Progress:
@@ -47,8 +55,11 @@ class Progress:
             self._live.stop()
 
     def print(self, line: str) -> None:
-        """Print a line above the live table."""
-        self._console.print(line, markup=False, highlight=False)
+        """Print a line that worker 0 printed: above the live table, or to standard output if that is elsewhere."""
+        if self._live is not None and sys.stdout.isatty():
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
 
     def update(self) -> None:
         """Show what the coordinator knows now."""
@@ -56,13 +67,20 @@ class Progress:
             self._live.update(Group(self._title(), self._table()))
         elif time.monotonic() - self._plain_s >= PLAIN_INTERVAL_S:
             self._plain_s = time.monotonic()
-            cells = [f"{name} {state} iteration {iteration} loss {loss}" for name, iteration, loss, state in self._rows()]
-            self._console.print(f"{self._title()}: {'; '.join(cells)}", markup=False, highlight=False, soft_wrap=True)
+            cells = [
+                f"{name} {state} iteration {iteration} loss {loss}"
+                for name, iteration, loss, state in self._rows()
+            ]
+            self._console.print(
+                f"{self._title()}: {'; '.join(cells)}", markup=False, highlight=False, soft_wrap=True
+            )
 
     def _title(self) -> Text:
         job = self._coordinator.job
         emulated = f", emulated: {job.emulated}" if job.emulated else ""
-        return Text(f"{job.sync}, {job.workers} workers, {job.servers} servers, {job.now_s():.0f} s{emulated}")
+        return Text(
+            f"{job.sync}, {job.workers} workers, {job.servers} servers, {job.now_s():.0f} s{emulated}"
+        )
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))

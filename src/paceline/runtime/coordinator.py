@@ -19,8 +19,8 @@ from ..errors import InternalError, PeerLostError, ProtocolError, RunFailedError
 from ..layout import ShardSlice
 from ..sync import Machine
 from ..sync.actions import PublishPlan
-from ..sync.events import IterationFinished, Stop, WorkerFinished, WorkerJoined, WorkerLost
-from ..trace import AnyEvent, Entry, Header, Recorder
+from ..sync.events import AnyEvent, IterationFinished, Stop, WorkerFinished, WorkerJoined, WorkerLost
+from ..trace import Entry, Header, Recorder
 from ..wire.addresses import listen_tcp, listen_unix
 from ..wire.messages import (
     CreateShards,
@@ -124,7 +124,7 @@ class Coordinator:
         self.over.set()
 
     def gone(self, worker: int) -> str:
-        """"finished" or "lost"; "" for a worker that takes part."""
+        """ "finished" or "lost"; "" for a worker that takes part."""
         if worker in self.lost:
             return "lost"
         return "finished" if worker in self._left else ""
@@ -270,7 +270,9 @@ class Coordinator:
         """When all servers are here and every worker has registered or left, give the servers their shards."""
         servers = self._of_role("server")
         workers = self._of_role("worker")
-        registered = [worker for worker in workers if worker.model is not None and worker.index not in self._left]
+        registered = [
+            worker for worker in workers if worker.model is not None and worker.index not in self._left
+        ]
         absent = self.job.workers - len(registered) - len(self._left)
         if self._begun or absent or not registered or len(servers) < self.job.servers:
             return
@@ -292,7 +294,9 @@ class Coordinator:
         for shard, server in zip(slices, servers, strict=True):
             self._send(
                 server,
-                CreateShards(first, (shard,), self.job.sync, tuple(w.index for w in registered), self._publisher),
+                CreateShards(
+                    first, (shard,), self.job.sync, tuple(w.index for w in registered), self._publisher
+                ),
             )
         for worker in registered:
             self._tell(WorkerJoined(now_s=self.job.now_s(), worker=worker.index))
@@ -317,7 +321,7 @@ class Coordinator:
         except ProtocolError as error:
             self._recorder.record(Entry(event, refused=str(error)))
             raise
-        self._recorder.record(Entry(event, list(actions)))  # type: ignore[arg-type]  # this host's actions only
+        self._recorder.record(Entry(event, list(actions)))
         for action in actions:
             if not isinstance(action, PublishPlan):
                 raise InternalError(f"a coordinator cannot {action}")
@@ -345,9 +349,9 @@ def first_difference(one: ModelSpec, other: ModelSpec) -> str:
         return f"optimizer {other.optimizer.name} where the other has {one.optimizer.name}"
     if one.optimizer.group_of != other.optimizer.group_of:
         return "its parameter groups are made of other parameters"
-    for mine, theirs in zip(one.buffers, other.buffers, strict=False):
-        if mine != theirs:
-            return f"{theirs.name} {theirs.dtype}{list(theirs.shape)} where the other has {mine.name}"
+    for own, others in zip(one.buffers, other.buffers, strict=False):
+        if own != others:
+            return f"buffer {others} where the other has {own}"
     if len(one.buffers) != len(other.buffers):
         return f"{len(other.buffers)} buffers where the other has {len(one.buffers)}"
     return ""

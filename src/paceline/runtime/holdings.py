@@ -12,7 +12,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from ..buffers import pack, packed_bytes, pool, torch_dtype, unpack
+from ..buffers import bytes_of, pack, packed_bytes, pool, torch_dtype, unpack
 from ..errors import ProtocolError
 from ..layout import ITEM_BYTES
 from ..shard import Push, Shard, SliceTensors, Vectors
@@ -51,7 +51,9 @@ class Holdings:
         self._recorders: list[Recorder] = []
         self._states: dict[int, Vectors] = {}  # optimizer states to start from, until their shard is made
         self._slots: dict[int, dict[str, torch.Tensor]] = {}  # each worker's buffers
-        self._first_buffers: dict[str, torch.Tensor] = {}  # the publisher's, and those that training leaves alone
+        self._first_buffers: dict[
+            str, torch.Tensor
+        ] = {}  # the publisher's, and those that training leaves alone
 
     def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, SliceTensors]]:
         """For each shard, where a worker's pushes lie: in its own region, or in memory of the server's."""
@@ -81,7 +83,9 @@ class Holdings:
                 limit_bytes = STATE_LIMIT_FACTOR * self._slices[message.shard].size_bytes + STATE_SLACK_BYTES
                 if size_bytes <= limit_bytes:
                     return [size_bytes]
-                raise ProtocolError(f"an optimizer state of {size_bytes} bytes, expected at most {limit_bytes}")
+                raise ProtocolError(
+                    f"an optimizer state of {size_bytes} bytes, expected at most {limit_bytes}"
+                )
             case _:
                 raise ProtocolError(f"{message} may not carry a payload")
 
@@ -106,13 +110,20 @@ class Holdings:
         if index == 0:
             specs = self._created.model.buffers
             parts = payload[len(bounds.bounds) :]
-            self._first_buffers = {spec.name: unpack(spec, part) for spec, part in zip(specs, parts, strict=True)}
+            self._first_buffers = {
+                spec.name: unpack(spec, part) for spec, part in zip(specs, parts, strict=True)
+            }
         self.shards[index] = shard
         for worker in sorted(self.expected):
             shard.handle(WorkerJoined(now_s=self._job.now_s(), worker=worker))
 
     def commit(
-        self, worker: int, message: Commit, gradient: SliceTensors, payload: Sequence[bytearray], answer: Answerer
+        self,
+        worker: int,
+        message: Commit,
+        gradient: SliceTensors,
+        payload: Sequence[bytearray],
+        answer: Answerer,
     ) -> None:
         """A worker's push to one shard, and its pull. Raises `InvalidEventError`."""
         shard = self.shard(message.shard)
@@ -175,12 +186,13 @@ class Holdings:
 def tensors_over(vectors: dict[str, memoryview]) -> Vectors:
     """Flat tensors over some bytes, without a copy."""
     return {
-        dtype: torch.frombuffer(data, dtype=torch_dtype(dtype)) if data.nbytes else torch.empty(0, dtype=torch_dtype(dtype))
+        dtype: torch.frombuffer(data, dtype=torch_dtype(dtype))
+        if data.nbytes
+        else torch.empty(0, dtype=torch_dtype(dtype))
         for dtype, data in vectors.items()
     }
 
 
 def byte_views(vectors: Vectors) -> dict[str, memoryview]:
     """The bytes of some flat tensors, without a copy."""
-    return {dtype: memoryview(vector.view(torch.uint8).numpy()) for dtype, vector in vectors.items()}
-
+    return {dtype: bytes_of(vector) for dtype, vector in vectors.items()}

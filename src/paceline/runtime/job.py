@@ -19,7 +19,7 @@ from ..errors import ConfigurationError, unknown_name
 from ..sync import AnySyncModel, parse
 from ..wire.memory import shared_memory_available
 
-__all__ = ["JOB_VARIABLE", "TRANSPORTS", "Job", "Place", "make_job"]
+__all__ = ["JOB_VARIABLE", "TRANSPORTS", "Job", "Place", "describe", "make_job"]
 
 JOB_VARIABLE = "PACELINE_PLACE"
 """The environment variable by which a process of a run learns its place in it."""
@@ -97,8 +97,11 @@ def make_job(
     jitter: float = 0.0,
     on_nan: str = "stop",
     run_dir: str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
 ) -> Job:
     """Check everything that a user asks for, then make the run's description and its directory.
+
+    A dry run makes no directory.
 
     Raises:
         ConfigurationError: one sentence that names the value, what was expected and what to do.
@@ -126,10 +129,24 @@ def make_job(
         slowdown=_per_worker("slowdown", slowdown, workers, least=1.0),
         jitter=float(jitter),
         on_nan="skip" if on_nan == "skip" else "stop",
-        run_dir=str(_make_run_dir(run_dir)),
+        run_dir=str(run_dir or "a new one under ./runs") if dry_run else str(_make_run_dir(run_dir)),
         token=secrets.token_hex(16),
         epoch_s=time.monotonic(),
     )
+
+
+def describe(job: Job) -> dict[str, str]:
+    """What a run is, in words: what `--dry-run` shows."""
+    return {
+        "sync model": str(job.sync),
+        "workers": str(job.workers),
+        "servers": f"{job.servers}, each with one shard of the parameters",
+        "transport": {"shm": "shared memory (shm)", "tcp": "TCP on loopback (tcp)"}[job.transport],
+        "emulated": job.emulated or "nothing: each worker runs as fast as it can",
+        "on NaN": job.on_nan,
+        "seed": str(job.seed),
+        "run directory": job.run_dir,
+    }
 
 
 def _whole(name: str, value: int, least: int) -> int:
@@ -161,6 +178,8 @@ def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:
             probe = run_dir / f".writable-{secrets.token_hex(4)}"
             probe.touch()
             probe.unlink()
+            if (run_dir / "summary.json").exists() or any(run_dir.glob("trace-*.jsonl")):
+                raise ConfigurationError(f"the run directory {path} holds a run already; choose another.")
             return run_dir
         stamp = time.strftime("%Y%m%d-%H%M%S")
         for suffix in ("", *(f"-{n}" for n in range(2, 1000))):

@@ -63,7 +63,9 @@ class Reader:
             PeerLostError: a server is gone.
             DeadlineError: a server does not answer.
         """
-        vectors = {dtype: bytearray(size * ITEM_BYTES[dtype]) for dtype, size in self._model.layout.sizes.items()}
+        vectors = {
+            dtype: bytearray(size * ITEM_BYTES[dtype]) for dtype, size in self._model.layout.sizes.items()
+        }
         versions = []
         rest: list[bytearray] = []
         for shard, stream in zip(self._shards, self._streams, strict=True):

@@ -75,7 +75,9 @@ class Server:
         coordinator: a connection to the coordinator, greeted; owned by the server.
     """
 
-    def __init__(self, place: Place, listener: socket.socket, coordinator: Stream[FromCoordinatorToServer]) -> None:
+    def __init__(
+        self, place: Place, listener: socket.socket, coordinator: Stream[FromCoordinatorToServer]
+    ) -> None:
         self._index = place.index
         self._job = place.job
         self._listener = listener
@@ -83,7 +85,9 @@ class Server:
         self._peers: set[Peer] = set()
         self._workers: dict[int, Peer] = {}  # the connection of each worker that has greeted and not left
         self._holdings: Holdings | None = None  # until training begins
-        self._broken: list[tuple[Peer, str]] = []  # found out while sending: dropped when the event is done with
+        self._broken: list[
+            tuple[Peer, str]
+        ] = []  # found out while sending: dropped when the event is done with
         self._running = True
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -231,7 +235,9 @@ class Server:
     def _payload_targets(self, peer: Peer, message: Message, size_bytes: int) -> list[memoryview]:
         if not peer.role:
             raise ProtocolError("it sent a payload before it had shown the job's token")
-        peer.payload = [bytearray(size) for size in self._require_holdings().payload_sizes(message, size_bytes)]
+        peer.payload = [
+            bytearray(size) for size in self._require_holdings().payload_sizes(message, size_bytes)
+        ]
         targets = [memoryview(part) for part in peer.payload]
         if isinstance(message, Commit) and not message.empty and message.shard in peer.inboxes:
             inbox, _ = peer.inboxes[message.shard]

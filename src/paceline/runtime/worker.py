@@ -13,7 +13,7 @@ import selectors
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import safetensors.torch
@@ -110,7 +110,7 @@ class WorkerSession:
         self._status_s = 0.0
         self._shown = ""
         self._finished = False
-        self._log = Path(job.run_dir, f"worker-{place.index}.jsonl").open("wb")
+        self._log = Path(job.run_dir, f"worker-{place.index}.jsonl").open("wb")  # noqa: SIM115  # closed with the session
 
     # -- the session's contract ---------------------------------------------------------------------------
 
@@ -197,7 +197,9 @@ class WorkerSession:
             self._watch(stream)
         while self._awaited:
             self._hear(timeout_s=None)
-        fetched = [(shard, safetensors.torch.load(bytes(self._states[shard.index]))) for shard in self._shards]
+        fetched = [
+            (shard, safetensors.torch.load(bytes(self._states[shard.index]))) for shard in self._shards
+        ]
         self._states = {}
         return fetched
 
@@ -205,7 +207,7 @@ class WorkerSession:
         if self._finished:
             return
         self._finished = True
-        for stream in [*self._servers, self._coordinator]:
+        for stream in self._streams():
             with contextlib.suppress(PeerLostError):  # whoever is gone need not be told
                 stream.send(Finished())
                 stream.drain(GOODBYE_TIMEOUT_S)
@@ -221,7 +223,7 @@ class WorkerSession:
 
     def close(self) -> None:
         """Close the connections."""
-        for stream in [*self._servers, self._coordinator]:
+        for stream in self._streams():
             stream.close()
         self._selector.close()
         if self._region is not None:
@@ -300,11 +302,16 @@ class WorkerSession:
             case State() if message.shard in self._awaited:
                 limit_bytes = STATE_LIMIT_FACTOR * shards[message.shard].size_bytes + STATE_SLACK_BYTES
                 if size_bytes > limit_bytes:
-                    raise ProtocolError(f"an optimizer state of {size_bytes} bytes, expected <= {limit_bytes}")
+                    raise ProtocolError(
+                        f"an optimizer state of {size_bytes} bytes, expected <= {limit_bytes}"
+                    )
                 self._states[message.shard] = bytearray(size_bytes)
                 return [memoryview(self._states[message.shard])]
             case _:
                 raise ProtocolError(f"{type(message).__name__} came with a payload that is not expected")
+
+    def _streams(self) -> list[Stream[Any]]:
+        return [*self._servers, self._coordinator]
 
     def _watch(self, stream: Stream[FromServer]) -> None:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.backlog else 0)

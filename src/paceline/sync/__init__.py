@@ -43,7 +43,9 @@ def parse(text: str) -> AnySyncModel:
     for item in filter(None, rest.split(",")):
         key, equals, value = item.partition("=")
         if not equals:
-            raise ConfigurationError(f"sync model {text!r}: {item!r} is not key=value, as in 'ssp:staleness=3'.")
+            raise ConfigurationError(
+                f"sync model {text!r}: {item!r} is not key=value, as in 'ssp:staleness=3'."
+            )
         if key not in fields:
             raise unknown_name(f"key of sync model {name!r}:", key, fields)
         if key in values:

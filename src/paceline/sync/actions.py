@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Action", "AnswerPull", "ApplyMean", "ApplyPush", "DropPush", "HoldPush", "Plan", "PublishPlan"]
+__all__ = [
+    "Action",
+    "AnswerPull",
+    "AnyAction",
+    "ApplyMean",
+    "ApplyPush",
+    "DropPush",
+    "HoldPush",
+    "Plan",
+    "PublishPlan",
+]
 
 
 class Action(msgspec.Struct, frozen=True, tag=True):
@@ -78,3 +88,7 @@ class PublishPlan(Action, frozen=True, tag=True):
     """Send this plan to each of its members."""
 
     plan: Plan
+
+
+AnyAction = ApplyPush | HoldPush | ApplyMean | DropPush | AnswerPull | PublishPlan
+"""Every action there is: what a trace may hold."""

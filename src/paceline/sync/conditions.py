@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import InternalError
-from .actions import Action, AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush
-from .events import Event, PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
+from .actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
+from .events import AnyEvent, PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 from .ledger import Ledger
 
 __all__ = ["ConditionMachine", "PullCondition"]
@@ -50,7 +50,7 @@ class ConditionMachine:
         """The shard's overall progress: rounds that every live worker has pushed."""
         return self.ledger.slowest
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it."""
         match event:
             case PushReceived():
@@ -74,9 +74,11 @@ class ConditionMachine:
         self.ledger.validate()
         filed = {worker: rnd for rnd, pulls in self._delayed.items() for worker in pulls}
         if filed != self._filed_under or not self._filed_under.keys() <= self.ledger.count.keys():
-            raise InternalError(f"delayed pulls {self._delayed} disagree with their index {self._filed_under}")
+            raise InternalError(
+                f"delayed pulls {self._delayed} disagree with their index {self._filed_under}"
+            )
 
-    def _receive(self, push: PushReceived) -> Action:
+    def _receive(self, push: PushReceived) -> AnyAction:
         if push.empty:
             return DropPush(push.worker, push.iteration)
         if self._average:
@@ -84,7 +86,7 @@ class ConditionMachine:
             return HoldPush(push.worker, push.iteration)
         return ApplyPush(push.worker, push.iteration)
 
-    def _answer_or_delay(self, pull: PullRequested) -> list[Action]:
+    def _answer_or_delay(self, pull: PullRequested) -> list[AnyAction]:
         progress = self.ledger.count[pull.worker] - 1
         if self._pull_condition(progress, self.v_train):
             return [self._answer(pull.worker, pull.iteration)]
@@ -92,8 +94,8 @@ class ConditionMachine:
         self._filed_under[pull.worker] = self.v_train
         return []
 
-    def _close_rounds(self) -> list[Action]:
-        actions: list[Action] = []
+    def _close_rounds(self) -> list[AnyAction]:
+        actions: list[AnyAction] = []
         closing = self.v_train
         while self.ledger.advance():
             actions += self._apply_mean()
@@ -105,14 +107,14 @@ class ConditionMachine:
             actions += self._apply_mean()
         return actions
 
-    def _apply_mean(self) -> list[Action]:
+    def _apply_mean(self) -> list[AnyAction]:
         if not self._held:
             return []
         mean = ApplyMean(tuple(sorted(self._held)))
         self._held.clear()
         return [mean]
 
-    def _answer(self, worker: int, iteration: int) -> Action:
+    def _answer(self, worker: int, iteration: int) -> AnyAction:
         self.ledger.answered(worker)
         return AnswerPull(worker, iteration)
 

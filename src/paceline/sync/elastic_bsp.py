@@ -35,9 +35,9 @@ import numpy as np
 
 from ..errors import InternalError, InvalidEventError
 from ..zipline import solve_periodic
-from .actions import Action, AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, Plan, PublishPlan
+from .actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush, Plan, PublishPlan
 from .events import (
-    Event,
+    AnyEvent,
     IterationFinished,
     PullRequested,
     PushReceived,
@@ -97,7 +97,7 @@ class ElasticShard:
         self._closed = -1  # the latest superstep that has closed here
         self._stopped_at: dict[int, int] = {}  # worker -> the open superstep that it has stopped for
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it."""
         match event:
             case PushReceived():
@@ -124,13 +124,15 @@ class ElasticShard:
         for superstep, barrier in self._open.items():
             stopped = {worker for worker, at in self._stopped_at.items() if at == superstep}
             if not barrier.remaining or barrier.remaining & stopped or not barrier.pulls.keys() <= stopped:
-                raise InternalError(f"superstep {superstep} is inconsistent: {vars(barrier)}, stopped {stopped}")
+                raise InternalError(
+                    f"superstep {superstep} is inconsistent: {vars(barrier)}, stopped {stopped}"
+                )
         if not self._stopped_at.keys() | set().union(*(b.remaining for b in self._open.values())) <= (
             self.ledger.count.keys()
         ):
             raise InternalError("a barrier waits for a worker that is not live")
 
-    def _receive(self, push: PushReceived) -> list[Action]:
+    def _receive(self, push: PushReceived) -> list[AnyAction]:
         worker, iteration = push.worker, push.iteration
         barrier = self._barrier(push.stop)
         if barrier is None:
@@ -156,15 +158,15 @@ class ElasticShard:
         self._open[stop.superstep] = barrier
         return barrier
 
-    def _forget(self, worker: int) -> list[Action]:
+    def _forget(self, worker: int) -> list[AnyAction]:
         for barrier in self._open.values():
             barrier.remaining.discard(worker)
             barrier.pulls.pop(worker, None)
         self._stopped_at.pop(worker, None)
         return self._close_complete()
 
-    def _close_complete(self) -> list[Action]:
-        actions: list[Action] = []
+    def _close_complete(self) -> list[AnyAction]:
+        actions: list[AnyAction] = []
         for superstep in [s for s, barrier in self._open.items() if not barrier.remaining]:
             barrier = self._open.pop(superstep)
             self._closed = max(self._closed, superstep)
@@ -174,7 +176,7 @@ class ElasticShard:
             actions += [self._answer(worker, iteration) for worker, iteration in barrier.pulls.items()]
         return actions
 
-    def _answer(self, worker: int, iteration: int) -> Action:
+    def _answer(self, worker: int, iteration: int) -> AnyAction:
         self.ledger.answered(worker)
         return AnswerPull(worker, iteration)
 
@@ -206,12 +208,16 @@ class Planner:
         self._lookahead = lookahead
         self._pace: dict[int, Pace] = {}  # live workers, in order of joining
         self._superstep = 0
-        self._members: set[int] = set()  # of this superstep; those who join after its first push wait for the next
+        self._members: set[int] = (
+            set()
+        )  # of this superstep; those who join after its first push wait for the next
         self._begun = False  # has anybody pushed yet: until then, whoever joins is a member
         self._unmonitored: set[int] = set()  # members with fewer than two pushes since their last barrier
-        self._remaining: set[int] | None = None  # None while monitoring, then the members that have yet to stop
+        self._remaining: set[int] | None = (
+            None  # None while monitoring, then the members that have yet to stop
+        )
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it."""
         match event:
             case IterationFinished():
@@ -239,10 +245,13 @@ class Planner:
         """Cross-check the collections derived from one another."""
         if not self._unmonitored <= self._members <= self._pace.keys():
             raise InternalError(f"superstep {self._superstep} has members that are not live: {self._members}")
-        if self._unmonitored != {w for w in self._members if self._pace[w].pushes < 2} and self._remaining is None:
+        if (
+            self._unmonitored != {w for w in self._members if self._pace[w].pushes < 2}
+            and self._remaining is None
+        ):
             raise InternalError(f"superstep {self._superstep} miscounts whom it has monitored")
 
-    def _finished(self, event: IterationFinished) -> list[Action]:
+    def _finished(self, event: IterationFinished) -> list[AnyAction]:
         worker = event.worker
         self._require_live(event, worker)
         if event.superstep is not None and (
@@ -264,7 +273,7 @@ class Planner:
                 self._unmonitored.discard(worker)
         return self._proceed()
 
-    def _proceed(self) -> list[Action]:
+    def _proceed(self) -> list[AnyAction]:
         """Begin the next superstep when all have stopped; publish the plan when all have been monitored."""
         if self._remaining is not None:
             if self._remaining:
@@ -291,6 +300,6 @@ class Planner:
             barrier_s=solution.barrier,
         )
 
-    def _require_live(self, event: Event, worker: int) -> None:
+    def _require_live(self, event: AnyEvent, worker: int) -> None:
         if worker not in self._pace:
             raise InvalidEventError(f"{type(event).__name__} of worker {worker}, which is not live")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
+    "AnyEvent",
     "Event",
     "IterationFinished",
     "PullRequested",
@@ -89,3 +90,7 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
     worker: int
     iteration: int
     superstep: int | None = None
+
+
+AnyEvent = WorkerJoined | WorkerLost | WorkerFinished | PushReceived | PullRequested | IterationFinished
+"""Every event there is: what a trace may hold."""

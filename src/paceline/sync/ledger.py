@@ -114,6 +114,10 @@ class Ledger:
         needed, _ = STEPS[step]
         phase = self._phase[worker]
         if phase != needed:
-            raise InvalidEventError(f"worker {worker} sent a {step} while it was {phase!r} (expected {needed!r})")
+            raise InvalidEventError(
+                f"worker {worker} sent a {step} while it was {phase!r} (expected {needed!r})"
+            )
         if iteration != expected:
-            raise InvalidEventError(f"worker {worker} sent a {step} of iteration {iteration}, expected {expected}")
+            raise InvalidEventError(
+                f"worker {worker} sent a {step} of iteration {iteration}, expected {expected}"
+            )

@@ -15,8 +15,8 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from ..errors import ConfigurationError
-from .actions import Action
-from .events import Event
+from .actions import AnyAction
+from .events import AnyEvent
 
 __all__ = ["Machine", "SyncModel"]
 
@@ -24,7 +24,7 @@ __all__ = ["Machine", "SyncModel"]
 class Machine(Protocol):
     """A pure state machine: events in, actions out."""
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it. Raises `InvalidEventError`, state unchanged."""
         ...
 

@@ -1,7 +1,7 @@
 """Listening and connecting, by address, with one notation for both kinds of socket.
 
-    unix:@name        an abstract AF_UNIX socket: no file, nothing left behind after SIGKILL
-    tcp:host:port     TCP
+unix:@name        an abstract AF_UNIX socket: no file, nothing left behind after SIGKILL
+tcp:host:port     TCP
 """
 
 from __future__ import annotations

@@ -77,6 +77,9 @@ class BufferSpec(msgspec.Struct, frozen=True):
     dtype: str
     fixed: bool
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
 
 class ModelSpec(msgspec.Struct, frozen=True):
     """What a worker is about to train. All workers of a job must give the same."""
@@ -267,7 +270,5 @@ class Failed(Message, frozen=True, tag=True):
 FromPeerToCoordinator = Hello | Ready | Register | Notify | Status | Finished | Failed
 FromCoordinatorToWorker = Started | Refused | Stopping
 FromCoordinatorToServer = CreateShards | WorkerGone | Shutdown
-FromPeerToServer = (
-    Hello | InitialState | InitialWeights | Commit | FetchState | FetchSnapshot | Finished
-)
+FromPeerToServer = Hello | InitialState | InitialWeights | Commit | FetchState | FetchSnapshot | Finished
 FromServer = Answer | State | Snapshot

@@ -71,10 +71,10 @@ class Stream(Generic[T]):
         self.trusted = trusted
         self.sink = sink
         self.descriptors: list[int] = []
-        self._decode: Callable[[bytearray], T] = msgspec.msgpack.Decoder(accepts).decode  # type: ignore[assignment]
+        self._decode: Callable[[bytearray], T] = msgspec.msgpack.Decoder(accepts).decode
         self._queue: deque[memoryview] = deque()
         self._parts = self._read_frames()
-        self._wanted: memoryview = next(self._parts)  # type: ignore[assignment]  # a frame begins with bytes
+        self._wanted = memoryview(b"")  # what is left to be filled of the part at hand
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""

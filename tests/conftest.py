@@ -1,0 +1,101 @@
+"""Fixtures for tests that train: a whole run on the threads of this process, over real sockets and memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.engines.launch import read_traces
+from paceline.runtime import session as sessions
+from paceline.runtime.coordinator import Coordinator
+from paceline.runtime.job import Place, make_job
+from paceline.runtime.reader import Reader
+from paceline.runtime.server import Server
+from paceline.runtime.worker import WorkerSession
+from paceline.trace import Trace
+from paceline.wire.addresses import connect, listen_tcp, listen_unix
+from paceline.wire.messages import FromCoordinatorToServer, Hello
+from paceline.wire.stream import Stream
+
+
+@dataclass
+class ThreadedRun:
+    """What a run on threads left behind."""
+
+    state_dict: dict[str, torch.Tensor]
+    traces: list[Trace]
+    run_dir: Path
+    errors: dict[int, BaseException] = field(default_factory=dict)  # worker -> what its function raised
+    results: dict[int, object] = field(default_factory=dict)  # worker -> what its function returned
+
+    @property
+    def shards(self) -> list[Trace]:
+        return [trace for trace in self.traces if trace.header.host == "shard"]
+
+
+RunOnThreads = Callable[..., ThreadedRun]
+
+
+@pytest.fixture
+def run_on_threads(tmp_path: Path) -> RunOnThreads:
+    """run_on_threads(function, workers=..., servers=..., sync=..., ...): the same hosts as a live run's, each on
+    a thread of this process instead of a process of its own. `function()` trains; the session is its thread's.
+    Raises what a worker raised, unless `keep_errors=True`."""
+    count = 0
+
+    def run(function: Callable[[], object], *, keep_errors: bool = False, **options: Any) -> ThreadedRun:
+        nonlocal count
+        count += 1
+        options = {"workers": 2, "servers": 1, "run_dir": tmp_path / f"run-{count}", **options}
+        job = make_job(**options)
+        coordinator = Coordinator(job)
+        coordinator.start()
+        outcome = ThreadedRun({}, [], Path(job.run_dir))
+
+        def serve(index: int) -> None:
+            place = Place(job=job, role="server", index=index, coordinator=coordinator.address)
+            listener, address = listen_unix() if job.transport == "shm" else listen_tcp()
+            stream: Stream[FromCoordinatorToServer] = Stream(connect(coordinator.address), FromCoordinatorToServer)
+            stream.send(Hello(token=job.token, role="server", index=index, address=address))
+            Server(place, listener, stream).run()
+
+        def work(index: int) -> None:
+            place = Place(job=job, role="worker", index=index, coordinator=coordinator.address)
+            session = WorkerSession(place)
+            sessions.install(session, for_thread=True)
+            try:
+                outcome.results[index] = function()
+                session.finish()
+            except BaseException as error:
+                outcome.errors[index] = error
+            finally:
+                session.close()
+
+        servers = [threading.Thread(target=serve, args=(i,), daemon=True) for i in range(job.servers)]
+        workers = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(job.workers)]
+        for thread in [*servers, *workers]:
+            thread.start()
+        for thread in workers:
+            thread.join(60.0)
+            assert not thread.is_alive(), "a worker hangs"
+        if coordinator.started.is_set():
+            assert coordinator.model is not None
+            reader = Reader(coordinator.model, coordinator.shards, job.token)
+            outcome.state_dict = reader.read().state_dict
+            reader.close()
+        coordinator.stop()
+        for thread in servers:
+            thread.join(10.0)
+            assert not thread.is_alive(), "a server hangs"
+        outcome.traces = read_traces(Path(job.run_dir))
+        if outcome.errors and not keep_errors:
+            raise next(iter(outcome.errors.values()))
+        return outcome
+
+    return run
