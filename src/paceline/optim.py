@@ -371,7 +371,7 @@ def find_model(parameters: list[torch.Tensor]) -> nn.Module:
     holders = [
         candidate
         for candidate in gc.get_objects()
-        if issubclass(type(candidate), nn.Module) and wanted <= {id(p) for p in candidate.parameters()}
+        if issubclass(type(candidate), nn.Module) and wanted <= _parameters_of(candidate)
     ]
     inner = {id(sub) for holder in holders for sub in holder.modules() if sub is not holder}
     outermost = [holder for holder in holders if id(holder) not in inner]
@@ -383,6 +383,13 @@ def find_model(parameters: list[torch.Tensor]) -> nn.Module:
         f"{found} all of the optimizer's parameters, so names for the weights cannot be told; pass "
         "DistributedOptimizer(optimizer, model=...), with several modules as model=torch.nn.ModuleDict({...})."
     )
+
+
+def _parameters_of(module: nn.Module) -> set[int]:
+    try:
+        return {id(parameter) for parameter in module.parameters()}
+    except AttributeError:  # its constructor has not finished, or has failed
+        return set()
 
 
 def _names_of(model: nn.Module, parameter: torch.Tensor) -> tuple[str, ...]:
