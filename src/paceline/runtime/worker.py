@@ -105,6 +105,7 @@ class WorkerSession:
         self._region: Region | None = None
         self._awaited: set[int] = set()  # shards that have yet to answer
         self._states: dict[int, bytearray] = {}  # shard -> its optimizer state, while it is fetched
+        self._started: Started | None = None  # the coordinator's word that training begins
         self._stopping: Stopping | None = None  # the plan to follow, until it has been followed
         self._begun_s = 0.0
         self._status_s = 0.0
@@ -115,7 +116,7 @@ class WorkerSession:
     # -- the session's contract ---------------------------------------------------------------------------
 
     def begin(self, model: ModelSpec) -> bool:
-        self._coordinator.send(Register(model))
+        self._send(self._coordinator, Register(model))
         started = self._await_start()
         self._shards = started.shards
         shared = self._job.transport == "shm"
@@ -128,9 +129,9 @@ class WorkerSession:
         )
         for address in started.addresses:
             stream: Stream[FromServer] = Stream(connect(address), FromServer, self._payload_targets)
-            stream.send(hello, descriptors=descriptors)
             self._servers.append(stream)
             self._selector.register(stream, selectors.EVENT_READ)
+            self._send(stream, hello, descriptors=descriptors)
         return started.publisher == self.worker
 
     def publish(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
@@ -139,11 +140,11 @@ class WorkerSession:
             state = state_of(shard)
             if state:
                 blob = safetensors.torch.save({key: value.contiguous() for key, value in state.items()})
-                stream.send(InitialState(shard.index), [memoryview(blob)])
+                self._send(stream, InitialState(shard.index), [memoryview(blob)])
             payload = list(cut(self._region.weights, shard).values())
             if shard.index == 0:
                 payload += pack(buffers)
-            stream.send(InitialWeights(shard.index), payload)
+            self._send(stream, InitialWeights(shard.index), payload, stable=True)
         self.await_first_weights()
 
     def await_first_weights(self) -> None:
@@ -170,10 +171,9 @@ class WorkerSession:
             mine = buffers if shard.index == 0 else {}
             payload = [] if empty else self._region.outgoing(shard)
             message = Commit(shard.index, self.iteration, present, groups, empty, stop, tuple(mine))
-            stream.send(message, payload + pack(list(mine.values())), stable=True)
-            self._watch(stream)
+            self._send(stream, message, payload + pack(list(mine.values())), stable=True)
         if self._plans:
-            self._coordinator.send(Notify(self.iteration, stop.superstep if stop else None))
+            self._send(self._coordinator, Notify(self.iteration, stop.superstep if stop else None))
         self._await_answers(loss)
         answered_s = self._job.now_s()
         record = IterationRecord(
@@ -193,8 +193,7 @@ class WorkerSession:
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
         self._awaited = {shard.index for shard in self._shards}
         for shard, stream in zip(self._shards, self._servers, strict=True):
-            stream.send(FetchState(shard.index))
-            self._watch(stream)
+            self._send(stream, FetchState(shard.index))
         while self._awaited:
             self._hear(timeout_s=None)
         fetched = [
@@ -245,16 +244,9 @@ class WorkerSession:
     # -- connections --------------------------------------------------------------------------------------
 
     def _await_start(self) -> Started:
-        while True:
-            for message in self._coordinator.receive():
-                match message:
-                    case Started():
-                        return message
-                    case Refused():
-                        raise ConfigurationError(message.reason)
-                    case _:
-                        raise ProtocolError(f"{type(message).__name__} came before training had begun")
-            self._selector.select()
+        while self._started is None:
+            self._hear(timeout_s=None)
+        return self._started
 
     def _await_answers(self, loss: float | None = None) -> None:
         """Wait until every shard has answered."""
@@ -267,16 +259,16 @@ class WorkerSession:
         """Handle what arrives within the time; False if nothing did."""
         ready = self._selector.select(timeout_s)
         for key, events in ready:
-            if key.fileobj is self._coordinator:
-                self._hear_coordinator()
-                continue
             stream = key.fileobj
             assert isinstance(stream, Stream)
             if events & selectors.EVENT_WRITE:
                 stream.flush()
                 self._watch(stream)
             if events & selectors.EVENT_READ:
-                self._hear_server(stream.receive())
+                if stream is self._coordinator:
+                    self._hear_coordinator()
+                else:
+                    self._hear_server(stream.receive())
         return bool(ready)
 
     def _hear_server(self, messages: Iterable[Message]) -> None:
@@ -289,9 +281,25 @@ class WorkerSession:
 
     def _hear_coordinator(self) -> None:
         for message in self._coordinator.receive():
-            if not isinstance(message, Stopping):
-                raise ProtocolError(f"the coordinator sent {type(message).__name__} during training")
-            self._stopping = message
+            match message:
+                case Stopping():
+                    self._stopping = message
+                case Started():
+                    self._started = message
+                case Refused():
+                    raise ConfigurationError(message.reason)
+
+    def _send(
+        self,
+        stream: Stream[Any],
+        message: Message,
+        payload: Sequence[memoryview] = (),
+        descriptors: Sequence[int] = (),
+        *,
+        stable: bool = False,
+    ) -> None:
+        stream.send(message, payload, descriptors, stable=stable)
+        self._watch(stream)
 
     def _payload_targets(self, message: Message, size_bytes: int) -> list[memoryview]:
         assert self._region is not None
@@ -313,7 +321,7 @@ class WorkerSession:
     def _streams(self) -> list[Stream[Any]]:
         return [*self._servers, self._coordinator]
 
-    def _watch(self, stream: Stream[FromServer]) -> None:
+    def _watch(self, stream: Stream[Any]) -> None:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.backlog else 0)
         if self._selector.get_key(stream).events != wanted:
             self._selector.modify(stream, wanted)
@@ -329,5 +337,5 @@ class WorkerSession:
         """Tell the user what this worker does, at most every tenth of a second."""
         now_s = self._job.now_s()
         if now_s - self._status_s >= STATUS_INTERVAL_S and (state != self._shown or state == "computing"):
-            self._coordinator.send(Status(self.iteration, loss, state))
+            self._send(self._coordinator, Status(self.iteration, loss, state))
             self._status_s, self._shown = now_s, state
