@@ -9,14 +9,16 @@ on other items in each epoch of a shuffled loader.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from .errors import ConfigurationError
-from .runtime.session import current
+from .runtime.session import Session, current
 
 __all__ = ["distribute", "worker_count", "worker_index"]
 
@@ -72,11 +74,10 @@ def distribute(loader: DataLoader[T]) -> Iterable[T]:
     if session is None or session.workers == 1:
         return loader
     kept: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
-    part: Part[Any]
+    passes = _passes_over(session, loader)
     if loader.batch_size is None and loader.batch_sampler is not None:  # the user's own batches
-        part = Part(loader.batch_sampler, session.worker, session.workers, session.seed)
-        return DataLoader(loader.dataset, batch_sampler=part, **kept)
-    part = Part(loader.sampler, session.worker, session.workers, session.seed)
+        return DataLoader(loader.dataset, batch_sampler=Part(loader.batch_sampler, session, passes), **kept)
+    part: Part[Any] = Part(loader.sampler, session, passes)
     return DataLoader(
         loader.dataset, batch_size=loader.batch_size, sampler=part, drop_last=bool(loader.drop_last), **kept
     )
@@ -85,15 +86,15 @@ def distribute(loader: DataLoader[T]) -> Iterable[T]:
 class Part(Sampler[T]):
     """Every n-th item of another sampler, whose order is the same in all workers."""
 
-    def __init__(self, whole: Iterable[T], worker: int, workers: int, seed: int) -> None:
+    def __init__(self, whole: Iterable[T], session: Session, passes: Iterator[int]) -> None:
         self._whole = whole
-        self._worker = worker
-        self._workers = workers
-        self._seed = seed
-        self._epoch = 0
+        self._worker = session.worker
+        self._workers = session.workers
+        self._seed = session.seed
+        self._passes = passes
         if not len(self):
             raise ConfigurationError(
-                f"distribute() cannot give {workers} workers a part each of {self._total()} items."
+                f"distribute() cannot give {self._workers} workers a part each of {self._total()} items."
             )
 
     def __len__(self) -> int:
@@ -101,17 +102,29 @@ class Part(Sampler[T]):
 
     def __iter__(self) -> Iterator[T]:
         with torch.random.fork_rng(devices=[]):
-            seed = _mix(self._seed, self._epoch)
+            seed = _mix(self._seed, next(self._passes))
             torch.manual_seed(seed)
             generator = getattr(self._whole, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
             order = list(self._whole)
-        self._epoch += 1
         return iter(order[self._worker :: self._workers][: len(order) // self._workers])
 
     def _total(self) -> int:
         return len(self._whole)  # type: ignore[arg-type]  # a map-style loader's sampler has a length
+
+
+_passes: WeakKeyDictionary[Session, WeakKeyDictionary[object, Iterator[int]]] = WeakKeyDictionary()
+
+
+def _passes_over(session: Session, loader: DataLoader[Any]) -> Iterator[int]:
+    """Counts the passes over a dataset, so that `distribute` may be called once or in every epoch alike, also with
+    a new loader each time."""
+    counts = _passes.setdefault(session, WeakKeyDictionary())
+    try:
+        return counts.setdefault(loader.dataset, itertools.count())
+    except TypeError:  # a list, say, can be no such key
+        return counts.setdefault(loader, itertools.count())
 
 
 def _mix(seed: int, epoch: int) -> int:

@@ -9,7 +9,7 @@ gets the same number of elements, and a layer may lie on several shards. A slice
 >>> layout.sizes, layout.offsets  # 20 elements, padded to 32; then 4, padded to 16
 ({'float32': 48}, (0, 32))
 >>> [shard.bounds for shard in layout.slice_evenly(2)]
-[{'float32': (0, 32)}, {'float32': (32, 48)}]
+[{'float32': (0, 16)}, {'float32': (16, 48)}]
 """
 
 from __future__ import annotations
