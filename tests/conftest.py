@@ -54,20 +54,22 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
         count += 1
         options = {"workers": 2, "servers": 1, "run_dir": tmp_path / f"run-{count}", **options}
         job = make_job(**options)
-        coordinator = Coordinator(job)
+        coordinator = Coordinator.listen(job)
         coordinator.start()
         outcome = ThreadedRun({}, [], Path(job.run_dir))
 
         def serve(index: int) -> None:
             place = Place(job=job, role="server", index=index, coordinator=coordinator.address)
             listener, address = listen_unix() if job.transport == "shm" else listen_tcp()
-            stream: Stream[FromCoordinatorToServer] = Stream(connect(coordinator.address), FromCoordinatorToServer)
+            stream: Stream[FromCoordinatorToServer] = Stream(
+                connect(coordinator.address), FromCoordinatorToServer
+            )
             stream.send(Hello(token=job.token, role="server", index=index, address=address))
             Server(place, listener, stream).run()
 
         def work(index: int) -> None:
             place = Place(job=job, role="worker", index=index, coordinator=coordinator.address)
-            session = WorkerSession(place)
+            session = WorkerSession.connect(place)
             sessions.install(session, for_thread=True)
             try:
                 outcome.results[index] = function()
@@ -86,7 +88,7 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
             assert not thread.is_alive(), "a worker hangs"
         if coordinator.started.is_set():
             assert coordinator.model is not None
-            reader = Reader(coordinator.model, coordinator.shards, job.token)
+            reader = Reader.connect(coordinator.model, coordinator.shards, job.token)
             outcome.state_dict = reader.read().state_dict
             reader.close()
         coordinator.stop()

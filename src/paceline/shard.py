@@ -29,8 +29,6 @@ Vectors = dict[str, torch.Tensor]
 
 CHUNK_BYTES = 256 * 1024  # of a mean: what is summed stays in the cache until it is divided
 
-_decode_groups = msgspec.msgpack.Decoder(tuple[HyperParameters, ...]).decode
-
 
 class SliceTensors:
     """A shard's slice of some flat vectors, and the same memory cut into the shard's segments.
@@ -54,12 +52,12 @@ class Push(msgspec.Struct, frozen=True):
         gradient: the slice of the gradient. Read, never written; it must stay as it is until the push is
             applied or dropped.
         present: for each parameter of the layout, 1 if it had a gradient, 0 if it had none.
-        groups: msgpack of the parameter groups' hyper-parameters at the time of the push.
+        groups: the parameter groups' hyper-parameters at the time of the push.
     """
 
     gradient: SliceTensors
     present: bytes
-    groups: bytes
+    groups: tuple[HyperParameters, ...]
 
 
 class Shard:
@@ -97,7 +95,7 @@ class Shard:
             bounds, {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
         )
         self._parameters = SliceTensors(bounds, weights).segments
-        self._groups = b""  # the hyper-parameters that the optimizer has now
+        self._groups = optimizer.groups  # the hyper-parameters that the optimizer has now
         group_of = [optimizer.group_of[segment.parameter] for segment in bounds.segments]
         self._optimizer = make_optimizer(
             optimizer.name,
@@ -204,9 +202,9 @@ class Shard:
         self._optimizer.step()
         self.version += 1
 
-    def _use_groups(self, groups: bytes) -> None:
-        if groups != self._groups:
-            for group, settings in zip(self._optimizer.param_groups, _decode_groups(groups), strict=True):
+    def _use_groups(self, groups: tuple[HyperParameters, ...]) -> None:
+        if groups is not self._groups and groups != self._groups:
+            for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
                 group.update(settings)
             self._groups = groups
 

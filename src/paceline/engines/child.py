@@ -38,7 +38,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when a server ends
         serve(place)
         return 0
-    session = WorkerSession(place)
+    session = WorkerSession.connect(place)
     sessions.install(session)
     try:
         _train(sys.argv[1:])

@@ -36,6 +36,7 @@ ENGINES = {"local": LocalEngine}
 POLL_INTERVAL_S = 0.05
 REASONS_TIMEOUT_S = 0.5  # after the first sign of a failure: its cause may be reported after its consequences
 GRACE_S = 10.0  # for processes that have nothing left to do
+LAST_WORDS_S = 0.5  # for servers of a run that has failed: to write their traces
 
 
 class RunResult(msgspec.Struct, frozen=True):
@@ -150,11 +151,11 @@ def start(
     snapshot_every_s: float | None = None,
 ) -> RunResult:
     """Start the processes of a run, wait for its end, collect. See `launch`."""
-    coordinator = Coordinator(job, port)
+    coordinator = Coordinator.listen(job, port)
+    coordinator.start()
     with Progress(coordinator, console) as progress:
         engine = LocalEngine(job, coordinator.address, progress.print)
         sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
-        coordinator.start()
         try:
             engine.start(worker_arguments, worker_input)
             if sampler is not None:
@@ -171,7 +172,7 @@ def start(
             engine.end(grace_s=GRACE_S)
         except BaseException:
             coordinator.stop()
-            engine.end(grace_s=0.0)
+            engine.end(grace_s=LAST_WORDS_S)
             raise
     for worker in coordinator.lost:
         console.print(f"[yellow]worker {worker} was lost; the others went on without it[/]")
@@ -253,7 +254,7 @@ def _final_weights(coordinator: Coordinator) -> WeightsSnapshot:
 @contextlib.contextmanager
 def _reader(coordinator: Coordinator) -> Iterator[Reader]:
     assert coordinator.model is not None
-    reader = Reader(coordinator.model, coordinator.shards, coordinator.job.token)
+    reader = Reader.connect(coordinator.model, coordinator.shards, coordinator.job.token)
     try:
         yield reader
     finally:

@@ -8,6 +8,7 @@ go through `Coordinator`'s public names, all of which are safe to use from anoth
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import selectors
@@ -68,7 +69,8 @@ class Coordinator:
 
     Args:
         job: the run.
-        port: TCP port to listen on, 0 for any; used by transport "tcp".
+        listener: a listening socket; owned by the coordinator.
+        address: where that is.
 
     Attributes:
         address: where it listens.
@@ -80,14 +82,12 @@ class Coordinator:
         over: set when no worker is left, or something has failed.
         failure: the first thing that failed, or None.
         lost: workers that were lost.
-
-    Raises:
-        ConfigurationError: the port cannot be listened on.
     """
 
-    def __init__(self, job: Job, port: int = 0) -> None:
+    def __init__(self, job: Job, listener: socket.socket, address: str) -> None:
         self.job = job
-        self._listener, self.address = listen_unix() if job.transport == "shm" else listen_tcp(port=port)
+        self.address = address
+        self._listener = listener
         self.board: dict[int, Status] = {}
         self.model: ModelSpec | None = None
         self.shards: list[tuple[ShardSlice, str]] = []
@@ -112,6 +112,15 @@ class Coordinator:
         self._selector.register(self._bell_end, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="paceline-coordinator", daemon=True)
 
+    @classmethod
+    def listen(cls, job: Job, port: int = 0) -> Coordinator:
+        """A coordinator that listens on a new socket, with transport "tcp" on this port (0: any free one).
+
+        Raises:
+            ConfigurationError: the port cannot be listened on.
+        """
+        return cls(job, *(listen_unix() if job.transport == "shm" else listen_tcp(port=port)))
+
     # -- for other threads --------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -132,7 +141,8 @@ class Coordinator:
     def stop(self) -> None:
         """Tell the servers to write their traces and exit; end the thread."""
         self._running = False
-        self._bell.send(b"x")
+        with contextlib.suppress(OSError):  # the thread has ended already and closed it
+            self._bell.send(b"x")
         if self._thread.is_alive():
             self._thread.join()
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from ..buffers import bytes_of, pack, packed_bytes, pool, torch_dtype, unpack
 from ..errors import ProtocolError
 from ..layout import ITEM_BYTES
+from ..optimizers import HyperParameters
 from ..shard import Push, Shard, SliceTensors, Vectors
 from ..sync.actions import AnswerPull
 from ..sync.events import PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
@@ -27,6 +30,8 @@ __all__ = ["Answerer", "Holdings", "byte_views", "tensors_over"]
 
 STATE_LIMIT_FACTOR = 8  # an optimizer keeps a few vectors per vector of weights; more than this is refused
 STATE_SLACK_BYTES = 16 * 1024 * 1024
+
+_groups_decoder = msgspec.msgpack.Decoder(tuple[HyperParameters, ...])
 
 Answerer = Callable[[int, AnswerPull], None]
 """(shard, the pull to answer): called while the shard's weights and version are what is to be sent."""
@@ -48,6 +53,7 @@ class Holdings:
         self._created = created
         self._job = job
         self._slices = {shard.index: shard for shard in created.shards}
+        self._groups: tuple[bytes, tuple[HyperParameters, ...]] = b"", ()  # as they came last, and decoded
         self._recorders: list[Recorder] = []
         self._states: dict[int, Vectors] = {}  # optimizer states to start from, until their shard is made
         self._slots: dict[int, dict[str, torch.Tensor]] = {}  # each worker's buffers
@@ -91,7 +97,10 @@ class Holdings:
 
     def start_state(self, message: InitialState, payload: bytes) -> None:
         """Keep the optimizer state that a shard is to start from."""
-        self._states[message.shard] = safetensors.torch.load(payload)
+        try:
+            self._states[message.shard] = safetensors.torch.load(payload)
+        except SafetensorError as error:
+            raise ProtocolError(f"an optimizer state that cannot be read: {error}") from error
 
     def start(self, message: InitialWeights, payload: Sequence[bytearray]) -> None:
         """Make a shard out of its first weights."""
@@ -136,7 +145,7 @@ class Holdings:
             empty=message.empty,
             stop=message.stop,
         )
-        push = None if message.empty else Push(gradient, message.present, message.groups)
+        push = None if message.empty else Push(gradient, message.present, self._decode_groups(message.groups))
         shard.handle(event, push, lambda pull: answer(message.shard, pull))
         if message.buffers:
             slot = self._slots.setdefault(worker, dict(self._first_buffers))
@@ -145,6 +154,18 @@ class Holdings:
                 slot[spec.name] = unpack(spec, part)
         pulled = PullRequested(now_s=self._job.now_s(), worker=worker, iteration=message.iteration)
         shard.handle(pulled, None, lambda pull: answer(message.shard, pull))
+
+    def _decode_groups(self, encoded: bytes) -> tuple[HyperParameters, ...]:
+        """Hyper-parameters as they came; those of the last push again, if they are the same."""
+        if encoded != self._groups[0]:
+            try:
+                groups = _groups_decoder.decode(encoded)
+            except msgspec.DecodeError as error:
+                raise ProtocolError(f"hyper-parameters that cannot be read: {error}") from error
+            if len(groups) != len(self._created.model.optimizer.groups):
+                raise ProtocolError(f"{len(groups)} parameter groups where the model has another number")
+            self._groups = encoded, groups
+        return self._groups[1]
 
     def leave(self, worker: int, *, finished: bool, answer: Answerer) -> None:
         """A worker takes no further part. It may be heard of twice: once is enough."""

@@ -42,19 +42,29 @@ class Reader:
 
     Args:
         model: what is trained.
-        shards: the slices, with the addresses of their servers.
-        token: the job's.
+        shards: the slices, in order.
+        streams: for each shard, a connection to its server, greeted; owned by the reader.
     """
 
-    def __init__(self, model: ModelSpec, shards: Sequence[tuple[ShardSlice, str]], token: str) -> None:
+    def __init__(
+        self, model: ModelSpec, shards: Sequence[ShardSlice], streams: Sequence[Stream[FromServer]]
+    ) -> None:
         self._model = model
-        self._shards = [shard for shard, _ in shards]
+        self._shards = shards
+        self._streams = streams
         self._payload: list[bytearray] = []
-        self._streams: list[Stream[FromServer]] = []
-        for index, (_, address) in enumerate(shards):
-            stream: Stream[FromServer] = Stream(connect(address), FromServer, self._payload_targets)
-            stream.send(Hello(token, "reader", index))
-            self._streams.append(stream)
+        for stream in streams:
+            stream.sink = self._payload_targets
+
+    @classmethod
+    def connect(cls, model: ModelSpec, shards: Sequence[tuple[ShardSlice, str]], token: str) -> Reader:
+        """A reader of the shards at these addresses. Raises `PeerLostError`."""
+        streams: list[Stream[FromServer]] = []
+        for shard, address in shards:
+            stream: Stream[FromServer] = Stream(connect(address), FromServer)
+            stream.send(Hello(token, "reader", shard.index))
+            streams.append(stream)
+        return cls(model, [shard for shard, _ in shards], streams)
 
     def read(self) -> WeightsSnapshot:
         """A snapshot of the weights and the other tensors of the model.

@@ -82,7 +82,7 @@ class IterationRecord(msgspec.Struct, frozen=True):
 class WorkerSession:
     """See `paceline.runtime.session.Session` for the contract."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, coordinator: Stream[FromCoordinatorToWorker]) -> None:
         job = place.job
         self.worker = place.index
         self.workers = job.workers
@@ -94,12 +94,9 @@ class WorkerSession:
         self._job = job
         self._plans = job.sync.at_coordinator() is not None  # is the coordinator to hear of each iteration
         self._jitter = random.Random(f"paceline jitter {job.seed} {place.index}")
-        self._coordinator: Stream[FromCoordinatorToWorker] = Stream(
-            connect(place.coordinator), FromCoordinatorToWorker
-        )
-        self._coordinator.send(Hello(job.token, "worker", place.index))
+        self._coordinator = coordinator
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._coordinator, selectors.EVENT_READ)
+        self._selector.register(coordinator, selectors.EVENT_READ)
         self._servers: list[Stream[FromServer]] = []  # one for each shard, in order
         self._shards: tuple[ShardSlice, ...] = ()
         self._region: Region | None = None
@@ -112,6 +109,13 @@ class WorkerSession:
         self._shown = ""
         self._finished = False
         self._log = Path(job.run_dir, f"worker-{place.index}.jsonl").open("wb")  # noqa: SIM115  # closed with the session
+
+    @classmethod
+    def connect(cls, place: Place) -> WorkerSession:
+        """A session whose coordinator knows that this worker is alive. Raises `PeerLostError`."""
+        stream: Stream[FromCoordinatorToWorker] = Stream(connect(place.coordinator), FromCoordinatorToWorker)
+        stream.send(Hello(place.job.token, "worker", place.index))
+        return cls(place, stream)
 
     # -- the session's contract ---------------------------------------------------------------------------
 
