@@ -6,8 +6,10 @@ failing process's own traceback, once, and exits with 1. Ctrl-C ends every proce
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +24,7 @@ __all__ = ["app", "main"]
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     add_completion=False,
@@ -191,7 +194,8 @@ def run(
             {**describe(job), "command": " ".join([sys.executable, str(script), *(arguments or [])])}
         )
         return
-    result = run_script(job, script, arguments or [], port=port, console=Console(stderr=True))
+    with _interruptible():
+        result = run_script(job, script, arguments or [], port=port, console=Console(stderr=True))
     _print_summary(result.summary)
     print(f"weights, traces and logs: {result.run_dir}")
 
@@ -215,10 +219,11 @@ def demo(
     from .workloads import demo as digits_demo
 
     console = Console()
-    if tune:
-        digits_demo.tune(console=console, run_dir=run_dir)
-    else:
-        digits_demo.run_demo(console=console, run_dir=run_dir, seeds=tuple(range(seeds)))
+    with _interruptible():
+        if tune:
+            digits_demo.tune(console=console, run_dir=run_dir)
+        else:
+            digits_demo.run_demo(console=console, run_dir=run_dir, seeds=tuple(range(seeds)))
 
 
 def main() -> None:
@@ -231,6 +236,16 @@ def main() -> None:
     except PacelineError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends a run in order, and says so."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted: every process of the run has been ended", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def _numbers(name: str, text: str | None) -> list[float] | None:
