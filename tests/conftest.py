@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
         coordinator = Coordinator.listen(job)
         coordinator.start()
         outcome = ThreadedRun({}, [], Path(job.run_dir))
+        crashes: list[BaseException] = []  # of servers: nothing that a worker does may cause one
 
         def serve(index: int) -> None:
             place = Place(job=job, role="server", index=index, coordinator=coordinator.address)
@@ -65,7 +67,10 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
                 connect(coordinator.address), FromCoordinatorToServer
             )
             stream.send(Hello(token=job.token, role="server", index=index, address=address))
-            Server(place, listener, stream).run()
+            try:
+                Server(place, listener, stream).run()
+            except BaseException as error:
+                crashes.append(error)
 
         def work(index: int) -> None:
             place = Place(job=job, role="worker", index=index, coordinator=coordinator.address)
@@ -83,17 +88,21 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
         workers = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(job.workers)]
         for thread in [*servers, *workers]:
             thread.start()
-        for thread in workers:
-            thread.join(60.0)
-            assert not thread.is_alive(), "a worker hangs"
-        if coordinator.model is not None and outcome.results:
-            reader = Reader.connect(coordinator.model, coordinator.shards, job.token)
-            outcome.state_dict = reader.read().state_dict
-            reader.close()
-        coordinator.stop()
-        for thread in servers:
-            thread.join(10.0)
-            assert not thread.is_alive(), "a server hangs"
+        try:
+            for thread in workers:
+                thread.join(60.0)
+                assert not thread.is_alive(), "a worker hangs"
+            if coordinator.model is not None and outcome.results and not crashes:
+                reader = Reader.connect(coordinator.model, coordinator.shards, job.token)
+                with contextlib.closing(reader):
+                    outcome.state_dict = reader.read().state_dict
+        finally:
+            coordinator.stop()
+            for thread in servers:
+                thread.join(10.0)
+            if crashes:
+                raise crashes[0]  # whatever else went wrong, this is why
+        assert not any(thread.is_alive() for thread in servers), "a server hangs"
         outcome.traces = read_traces(Path(job.run_dir))
         if outcome.errors and not keep_errors:
             raise next(iter(outcome.errors.values()))

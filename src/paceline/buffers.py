@@ -3,11 +3,13 @@
 Each worker computes its own, BatchNorm's running statistics above all. They ride with its commits into a slot
 of its own; evaluation, checkpoints and the final weights get them *pooled*:
 
-    running_mean  the mean over the workers
-    running_var   the mean of the variances plus the variance of the means: what the workers' batches together
-                  would have shown
-    other floats  the mean
-    the rest      (counters, masks) the element-wise maximum
+    what all workers have alike stays as it is, bit by bit
+    running_mean       the mean over the workers
+    running_var        the mean of the variances plus the variance of the means: what the workers' batches
+                       together would have shown
+    other floats       the mean
+    integers, booleans (counters, masks) the element-wise maximum
+    the rest           the lowest worker's
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ import torch
 from .wire.messages import BufferSpec
 
 __all__ = ["bytes_of", "pack", "packed_bytes", "pool", "torch_dtype", "unpack"]
+
+
+AVERAGED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+COUNTED = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -55,14 +61,24 @@ def unpack(spec: BufferSpec, data: bytes | bytearray | memoryview) -> torch.Tens
 
 def pool(slots: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """One set of buffers out of each worker's, by the rules above. `slots` is not empty."""
-    pooled: dict[str, torch.Tensor] = {}
-    for name in slots[0]:
-        copies = torch.stack([slot[name] for slot in slots])
-        if not copies.is_floating_point():
-            pooled[name] = copies.amax(0) if copies.dtype != torch.bool else copies.any(0)
-            continue
-        pooled[name] = copies.mean(0)
-        means = name.removesuffix("running_var") + "running_mean"
-        if name.endswith("running_var") and means in slots[0]:
-            pooled[name] += torch.stack([slot[means] for slot in slots]).var(0, correction=0)
-    return pooled
+    return {name: _pool_one(name, slots) for name in slots[0]}
+
+
+def _pool_one(name: str, slots: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    copies = [slot[name] for slot in slots]
+    if copies[0].dtype in AVERAGED:
+        pooled = copies[0] if _same(copies) else torch.stack(copies).mean(0)
+        name_of_mean = name.removesuffix("running_var") + "running_mean"
+        if name.endswith("running_var") and name_of_mean in slots[0]:
+            means = [slot[name_of_mean] for slot in slots]
+            pooled = pooled if _same(means) else pooled + torch.stack(means).var(0, correction=0)
+        return pooled
+    if copies[0].dtype in COUNTED and not _same(copies):
+        return torch.stack(copies).amax(0)
+    return copies[0]
+
+
+def _same(copies: Sequence[torch.Tensor]) -> bool:
+    """Bit by bit: NaN is the same as NaN."""
+    first, *others = pack(copies)
+    return all(other == first for other in others)

@@ -187,6 +187,7 @@ def run(
         jitter=jitter,
         on_nan=on_nan.value,
         run_dir=run_dir,
+        port=port,
         dry_run=dry_run,
     )
     if dry_run:
@@ -195,7 +196,7 @@ def run(
         )
         return
     with _interruptible():
-        result = run_script(job, script, arguments or [], port=port, console=Console(stderr=True))
+        result = run_script(job, script, arguments or [], console=Console(stderr=True))
     _print_summary(result.summary)
     print(f"weights, traces and logs: {result.run_dir}")
 

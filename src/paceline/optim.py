@@ -23,7 +23,7 @@ from torch import nn
 
 from .errors import ConfigurationError, NonFiniteGradientError, UsageError, WeightsChangedError
 from .layout import Layout, Parameter, ShardSlice
-from .optimizers import OptimizerSpec, read_groups, require_elementwise
+from .optimizers import PER_PARAMETER_STATE, OptimizerSpec, read_groups, require_elementwise
 from .runtime.session import Session, current
 from .shard import Vectors
 from .wire.messages import BufferSpec, ModelSpec
@@ -31,6 +31,9 @@ from .wire.messages import BufferSpec, ModelSpec
 __all__ = ["DistributedOptimizer"]
 
 log = logging.getLogger("paceline.optim")
+
+SCALAR_DTYPES = {torch.float64: torch.float64}
+"""Default dtype -> what torch.optim keeps its counts in, if not float32; `load_state_dict` casts some of them."""
 
 PROBE_SIZE = 65_536  # elements of each vector that are compared from step to step
 
@@ -92,6 +95,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._session is None:
             return self._wrapped.step(closure)
+        if self.param_groups is not self._wrapped.param_groups:
+            raise UsageError(
+                "The wrapped optimizer got other parameter groups behind the DistributedOptimizer's back; call "
+                "load_state_dict() on the DistributedOptimizer instead."
+            )
         stale = False
         if self._trained is None:
             self._trained, replaced = self._begin(self._session)
@@ -190,7 +198,7 @@ class Trained:
         else:
             session.await_first_weights()
         pairs = list(zip(self._parameters, self._weights, strict=True))
-        replaced = not all(torch.equal(parameter.detach(), place) for parameter, place in pairs)
+        replaced = not all(torch.equal(_bits(parameter), _bits(place)) for parameter, place in pairs)
         for parameter, place in pairs:
             parameter.data = place
         for index, parameter in enumerate(self._parameters):
@@ -229,7 +237,7 @@ class Trained:
                 segment = shard.segments[int(position)]
                 parameter = self.layout.parameters[segment.parameter]
                 entries = state.setdefault(segment.parameter, {})
-                if not value.dim():  # a count of steps: the same for every slice
+                if key in PER_PARAMETER_STATE:
                     entries[key] = value
                     continue
                 whole = entries.setdefault(key, torch.zeros(parameter.shape, dtype=value.dtype))
@@ -244,9 +252,10 @@ class Trained:
                 if not isinstance(value, torch.Tensor):
                     continue
                 length = segment.stop - segment.start
-                whole = value.reshape(-1)
                 values[f"{position}/{key}"] = (
-                    whole[segment.offset : segment.offset + length].clone() if value.dim() else value
+                    value.to(SCALAR_DTYPES.get(torch.get_default_dtype(), torch.float32))
+                    if key in PER_PARAMETER_STATE
+                    else value.reshape(-1)[segment.offset : segment.offset + length].clone()
                 )
         return values
 
@@ -266,7 +275,7 @@ class Trained:
                 self._written[index] = False
             return False
         self._written[index] = True
-        if gradient.data_ptr() != place.data_ptr() or gradient.is_sparse:
+        if gradient.is_sparse or gradient.data_ptr() != place.data_ptr():
             place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
             parameter.grad = place
         return True
@@ -296,7 +305,7 @@ class Trained:
             torch.autograd.graph.increment_version(parameter)  # for autograd: the weights are new
         self._versions = [parameter._version for parameter in self._parameters]
         if not self._probes:
-            some = [v[:: -(-v.numel() // PROBE_SIZE)] for v in session.weights.values() if v.numel()]
+            some = [_bits(v)[:: -(-v.numel() // PROBE_SIZE)] for v in session.weights.values() if v.numel()]
             self._probes = [(part, part.clone()) for part in some]
         for part, copy in self._probes:
             copy.copy_(part)
@@ -335,7 +344,7 @@ class Buffers:
             BufferSpec(name, tuple(t.shape), _dtype_name(t.dtype), isinstance(t, nn.Parameter))
             for name, t in tensors.items()
         )
-        self._versions: dict[int, tuple[int, int]] = {}
+        self._sent: dict[int, Sent] = {}
 
     def all(self) -> list[torch.Tensor]:
         """Each of them, in order."""
@@ -348,9 +357,13 @@ class Buffers:
             if spec.fixed:
                 continue
             tensor = self._get(index)
-            version = (tensor.data_ptr(), tensor._version)
-            if self._versions.get(index) != version:
-                self._versions[index] = version
+            if (tuple(tensor.shape), _dtype_name(tensor.dtype)) != (spec.shape, spec.dtype):
+                raise UsageError(
+                    f"Buffer {spec.name!r} has become {_dtype_name(tensor.dtype)}{list(tensor.shape)}; it was "
+                    f"{spec.dtype}{list(spec.shape)} when training began, and must stay so."
+                )
+            if index not in self._sent or self._sent[index].differs_from(tensor):
+                self._sent[index] = Sent(tensor)
                 found[index] = tensor
         return found
 
@@ -359,6 +372,23 @@ class Buffers:
         tensor = getattr(self._model.get_submodule(owner), name)
         assert isinstance(tensor, torch.Tensor)
         return tensor.detach()
+
+
+class Sent:
+    """What a buffer was when it was last sent.
+
+    A tensor's version counter tells most changes, but not BatchNorm's: its kernel writes the running statistics
+    behind the counter's back. So buffers of up to `PROBE_SIZE` elements are compared with a copy.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._version = (tensor.data_ptr(), tensor._version)
+        self._copy = tensor.clone() if tensor.numel() <= PROBE_SIZE else None
+
+    def differs_from(self, tensor: torch.Tensor) -> bool:
+        if (tensor.data_ptr(), tensor._version) != self._version:
+            return True
+        return self._copy is not None and not torch.equal(tensor, self._copy)
 
 
 def find_model(parameters: list[torch.Tensor]) -> nn.Module:
@@ -394,6 +424,11 @@ def _parameters_of(module: nn.Module) -> set[int]:
 
 def _names_of(model: nn.Module, parameter: torch.Tensor) -> tuple[str, ...]:
     return tuple(name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: NaN equals itself there."""
+    return tensor.detach().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize])
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

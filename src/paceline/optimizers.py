@@ -13,14 +13,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from .errors import ConfigurationError
 
 __all__ = [
     "ELEMENTWISE",
+    "PER_PARAMETER_STATE",
     "HyperParameters",
     "OptimizerSpec",
+    "fill_momentum",
+    "implementation",
     "make_optimizer",
     "read_groups",
     "require_elementwise",
@@ -43,6 +47,9 @@ ELEMENTWISE: dict[str, tuple[type[torch.optim.Optimizer], bool]] = {
     "RMSprop": (torch.optim.RMSprop, False),
     "Rprop": (torch.optim.Rprop, False),
 }
+
+# State that is one number per parameter, the same for each of its slices; all other state is element by element.
+PER_PARAMETER_STATE = frozenset({"step", "eta", "mu", "mu_product"})
 
 # How torch is to compute, not what: decided here, never by what a worker sends.
 IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -89,19 +96,44 @@ def make_optimizer(
     name: str, groups: Sequence[HyperParameters], parameters: Sequence[list[torch.Tensor]]
 ) -> torch.optim.Optimizer:
     """The real optimizer over some tensors, one list per group; groups may be empty."""
-    kind, fused = ELEMENTWISE[name]
-    settings: Any = [{**group, "params": tensors} for group, tensors in zip(groups, parameters, strict=True)]
-    defaults: Any = {"fused": True} if fused else {}
-    if "lr" in groups[0]:
-        defaults["lr"] = groups[0]["lr"]
-    return kind(settings, **defaults)
+    kind, _ = ELEMENTWISE[name]
+    settings: Any = [
+        {**group, **implementation(name, group), "params": tensors}
+        for group, tensors in zip(groups, parameters, strict=True)
+    ]
+    return kind(settings, lr=groups[0]["lr"])  # type: ignore[call-arg]  # every class of the table has one
+
+
+def implementation(name: str, group: HyperParameters) -> dict[str, bool]:
+    """How torch is to compute a group: by the fused kernel where that gives the same result.
+
+    With dampening, SGD's first step is an exception that the fused kernel makes for all parameters or for none.
+    """
+    _, fused = ELEMENTWISE[name]
+    return {"fused": not group.get("dampening")} if fused else {}
+
+
+def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter that is about to be stepped a momentum buffer: torch's fused SGD takes all or none.
+
+    Starting from zeros gives what torch's own first step does, a buffer equal to the gradient, since a group with
+    dampening is not fused.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused") and group.get("momentum"):
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if parameter.grad is not None and state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _plain(key: str, value: object) -> float | int | bool | tuple[float, float] | None:
-    if isinstance(value, torch.Tensor):
-        return float(value)
-    if value is None or isinstance(value, bool | int | float):
+    if isinstance(value, torch.Tensor | np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int):
         return value
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, tuple | list) and len(value) == 2:
         return (float(value[0]), float(value[1]))
     raise ConfigurationError(

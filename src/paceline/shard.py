@@ -14,9 +14,16 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from .errors import InternalError, InvalidEventError
+from .errors import InternalError, InvalidEventError, ProtocolError
 from .layout import ITEM_BYTES, ShardSlice
-from .optimizers import HyperParameters, OptimizerSpec, make_optimizer
+from .optimizers import (
+    PER_PARAMETER_STATE,
+    HyperParameters,
+    OptimizerSpec,
+    fill_momentum,
+    implementation,
+    make_optimizer,
+)
 from .sync import AnySyncModel
 from .sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
 from .sync.events import AnyEvent, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
@@ -95,6 +102,7 @@ class Shard:
             bounds, {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
         )
         self._parameters = SliceTensors(bounds, weights).segments
+        self._name = optimizer.name
         self._groups = optimizer.groups  # the hyper-parameters that the optimizer has now
         group_of = [optimizer.group_of[segment.parameter] for segment in bounds.segments]
         self._optimizer = make_optimizer(
@@ -143,10 +151,18 @@ class Shard:
         }
 
     def load_optimizer_state(self, state: Vectors) -> None:
-        """Restore what `optimizer_state` gave."""
+        """Restore what `optimizer_state` gave.
+
+        Raises:
+            ProtocolError: it is not for these segments.
+        """
+        parameters = {str(index): parameter for index, parameter in enumerate(self._parameters)}
         for name, value in state.items():
             index, _, key = name.partition("/")
-            self._optimizer.state[self._parameters[int(index)]][key] = value.clone()
+            shape = () if key in PER_PARAMETER_STATE else getattr(parameters.get(index), "shape", None)
+            if index not in parameters or tuple(value.shape) != shape:
+                raise ProtocolError(f"state {name!r} of shape {list(value.shape)} fits no segment")
+            self._optimizer.state[parameters[index]][key] = value.clone()
 
     def _note(self, event: AnyEvent, push: Push | None) -> None:
         match event:
@@ -199,13 +215,14 @@ class Shard:
         ):
             has_gradient = any(push.present[segment.parameter] for push in pushes)
             parameter.grad = part if has_gradient else None
+        fill_momentum(self._optimizer)
         self._optimizer.step()
         self.version += 1
 
     def _use_groups(self, groups: tuple[HyperParameters, ...]) -> None:
         if groups is not self._groups and groups != self._groups:
             for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
-                group.update(settings)
+                group.update(settings | implementation(self._name, settings))
             self._groups = groups
 
     def _record(self, event: AnyEvent, actions: Sequence[AnyAction], refused: str | None = None) -> None:

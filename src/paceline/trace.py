@@ -19,7 +19,7 @@ from typing import IO
 import msgspec
 
 from .errors import ConfigurationError, InvalidEventError
-from .sync import AnySyncModel, Machine
+from .sync import AnySyncModel, Machine, parse
 from .sync.actions import AnyAction
 from .sync.events import AnyEvent
 
@@ -79,7 +79,8 @@ class Recorder:
         self._file = file
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
-        self._write(header)
+        # The model in the notation of the command line: easy to read, and JSON has no infinity.
+        self._write({**msgspec.structs.asdict(header), "sync": str(header.sync)})
 
     @classmethod
     def to_path(cls, path: Path, header: Header) -> Recorder:
@@ -94,7 +95,7 @@ class Recorder:
         """Write what is left and close the file."""
         self._file.close()
 
-    def _write(self, line: Header | Entry) -> None:
+    def _write(self, line: dict[str, object] | Entry) -> None:
         self._encoder.encode_into(line, self._buffer)
         self._buffer += b"\n"
         self._file.write(self._buffer)
@@ -111,9 +112,10 @@ def read(path: Path) -> Trace:
         version = msgspec.json.decode(lines[0])["format"]
         if version != FORMAT:
             raise ConfigurationError(f"{path} is a trace of format {version}; this version reads {FORMAT}.")
-        header = msgspec.json.decode(lines[0], type=Header)
+        fields = msgspec.json.decode(lines[0])
+        header = msgspec.convert({**fields, "sync": msgspec.to_builtins(parse(fields["sync"]))}, Header)
         return Trace(header, list(_entries(lines[1:-1])))
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{path} is not a trace of Paceline: {error}") from error
 
 

@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Be the process that the environment says."""
-    place = msgspec.json.decode(os.environ.pop(JOB_VARIABLE), type=Place)
+    place = msgspec.msgpack.decode(bytes.fromhex(os.environ.pop(JOB_VARIABLE)), type=Place)
     _die_with_parent()
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
     if place.role == "server":

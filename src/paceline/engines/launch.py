@@ -131,14 +131,15 @@ def launch(
         jitter=jitter,
         on_nan=on_nan,
         run_dir=run_dir,
+        port=port,
     )
     console = Console(stderr=True, quiet=not (progress if progress is not None else sys.stderr.isatty()))
-    return start(job, ["function"], payload, port=port, console=console, snapshot_every_s=snapshot_every_s)
+    return start(job, ["function"], payload, console=console, snapshot_every_s=snapshot_every_s)
 
 
-def run_script(job: Job, script: Path, arguments: Sequence[str], *, port: int, console: Console) -> RunResult:
+def run_script(job: Job, script: Path, arguments: Sequence[str], *, console: Console) -> RunResult:
     """Run a script in every worker, as `python script arguments...` would."""
-    return start(job, ["script", str(script), *arguments], b"", port=port, console=console)
+    return start(job, ["script", str(script), *arguments], b"", console=console)
 
 
 def start(
@@ -146,12 +147,11 @@ def start(
     worker_arguments: Sequence[str],
     worker_input: bytes,
     *,
-    port: int = 0,
     console: Console,
     snapshot_every_s: float | None = None,
 ) -> RunResult:
     """Start the processes of a run, wait for its end, collect. See `launch`."""
-    coordinator = Coordinator.listen(job, port)
+    coordinator = Coordinator.listen(job)
     coordinator.start()
     with Progress(coordinator, console) as progress:
         engine = LocalEngine(job, coordinator.address, progress.print)

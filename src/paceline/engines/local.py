@@ -159,7 +159,7 @@ class LocalEngine:
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             "PACELINE_PARENT": str(os.getpid()),
-            JOB_VARIABLE: msgspec.json.encode(place).decode(),
+            JOB_VARIABLE: msgspec.msgpack.encode(place).hex(),
         }
         popen = subprocess.Popen(
             [sys.executable, "-m", "paceline.engines.child", *arguments],

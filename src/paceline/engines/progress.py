@@ -92,7 +92,7 @@ class Progress:
         rows = []
         for worker in range(self._coordinator.job.workers):
             status = self._coordinator.board.get(worker)
-            gone = self._coordinator.gone(worker)
+            gone = self._coordinator.fate(worker)
             loss = "-" if status is None or status.loss is None else f"{status.loss:.4f}"
             state = gone or (status.state if status else "starting")
             rows.append((f"worker {worker}", str(status.iteration) if status else "-", loss, state))

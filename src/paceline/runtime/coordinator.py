@@ -9,14 +9,13 @@ go through `Coordinator`'s public names, all of which are safe to use from anoth
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
-import selectors
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import InternalError, PeerLostError, ProtocolError, RunFailedError
+from ..errors import InternalError, ProtocolError, RunFailedError
 from ..layout import ShardSlice
 from ..sync import Machine
 from ..sync.actions import PublishPlan
@@ -41,7 +40,8 @@ from ..wire.messages import (
     Stopping,
     WorkerGone,
 )
-from ..wire.stream import Stream
+from ..wire.stream import Stream, no_payload
+from .hub import Hub, Peer
 from .job import Job
 
 __all__ = ["Coordinator", "first_difference"]
@@ -49,19 +49,14 @@ __all__ = ["Coordinator", "first_difference"]
 log = logging.getLogger("paceline.coordinator")
 
 
-class Member:
-    """One connection: a server's or a worker's."""
+class Member(Peer):
+    """A connection to the coordinator: a server's or a worker's."""
 
-    def __init__(self, stream: Stream[FromPeerToCoordinator]) -> None:
-        self.stream = stream
-        self.role = ""  # until it has greeted
-        self.index = -1
+    def __init__(self, stream: Stream[Message]) -> None:
+        super().__init__(stream)
         self.address = ""  # where a server listens
         self.ready = False  # a server that knows its shards
         self.model: ModelSpec | None = None  # what a worker has registered
-
-    def __str__(self) -> str:
-        return f"{self.role} {self.index}" if self.role else "a connection that has not shown the job's token"
 
 
 class Coordinator:
@@ -87,7 +82,6 @@ class Coordinator:
     def __init__(self, job: Job, listener: socket.socket, address: str) -> None:
         self.job = job
         self.address = address
-        self._listener = listener
         self.board: dict[int, Status] = {}
         self.model: ModelSpec | None = None
         self.shards: list[tuple[ShardSlice, str]] = []
@@ -96,7 +90,6 @@ class Coordinator:
         self.over = threading.Event()
         self.failure: RunFailedError | None = None
         self.lost: list[int] = []
-        self._members: set[Member] = set()
         self._left: set[int] = set()  # workers that have finished or were lost
         self._machine: Machine | None = job.sync.at_coordinator()
         self._recorder: Recorder | None = None
@@ -107,19 +100,20 @@ class Coordinator:
         self._publisher = -1  # the worker whose weights are everybody's, once training has begun
         self._running = True
         self._bell, self._bell_end = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._bell_end, selectors.EVENT_READ)
+        self._hub: Hub[Member] = Hub(
+            "the coordinator", job.token, listener, FromPeerToCoordinator, Member, self
+        )
+        self._hub.watch(self._bell_end, lambda: None)  # `stop` rings: `_running` says the rest
         self._thread = threading.Thread(target=self._run, name="paceline-coordinator", daemon=True)
 
     @classmethod
-    def listen(cls, job: Job, port: int = 0) -> Coordinator:
-        """A coordinator that listens on a new socket, with transport "tcp" on this port (0: any free one).
+    def listen(cls, job: Job) -> Coordinator:
+        """A coordinator that listens on a new socket.
 
         Raises:
             ConfigurationError: the port cannot be listened on.
         """
-        return cls(job, *(listen_unix() if job.transport == "shm" else listen_tcp(port=port)))
+        return cls(job, *(listen_unix() if job.transport == "shm" else listen_tcp(port=job.port)))
 
     # -- for other threads --------------------------------------------------------------------------------
 
@@ -132,8 +126,8 @@ class Coordinator:
         self.failure = self.failure or failure
         self.over.set()
 
-    def gone(self, worker: int) -> str:
-        """ "finished" or "lost"; "" for a worker that takes part."""
+    def fate(self, worker: int) -> str:
+        """Whether a worker is "finished" or "lost"; "" if it takes part."""
         if worker in self.lost:
             return "lost"
         return "finished" if worker in self._left else ""
@@ -151,111 +145,66 @@ class Coordinator:
     def _run(self) -> None:
         try:
             while self._running:
-                for key, events in self._selector.select():
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.data in self._members:
-                        self._serve(key.data, events)
+                self._hub.poll()
             for server in self._of_role("server"):
-                self._send(server, Shutdown())
+                self._hub.send(server, Shutdown())
         except Exception as error:  # whatever it is, the run must end and say so
             log.exception("the coordinator failed")
             self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
         finally:
             if self._recorder is not None:
                 self._recorder.close()
-            for member in self._members:
-                member.stream.close()
-            self._listener.close()
-            self._selector.close()
+            self._hub.close()
             self._bell.close()
             self._bell_end.close()
 
-    def _accept(self) -> None:
-        sock, _ = self._listener.accept()
-        member = Member(Stream(sock, FromPeerToCoordinator, trusted=False))
-        self._members.add(member)
-        self._selector.register(member.stream, selectors.EVENT_READ, member)
+    # -- what the hub asks --------------------------------------------------------------------------------
 
-    def _serve(self, member: Member, events: int) -> None:
-        try:
-            if events & selectors.EVENT_WRITE:
-                member.stream.flush()
-                self._watch(member)
-            if events & selectors.EVENT_READ:
-                for message in member.stream.receive():
-                    self._handle(member, message)
-        except PeerLostError:
-            self._drop(member)
-        except ProtocolError as error:
-            log.warning("the coordinator refused %s: %s", member, error)
-            self._drop(member)
+    def greeted(self, peer: Member, hello: Hello) -> None:
+        count = {"server": self.job.servers, "worker": self.job.workers}.get(hello.role, 0)
+        taken = {other.index for other in self._of_role(hello.role)}
+        if hello.role == "worker":
+            taken |= self._left
+        if not 0 <= hello.index < count or hello.index in taken:
+            raise ProtocolError(f"{hello.role} {hello.index} is not expected")
+        peer.role, peer.index, peer.address = hello.role, hello.index, hello.address
+        self._begin_if_complete()
 
-    def _drop(self, member: Member) -> None:
-        if member not in self._members:
-            return
-        self._members.remove(member)
-        self._selector.unregister(member.stream)
-        member.stream.close()
-        if member.role == "worker":
-            self._leave(member, finished=False)
+    def payload_targets(self, peer: Member, message: Message, size_bytes: int) -> Sequence[memoryview]:
+        return no_payload(message, size_bytes)
 
-    def _send(self, member: Member, message: Message) -> None:
-        try:
-            member.stream.send(message)
-            self._watch(member)
-        except PeerLostError:
-            log.info("%s is gone; its connection will say so", member)
+    def gone(self, peer: Member, reason: str) -> None:
+        if peer.role == "worker":
+            self._leave(peer, finished=False)
 
-    def _watch(self, member: Member) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.stream.backlog else 0)
-        self._selector.modify(member.stream, wanted, member)
-
-    # -- messages -----------------------------------------------------------------------------------------
-
-    def _handle(self, member: Member, message: Message) -> None:
+    def received(self, peer: Member, message: Message) -> None:
         match message:
-            case Hello() if not member.role:
-                self._greet(member, message)
-            case _ if not member.role:
-                raise ProtocolError("it did not show the job's token")
-            case Ready() if member.role == "server":
-                member.ready = True
+            case Ready() if peer.role == "server":
+                peer.ready = True
                 self._start_if_ready()
-            case Register() if member.role == "worker" and member.model is None and not self._begun:
-                member.model = message.model
+            case Register() if peer.role == "worker" and peer.model is None and not self._begun:
+                peer.model = message.model
                 self._begin_if_complete()
-            case Notify() if member.role == "worker":
+            case Notify() if peer.role == "worker":
                 self._tell(
                     IterationFinished(
                         now_s=self.job.now_s(),
-                        worker=member.index,
+                        worker=peer.index,
                         iteration=message.iteration,
                         superstep=message.superstep,
                     )
                 )
-            case Status() if member.role == "worker":
-                self.board[member.index] = message
+            case Status() if peer.role == "worker":
+                self.board[peer.index] = message
                 if not self.started.is_set():
                     self.started_s = self.job.now_s()
                     self.started.set()
-            case Finished() if member.role == "worker":
-                self._leave(member, finished=True)
-            case Failed() if member.role == "worker":
-                self.fail(RunFailedError(str(member), message.reason, message.traceback))
+            case Finished() if peer.role == "worker":
+                self._leave(peer, finished=True)
+            case Failed() if peer.role == "worker":
+                self.fail(RunFailedError(str(peer), message.reason, message.traceback))
             case _:
-                raise ProtocolError(f"{type(message).__name__} is not expected from {member} now")
-
-    def _greet(self, member: Member, message: Hello) -> None:
-        if not hmac.compare_digest(message.token.encode(), self.job.token.encode()):
-            raise ProtocolError("it did not show the job's token")
-        count = {"server": self.job.servers, "worker": self.job.workers}.get(message.role, 0)
-        taken = {other.index for other in self._of_role(message.role)}
-        if not 0 <= message.index < count or message.index in taken | self._left:
-            raise ProtocolError(f"{message.role} {message.index} is not expected")
-        member.role, member.index, member.address = message.role, message.index, message.address
-        member.stream.trusted = True
-        self._begin_if_complete()
+                raise ProtocolError(f"{type(message).__name__} is not expected from {peer} now")
 
     def _leave(self, member: Member, *, finished: bool) -> None:
         if member.index in self._left:
@@ -266,7 +215,7 @@ class Coordinator:
             if member.index == self._publisher and member.index not in self.board:
                 self.fail(RunFailedError(str(member), "it was lost before it had given the first weights"))
             for server in self._of_role("server"):
-                self._send(server, WorkerGone(member.index))
+                self._hub.send(server, WorkerGone(member.index))
         if self._begun and member.model is not None:
             kind = WorkerFinished if finished else WorkerLost
             self._tell(kind(now_s=self.job.now_s(), worker=member.index))
@@ -293,7 +242,7 @@ class Coordinator:
             difference = first_difference(first, worker.model)
             if difference:
                 reason = f"its model differs from {registered[0]}'s: {difference}"
-                self._send(worker, Refused(reason))
+                self._hub.send(worker, Refused(reason))
                 self.fail(RunFailedError(str(worker), reason))
                 return
         self._begun = True
@@ -302,7 +251,7 @@ class Coordinator:
         slices = first.layout.slice_evenly(self.job.servers)
         self.shards = [(shard, server.address) for shard, server in zip(slices, servers, strict=True)]
         for shard, server in zip(slices, servers, strict=True):
-            self._send(
+            self._hub.send(
                 server,
                 CreateShards(
                     first, (shard,), self.job.sync, tuple(w.index for w in registered), self._publisher
@@ -318,7 +267,7 @@ class Coordinator:
         for worker in workers:
             slices = tuple(shard for shard, _ in self.shards)
             addresses = tuple(address for _, address in self.shards)
-            self._send(worker, Started(slices, addresses, self._publisher))
+            self._hub.send(worker, Started(slices, addresses, self._publisher))
 
     # -- the sync model -----------------------------------------------------------------------------------
 
@@ -340,10 +289,10 @@ class Coordinator:
             iterations = dict(plan.stops)
             for worker in self._of_role("worker"):
                 if worker.index in iterations:
-                    self._send(worker, Stopping(stop, iterations[worker.index]))
+                    self._hub.send(worker, Stopping(stop, iterations[worker.index]))
 
     def _of_role(self, role: str) -> list[Member]:
-        return sorted((m for m in self._members if m.role == role), key=lambda member: member.index)
+        return sorted((m for m in self._hub.peers if m.role == role), key=lambda member: member.index)
 
 
 def first_difference(one: ModelSpec, other: ModelSpec) -> str:

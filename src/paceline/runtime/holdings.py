@@ -53,6 +53,7 @@ class Holdings:
         self._created = created
         self._job = job
         self._slices = {shard.index: shard for shard in created.shards}
+        self._group_kinds = [_kinds(group) for group in created.model.optimizer.groups]
         self._groups: tuple[bytes, tuple[HyperParameters, ...]] = b"", ()  # as they came last, and decoded
         self._recorders: list[Recorder] = []
         self._states: dict[int, Vectors] = {}  # optimizer states to start from, until their shard is made
@@ -74,13 +75,17 @@ class Holdings:
         return Region.attach(self._created.model.layout, descriptor)
 
     def payload_sizes(self, message: Message, size_bytes: int) -> list[int]:
-        """The sizes of the parts, besides an inbox's, that a message's payload must have. Raises `ProtocolError`."""
+        """The sizes of the parts, besides an inbox's, that a message's payload must have.
+
+        Raises:
+            ProtocolError: no payload could be right.
+        """
         buffers = self._created.model.buffers
         match message:
             case Commit(shard=0) if all(0 <= index < len(buffers) for index in message.buffers):
                 return [packed_bytes(buffers[index]) for index in message.buffers]
-            case Commit(buffers=()):
-                return []
+            case Commit() if message.buffers:
+                raise ProtocolError(f"a commit to shard {message.shard} has buffers {message.buffers}")
             case InitialWeights() if message.shard in self._slices:
                 bounds = self._slices[message.shard].bounds
                 sizes = [(stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in bounds.items()]
@@ -93,7 +98,7 @@ class Holdings:
                     f"an optimizer state of {size_bytes} bytes, expected at most {limit_bytes}"
                 )
             case _:
-                raise ProtocolError(f"{message} may not carry a payload")
+                return []
 
     def start_state(self, message: InitialState, payload: bytes) -> None:
         """Keep the optimizer state that a shard is to start from."""
@@ -162,8 +167,8 @@ class Holdings:
                 groups = _groups_decoder.decode(encoded)
             except msgspec.DecodeError as error:
                 raise ProtocolError(f"hyper-parameters that cannot be read: {error}") from error
-            if len(groups) != len(self._created.model.optimizer.groups):
-                raise ProtocolError(f"{len(groups)} parameter groups where the model has another number")
+            if [_kinds(group) for group in groups] != self._group_kinds:
+                raise ProtocolError("hyper-parameters of other names or kinds than the optimizer's")
             self._groups = encoded, groups
         return self._groups[1]
 
@@ -202,6 +207,12 @@ class Holdings:
         """Write the traces out."""
         for recorder in self._recorders:
             recorder.close()
+
+
+def _kinds(group: HyperParameters) -> dict[str, str]:
+    """What each hyper-parameter of a group is, so that one push cannot bring what the optimizer trips over."""
+    kinds = {bool: "flag", int: "number", float: "number", tuple: "pair"}
+    return {key: kinds.get(type(value), "nothing") for key, value in group.items()}
 
 
 def tensors_over(vectors: dict[str, memoryview]) -> Vectors:

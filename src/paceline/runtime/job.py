@@ -5,6 +5,8 @@ Everything a user can ask for is checked here, before anything starts.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import os
 import secrets
@@ -17,12 +19,13 @@ import msgspec
 
 from ..errors import ConfigurationError, unknown_name
 from ..sync import AnySyncModel, parse
+from ..wire.addresses import listen_tcp
 from ..wire.memory import shared_memory_available
 
 __all__ = ["JOB_VARIABLE", "TRANSPORTS", "Job", "Place", "describe", "make_job"]
 
 JOB_VARIABLE = "PACELINE_PLACE"
-"""The environment variable by which a process of a run learns its place in it."""
+"""The environment variable by which a process of a run learns its `Place` in it: MessagePack in hexadecimal."""
 
 TRANSPORTS = ("auto", "shm", "tcp")
 ON_NAN = ("stop", "skip")
@@ -42,6 +45,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         jitter: half-width of the uniform factor 1 +- jitter on both.
         on_nan: what a gradient with NaN or inf does: "stop" the run, or "skip" that push.
         run_dir: where logs, traces and results go.
+        port: TCP port that the coordinator listens on, 0 for any free one.
         token: who does not show it gets nothing.
         epoch_s: the monotonic clock's reading at which the run's own time is 0.
     """
@@ -56,6 +60,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     jitter: float
     on_nan: Literal["stop", "skip"]
     run_dir: str
+    port: int
     token: str
     epoch_s: float
 
@@ -97,6 +102,7 @@ def make_job(
     jitter: float = 0.0,
     on_nan: str = "stop",
     run_dir: str | os.PathLike[str] | None = None,
+    port: int = 0,
     dry_run: bool = False,
 ) -> Job:
     """Check everything that a user asks for, then make the run's description and its directory.
@@ -119,7 +125,13 @@ def make_job(
         raise ConfigurationError("transport 'shm' needs memfd, which this system lacks; use 'tcp'.")
     if not 0 <= jitter < 1:
         raise ConfigurationError(f"jitter is {jitter}, expected a number in [0, 1), for example 0.2.")
-    return Job(
+    if not 0 <= port <= 65535:
+        raise ConfigurationError(f"port is {port}, expected a number from 0 (any free one) to 65535.")
+    if port and transport == "tcp":
+        listen_tcp(port=port)[0].close()  # refused here, if it is in use
+    if run_dir is not None:
+        _require_usable(run_dir)
+    job = Job(
         workers=workers,
         servers=_whole("servers", servers, least=1),
         sync=parse(sync) if isinstance(sync, str) else sync,
@@ -129,10 +141,12 @@ def make_job(
         slowdown=_per_worker("slowdown", slowdown, workers, least=1.0),
         jitter=float(jitter),
         on_nan="skip" if on_nan == "skip" else "stop",
-        run_dir=str(run_dir or "a new one under ./runs") if dry_run else str(_make_run_dir(run_dir)),
+        run_dir=str(run_dir or "a new directory under ./runs"),
+        port=port,
         token=secrets.token_hex(16),
         epoch_s=time.monotonic(),
     )
+    return job if dry_run else msgspec.structs.replace(job, run_dir=str(_make_run_dir(run_dir)))
 
 
 def describe(job: Job) -> dict[str, str]:
@@ -169,6 +183,20 @@ def _per_worker(name: str, values: Sequence[float] | None, workers: int, least: 
     return tuple(float(value) for value in values)
 
 
+def _require_usable(path: str | os.PathLike[str]) -> None:
+    """Refuse a run directory that cannot be written, or that holds a run already; make nothing."""
+    if not os.fspath(path):
+        raise ConfigurationError("the run directory is empty; name one, or leave it out for a new one.")
+    run_dir = Path(path).absolute()
+    if (run_dir / "summary.json").exists() or any(run_dir.glob("trace-*.jsonl")):
+        raise ConfigurationError(f"the run directory {path} holds a run already; choose another.")
+    nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"the run directory {path} cannot be written; choose another with --run-dir."
+        )
+
+
 def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:
     """Make the run's directory. Without a path, a new one under ./runs, named by the time."""
     try:
@@ -178,19 +206,16 @@ def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:
             probe = run_dir / f".writable-{secrets.token_hex(4)}"
             probe.touch()
             probe.unlink()
-            if (run_dir / "summary.json").exists() or any(run_dir.glob("trace-*.jsonl")):
-                raise ConfigurationError(f"the run directory {path} holds a run already; choose another.")
             return run_dir
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
-            run_dir = Path("runs", stamp + suffix).absolute()
-            try:
+        for number in itertools.count(1):
+            run_dir = Path("runs", stamp if number == 1 else f"{stamp}-{number}").absolute()
+            with contextlib.suppress(FileExistsError):
                 run_dir.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            return run_dir
+                break
+        return run_dir
     except OSError as error:
         raise ConfigurationError(
-            f"the run directory {path or 'runs'} cannot be written: {error.strerror}. Choose another with --run-dir."
+            f"the run directory {path or 'runs'} cannot be written: {error.strerror}. Choose another with "
+            "--run-dir."
         ) from error
-    raise ConfigurationError("./runs has too many runs of this second; choose a directory with --run-dir.")

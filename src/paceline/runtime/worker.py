@@ -8,6 +8,7 @@ to `worker-<index>.jsonl` in the run directory.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import selectors
 import time
@@ -104,8 +105,10 @@ class WorkerSession:
         self._states: dict[int, bytearray] = {}  # shard -> its optimizer state, while it is fetched
         self._started: Started | None = None  # the coordinator's word that training begins
         self._stopping: Stopping | None = None  # the plan to follow, until it has been followed
-        self._begun_s = 0.0
-        self._status_s = 0.0
+        self._begun_s: float | None = (
+            None  # when the weights of this iteration came; None before the first ones
+        )
+        self._status_s = -math.inf
         self._shown = ""
         self._finished = False
         self._log = Path(job.run_dir, f"worker-{place.index}.jsonl").open("wb")  # noqa: SIM115  # closed with the session
@@ -166,8 +169,10 @@ class WorkerSession:
         loss: float | None,
     ) -> None:
         assert self._region is not None
+        begun_s = self._begun_s
+        assert begun_s is not None
         computed_s = self._job.now_s()
-        self._hold_back(computed_s - self._begun_s)
+        self._hold_back(computed_s - begun_s)
         self._hear_coordinator()
         stop = self._take_stop()
         pushed_s = self._job.now_s()
@@ -182,7 +187,7 @@ class WorkerSession:
         answered_s = self._job.now_s()
         record = IterationRecord(
             self.iteration,
-            self._begun_s,
+            begun_s,
             computed_s,
             pushed_s,
             answered_s,
@@ -256,7 +261,7 @@ class WorkerSession:
         """Wait until every shard has answered."""
         self._awaited = {shard.index for shard in self._shards}
         while self._awaited:
-            if not self._hear(timeout_s=STATUS_INTERVAL_S):
+            if not self._hear(timeout_s=STATUS_INTERVAL_S) and self._begun_s is not None:
                 self._show("waiting" if len(self._awaited) == len(self._shards) else "pulling", loss)
 
     def _hear(self, timeout_s: float | None) -> bool:
@@ -320,7 +325,7 @@ class WorkerSession:
                 self._states[message.shard] = bytearray(size_bytes)
                 return [memoryview(self._states[message.shard])]
             case _:
-                raise ProtocolError(f"{type(message).__name__} came with a payload that is not expected")
+                return []
 
     def _streams(self) -> list[Stream[Any]]:
         return [*self._servers, self._coordinator]

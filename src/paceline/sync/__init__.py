@@ -46,6 +46,8 @@ def parse(text: str) -> AnySyncModel:
             raise ConfigurationError(
                 f"sync model {text!r}: {item!r} is not key=value, as in 'ssp:staleness=3'."
             )
+        if not fields:
+            raise ConfigurationError(f"sync model {text!r}: {name} takes no keys.")
         if key not in fields:
             raise unknown_name(f"key of sync model {name!r}:", key, fields)
         if key in values:

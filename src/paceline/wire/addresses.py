@@ -58,12 +58,16 @@ def connect(address: str, timeout_s: float = 10.0) -> socket.socket:
     """
     kind, _, rest = address.partition(":")
     try:
-        if kind == "unix":
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if kind == "tcp":
+            host, _, port = rest.rpartition(":")
+            return socket.create_connection((host, int(port)), timeout=timeout_s)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
             sock.settimeout(timeout_s)
             sock.connect("\0" + rest.removeprefix("@"))
-            return sock
-        host, _, port = rest.rpartition(":")
-        return socket.create_connection((host, int(port)), timeout=timeout_s)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
     except OSError as error:
         raise PeerLostError(f"nobody answers at {address}: {error}") from error

@@ -31,7 +31,8 @@ __all__ = ["HEADER_LIMIT_BYTES", "Sink", "Stream", "no_payload"]
 T = TypeVar("T", bound=Message)
 
 Sink = Callable[[T, int], Sequence[memoryview]]
-"""(message, payload size in bytes) -> where the payload goes. Raises `ProtocolError` to refuse it."""
+"""(message, payload size in bytes) -> where its payload goes, which must be of that size. Asked for every message;
+`[]` for one that has none. Raises `ProtocolError` to refuse it."""
 
 PREFIX = struct.Struct("<4sIQ")
 MAGIC = b"PCL1"
@@ -44,8 +45,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def no_payload(message: Message, size_bytes: int) -> Sequence[memoryview]:
-    """The sink of a connection on which no payload is expected."""
-    raise ProtocolError(f"{type(message).__name__} came with {size_bytes} bytes of payload, expected none")
+    """The sink of a connection on which no message has a payload."""
+    return []
 
 
 class Stream(Generic[T]):
@@ -188,6 +189,8 @@ class Stream(Generic[T]):
         # Until the greeting is over descriptors may come along, and only then are they taken in.
         data, descriptors, _, _ = socket.recv_fds(self.sock, self._wanted.nbytes, DESCRIPTORS_PER_CALL)
         self.descriptors += descriptors
+        if len(self.descriptors) > 1:
+            raise ProtocolError("it passed more than one descriptor")
         self._wanted[: len(data)] = data
         return len(data)
 
@@ -206,16 +209,15 @@ class Stream(Generic[T]):
                 message = self._decode(header)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ProtocolError(f"a header cannot be read: {error}") from error
-            if payload_bytes:
-                targets = self.sink(message, payload_bytes)
-                if sum(target.nbytes for target in targets) != payload_bytes:
-                    raise ProtocolError(
-                        f"{type(message).__name__} came with {payload_bytes} bytes of payload, "
-                        f"expected {sum(target.nbytes for target in targets)}"
-                    )
-                for target in targets:
-                    if target.nbytes:
-                        yield target
+            targets = self.sink(message, payload_bytes)
+            expected_bytes = sum(target.nbytes for target in targets)
+            if expected_bytes != payload_bytes:
+                raise ProtocolError(
+                    f"{type(message).__name__} came with {payload_bytes} bytes of payload, expected {expected_bytes}"
+                )
+            for target in targets:
+                if target.nbytes:
+                    yield target
             yield message
 
 

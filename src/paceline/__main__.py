@@ -1,0 +1,5 @@
+"""`python -m paceline` is `paceline`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,981 @@
+"""What a run of several workers computes, against one process that sees all of the data."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from paceline import DistributedOptimizer, worker_count, worker_index
+from paceline.measures import measure
+from paceline.optimizers import ELEMENTWISE
+from paceline.sync import ASP, BSP, SSP, AnySyncModel, ElasticBSP
+from paceline.sync.actions import AnswerPull, ApplyMean, PublishPlan
+from paceline.sync.events import PullRequested, WorkerFinished
+from paceline.trace import Trace, replay
+
+if TYPE_CHECKING:
+    from tests.conftest import RunOnThreads
+
+State = dict[str, torch.Tensor]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+BATCH = 6
+INPUTS = 5
+TIMEOUT_S = 30.0
+MODELS: tuple[AnySyncModel, ...] = (BSP(), ASP(), SSP(staleness=3), ElasticBSP(lookahead=5))
+
+
+class Net(nn.Module):
+    """Odd sizes, so that slices of it cut through layers; a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(INPUTS, 23)
+        self.outer = nn.Linear(23, 2)
+        self.gain = nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(torch.tanh(self.inner(x))) * self.gain
+        return out
+
+
+def seeded(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> Callable[[], nn.Module]:
+    """A factory whose models all start with the same weights, whichever thread calls it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        template = make().to(dtype)
+    return lambda: copy.deepcopy(template)
+
+
+def batch(worker: int, iteration: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """A worker's inputs for one iteration, the same in every run."""
+    generator = torch.Generator().manual_seed(1000 * worker + iteration)
+    return torch.randn(BATCH, INPUTS, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x) - torch.stack([x.sum(1), x[:, 0]], 1)).square().mean()
+    return loss
+
+
+def weights_of(model: nn.Module) -> State:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def flat(state: State) -> torch.Tensor:
+    return torch.cat([state[name].double().reshape(-1) for name in sorted(state)])
+
+
+def relative_error(state: State, expected: State) -> float:
+    """Over the whole parameter vector."""
+    assert state.keys() == expected.keys()
+    return float((flat(state) - flat(expected)).norm() / flat(expected).norm())
+
+
+def assert_same(state: State, expected: State) -> None:
+    """Bit by bit."""
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-2)
+
+
+def slow(model: nn.Module) -> torch.optim.Optimizer:
+    """Stable whatever the staleness."""
+    return torch.optim.SGD(model.parameters(), lr=0.005)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=1e-2)
+
+
+def training(
+    make: Callable[[], nn.Module],
+    make_optimizer: MakeOptimizer,
+    steps: int | Sequence[int],
+    *,
+    backward: Callable[[nn.Module, int, int], None] | None = None,
+    schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+) -> Callable[[], State]:
+    """A training function for the workers of a run. `backward(model, worker, iteration)` fills in gradients."""
+    backward = backward or plain_backward
+
+    def train() -> State:
+        model, worker = make(), worker_index()
+        optimizer = DistributedOptimizer(make_optimizer(model), model=model)
+        scheduler = schedule(optimizer) if schedule is not None else None
+        for iteration in range(steps if isinstance(steps, int) else steps[worker]):
+            optimizer.zero_grad()
+            backward(model, worker, iteration)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        return weights_of(model)
+
+    return train
+
+
+def plain_backward(model: nn.Module, worker: int, iteration: int) -> None:
+    loss_of(model, batch(worker, iteration, next(model.parameters()).dtype)).backward()
+
+
+def alone(
+    make: Callable[[], nn.Module],
+    make_optimizer: MakeOptimizer,
+    steps: int,
+    workers: int,
+    *,
+    backward: Callable[[nn.Module, int, int], None] | None = None,
+    schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+) -> State:
+    """One process without Paceline.
+
+    It trains on the joint batch; or, with `backward`, on the mean of what that gives for each worker, where a
+    parameter has no gradient if no worker has one for it.
+    """
+    model = make()
+    optimizer = make_optimizer(model)
+    scheduler = schedule(optimizer) if schedule is not None else None
+    dtype = next(model.parameters()).dtype
+    for iteration in range(steps):
+        optimizer.zero_grad()
+        if backward is None:
+            joint = torch.cat([batch(worker, iteration, dtype) for worker in range(workers)])
+            loss_of(model, joint).backward()
+        else:
+            means: dict[nn.Parameter, torch.Tensor] = {}
+            for worker in range(workers):
+                model.zero_grad()
+                backward(model, worker, iteration)
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        means[parameter] = means.get(parameter, 0) + parameter.grad.detach() / workers
+            for parameter in model.parameters():
+                parameter.grad = means.get(parameter)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return weights_of(model)
+
+
+def answers(trace: Trace) -> list[list[AnswerPull]]:
+    """For each event of a trace, the pulls that it had answered."""
+    return [[a for a in entry.actions if isinstance(a, AnswerPull)] for entry in trace.entries]
+
+
+# -- BSP is one process on the joint batch ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_bsp_equals_one_process_on_the_joint_batch(
+    run_on_threads: RunOnThreads, make_optimizer: MakeOptimizer, transport: str, servers: int
+) -> None:
+    make = seeded(Net)
+    run = run_on_threads(training(make, make_optimizer, 50), workers=4, servers=servers, transport=transport)
+    expected = alone(make, make_optimizer, 50, workers=4)
+    assert relative_error(run.state_dict, expected) <= 1e-12
+    for weights in run.results.values():
+        assert_same(weights, run.state_dict)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_bsp_equals_one_process_in_single_precision(
+    run_on_threads: RunOnThreads, make_optimizer: MakeOptimizer
+) -> None:
+    make = seeded(Net, torch.float32)
+    run = run_on_threads(training(make, make_optimizer, 50), workers=4, servers=2)
+    assert relative_error(run.state_dict, alone(make, make_optimizer, 50, workers=4)) <= 2e-4
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_every_supported_optimizer_computes_on_slices_what_it_computes_on_whole_tensors(
+    run_on_threads: RunOnThreads, name: str
+) -> None:
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        kind: Any = ELEMENTWISE[name][0]
+        optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.01)
+        return optimizer
+
+    make = seeded(Net)
+    run = run_on_threads(training(make, make_optimizer, 10), workers=2, servers=2)
+    assert relative_error(run.state_dict, alone(make, make_optimizer, 10, workers=2)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda model: torch.optim.SGD(
+            model.parameters(), lr=0.02, momentum=0.9, nesterov=True, maximize=True
+        ),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, dampening=0.3),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True, betas=(0.8, 0.95)),
+        lambda model: torch.optim.Adam(
+            model.parameters(), lr=torch.tensor(0.01, dtype=torch.float64), foreach=False
+        ),
+        lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5, centered=True),
+        lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01, initial_accumulator_value=0.1),
+    ],
+    ids=["nesterov-maximize", "dampening", "amsgrad", "tensor-lr", "centered", "accumulator"],
+)
+def test_every_hyper_parameter_of_an_optimizer_reaches_the_servers(
+    run_on_threads: RunOnThreads, make_optimizer: MakeOptimizer
+) -> None:
+    make = seeded(Net)
+    run = run_on_threads(training(make, make_optimizer, 8), workers=2, servers=3)
+    assert relative_error(run.state_dict, alone(make, make_optimizer, 8, workers=2)) <= 1e-12
+
+
+def test_groups_keep_their_own_hyper_parameters(run_on_threads: RunOnThreads) -> None:
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        assert isinstance(model, Net)
+        groups: list[dict[str, Any]] = [
+            {"params": model.outer.parameters(), "lr": 0.03, "weight_decay": 0.0},
+            {"params": [model.gain], "weight_decay": 0.5, "betas": (0.5, 0.9)},
+            {"params": model.inner.parameters()},
+        ]
+        return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+    make = seeded(Net)
+    run = run_on_threads(training(make, make_optimizer, 20), workers=3, servers=2)
+    assert relative_error(run.state_dict, alone(make, make_optimizer, 20, workers=3)) <= 1e-12
+
+
+def test_frozen_parameters_stay_as_they_are_in_spite_of_weight_decay(run_on_threads: RunOnThreads) -> None:
+    def make_frozen() -> nn.Module:
+        model = Net()
+        model.inner.weight.requires_grad_(False)
+        return model
+
+    make = seeded(make_frozen)
+    run = run_on_threads(training(make, sgd, 10), workers=2, servers=2)
+    assert_same({"w": run.state_dict["inner.weight"]}, {"w": weights_of(make())["inner.weight"]})
+    assert relative_error(run.state_dict, alone(make, sgd, 10, workers=2)) <= 1e-12
+
+
+def test_parameters_outside_the_optimizer_come_back_unchanged(run_on_threads: RunOnThreads) -> None:
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        assert isinstance(model, Net)
+        return torch.optim.SGD(model.outer.parameters(), lr=0.1, weight_decay=0.1)
+
+    make = seeded(Net)
+    run = run_on_threads(training(make, make_optimizer, 10), workers=3, servers=2)
+    assert_same({"w": run.state_dict["inner.weight"]}, {"w": weights_of(make())["inner.weight"]})
+    assert relative_error(run.state_dict, alone(make, make_optimizer, 10, workers=3)) <= 1e-12
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_a_layer_can_be_frozen_and_thawed_during_training(
+    run_on_threads: RunOnThreads, make_optimizer: MakeOptimizer
+) -> None:
+    def backward(model: nn.Module, worker: int, iteration: int) -> None:
+        assert isinstance(model, Net)
+        model.inner.requires_grad_(iteration % 4 >= 2)
+        plain_backward(model, worker, iteration)
+
+    make = seeded(Net)
+    run = run_on_threads(training(make, make_optimizer, 12, backward=backward), workers=2, servers=2)
+    expected = alone(make, make_optimizer, 12, workers=2, backward=backward)
+    assert relative_error(run.state_dict, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_no_gradient_is_not_a_zero_gradient(
+    run_on_threads: RunOnThreads, make_optimizer: MakeOptimizer
+) -> None:
+    """`gain` has a gradient in every third iteration only, `inner.bias` only on worker 1, in odd ones."""
+
+    def backward(model: nn.Module, worker: int, iteration: int) -> None:
+        assert isinstance(model, Net)
+        plain_backward(model, worker, iteration)
+        if iteration % 3:
+            model.gain.grad = None
+        if worker != 1 or iteration % 2 == 0:
+            model.inner.bias.grad = None
+
+    make = seeded(Net)
+    run = run_on_threads(training(make, make_optimizer, 12, backward=backward), workers=3, servers=2)
+    expected = alone(make, make_optimizer, 12, workers=3, backward=backward)
+    assert relative_error(run.state_dict, expected) <= 1e-12
+
+    def zeros(model: nn.Module, worker: int, iteration: int) -> None:
+        backward(model, worker, iteration)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    with_zeros = alone(make, make_optimizer, 12, workers=3, backward=zeros)
+    assert relative_error(run.state_dict, with_zeros) > 1e-6
+
+
+def test_zeroed_gradients_are_gradients(run_on_threads: RunOnThreads) -> None:
+    """`zero_grad(set_to_none=False)`: momentum and weight decay go on without a backward pass."""
+
+    def train() -> State:
+        model = make()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(6):
+            optimizer.zero_grad(set_to_none=False)
+            if iteration % 2 == 0:
+                plain_backward(model, worker_index(), iteration)
+            optimizer.step()
+        return weights_of(model)
+
+    def backward(model: nn.Module, worker: int, iteration: int) -> None:
+        plain_backward(model, worker, iteration)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1 - iteration % 2)
+
+    make = seeded(Net)
+    run = run_on_threads(train, workers=2, servers=2)
+    assert relative_error(run.state_dict, alone(make, sgd, 6, workers=2, backward=backward)) <= 1e-12
+
+
+class MixedNet(nn.Module):
+    """Double and single precision, in no order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(INPUTS, 7).to(torch.float64)
+        self.b = nn.Linear(7, 9).to(torch.float32)
+        self.c = nn.Linear(9, 2).to(torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.c(self.b(torch.tanh(self.a(x)).float()).double())
+        return out
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_parameters_of_several_dtypes_train_together(
+    run_on_threads: RunOnThreads, make_optimizer: MakeOptimizer, transport: str
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        template = MixedNet()
+
+    def make() -> nn.Module:
+        return copy.deepcopy(template)
+
+    run = run_on_threads(training(make, make_optimizer, 8), workers=2, servers=3, transport=transport)
+    expected = alone(make, make_optimizer, 8, workers=2, backward=plain_backward)
+    assert {name: t.dtype for name, t in run.state_dict.items()} == {n: t.dtype for n, t in expected.items()}
+    assert relative_error(run.state_dict, expected) <= 2e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_trains_as_torchs_fused_optimizer_trains_it(
+    run_on_threads: RunOnThreads, dtype: torch.dtype
+) -> None:
+    def fused(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, fused=True)
+
+    make = seeded(Net, dtype)
+    run = run_on_threads(training(make, fused, 8), workers=2, servers=2)
+    assert {tensor.dtype for tensor in run.state_dict.values()} == {dtype}
+    assert relative_error(run.state_dict, alone(make, fused, 8, workers=2, backward=plain_backward)) <= 1e-2
+
+
+class TiedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(INPUTS, INPUTS)
+        self.decoder = nn.Linear(INPUTS, INPUTS)
+        self.decoder.weight = self.encoder.weight
+        self.head = nn.Linear(INPUTS, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.decoder(torch.tanh(self.encoder(x))))
+        return out
+
+
+def test_tied_weights_come_back_under_each_of_their_names(run_on_threads: RunOnThreads) -> None:
+    make = seeded(TiedNet)
+    run = run_on_threads(training(make, adam, 10), workers=2, servers=2)
+    assert torch.equal(run.state_dict["encoder.weight"], run.state_dict["decoder.weight"])
+    assert relative_error(run.state_dict, alone(make, adam, 10, workers=2)) <= 1e-12
+    model = make()
+    model.load_state_dict(run.state_dict)
+    blob = safetensors.torch.save(run.state_dict)  # refuses tensors that share memory
+    assert_same(safetensors.torch.load(blob), run.state_dict)
+
+
+def test_parameters_in_channels_last_order_keep_their_values(run_on_threads: RunOnThreads) -> None:
+    class ConvNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, padding=1)
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            image = x[:, :3, None, None].expand(-1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+            out: torch.Tensor = self.head(self.conv(image).mean((2, 3)))
+            return out
+
+    contiguous = seeded(ConvNet)
+
+    def make() -> nn.Module:
+        model = contiguous()
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+    run = run_on_threads(training(make, sgd, 6), workers=2, servers=2)
+    assert relative_error(run.state_dict, alone(make, sgd, 6, workers=2)) <= 1e-12
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_fewer_weights_than_servers_leave_some_servers_with_nothing(
+    run_on_threads: RunOnThreads, transport: str
+) -> None:
+    make = seeded(lambda: nn.Linear(INPUTS, 2, bias=False))
+    run = run_on_threads(training(make, sgd, 5), workers=2, servers=4, transport=transport)
+    assert relative_error(run.state_dict, alone(make, sgd, 5, workers=2)) <= 1e-12
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_weights_larger_than_any_socket_buffer_arrive(run_on_threads: RunOnThreads, transport: str) -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(INPUTS, 700_000)
+            self.head = nn.Linear(1, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.wide(x).mean(1, keepdim=True))
+            return out
+
+    make = seeded(Wide, torch.float32)
+    run = run_on_threads(training(make, sgd, 2), workers=2, servers=2, transport=transport)
+    assert relative_error(run.state_dict, alone(make, sgd, 2, workers=2)) <= 2e-4
+
+
+def test_a_model_of_thousands_of_parameters_trains(run_on_threads: RunOnThreads) -> None:
+    """Its description is larger than a socket's buffer."""
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gains = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(4000))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, :2] * torch.stack(list(self.gains)).mean(0)
+
+    make = seeded(Many)
+    run = run_on_threads(training(make, sgd, 2), workers=2, servers=2)
+    assert relative_error(run.state_dict, alone(make, sgd, 2, workers=2)) <= 1e-12
+
+
+# -- what scripts do around a step ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda opt: torch.optim.lr_scheduler.StepLR(opt, 4, gamma=0.5),
+        lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 12),
+        lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.05, total_steps=13),
+        lambda opt: torch.optim.lr_scheduler.CyclicLR(opt, 0.001, 0.05, 3),
+        lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.9**step),
+    ],
+    ids=["step", "cosine", "one-cycle", "cyclic", "lambda"],
+)
+def test_a_learning_rate_scheduler_changes_what_the_servers_use(
+    run_on_threads: RunOnThreads,
+    schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
+) -> None:
+    make = seeded(Net)
+    run = run_on_threads(training(make, sgd, 12, schedule=schedule), workers=2, servers=2)
+    expected = alone(make, sgd, 12, workers=2, schedule=schedule)
+    assert relative_error(run.state_dict, expected) <= 1e-12
+    assert relative_error(run.state_dict, alone(make, sgd, 12, workers=2)) > 1e-6
+
+
+def test_a_learning_rate_that_numpy_computed_is_a_number(run_on_threads: RunOnThreads) -> None:
+    np = pytest.importorskip("numpy")
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(0.9) ** step)
+
+    make = seeded(Net)
+    run = run_on_threads(training(make, sgd, 4, schedule=schedule), workers=2)
+    assert relative_error(run.state_dict, alone(make, sgd, 4, workers=2, schedule=schedule)) <= 1e-12
+
+
+def test_a_learning_rate_set_by_hand_is_the_next_steps(run_on_threads: RunOnThreads) -> None:
+    def backward(model: nn.Module, worker: int, iteration: int) -> None:
+        plain_backward(model, worker, iteration)
+
+    def train() -> State:
+        model = make()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        for iteration in range(4):
+            optimizer.zero_grad()
+            backward(model, worker_index(), iteration)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0 if iteration else 0.05
+            optimizer.step()
+        return weights_of(model)
+
+    make = seeded(Net)
+    run = run_on_threads(train, workers=2)
+    expected = alone(make, lambda model: torch.optim.SGD(model.parameters(), lr=0.05), 1, workers=2)
+    assert relative_error(run.state_dict, expected) <= 1e-12
+
+
+def test_each_workers_gradient_is_clipped_before_the_mean(run_on_threads: RunOnThreads) -> None:
+    def backward(model: nn.Module, worker: int, iteration: int) -> None:
+        plain_backward(model, worker, iteration)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert norm > 0.1
+        nn.utils.clip_grad_value_(model.parameters(), 0.03)
+
+    make = seeded(Net)
+    run = run_on_threads(training(make, sgd, 10, backward=backward), workers=3, servers=2)
+    assert relative_error(run.state_dict, alone(make, sgd, 10, workers=3, backward=backward)) <= 1e-12
+
+
+def test_gradients_accumulate_over_several_backward_passes(run_on_threads: RunOnThreads) -> None:
+    def backward(model: nn.Module, worker: int, iteration: int) -> None:
+        for part in batch(worker, iteration).chunk(3):
+            (loss_of(model, part) / 3).backward()
+
+    make = seeded(Net)
+    run = run_on_threads(training(make, adam, 10, backward=backward), workers=2, servers=2)
+    assert relative_error(run.state_dict, alone(make, adam, 10, workers=2)) <= 1e-12
+
+
+def test_with_and_without_a_closure_are_the_same(run_on_threads: RunOnThreads) -> None:
+    losses: list[float] = []
+
+    def train() -> State:
+        model = make()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(10):
+            x = batch(worker_index(), iteration)
+
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, x)
+                loss.backward()
+                return loss
+
+            returned: Any = optimizer.step(closure)  # type: ignore[arg-type]  # torch's own idiom returns a tensor
+            if worker_index() == 0:
+                losses.append(float(returned.detach()))
+        return weights_of(model)
+
+    make = seeded(Net)
+    without = run_on_threads(training(make, sgd, 10), workers=2, servers=2)
+    assert_same(run_on_threads(train, workers=2, servers=2).state_dict, without.state_dict)
+    assert len(losses) == 10
+    assert losses[0] == float(loss_of(make(), batch(0, 0)).detach())
+
+
+def test_a_closure_computes_its_gradient_on_worker_0s_first_weights(run_on_threads: RunOnThreads) -> None:
+    def train() -> None:
+        model = make()
+        if worker_index():
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(worker_index())
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(worker_index(), 0))
+            loss.backward()
+            return float(loss.detach())
+
+        optimizer.step(closure)
+
+    make = seeded(Net)
+    run = run_on_threads(train, workers=3, servers=2)
+    expected = alone(make, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), 1, workers=3)
+    assert relative_error(run.state_dict, expected) <= 1e-12
+
+
+def test_a_gradient_computed_on_weights_that_were_replaced_is_not_used(run_on_threads: RunOnThreads) -> None:
+    def make_own() -> nn.Module:
+        model = make()
+        if worker_index() == 1:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+        return model
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backward(model: nn.Module, worker: int, iteration: int) -> None:
+        """What is expected: in the first iteration worker 1 has nothing to say."""
+        plain_backward(model, worker, iteration)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1.0 if iteration else (2.0, 0.0)[worker])
+
+    make = seeded(Net)
+    run = run_on_threads(training(make_own, make_optimizer, 3), workers=2, servers=2)
+    expected = alone(make, make_optimizer, 3, workers=2, backward=backward)
+    assert relative_error(run.state_dict, expected) <= 1e-12
+    assert measure(run.shards).dropped_pushes == 2  # one for each shard
+
+
+# -- BatchNorm ----------------------------------------------------------------------------------------------
+
+
+class NormedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(INPUTS, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.outer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(self.norm(self.inner(x)))
+        return out
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_running_statistics_are_pooled_over_the_workers(run_on_threads: RunOnThreads, transport: str) -> None:
+    make = seeded(NormedNet)
+    run = run_on_threads(training(make, sgd, [7, 7, 5]), workers=3, servers=2, transport=transport)
+    own: list[State] = [run.results[worker] for worker in range(3)]  # type: ignore[misc]
+    means = torch.stack([state["norm.running_mean"] for state in own])
+    variances = torch.stack([state["norm.running_var"] for state in own])
+    assert means.var(0).min() > 0
+    torch.testing.assert_close(run.state_dict["norm.running_mean"], means.mean(0))
+    torch.testing.assert_close(
+        run.state_dict["norm.running_var"], variances.mean(0) + means.var(0, correction=0)
+    )
+    assert run.state_dict["norm.num_batches_tracked"] == 7
+    make().load_state_dict(run.state_dict)
+
+
+def test_a_worker_that_never_trained_has_no_part_in_the_running_statistics(
+    run_on_threads: RunOnThreads,
+) -> None:
+    make = seeded(NormedNet)
+    run = run_on_threads(training(make, sgd, [5, 0]), workers=2)
+    own: State = run.results[0]  # type: ignore[assignment]
+    torch.testing.assert_close(run.state_dict["norm.running_mean"], own["norm.running_mean"])
+    torch.testing.assert_close(run.state_dict["norm.running_var"], own["norm.running_var"])
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        torch.full((2,), torch.finfo(torch.float64).min, dtype=torch.float64),
+        torch.tensor([-math.inf, math.nan, 0.1], dtype=torch.float64),
+        torch.rand(1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64),
+        torch.tensor([1 + 2j, 0.1j], dtype=torch.complex128),
+        torch.tensor([2**63 - 1, -5]),
+        torch.tensor([True, False]),
+        torch.tensor(3.5, dtype=torch.float16),
+        torch.ones(3, dtype=torch.uint16),
+        torch.ones(3).to(torch.float8_e4m3fn),
+        torch.empty(0, 4),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}",
+)
+def test_a_buffer_that_nobody_changes_comes_back_bit_by_bit(
+    run_on_threads: RunOnThreads, constant: torch.Tensor
+) -> None:
+    def make() -> nn.Module:
+        model = normed()
+        model.register_buffer("constant", constant.clone())
+        return model
+
+    normed = seeded(NormedNet)
+    run = run_on_threads(training(make, sgd, 3), workers=7, servers=2)
+    kept = run.state_dict["constant"]
+    assert kept.dtype == constant.dtype
+    assert kept.shape == constant.shape
+    bits = kept.reshape(-1).view(torch.uint8), constant.reshape(-1).view(torch.uint8)
+    assert torch.equal(*bits)
+
+
+def test_a_buffer_that_changes_its_shape_is_an_error_of_the_script(run_on_threads: RunOnThreads) -> None:
+    def train() -> None:
+        model = make()
+        model.register_buffer("seen", torch.zeros(1))
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(3):
+            optimizer.zero_grad()
+            plain_backward(model, 0, iteration)
+            model.seen = torch.zeros(iteration + 1)
+            optimizer.step()
+
+    make = seeded(Net)
+    run = run_on_threads(train, workers=1, keep_errors=True)
+    assert "seen" in str(run.errors[0])
+
+
+# -- the four sync models -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("sync", MODELS, ids=str)
+def test_a_live_trace_gives_identical_actions_when_replayed(
+    run_on_threads: RunOnThreads, sync: AnySyncModel, transport: str
+) -> None:
+    make = seeded(Net)
+    run = run_on_threads(
+        training(make, slow, 40),
+        workers=4,
+        servers=2,
+        sync=sync,
+        transport=transport,
+        pace=[0, 0, 0.001, 0.004],
+    )
+    assert [trace.header.sync for trace in run.traces] == [sync] * (3 if isinstance(sync, ElasticBSP) else 2)
+    for trace in run.traces:
+        assert replay(trace) == []
+    for trace in run.shards:
+        pushes = measure([trace]).iterations
+        assert pushes == dict.fromkeys(range(4), 40)
+    if isinstance(sync, ElasticBSP):
+        plans = [a for e in run.traces[-1].entries for a in e.actions if isinstance(a, PublishPlan)]
+        means = [a for e in run.shards[0].entries for a in e.actions if isinstance(a, ApplyMean)]
+        assert plans
+        assert max(len(mean.pushes) for mean in means) > 1
+        barriers = [
+            [a for e in trace.entries for a in e.actions if isinstance(a, ApplyMean)] for trace in run.shards
+        ]
+        assert barriers[0] == barriers[1]  # no two shards disagree on a superstep
+
+
+@pytest.mark.parametrize("sync", MODELS, ids=str)
+def test_every_model_learns(run_on_threads: RunOnThreads, sync: AnySyncModel) -> None:
+    make = seeded(Net)
+    run = run_on_threads(
+        training(make, slow, 60),
+        workers=3,
+        servers=2,
+        sync=sync,
+    )
+    trained = make()
+    trained.load_state_dict(run.state_dict)
+    judged = torch.cat([batch(worker, 1000) for worker in range(8)])
+    assert loss_of(trained, judged) < 0.9 * loss_of(make(), judged)
+
+
+def staggered(make: Callable[[], nn.Module], lead: int) -> Callable[[], None]:
+    """Worker 0 takes its first step only when worker 1 has had `lead` pulls answered (or training is ASP's)."""
+    ahead = threading.Semaphore(0)
+
+    def train() -> None:
+        model = make()
+        optimizer = DistributedOptimizer(slow(model), model=model)
+        for iteration in range(lead + 5):
+            optimizer.zero_grad()
+            plain_backward(model, worker_index(), iteration)
+            if worker_index() == 0 and iteration == 1:
+                for _ in range(lead + 1):
+                    assert ahead.acquire(timeout=TIMEOUT_S)
+            optimizer.step()
+            if worker_index() == 1:
+                ahead.release()
+
+    return train
+
+
+def test_under_ssp_nobody_starts_more_than_s_ahead_and_someone_starts_exactly_s_ahead(
+    run_on_threads: RunOnThreads,
+) -> None:
+    """Worker 0 has pushed once; worker 1 gets its answers until it is 3 ahead, and then waits for worker 0."""
+    run = run_on_threads(staggered(seeded(Net), lead=3), workers=2, servers=2, sync=SSP(staleness=3))
+    figures = measure(run.shards)
+    assert figures.max_gap == 3
+    assert figures.iterations == {0: 8, 1: 8}
+
+
+def test_under_ssp_with_infinite_staleness_no_pull_is_delayed(run_on_threads: RunOnThreads) -> None:
+    sync = SSP(staleness=math.inf)
+    run = run_on_threads(staggered(seeded(Net), lead=12), workers=2, servers=2, sync=sync)
+    assert [trace.header.sync for trace in run.traces] == [sync, sync]
+    assert measure(run.shards).delayed_pulls == 0
+    assert measure(run.shards).max_gap >= 12
+    for trace in run.traces:
+        assert replay(trace) == []
+
+
+@pytest.mark.parametrize("recorded", [BSP(), SSP(staleness=0)], ids=str)
+def test_ssp_with_staleness_0_waits_exactly_where_bsp_waits(
+    run_on_threads: RunOnThreads, recorded: AnySyncModel
+) -> None:
+    """What one of the two was told in a live run, told to the other, has the same pulls answered at each event."""
+    run = run_on_threads(
+        training(seeded(Net), slow, [25, 20, 25]), workers=3, servers=2, sync=recorded, pace=[0, 0.001, 0]
+    )
+    other: AnySyncModel = SSP(staleness=0) if isinstance(recorded, BSP) else BSP()
+    delayed = 0
+    for trace in run.shards:
+        machine = other.at_shard()
+        replayed = [[a for a in machine.handle(e.event) if isinstance(a, AnswerPull)] for e in trace.entries]
+        assert replayed == answers(trace)
+        delayed += sum(
+            isinstance(entry.event, PullRequested) and not answered
+            for entry, answered in zip(trace.entries, replayed, strict=True)
+        )
+    assert delayed > 0
+
+
+@pytest.mark.parametrize("sync", MODELS, ids=str)
+@pytest.mark.parametrize("steps", [(3, 40, 17, 0), (0, 0, 2, 9)], ids=str)
+def test_a_worker_that_is_done_has_left(
+    run_on_threads: RunOnThreads, sync: AnySyncModel, steps: tuple[int, ...]
+) -> None:
+    """Uneven numbers of iterations hang nobody; a worker need not train at all."""
+    run = run_on_threads(training(seeded(Net), slow, steps), workers=4, servers=2, sync=sync)
+    trained = {worker: count for worker, count in enumerate(steps) if count}
+    for trace in run.shards:
+        assert measure([trace]).iterations == trained
+        left = {entry.event.worker for entry in trace.entries if isinstance(entry.event, WorkerFinished)}
+        assert left == set(trained)
+    for trace in run.traces:
+        assert replay(trace) == []
+
+
+def test_one_worker_trains_as_one_process_does(run_on_threads: RunOnThreads) -> None:
+    make = seeded(Net)
+    run = run_on_threads(training(make, adam, 10), workers=1, servers=2)
+    assert relative_error(run.state_dict, alone(make, adam, 10, workers=1)) <= 1e-12
+
+
+# -- saving and resuming ------------------------------------------------------------------------------------
+
+
+def resumable(
+    make: Callable[[], nn.Module],
+    make_optimizer: MakeOptimizer,
+    iterations: Iterable[int],
+    weights: State | None = None,
+    state: dict[str, Any] | None = None,
+) -> Callable[[], tuple[State, dict[str, Any]]]:
+    """Trains some iterations, from a saved state if there is one; returns what a script would save."""
+    todo = list(iterations)
+
+    def train() -> tuple[State, dict[str, Any]]:
+        model = make()
+        if weights is not None:
+            model.load_state_dict(weights)
+        optimizer = DistributedOptimizer(make_optimizer(model), model=model)
+        if state is not None:
+            optimizer.load_state_dict(copy.deepcopy(state))
+        for iteration in todo:
+            optimizer.zero_grad()
+            plain_backward(model, worker_index(), iteration)
+            optimizer.step()
+        return weights_of(model), optimizer.state_dict()
+
+    return train
+
+
+def assert_same_form(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    """An optimizer's state_dict, as torch itself would have made it."""
+    assert state["param_groups"] == expected["param_groups"]
+    assert state["state"].keys() == expected["state"].keys()
+    for index, values in expected["state"].items():
+        tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+        assert state["state"][index].keys() == tensors.keys()
+        for key, value in tensors.items():
+            torch.testing.assert_close(state["state"][index][key], value)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd-momentum": sgd,
+    "adam": adam,
+    "amsgrad": lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters()),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), momentum=0.9, centered=True),
+    "rprop": lambda model: torch.optim.Rprop(model.parameters()),
+    "asgd": lambda model: torch.optim.ASGD(model.parameters(), t0=2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_that_was_saved_and_resumed_equals_one_that_was_not_interrupted(
+    run_on_threads: RunOnThreads, name: str
+) -> None:
+    """Resumed with another number of servers, as on another machine."""
+    make, make_optimizer = seeded(Net), OPTIMIZERS[name]
+    whole = run_on_threads(resumable(make, make_optimizer, range(8)), workers=2, servers=2)
+    first = run_on_threads(resumable(make, make_optimizer, range(4)), workers=2, servers=2)
+    saved: tuple[State, dict[str, Any]] = first.results[0]  # type: ignore[assignment]
+    second = run_on_threads(resumable(make, make_optimizer, range(4, 8), *saved), workers=2, servers=3)
+    assert_same(second.state_dict, whole.state_dict)
+
+    model = make()
+    optimizer = make_optimizer(model)
+    for iteration in range(8):
+        optimizer.zero_grad()
+        loss_of(model, torch.cat([batch(0, iteration), batch(1, iteration)])).backward()
+        optimizer.step()
+    fetched: tuple[State, dict[str, Any]] = second.results[0]  # type: ignore[assignment]
+    assert_same_form(fetched[1], optimizer.state_dict())
+
+
+def test_a_saved_run_goes_on_in_one_process_without_paceline(run_on_threads: RunOnThreads) -> None:
+    make = seeded(Net)
+    first = run_on_threads(resumable(make, adam, range(4)), workers=1, servers=2)
+    saved: tuple[State, dict[str, Any]] = first.results[0]  # type: ignore[assignment]
+    model = make()
+    model.load_state_dict(saved[0])
+    optimizer = adam(model)
+    optimizer.load_state_dict(saved[1])
+    for iteration in range(4, 8):
+        optimizer.zero_grad()
+        plain_backward(model, 0, iteration)
+        optimizer.step()
+    assert relative_error(weights_of(model), alone(make, adam, 8, workers=1)) <= 1e-12
+
+
+def test_state_can_be_fetched_in_the_middle_of_a_run_by_any_worker(run_on_threads: RunOnThreads) -> None:
+    """It is the state that belongs to the weights that this worker has."""
+
+    def train() -> None:
+        model = make()
+        optimizer = DistributedOptimizer(adam(model), model=model)
+        for iteration in range(6):
+            optimizer.zero_grad()
+            plain_backward(model, worker_index(), iteration)
+            optimizer.step()
+            if worker_index() == iteration % worker_count():
+                saved[iteration] = weights_of(model), optimizer.state_dict()
+
+    make = seeded(Net)
+    saved: dict[int, tuple[State, dict[str, Any]]] = {}
+    whole = run_on_threads(train, workers=2, servers=2)
+    assert sorted(saved) == list(range(6))
+    for iteration in (1, 4):
+        resumed = run_on_threads(
+            resumable(make, adam, range(iteration + 1, 6), *saved[iteration]), workers=2, servers=2
+        )
+        assert_same(resumed.state_dict, whole.state_dict)
+
+
+def test_only_worker_0_needs_the_saved_state(run_on_threads: RunOnThreads) -> None:
+    def train() -> State:
+        mine = saved if worker_index() == 0 else (None, None)
+        return resumable(make, sgd, range(4, 8), *mine)()[0]
+
+    make = seeded(Net)
+    whole = run_on_threads(resumable(make, sgd, range(8)), workers=2, servers=2)
+    first = run_on_threads(resumable(make, sgd, range(4)), workers=2, servers=2)
+    saved: tuple[State, dict[str, Any]] = first.results[0]  # type: ignore[assignment]
+    run = run_on_threads(train, workers=2, servers=2)
+    assert measure(run.shards).dropped_pushes == 2  # worker 1's first gradient was of other weights
+    assert run.state_dict.keys() == whole.state_dict.keys()
+    for weights in run.results.values():
+        assert_same(weights, run.state_dict)  # type: ignore[arg-type]
