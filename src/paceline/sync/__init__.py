@@ -47,7 +47,7 @@ def parse(text: str) -> AnySyncModel:
                 f"sync model {text!r}: {item!r} is not key=value, as in 'ssp:staleness=3'."
             )
         if not fields:
-            raise ConfigurationError(f"sync model {text!r}: {name} takes no keys.")
+            raise ConfigurationError(f"unknown key of sync model {name!r}: {key!r}; it takes none.")
         if key not in fields:
             raise unknown_name(f"key of sync model {name!r}:", key, fields)
         if key in values:

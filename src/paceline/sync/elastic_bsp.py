@@ -96,6 +96,7 @@ class ElasticShard:
         self._open: dict[int, Barrier] = {}  # superstep -> its barrier, in order of opening
         self._closed = -1  # the latest superstep that has closed here
         self._stopped_at: dict[int, int] = {}  # worker -> the open superstep that it has stopped for
+        self._first: dict[int, int] = {}  # live worker -> the first superstep that it is a member of
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it."""
@@ -111,9 +112,11 @@ class ElasticShard:
                 return [self._answer(event.worker, event.iteration)]
             case WorkerJoined():
                 self.ledger.joined(event)
+                self._first[event.worker] = event.superstep
                 return []
             case WorkerLost() | WorkerFinished():
                 self.ledger.left(event)
+                del self._first[event.worker]
                 return self._forget(event.worker)
             case _:
                 raise InternalError(f"no shard is told of a {type(event).__name__}")
@@ -121,6 +124,8 @@ class ElasticShard:
     def validate(self) -> None:
         """Cross-check the collections derived from one another."""
         self.ledger.validate()
+        if self._first.keys() != self.ledger.count.keys():
+            raise InternalError(f"first supersteps {self._first} of other workers than {self.ledger.count}")
         for superstep, barrier in self._open.items():
             stopped = {worker for worker, at in self._stopped_at.items() if at == superstep}
             if not barrier.remaining or barrier.remaining & stopped or not barrier.pulls.keys() <= stopped:
@@ -154,7 +159,7 @@ class ElasticShard:
             return self._open[stop.superstep]
         if stop.superstep <= self._closed:
             return None
-        barrier = Barrier({member for member in stop.members if member in self.ledger.count})
+        barrier = Barrier({m for m in stop.members if m in self._first and self._first[m] <= stop.superstep})
         self._open[stop.superstep] = barrier
         return barrier
 
@@ -182,19 +187,23 @@ class ElasticShard:
 
 
 class Pace:
-    """What the planner knows of one live worker, since that worker's last barrier."""
+    """What the planner knows of one live worker."""
 
-    def __init__(self) -> None:
-        self.pushes = 0
-        self.iteration = -1  # the last one that it finished
-        self.last_s = 0.0
-        self.interval_s = 0.0
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration  # the next one that it will finish
+        self.pushes = 0  # since its last barrier
+        self.last_s = 0.0  # when the last of these was
+        self.interval_s = 0.0  # between the last two of these
 
-    def finished(self, iteration: int, now_s: float) -> None:
+    def finished(self, now_s: float) -> None:
+        self.iteration += 1
+        self.pushes += 1
         self.interval_s = now_s - self.last_s
         self.last_s = now_s
-        self.iteration = iteration
-        self.pushes += 1
+
+    def stopped(self) -> None:
+        self.iteration += 1
+        self.pushes = 0
 
 
 class Planner:
@@ -225,7 +234,7 @@ class Planner:
             case WorkerJoined():
                 if event.worker in self._pace:
                     raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
-                self._pace[event.worker] = Pace()
+                self._pace[event.worker] = Pace(event.iteration)
                 if not self._begun:
                     self._members.add(event.worker)
                     self._unmonitored.add(event.worker)
@@ -254,6 +263,11 @@ class Planner:
     def _finished(self, event: IterationFinished) -> list[AnyAction]:
         worker = event.worker
         self._require_live(event, worker)
+        pace = self._pace[worker]
+        if event.iteration != pace.iteration:
+            raise InvalidEventError(
+                f"worker {worker} finished iteration {event.iteration}, expected {pace.iteration}"
+            )
         if event.superstep is not None and (
             event.superstep != self._superstep or self._remaining is None or worker not in self._remaining
         ):
@@ -263,26 +277,24 @@ class Planner:
             )
         self._begun = True
         if event.superstep is not None:
-            self._pace[worker] = Pace()
+            pace.stopped()
             assert self._remaining is not None
             self._remaining.discard(worker)
         else:
-            pace = self._pace[worker]
-            pace.finished(event.iteration, event.now_s)
+            pace.finished(event.now_s)
             if pace.pushes >= 2:
                 self._unmonitored.discard(worker)
         return self._proceed()
 
     def _proceed(self) -> list[AnyAction]:
         """Begin the next superstep when all have stopped; publish the plan when all have been monitored."""
-        if self._remaining is not None:
-            if self._remaining:
-                return []
+        awaited = self._members if self._remaining is None else self._remaining
+        if not awaited and self._pace:  # all have stopped; or all members left before there was a plan
             self._superstep += 1
             self._remaining = None
             self._members = set(self._pace)
             self._unmonitored = {worker for worker, pace in self._pace.items() if pace.pushes < 2}
-        if self._unmonitored or not self._members:
+        if self._remaining is not None or self._unmonitored or not self._members:
             return []
         self._remaining = set(self._members)
         return [PublishPlan(self._plan(sorted(self._members)))]
@@ -295,7 +307,7 @@ class Planner:
         stops = zip(members, paces, solution.picks.tolist(), strict=True)
         return Plan(
             superstep=self._superstep,
-            stops=tuple((worker, pace.iteration + 1 + pick) for worker, pace, pick in stops),
+            stops=tuple((worker, pace.iteration + pick) for worker, pace, pick in stops),
             wait_s=solution.wait,
             barrier_s=solution.barrier,
         )

@@ -43,10 +43,15 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):
-    """A worker is live from now on; its next push is labelled `iteration`."""
+    """A worker is live from now on.
+
+    Its next push is labelled `iteration`. Where barriers are planned, `superstep` is the first one that it is a
+    member of; so a worker that was lost and has joined anew is not waited for by plans made for its former life.
+    """
 
     worker: int
     iteration: int = 0
+    superstep: int = 0
 
 
 class WorkerLost(Event, frozen=True, kw_only=True, tag=True):

@@ -1,0 +1,219 @@
+"""BSP, ASP and SSP by the paper: Yao et al., "FluentPS: a parameter server design with low-frequency synchronization
+for distributed deep learning", CLUSTER 2019, section III. Each test names what it holds the code against.
+
+The paper's words: a worker's *progress* is the index of the iteration that it has just pushed, from 0; *V_train* is the
+overall progress at one shard; *Count[i]* the number of workers that have pushed iteration i.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+
+from paceline.sync import ASP, BSP, SSP, SyncModel
+from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, HoldPush
+from paceline.sync.conditions import ConditionMachine
+
+from .world import Life
+
+PullCondition = Callable[[int, int], bool]
+"""(progress, V_train) -> answer the pull now."""
+
+# Table III, column "Pull condition", verbatim; the push condition of all three rows is Count[V_train] == N.
+TABLE_III: list[tuple[SyncModel, PullCondition]] = [
+    (BSP(), lambda progress, v_train: progress < v_train),
+    (ASP(), lambda progress, v_train: progress < v_train + math.inf),
+    (SSP(staleness=1), lambda progress, v_train: progress < v_train + 1),
+    (SSP(staleness=2), lambda progress, v_train: progress < v_train + 2),
+    (SSP(staleness=3), lambda progress, v_train: progress < v_train + 3),
+]
+
+every_row = pytest.mark.parametrize(("sync", "condition"), TABLE_III, ids=[str(sync) for sync, _ in TABLE_III])
+
+
+class AlgorithmOne:
+    """Algorithm 1's parameter server, line by line, with the soft barrier: section III-C, "lazy execution uses progress
+    ... as the index ... of the lazy pull buffer that records these DPRs, while the soft barrier uses V_train"."""
+
+    def __init__(self, workers: int, condition: PullCondition) -> None:
+        self.n = workers
+        self.condition = condition
+        self.v_train = 0  # line 1
+        self.count: dict[int, int] = defaultdict(int)
+        self.callbacks: dict[int, list[int]] = defaultdict(list)
+
+    def pull_handler(self, worker: int, progress: int) -> list[int]:
+        """Lines 2 to 13: who is answered."""
+        if self.condition(progress, self.v_train):
+            return [worker]
+        self.callbacks[self.v_train].append(worker)
+        return []
+
+    def push_handler(self, progress: int) -> list[int]:
+        """Lines 14 to 25: who is answered. The condition is tested in a loop, since one event may complete several
+        rounds."""
+        answered: list[int] = []
+        self.count[progress] += 1  # line 16
+        while self.count[self.v_train] >= self.n:  # line 17
+            answered += self.callbacks.pop(self.v_train, [])  # lines 18 to 21
+            self.v_train += 1  # line 22
+        return answered
+
+
+def begin(sync: SyncModel, workers: int) -> tuple[Life, ConditionMachine]:
+    machine = sync.at_shard()
+    assert isinstance(machine, ConditionMachine)
+    life = Life(machine)
+    for _ in range(workers):
+        life.tell(life.world.join())
+    return life, machine
+
+
+def answered(actions: list[AnyAction]) -> list[int]:
+    return [action.worker for action in actions if isinstance(action, AnswerPull)]
+
+
+def iterate(life: Life, worker: int) -> list[int]:
+    """One iteration, Algorithm 1's worker, lines 4 and 5: sPush(key, g, i), then sPull(key, &w, i)."""
+    return answered(life.tell(life.world.push(worker)) + life.tell(life.world.pull(worker)))
+
+
+@every_row
+@pytest.mark.parametrize("seed", range(5))
+def test_table_iii_the_pull_condition_decides_when_a_pull_arrives(
+    sync: SyncModel, condition: PullCondition, seed: int
+) -> None:
+    life, machine = begin(sync, 3)
+    draw = random.Random(seed)
+    asked = 0
+    for _ in range(120):
+        movable = [worker for worker in range(3) if worker not in life.world.waiting]
+        worker = draw.choice(movable)
+        progress = life.world.label[worker]
+        life.tell(life.world.push(worker))
+        holds = condition(progress, machine.v_train)
+        assert (answered(life.tell(life.world.pull(worker))) == [worker]) == holds
+        asked += not holds
+    assert (asked > 0) == (not isinstance(sync, ASP))
+
+
+@every_row
+def test_table_iii_the_push_condition_holds_when_all_n_have_pushed_the_round(
+    sync: SyncModel, condition: PullCondition
+) -> None:
+    life, machine = begin(sync, 3)
+    for rnd in range(4):
+        for count, worker in enumerate([2, 0, 1], start=1):
+            assert machine.v_train == rnd
+            life.tell(life.world.push(worker))
+            assert machine.v_train == rnd + (count == 3)
+            life.tell(life.world.pull(worker))
+
+
+@every_row
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(5))
+def test_algorithm_1_line_by_line(sync: SyncModel, condition: PullCondition, workers: int, seed: int) -> None:
+    life, machine = begin(sync, workers)
+    paper = AlgorithmOne(workers, condition)
+    draw = random.Random(seed)
+    pushed: list[int] = []  # workers whose pull has yet to come
+    for _ in range(200):
+        computing = life.world.in_phase("computing")
+        if pushed and (not computing or draw.random() < 0.5):
+            worker = pushed.pop(draw.randrange(len(pushed)))
+            progress = life.world.label[worker] - 1
+            assert answered(life.tell(life.world.pull(worker))) == paper.pull_handler(worker, progress)
+        else:
+            worker = draw.choice(computing)
+            progress = life.world.label[worker]
+            assert answered(life.tell(life.world.push(worker))) == paper.push_handler(progress)
+            pushed.append(worker)
+        assert machine.v_train == paper.v_train
+
+
+def test_algorithm_1_line_15_each_push_is_applied_before_the_push_condition_is_tested() -> None:
+    life, _ = begin(SSP(staleness=0), 2)
+    iterate(life, 0)
+    actions = life.tell(life.world.push(1))
+    assert actions == [ApplyPush(1, 0), AnswerPull(0, 0)]
+
+
+def test_section_ii_bsp_aggregates_the_gradients_of_a_round() -> None:
+    """Table III's first row answers nobody before the round is whole; its gradients are applied as one mean."""
+    life, _ = begin(BSP(), 3)
+    assert [type(action) for worker in range(3) for action in life.tell(life.world.push(worker))] == [
+        HoldPush,
+        HoldPush,
+        HoldPush,
+        ApplyMean,
+    ]
+
+
+def test_section_iii_b_the_faster_workers_could_avoid_reading_stale_parameters() -> None:
+    """ "With proper pull condition, the faster workers could avoid reading stale parameters with some absent
+    gradients": under BSP whoever is answered reads every gradient of its round, under SSP(s) all but the last s."""
+    for staleness in (0, 1, 3):
+        life, machine = begin(SSP(staleness=staleness), 2)
+        for _ in range(20):
+            for worker in iterate(life, 0) if 0 not in life.world.waiting else iterate(life, 1):
+                assert life.world.label[worker] - machine.v_train <= staleness
+
+
+def figure_3() -> tuple[Life, ConditionMachine]:
+    """Fig. 3's workers W0, W1, W2 at the moment when W0 asks for w_4 with only g_0 of the slowest, W2, applied: g_1,
+    g_2 and g_3 of W2 are absent. Its steps are those of s = 2, the staleness that delays this pull by Table III."""
+    life, machine = begin(SSP(staleness=2), 3)
+    for worker in (0, 1, 2):
+        assert iterate(life, worker) == [worker]
+    assert iterate(life, 0) == [0]
+    assert iterate(life, 0) == [0]
+    assert iterate(life, 1) == [1]
+    assert machine.v_train == 1
+    return life, machine
+
+
+def test_fig_3a_before_the_slowest_pushes_g_1_the_fast_worker_cannot_pull_w_4() -> None:
+    """ "Before the slowest worker W_2 pushes g_1, the fast worker W_0 cannot pull w_4 because g_1, g_2 and g_3 are
+    absent". """
+    life, _ = figure_3()
+    life.tell(life.world.push(0))
+    assert life.world.label[0] - 1 == 3  # W0 has pushed g_3
+    assert life.tell(life.world.pull(0)) == []
+
+
+def test_fig_3a_the_soft_barrier_finishes_after_one_iteration_of_the_slowest() -> None:
+    """ "soft barrier (see Figure 3(a)): after one iteration delay and g_1 is updated to servers, the barrier finishes
+    and W_0 reads w_4 without g_2 and g_3 (i.e., stale parameters)". """
+    life, machine = figure_3()
+    iterate(life, 0)
+    assert life.tell(life.world.push(2)) == [ApplyPush(2, 1), AnswerPull(0, 3)]
+    assert machine.v_train == 2  # g_2 and g_3 of W2 are still absent
+
+
+def test_fig_3a_the_soft_barrier_appears_again_at_the_next_iteration() -> None:
+    """Section II-B: "since the slowest worker is still following s-1 iterations behind the fast workers, it might
+    repeatedly satisfy the SSP condition and the soft barrier will appear frequently". """
+    life, _ = figure_3()
+    iterate(life, 0)
+    assert iterate(life, 1) == [1]
+    for _ in range(5):
+        assert 0 in iterate(life, 2)  # W2 releases W0,
+        assert iterate(life, 0) == []  # which pauses again after one iteration
+        if 1 not in life.world.waiting:
+            iterate(life, 1)
+
+
+def test_section_iii_b_table_iii_with_s_3_would_answer_the_pull_of_fig_3() -> None:
+    """progress = 3 < V_train + s = 1 + 3: by Table III the pull that Fig. 3 delays is answered at s = 3."""
+    life, machine = begin(SSP(staleness=3), 3)
+    for worker in (0, 1, 2):
+        iterate(life, worker)
+    for _ in range(2):
+        iterate(life, 0)
+    assert machine.v_train == 1
+    assert iterate(life, 0) == [0]

@@ -1,0 +1,249 @@
+"""What a host may tell a shard's machine, and what the machine owes it: the contract, kept apart from the code.
+
+`World` knows which events are legal now and which are not, by the order join, push, pull, answer, leave, and never
+asks the machine. `Life` is one machine that lives through a sequence of events; whatever is told to it, these
+promises are checked:
+
+- `validate()` passes after every event;
+- a push is applied, held or dropped by its own event, first of all its actions; a held one is applied later, as
+  part of one mean, in worker order; an empty one is dropped;
+- only a pull that was asked for is answered, once, and never before the worker's own push has been applied;
+- there is always a live worker that is not waiting, and nothing is held for those who have all left;
+- a refused event leaves the machine as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Hashable, Sequence
+from typing import Literal, assert_never
+
+import pytest
+
+from paceline.errors import InvalidEventError
+from paceline.sync import Machine
+from paceline.sync.actions import (
+    AnswerPull,
+    AnyAction,
+    ApplyMean,
+    ApplyPush,
+    DropPush,
+    HoldPush,
+    PublishPlan,
+)
+from paceline.sync.events import (
+    AnyEvent,
+    PullRequested,
+    PushReceived,
+    Stop,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+
+MOST_WORKERS = 4
+
+Phase = Literal["computing", "pushed", "waiting"]
+
+
+class World:
+    """The workers' side of the contract.
+
+    Attributes:
+        now_s: the time that the next event carries.
+        phase: what each live worker is doing.
+        label: the iteration that each live worker's next push carries.
+        gone: workers that have left.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.phase: dict[int, Phase] = {}
+        self.label: dict[int, int] = {}
+        self.gone: list[int] = []
+
+    @property
+    def waiting(self) -> set[int]:
+        """Who has asked and was not answered."""
+        return {worker for worker, phase in self.phase.items() if phase == "waiting"}
+
+    def in_phase(self, phase: Phase) -> list[int]:
+        """Live workers that are doing this, in order of joining."""
+        return [worker for worker, its in self.phase.items() if its == phase]
+
+    def join(self, iteration: int = 0) -> WorkerJoined:
+        """Somebody new."""
+        return WorkerJoined(
+            now_s=self.now_s, worker=len(self.phase) + len(self.gone), iteration=iteration
+        )
+
+    def push(self, worker: int, *, empty: bool = False, stop: Stop | None = None) -> PushReceived:
+        """The push that this worker owes."""
+        label = self.label[worker]
+        return PushReceived(now_s=self.now_s, worker=worker, iteration=label, empty=empty, stop=stop)
+
+    def pull(self, worker: int) -> PullRequested:
+        """The pull that follows its push."""
+        return PullRequested(now_s=self.now_s, worker=worker, iteration=self.label[worker] - 1)
+
+    def leave(self, worker: int, *, lost: bool) -> WorkerLost | WorkerFinished:
+        """The end of a worker."""
+        return (WorkerLost if lost else WorkerFinished)(now_s=self.now_s, worker=worker)
+
+    def pick(self, choice: int) -> AnyEvent:
+        """One of the legal events, by number. In one case of twelve a worker leaves."""
+        choice, kind = divmod(choice, 12)
+        events: list[AnyEvent] = []
+        if kind == 0:
+            events += [self.leave(worker, lost=lost) for worker in self.phase for lost in (True, False)]
+        else:
+            for worker, phase in self.phase.items():
+                if phase == "computing":
+                    events += [self.push(worker), self.push(worker), self.push(worker, empty=True)]
+                elif phase == "pushed":
+                    events += [self.pull(worker)] * 3
+        if not events or (kind == 1 and len(self.phase) < MOST_WORKERS):
+            events = [self.join()]
+        return events[choice % len(events)]
+
+    def refused(self) -> list[AnyEvent]:
+        """At least one event of each kind that the contract does not allow now."""
+        now_s = self.now_s
+        stranger = 1000
+        events: list[AnyEvent] = []
+        for worker in [stranger, *self.gone[:2]]:
+            events += [
+                PushReceived(now_s=now_s, worker=worker, iteration=0),
+                PullRequested(now_s=now_s, worker=worker, iteration=0),
+                WorkerLost(now_s=now_s, worker=worker),
+                WorkerFinished(now_s=now_s, worker=worker),
+            ]
+        for worker, phase in self.phase.items():
+            label = self.label[worker]
+            events += [
+                WorkerJoined(now_s=now_s, worker=worker, iteration=label),
+                PushReceived(now_s=now_s, worker=worker, iteration=label - 1),  # the same again, or an old one
+                PushReceived(now_s=now_s, worker=worker, iteration=label + 1),  # one was left out
+                PullRequested(now_s=now_s, worker=worker, iteration=label),  # of a push that has yet to come
+            ]
+            if phase != "computing":
+                events.append(PushReceived(now_s=now_s, worker=worker, iteration=label))
+            if phase != "pushed":
+                events.append(PullRequested(now_s=now_s, worker=worker, iteration=label - 1))
+        return events
+
+    def take(self, event: AnyEvent) -> None:
+        """Note an event that happened."""
+        match event:
+            case WorkerJoined():
+                self.phase[event.worker] = "computing"
+                self.label[event.worker] = event.iteration
+                if event.worker in self.gone:
+                    self.gone.remove(event.worker)
+            case PushReceived():
+                self.phase[event.worker] = "pushed"
+                self.label[event.worker] += 1
+            case PullRequested():
+                self.phase[event.worker] = "waiting"
+            case WorkerLost() | WorkerFinished():
+                del self.phase[event.worker], self.label[event.worker]
+                self.gone.append(event.worker)
+            case _:
+                raise AssertionError(f"no shard is told of {event}")
+
+
+class Life:
+    """One machine of a shard, what it was told and what it answered.
+
+    Attributes:
+        machine: the machine.
+        world: its workers.
+        events: all that it has taken.
+        updates: all updates that it has asked for.
+        held: pushes that await their mean, (worker, iteration).
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.world = World()
+        self.events: list[AnyEvent] = []
+        self.updates: list[ApplyPush | ApplyMean] = []
+        self.held: set[tuple[int, int]] = set()
+
+    def tell(self, event: AnyEvent) -> list[AnyAction]:
+        """Have the machine take a legal event; check its promises; return its actions."""
+        actions = self.machine.handle(event)
+        self.machine.validate()
+        self.world.take(event)
+        self.events.append(event)
+        if isinstance(event, PushReceived):
+            self._check_fate(event, actions[0])
+        for action in actions:
+            self._perform(event, action)
+        if self.world.phase:
+            assert self.world.waiting != self.world.phase.keys(), f"everybody waits after {event}"
+        else:
+            assert not self.held, f"all have left, and nobody will apply {self.held}"
+        return actions
+
+    def refuse(self, event: AnyEvent) -> None:
+        """Have the machine refuse an event; check that nothing has come of it."""
+        before = freeze(self.machine)
+        with pytest.raises(InvalidEventError):
+            self.machine.handle(event)
+        assert freeze(self.machine) == before, f"{event} was refused and yet changed something"
+
+    def _check_fate(self, push: PushReceived, action: AnyAction) -> None:
+        assert isinstance(action, DropPush if push.empty else ApplyPush | HoldPush)
+        assert (action.worker, action.iteration) == (push.worker, push.iteration)
+
+    def _perform(self, event: AnyEvent, action: AnyAction) -> None:
+        match action:
+            case ApplyPush(worker, iteration) | DropPush(worker, iteration) | HoldPush(worker, iteration):
+                assert isinstance(event, PushReceived)
+                assert (worker, iteration) == (event.worker, event.iteration), f"{action} after {event}"
+                assert (worker, iteration) not in self.held
+                if isinstance(action, HoldPush):
+                    self.held.add((worker, iteration))
+                elif isinstance(action, ApplyPush):
+                    self.updates.append(action)
+            case ApplyMean(pushes):
+                assert pushes, "the mean of nothing"
+                assert list(pushes) == sorted(set(pushes)), f"{action} is not in worker order"
+                assert self.held >= set(pushes), f"{action} of pushes that are not held: {self.held}"
+                self.held -= set(pushes)
+                self.updates.append(action)
+            case AnswerPull(worker, iteration):
+                assert self.world.phase[worker] == "waiting", f"{action}, which was not asked for"
+                assert iteration == self.world.label[worker] - 1
+                assert (worker, iteration) not in self.held, f"{action} before its push was applied"
+                self.world.phase[worker] = "computing"
+            case PublishPlan():
+                raise AssertionError(f"a shard cannot {action}")
+            case _:
+                assert_never(action)
+
+
+def freeze(thing: object) -> Hashable:
+    """A value that is equal for equal states, with the order of dicts, which may reach an action."""
+    match thing:
+        case dict():
+            return tuple((key, freeze(value)) for key, value in thing.items())
+        case list() | tuple():
+            return tuple(freeze(item) for item in thing)
+        case set():
+            return frozenset(thing)
+        case types.FunctionType() | functools.partial():
+            return None  # a condition: it does not change
+        case _ if hasattr(thing, "__dict__"):
+            return type(thing).__name__, freeze(vars(thing))
+        case _:
+            assert isinstance(thing, Hashable)
+            return thing
+
+
+def walk(life: Life, choices: Sequence[int]) -> None:
+    """A life of random legal events, one for each number."""
+    for choice in choices:
+        life.tell(life.world.pick(choice))
