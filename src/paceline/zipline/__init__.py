@@ -1,44 +1,44 @@
-"""When the next barrier should fall: predicted end times in, the narrowest window out."""
+"""When the next barrier should fall: predicted end times in, a plan out.
 
-from __future__ import annotations
+Workers of unequal speed end their iterations at unequal times. If each of n workers is predicted to end its next R
+iterations at known times, and one end time of each is picked, then the first to arrive waits d_Z = max(Z) - min(Z)
+for the last. ZipLine picks the set Z with the least d_Z: that is when a barrier costs least.
 
-from dataclasses import dataclass
+Pure: NumPy and nothing else of the outside world, no clock, no environment, no global random source. Times may be
+in any one unit.
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+- `solve`, `solve_periodic`: the answer, a `Solution`, exact and canonical, fast or by one of the paper's methods.
+- `LastInterval`, `MeanInterval`, `MedianInterval`: from recent pushes to what `solve_periodic` takes.
+- `candidate_waits`: every d_Z that ZipLine evaluates, in order (Figs 6 and 7).
+- `generate_pushes`, `bsp_barrier`, `random_barrier`: the paper's synthetic workers, and what to compare with.
 
-__all__ = ["Solution", "solve", "solve_periodic"]
+Source: Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model", Machine
+Learning (2021), sections 4 to 6.1; "ElasticBSP (2021)" in the modules.
 
+>>> import numpy as np
+>>> pushes = generate_pushes(10, np.random.default_rng(0))
+>>> solve_periodic(*LastInterval()(pushes), lookahead=15).picks.shape
+(10,)
+"""
 
-@dataclass(frozen=True, eq=False)
-class Solution:
-    """One end time per worker."""
+from .baselines import bsp_barrier, random_barrier
+from .generator import generate_pushes
+from .prediction import LastInterval, MeanInterval, MedianInterval, Predictor
+from .solution import Solution
+from .solver import METHODS, solve, solve_periodic
+from .zipline import candidate_waits
 
-    wait: float
-    barrier: float
-    picks: NDArray[np.intp]
-    candidates: int
-
-
-def solve(times: ArrayLike, method: str = "auto") -> Solution:
-    """The narrowest window that holds an end time of every worker."""
-    matrix = np.asarray(times, dtype=float)
-    following = np.full_like(matrix, np.inf)
-    following[:, :-1] = matrix[:, 1:]
-    flat = matrix.ravel()
-    order = flat.argsort()
-    start = flat[order]
-    end = np.empty_like(start)
-    end[0] = matrix[:, 0].max()
-    end[1:] = following.ravel()[order[:-1]]
-    np.maximum.accumulate(end, out=end)
-    best = int((end - start).argmin())
-    barrier = float(end[best])
-    picks = np.count_nonzero(matrix <= barrier, axis=1) - 1
-    return Solution(barrier - float(start[best]), barrier, picks, flat.size)
-
-
-def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solution:
-    """The same for end times `last + j * interval`, j = 1..lookahead."""
-    steps = np.arange(1, lookahead + 1)
-    return solve(np.asarray(last, float)[:, None] + steps * np.asarray(interval, float)[:, None])
+__all__ = [
+    "METHODS",
+    "LastInterval",
+    "MeanInterval",
+    "MedianInterval",
+    "Predictor",
+    "Solution",
+    "bsp_barrier",
+    "candidate_waits",
+    "generate_pushes",
+    "random_barrier",
+    "solve",
+    "solve_periodic",
+]
