@@ -90,7 +90,7 @@ OnNanOption = Annotated[
     ),
 ]
 RunDir = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--run-dir",
         help="Where logs, traces and results go. Default: a new directory under ./runs.",
@@ -173,9 +173,8 @@ def run(
     from .runtime.job import describe, make_job
 
     if not script.is_file():
-        raise ConfigurationError(
-            f"the script {str(script)!r} does not exist; give the path of a Python file."
-        )
+        what = "is not a file" if script.exists() else "does not exist"
+        raise ConfigurationError(f"the script {str(script)!r} {what}; give the path of a Python file.")
     job = make_job(
         workers=workers,
         servers=servers,
@@ -214,17 +213,20 @@ def demo(
 ) -> None:
     """Four workers, one of them three times slower, learn handwritten digits under four sync models.
 
-    Takes under three minutes on two cores. Prints a table and draws a picture of what waiting for the slowest
-    costs and what an elastic barrier saves.
+    Takes under three minutes on two cores, and ends with a table and a picture.
     """
+    from .runtime.job import require_usable
     from .workloads import demo as digits_demo
 
     console = Console()
+    home = None if run_dir is None else Path(run_dir)
+    if run_dir is not None and not tune:
+        require_usable(run_dir)
     with _interruptible():
         if tune:
-            digits_demo.tune(console=console, run_dir=run_dir)
+            digits_demo.tune(console=console, run_dir=home)
         else:
-            digits_demo.run_demo(console=console, run_dir=run_dir, seeds=tuple(range(seeds)))
+            digits_demo.run_demo(console=console, run_dir=home, seeds=tuple(range(seeds)))
 
 
 def main() -> None:

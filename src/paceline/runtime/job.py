@@ -22,7 +22,7 @@ from ..sync import AnySyncModel, parse
 from ..wire.addresses import listen_tcp
 from ..wire.memory import shared_memory_available
 
-__all__ = ["JOB_VARIABLE", "TRANSPORTS", "Job", "Place", "describe", "make_job"]
+__all__ = ["JOB_VARIABLE", "TRANSPORTS", "Job", "Place", "describe", "make_job", "require_usable"]
 
 JOB_VARIABLE = "PACELINE_PLACE"
 """The environment variable by which a process of a run learns its `Place` in it: MessagePack in hexadecimal."""
@@ -130,7 +130,7 @@ def make_job(
     if port and transport == "tcp":
         listen_tcp(port=port)[0].close()  # refused here, if it is in use
     if run_dir is not None:
-        _require_usable(run_dir)
+        require_usable(run_dir)
     job = Job(
         workers=workers,
         servers=_whole("servers", servers, least=1),
@@ -183,7 +183,7 @@ def _per_worker(name: str, values: Sequence[float] | None, workers: int, least: 
     return tuple(float(value) for value in values)
 
 
-def _require_usable(path: str | os.PathLike[str]) -> None:
+def require_usable(path: str | os.PathLike[str]) -> None:
     """Refuse a run directory that cannot be written, or that holds a run already; make nothing."""
     if not os.fspath(path):
         raise ConfigurationError("the run directory is empty; name one, or leave it out for a new one.")

@@ -51,8 +51,13 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None
 
     def __str__(self) -> str:
-        keys = ",".join(f"{key}={value}" for key, value in msgspec.structs.asdict(self).items())
+        keys = ",".join(f"{key}={_plain(value)}" for key, value in msgspec.structs.asdict(self).items())
         return f"{self.name}:{keys}" if keys else self.name
+
+
+def _plain(value: object) -> object:
+    """A whole number as one, also where it has travelled as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def require_count(model: str, key: str, value: float, least: int, *, infinite: bool = False) -> None:

@@ -1,0 +1,93 @@
+"""Accuracy over time: one curve per run, the target, and when each reached it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .canvas import COLOURS, DASHES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Curve", "draw_accuracy"]
+
+LEAST_SHOWN = 0.5  # a guess is right one time in ten; what matters happens above
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """The test accuracy of one run, over time.
+
+    Attributes:
+        label: whose it is.
+        times_s: of the evaluations, in seconds since training began, ascending.
+        accuracies: at these times, from 0 to 1.
+        reached_s: when the target was reached; None if never.
+    """
+
+    label: str
+    times_s: tuple[float, ...]
+    accuracies: tuple[float, ...]
+    reached_s: float | None
+
+
+def draw_accuracy(axes: Axes, curves: Sequence[Curve], target: float) -> None:
+    """Draw curves; those with the same label (several seeds) share a colour and one entry of the legend."""
+    labels = list(dict.fromkeys(curve.label for curve in curves))
+    for index, label in enumerate(labels):
+        alike = [curve for curve in curves if curve.label == label]
+        _draw_alike(axes, alike, COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)], target)
+    axes.axhline(target, color="black", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    axes.annotate(
+        f"target {target:.0%}",
+        (0.0, target),
+        xycoords=("axes fraction", "data"),
+        xytext=(5, 4),
+        textcoords="offset points",
+        fontsize=9,
+    )
+    axes.set_xlim(0.0, max((curve.times_s[-1] for curve in curves if curve.times_s), default=1.0))
+    axes.set_ylim(LEAST_SHOWN, 1.0)
+    axes.set_xlabel("seconds since training began")
+    axes.set_ylabel("accuracy on the test images")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.grid(alpha=0.25)
+    axes.legend(loc="lower right", frameon=True, fontsize=9)
+
+
+def _draw_alike(axes: Axes, curves: Sequence[Curve], colour: str, dashes: object, target: float) -> None:
+    """Curves of one label: lines, and at the target a mark for each that reached it, with a line to the axis."""
+    reached_s = [curve.reached_s for curve in curves if curve.reached_s is not None]
+    for curve in curves:
+        axes.plot(
+            curve.times_s,
+            curve.accuracies,
+            color=colour,
+            linestyle=dashes,
+            linewidth=1.8,
+            alpha=1.0 if len(curves) == 1 else 0.5,
+            label=_legend(curve.label, reached_s, len(curves), target) if curve is curves[0] else None,
+        )
+    axes.vlines(reached_s, LEAST_SHOWN, target, color=colour, linewidth=1.0, linestyle=":", zorder=1)
+    axes.plot(
+        reached_s,
+        [target] * len(reached_s),
+        linestyle="none",
+        marker="o",
+        markersize=8,
+        markerfacecolor=colour,
+        markeredgecolor="white",
+        zorder=5,
+    )
+
+
+def _legend(label: str, reached_s: Sequence[float], runs: int, target: float) -> str:
+    if not reached_s:
+        return f"{label}: never at {target:.0%}"
+    if runs == 1:
+        return f"{label}: {target:.0%} after {reached_s[0]:.2f} s"
+    times = ", ".join(f"{time_s:.2f}" for time_s in sorted(reached_s))
+    never = f", {runs - len(reached_s)} never" if len(reached_s) < runs else ""
+    return f"{label}: {target:.0%} after {times} s{never}"

@@ -1,0 +1,78 @@
+"""The picture of a comparison: accuracy over time on top, below it one strip of timelines per sync model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .accuracy import Curve, draw_accuracy
+from .canvas import new_figure
+from .timeline import COMPUTING, WAITING, Timeline, draw_timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["comparison_picture"]
+
+WIDTH_INCHES = 11.0
+CURVES_HEIGHT_INCHES = 4.6
+STRIP_HEIGHT_INCHES = 1.25
+
+
+def comparison_picture(
+    title: str,
+    note: str,
+    curves: Sequence[Curve],
+    target: float,
+    timelines: Mapping[str, Timeline],
+    until_s: float,
+) -> Figure:
+    """Compose the picture.
+
+    Args:
+        title: over everything.
+        note: below it, smaller: what was emulated.
+        curves: accuracy over time.
+        target: the accuracy to be reached, from 0 to 1.
+        timelines: by sync model, in order.
+        until_s: how many seconds of them are shown.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    heights = [CURVES_HEIGHT_INCHES, *[STRIP_HEIGHT_INCHES] * len(timelines)]
+    figure = new_figure(WIDTH_INCHES, sum(heights) + 1.0)
+    figure.suptitle(f"{title}\n", fontsize=14, fontweight="bold")
+    top, *strips = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    top.set_title(note, fontsize=9.5)
+    draw_accuracy(top, curves, target)
+    for strip, (label, timeline) in zip(strips, timelines.items(), strict=True):
+        draw_timeline(strip, timeline, until_s)
+        strip.tick_params(axis="x", labelbottom=strip is strips[-1])
+        strip.set_title(label, loc="left", fontsize=10, fontweight="bold")
+    if strips:
+        strips[-1].set_xlabel(f"seconds since training began (the first {until_s:g})")
+        _explain(strips[0])
+    return figure
+
+
+def _explain(strip: Axes) -> None:
+    """What the colours of the strips mean, above the first one."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(facecolor=COMPUTING, label="computing, one bar per iteration (with the emulating sleep)"),
+        Patch(facecolor=WAITING, label="waiting for the others, pulling"),
+        Line2D([], [], color="black", linewidth=1.3, label="barrier"),
+    ]
+    strip.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=3,
+        frameon=False,
+        fontsize=8.5,
+        borderaxespad=0.2,
+    )

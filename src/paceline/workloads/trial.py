@@ -1,0 +1,135 @@
+"""One trial: the digits, trained in a run of their own under one sync model with one setting, then judged.
+
+Evaluation disturbs nobody's timing: a reader takes snapshots of the weights at every multiple of an interval,
+and they are judged when the run is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..engines.launch import RunResult, launch
+from ..report.accuracy import Curve
+from ..report.comparison import Outcome
+from .digits import Digits, Recipe, accuracy, train
+
+__all__ = ["Problem", "Setting", "Trial", "run_trial", "time_to_target"]
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """What all sync models are given alike.
+
+    The pace is chosen such that a worker's own computation, about a millisecond, leaves two cores mostly idle:
+    the emulated machines decide on the timing, and not the real one. The batch is small, so that the number of
+    gradients matters, as it does with data sets that are not as small as this one.
+
+    Attributes:
+        pace_s: for each worker, the least time of an iteration.
+        servers: how many.
+        batch_size: images per worker and iteration.
+        duration_s: of training.
+        snapshot_every_s: the grid of times at which the weights are judged.
+        target_accuracy: on the test images, from 0 to 1.
+    """
+
+    pace_s: tuple[float, ...] = (0.02, 0.02, 0.02, 0.06)
+    servers: int = 2
+    batch_size: int = 8
+    duration_s: float = 20.0
+    snapshot_every_s: float = 0.25
+    target_accuracy: float = 0.95
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """What a sync model runs with: its own best, or a candidate for that."""
+
+    sync: str
+    learning_rate: float
+    momentum: float
+
+    def __str__(self) -> str:
+        return f"{self.sync}, learning rate {self.learning_rate:g}, momentum {self.momentum:g}"
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What one run came to."""
+
+    outcome: Outcome
+    curve: Curve
+    run_dir: Path
+
+
+def run_trial(
+    digits: Digits, problem: Problem, setting: Setting, seed: int, *, run_dir: Path, progress: bool | None
+) -> Trial:
+    """Train in processes of its own, then judge. Takes the problem's duration and the start of the processes.
+
+    A setting that diverges is a result and no failure: gradients that are not finite are skipped.
+
+    Raises:
+        ConfigurationError: bad input; nothing was started.
+        RunFailedError: a process failed.
+    """
+    recipe = Recipe(
+        learning_rate=setting.learning_rate,
+        momentum=setting.momentum,
+        batch_size=problem.batch_size,
+        duration_s=problem.duration_s,
+        seed=seed,
+    )
+    result = launch(
+        train,
+        args=(digits, recipe),
+        workers=len(problem.pace_s),
+        servers=problem.servers,
+        sync=setting.sync,
+        seed=seed,
+        pace=problem.pace_s,
+        on_nan="skip",
+        run_dir=run_dir,
+        progress=progress,
+        snapshot_every_s=problem.snapshot_every_s,
+    )
+    times_s, accuracies = _judge(result, digits, problem.snapshot_every_s)
+    reached_s = time_to_target(times_s, accuracies, problem.target_accuracy)
+    outcome = Outcome(
+        sync=setting.sync,
+        learning_rate=setting.learning_rate,
+        momentum=setting.momentum,
+        seeds=(seed,),
+        target_accuracy=problem.target_accuracy,
+        time_to_target_s=reached_s,
+        final_accuracy=accuracy(result.state_dict, digits),
+        **{
+            key: result.summary[key]
+            for key in ("updates_per_s", "waiting_share", "mean_staleness", "max_staleness", "emulated")
+        },
+    )
+    return Trial(outcome, Curve(setting.sync, times_s, accuracies, reached_s), run_dir)
+
+
+def time_to_target(times_s: Sequence[float], accuracies: Sequence[float], target: float) -> float | None:
+    """When the second evaluation in a row was at or above the target; None if that never came.
+
+    >>> time_to_target([0.0, 0.5, 1.0, 1.5, 2.0], [0.1, 0.96, 0.94, 0.95, 0.97], target=0.95)
+    2.0
+    """
+    for index in range(1, len(times_s)):
+        if min(accuracies[index - 1], accuracies[index]) >= target:
+            return times_s[index]
+    return None
+
+
+def _judge(
+    result: RunResult, digits: Digits, interval_s: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The accuracy at each time of the grid. Of snapshots that were late and fell together, the first counts."""
+    by_tick: dict[int, float] = {}
+    for taken_s, snapshot in result.snapshots:
+        tick = round(taken_s / interval_s)
+        if tick not in by_tick:
+            by_tick[tick] = accuracy(snapshot.state_dict, digits)
+    return tuple(tick * interval_s for tick in by_tick), tuple(by_tick.values())

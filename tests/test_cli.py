@@ -1,0 +1,428 @@
+"""The command line: what it explains, what it refuses, what it starts."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline import cli
+
+DEADLINE_S = 120.0  # a safety net: nothing here takes that long unless something hangs
+
+SCRIPT = """
+import sys
+
+import torch
+
+import paceline
+
+print(f"worker {paceline.worker_index()} of {paceline.worker_count()}: {sys.argv}")
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(4):
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+print("loss", closure().item())
+"""
+
+
+@dataclass
+class Ended:
+    """How a call of the program ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def words(self) -> str:
+        """Its standard error without frames and line breaks."""
+        return " ".join(re.sub("[╭╮╰╯│─]", " ", self.stderr).split())
+
+
+Call = Callable[..., Ended]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    """call(*arguments): the program in this process, in an empty directory but for `train.py`."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("TERM", "dumb")
+    for forces_colour in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"):
+        monkeypatch.delenv(forces_colour, raising=False)
+
+    def call(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        stdout, stderr = capsys.readouterr()
+        return Ended(code, stdout, stderr)
+
+    return call
+
+
+def run_program(*arguments: str, folder: Path) -> Ended:
+    """The program in a process of its own."""
+    source = str(Path(paceline.__file__).parents[1])
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": source},
+    ) as program:
+        stdout, stderr = program.communicate(timeout=DEADLINE_S)
+    return Ended(program.returncode, stdout, stderr)
+
+
+def contents(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+# -- what it explains ----------------------------------------------------------------------------------------
+
+
+def test_help_says_what_the_program_is_and_names_its_commands(call: Call) -> None:
+    ended = call("--help")
+
+    assert ended.code == 0
+    assert ended.stderr == ""
+    assert "training on machines that are not equally fast" in ended.stdout
+    assert re.search(
+        r"run\s+Run a script in several workers, as python script.py runs it in one", ended.stdout
+    )
+    assert re.search(r"demo\s+Four workers, one of them three times slower", ended.stdout)
+    assert "--version" in ended.stdout
+    assert "[bold]" not in ended.stdout
+
+
+RUN_OPTIONS = {
+    "--workers": "How many workers",
+    "--servers": "How many servers",
+    "--sync": "bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15",
+    "--transport": "Shared memory",
+    "--port": "0 for any free one",
+    "--seed": "order and the jitter",
+    "--on-nan": "NaN or inf stops the run",
+    "--run-dir": "logs, traces and results",
+    "--pace": "Least seconds per iteration",
+    "--slowdown": "one factor >= 1 per worker",
+    "--jitter": "uniform factor",
+    "--dry-run": "show what would start",
+}
+
+
+def test_help_of_run_explains_every_option(call: Call) -> None:
+    ended = call("run", "--help")
+
+    assert ended.code == 0
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", ended.stdout.partition("Options")[2]))
+    assert named == {*RUN_OPTIONS, "--help"}
+    for option, words in RUN_OPTIONS.items():
+        [line] = [line for line in ended.stdout.splitlines() if re.search(rf"^\W*{option}\s", line)]
+        assert words in line
+    assert "paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py" in ended.stdout
+    assert "Emulating unequal machines" in ended.stdout
+    assert "A Python script that uses paceline" in ended.stdout
+    assert "Its own arguments, as they are" in ended.stdout
+    assert "[bold]" not in ended.stdout
+
+
+def test_help_of_demo_explains_every_option(call: Call) -> None:
+    ended = call("demo", "--help")
+
+    assert ended.code == 0
+    assert "handwritten digits under four sync models" in ended.stdout
+    assert "under three minutes on two cores" in ended.stdout
+    for option, words in {
+        "--seeds": "medians",
+        "--tune": "best learning rate",
+        "--run-dir": "logs, traces and results",
+    }.items():
+        [line] = [line for line in ended.stdout.splitlines() if re.search(rf"^\W*{option}\s", line)]
+        assert words in line
+
+
+def test_without_a_command_the_program_shows_its_help(call: Call) -> None:
+    ended = call()
+
+    assert "Run a script in several workers" in ended.stdout + ended.stderr
+
+
+def test_the_version_is_the_packages(call: Call) -> None:
+    ended = call("--version")
+
+    assert (ended.code, ended.stdout, ended.stderr) == (0, f"paceline {paceline.__version__}\n", "")
+
+
+def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path: Path) -> None:
+    ended = call(
+        *("run", "--dry-run", "--workers", "4", "--servers", "2", "--sync", "elastic-bsp", "--seed", "7"),
+        *("--pace", "0.05,0.05,0.05,0.15", "--jitter", "0.2", "--transport", "tcp", "--run-dir", "out/here"),
+        *("train.py", "--epochs", "3"),
+    )
+
+    assert (ended.code, ended.stderr) == (0, "")
+    shown = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in ended.stdout.splitlines())
+    assert shown == {
+        "sync model": "elastic-bsp:lookahead=15",
+        "workers": "4",
+        "servers": "2, each with one shard of the parameters",
+        "transport": "TCP on loopback (tcp)",
+        "emulated": "least seconds per iteration 0.05, 0.05, 0.05, 0.15; jitter +-20%",
+        "on NaN": "stop",
+        "seed": "7",
+        "run directory": "out/here",
+        "command": f"{sys.executable} train.py --epochs 3",
+    }
+    assert contents(tmp_path) == ["train.py"]
+
+
+def test_a_dry_run_without_a_run_directory_makes_none(call: Call, tmp_path: Path) -> None:
+    ended = call("run", "--dry-run", "train.py")
+
+    assert ended.code == 0
+    assert "a new directory under ./runs" in ended.stdout
+    assert contents(tmp_path) == ["train.py"]
+
+
+# -- what it refuses -----------------------------------------------------------------------------------------
+
+BAD_INPUT = {
+    "an unknown model": (
+        ["--sync", "elastic-bps", "train.py"],
+        "error: unknown sync model 'elastic-bps'; did you mean 'elastic-bsp'? Choices: asp, bsp, elastic-bsp, ssp.",
+    ),
+    "an empty model": (
+        ["--sync", "", "train.py"],
+        "error: unknown sync model ''. Choices: asp, bsp",
+    ),
+    "an unknown key": (
+        ["--sync", "ssp:stalenes=3", "train.py"],
+        "'stalenes'; did you mean 'staleness'? Choices: staleness.",
+    ),
+    "a key for a model without keys": (
+        ["--sync", "bsp:staleness=3", "train.py"],
+        "error: unknown key of sync model 'bsp': 'staleness'; it takes none.",
+    ),
+    "a key without a value": (["--sync", "ssp:staleness", "train.py"], "'staleness' is not key=value"),
+    "a key given twice": (
+        ["--sync", "ssp:staleness=1,staleness=2", "train.py"],
+        "'staleness' is given twice",
+    ),
+    "a value that is no number": (
+        ["--sync", "ssp:staleness=three", "train.py"],
+        "staleness is 'three', expected a number",
+    ),
+    "a negative staleness": (["--sync", "ssp:staleness=-1", "train.py"], "staleness is -1, expected"),
+    "half a staleness": (["--sync", "ssp:staleness=1.5", "train.py"], "staleness is 1.5, expected"),
+    "lookahead 0": (["--sync", "elastic-bsp:lookahead=0", "train.py"], "lookahead is 0, expected"),
+    "0 workers": (["--workers", "0", "train.py"], "error: workers is 0, expected a whole number >= 1."),
+    "-1 workers": (["--workers", "-1", "train.py"], "error: workers is -1, expected a whole number >= 1."),
+    "0 servers": (["--servers", "0", "train.py"], "error: servers is 0, expected a whole number >= 1."),
+    "a negative seed": (["--seed", "-1", "train.py"], "error: seed is -1, expected a whole number >= 0."),
+    "paces that do not match the workers": (
+        ["--workers", "3", "--pace", "0.1,0.2", "train.py"],
+        "error: pace has 2 values for 3 workers; give one for each, for example 0.1,0.2,0.2.",
+    ),
+    "slowdowns that do not match the workers": (
+        ["--workers", "2", "--slowdown", "1,1,3", "train.py"],
+        "error: slowdown has 3 values for 2 workers; give one for each, for example 1,1.",
+    ),
+    "a pace that is no number": (
+        ["--pace", "0.1,fast", "train.py"],
+        "error: pace is '0.1,fast', expected numbers with commas between, as in 1,1,1,3.",
+    ),
+    "a slowdown that is no number": (
+        ["--slowdown", "1,", "train.py"],
+        "error: slowdown is '1,', expected numbers",
+    ),
+    "an empty pace": (["--pace", "", "train.py"], "error: pace is '', expected numbers"),
+    "a negative pace": (
+        ["--pace", "0.1,-0.1", "train.py"],
+        "error: pace is -0.1 for one worker, expected a number >= 0.",
+    ),
+    "a pace that begins with a minus": (
+        ["--pace", "-0.1,0.1", "train.py"],
+        "error: pace is -0.1 for one worker",
+    ),
+    "a pace of nan": (["--pace", "0.1,nan", "train.py"], "error: pace is nan for one worker"),
+    "a slowdown that speeds up": (
+        ["--slowdown", "1,0.5", "train.py"],
+        "error: slowdown is 0.5 for one worker, expected a number >= 1.",
+    ),
+    "a jitter of 1": (["--jitter", "1", "train.py"], "error: jitter is 1.0, expected a number in [0, 1)"),
+    "a negative jitter": (
+        ["--jitter", "-0.1", "train.py"],
+        "error: jitter is -0.1, expected a number in [0, 1)",
+    ),
+    "a jitter of nan": (["--jitter", "nan", "train.py"], "error: jitter is nan, expected a number in [0, 1)"),
+    "a missing script": (["trian.py"], "error: the script 'trian.py' does not exist"),
+    "a directory for a script": (["."], "error: the script '.' does not exist"),
+    "no script": ([], "script"),
+    "port 70000": (["--port", "70000", "train.py"], "error: port is 70000, expected a number from 0"),
+    "a negative port": (["--port", "-1", "train.py"], "error: port is -1, expected a number from 0"),
+    "a run directory inside a file": (
+        ["--run-dir", "train.py/run", "train.py"],
+        "error: the run directory train.py/run cannot be written; choose another with --run-dir.",
+    ),
+    "a run directory that is a file": (
+        ["--run-dir", "train.py", "train.py"],
+        "error: the run directory train.py cannot be written; choose another with --run-dir.",
+    ),
+    "an empty run directory": (["--run-dir", "", "train.py"], "error: the run directory is empty"),
+    "an unknown transport": (["--transport", "udp", "train.py"], "'udp' is not one of 'auto', 'shm', 'tcp'"),
+    "an unknown way with NaN": (["--on-nan", "ignore", "train.py"], "'ignore' is not one of 'stop', 'skip'"),
+    "workers that are no number": (["--workers", "two", "train.py"], "Invalid value for '--workers'"),
+    "an unknown option": (["--worker", "3", "train.py"], "--workers"),
+}
+
+
+@pytest.mark.parametrize("dry", [False, True], ids=["run", "dry run"])
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_sentence_and_exit_code_2_and_makes_nothing(
+    case: str, dry: bool, call: Call, tmp_path: Path
+) -> None:
+    arguments, words = BAD_INPUT[case]
+    ended = call("run", *(["--dry-run"] if dry else []), *arguments)
+
+    assert words in ended.words
+    assert (ended.code, ended.stdout) == (2, "")
+    assert "Traceback" not in ended.stderr
+    if ended.stderr.startswith("error: "):
+        assert ended.stderr.count("\n") == 1
+    assert contents(tmp_path) == ["train.py"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a directory in which nobody can make one")
+def test_a_run_directory_that_nobody_can_make_is_refused(call: Call) -> None:
+    ended = call("run", "--run-dir", "/proc/paceline-run", "train.py")
+
+    assert ended.code == 2
+    assert re.fullmatch(
+        r"error: the run directory /proc/paceline-run cannot be written.*--run-dir\.\n", ended.stderr
+    )
+
+
+def test_a_runs_folder_that_cannot_be_made_is_refused(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file where the folder of runs would be")
+    ended = call("run", "train.py")
+
+    assert ended.code == 2
+    assert re.fullmatch(r"error: the run directory runs cannot be written.*--run-dir\.\n", ended.stderr)
+
+
+@pytest.mark.parametrize("left", ["summary.json", "trace-shard-0.jsonl"])
+def test_a_run_directory_that_holds_a_run_is_refused_and_left_alone(
+    left: str, call: Call, tmp_path: Path
+) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / left).write_text("precious")
+    ended = call("run", "--run-dir", "old", "train.py")
+
+    assert ended.code == 2
+    assert ended.stderr == "error: the run directory old holds a run already; choose another.\n"
+    assert contents(tmp_path) == ["old", f"old/{left}", "train.py"]
+    assert (tmp_path / "old" / left).read_text() == "precious"
+
+
+def test_a_port_in_use_is_refused(call: Call, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = call("run", "--transport", "tcp", "--port", str(port), "train.py")
+
+    assert ended.code == 2
+    assert ended.stderr == (
+        f"error: cannot listen on 127.0.0.1:{port}: it is in use. Choose another port, or 0 for any free one.\n"
+    )
+    assert contents(tmp_path) == ["train.py"]
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(call: Call) -> None:
+    ended = call("rnu", "train.py")
+
+    assert ended.code == 2
+    assert "No such command 'rnu'" in ended.words
+    assert "run" in ended.words.partition("'rnu'")[2]
+
+
+@pytest.mark.parametrize("seeds", ["0", "some"])
+def test_a_demo_with_no_seeds_is_refused(seeds: str, call: Call, tmp_path: Path) -> None:
+    ended = call("demo", "--seeds", seeds)
+
+    assert ended.code == 2
+    assert "Invalid value for '--seeds'" in ended.words
+    assert contents(tmp_path) == ["train.py"]
+
+
+@pytest.mark.processes
+def test_bad_input_in_a_process_of_its_own_ends_with_2(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ended = run_program("-m", "paceline", "run", "--workers", "0", "train.py", folder=tmp_path)
+
+    assert (ended.code, ended.stdout) == (2, "")
+    assert ended.stderr == "error: workers is 0, expected a whole number >= 1.\n"
+    assert contents(tmp_path) == ["train.py"]
+
+
+# -- what it starts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_a_script_runs_alone_as_one_ordinary_process(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ended = run_program("-W", "error", "train.py", "--epochs", "3", folder=tmp_path)
+
+    assert (ended.code, ended.stderr) == (0, "")
+    first, loss = ended.stdout.splitlines()
+    assert first == "worker 0 of 1: ['train.py', '--epochs', '3']"
+    assert loss.startswith("loss ")
+    assert contents(tmp_path) == ["train.py"]
+
+
+@pytest.mark.processes
+def test_run_gives_the_script_its_arguments_and_shows_what_worker_0_prints(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    arguments = ["--epochs", "3", "--sync", "x", "--workers=9", "-n", "--help", "--", "-"]
+    ended = run_program(
+        *("-m", "paceline", "run", "--workers", "2", "--servers", "1", "--sync", "asp", "train.py"),
+        *arguments,
+        folder=tmp_path,
+    )
+
+    assert ended.code == 0
+    lines = ended.stdout.splitlines()
+    assert lines[0] == f"worker 0 of 2: {['train.py', *arguments]}"
+    assert lines[1].startswith("loss ")
+    assert "worker 1 of 2" not in ended.stdout
+    assert "Traceback" not in ended.stderr
+    shown = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines[2:-1])
+    assert shown.keys() == {"sync", "duration", "updates", "waiting", "staleness"}
+    assert shown["sync"] == "asp"
+    assert shown["updates"].startswith("8 ")
+    [run_dir] = (tmp_path / "runs").iterdir()
+    assert lines[-1] == f"weights, traces and logs: {run_dir}"
+    assert (run_dir / "worker-1.log").read_text().startswith(f"worker 1 of 2: {['train.py', *arguments]}\n")
+    assert {"summary.json", "weights.safetensors", "trace-shard-0.jsonl"} <= set(contents(run_dir))

@@ -1,0 +1,594 @@
+"""Runs in real processes: what they leave behind, and what happens when one of them, or the launcher, is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+
+import paceline
+from paceline.errors import RunFailedError
+from paceline.measures import measure
+from paceline.runtime.job import JOB_VARIABLE, Place
+from paceline.sync import parse
+from paceline.sync.actions import ApplyMean, PublishPlan
+from paceline.trace import Trace, replay
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
+]
+
+MARK = (
+    "PACELINE_TEST_MARK"  # an environment variable by which a test recognises the processes that it started
+)
+DEADLINE_S = 120.0  # a safety net: nothing here waits that long unless something hangs
+MODELS = ("bsp", "ssp:staleness=3", "asp", "elastic-bsp:lookahead=5")
+STEPS = 24
+PACE = (0.03, 0.03, 0.09)
+
+# A module that can be imported by the launcher and by its workers.
+WORKOUT = """
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import paceline
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(6, 6, bias=False)
+        self.norm = nn.BatchNorm1d(6)
+        self.decoder = nn.Linear(6, 6, bias=False)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, x):
+        return self.decoder(self.norm(self.encoder(x)))
+
+
+def make():
+    torch.manual_seed(0)
+    return Tied()
+
+
+def train(steps, killed=None, poisoned=None, progress=None):
+    worker = paceline.worker_index()
+    print(f"this is worker {worker} of {paceline.worker_count()}")
+    model = make()
+    optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(worker))
+    for iteration in range(steps):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            if (worker, iteration) == killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if (worker, iteration) == poisoned:
+                model.norm.bias.grad[2] = float("nan")
+            return loss
+
+        optimizer.step(closure)
+        if progress is not None and iteration == 3:
+            Path(f"{progress}-{worker}").touch()
+"""
+
+# A script that goes on until somebody ends it.
+ENDLESS = """
+import workout
+
+workout.train(10**9, progress="progress")
+"""
+
+
+# -- the processes of a run ---------------------------------------------------------------------------------
+
+
+def processes(mark: str) -> dict[str, int]:
+    """The living processes, other than this one, that a test has started: "server 0", "worker 1", "launcher"
+    -> id."""
+    found: dict[str, int] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            pairs = dict(
+                pair.split(b"=", 1) for pair in (folder / "environ").read_bytes().split(b"\0") if b"=" in pair
+            )
+        except OSError:
+            continue  # it has ended, or is not ours to look at
+        if pairs.get(MARK.encode()) != mark.encode():
+            continue
+        name = "launcher"
+        if JOB_VARIABLE.encode() in pairs:
+            place = msgspec.msgpack.decode(bytes.fromhex(pairs[JOB_VARIABLE.encode()].decode()), type=Place)
+            name = f"{place.role} {place.index}"
+        found[name] = int(folder.name)
+    return found
+
+
+def await_that(condition: Callable[[], object], what: str) -> None:
+    """Look until a condition holds."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"never happened: {what}"
+        time.sleep(0.02)
+
+
+def descriptors() -> dict[str, str]:
+    """The open descriptors of this process, and what each is."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found[entry] = os.readlink(f"/proc/self/fd/{entry}")
+    return found
+
+
+def sockets_under(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_socket()]
+
+
+@pytest.fixture(autouse=True)
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Marks whatever a test starts; after it, no process, socket, shared memory, descriptor or thread is left."""
+    mark = secrets.token_hex(8)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "workout.py").write_text(WORKOUT)
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("PYTHONPATH", str(Path(paceline.__file__).parents[1]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = descriptors()
+    threads = set(threading.enumerate())
+    memory = set(os.listdir("/dev/shm"))
+    try:
+        yield mark
+        assert processes(mark) == {}, "processes are left"
+    finally:
+        for process_id in processes(mark).values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        sys.modules.pop("workout", None)
+    assert sockets_under(tmp_path) == []
+    assert [
+        path for path in temporary.iterdir() if not path.name.startswith("torchinductor")
+    ] == []  # torch's
+    await_that(lambda: set(os.listdir("/dev/shm")) <= memory, "/dev/shm is as it was")
+    assert set(threading.enumerate()) <= threads
+    assert descriptors() == before
+
+
+def train() -> Callable[..., None]:
+    """The training function, imported as a user's own module would be."""
+    function: Callable[..., None] = importlib.import_module("workout").train
+    return function
+
+
+def start_program(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    with start_program(*arguments) as program:
+        stdout, stderr = program.communicate(timeout=DEADLINE_S)
+    return subprocess.CompletedProcess(arguments, program.returncode, stdout, stderr)
+
+
+@contextlib.contextmanager
+def meanwhile(act: Callable[[], None]) -> Iterator[None]:
+    """Do something on another thread while a run is under way in this one."""
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+# -- one run of each sync model ------------------------------------------------------------------------------
+
+RunOf = Callable[[str], paceline.RunResult]
+
+
+@pytest.fixture(scope="module")
+def left_open() -> dict[str, list[object]]:
+    """Sync model -> the descriptors and threads that this process has more after its launch than before."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory: pytest.TempPathFactory, left_open: dict[str, list[object]]) -> RunOf:
+    """run_of(sync): a run of three workers, one three times slower than the others; made once for each model."""
+    made: dict[str, paceline.RunResult] = {}
+
+    def run(sync: str) -> paceline.RunResult:
+        if sync not in made:
+            open_before, threads_before = descriptors(), threading.enumerate()
+            made[sync] = paceline.launch(
+                train(),
+                args=(STEPS,),
+                workers=3,
+                servers=2 if sync in ("bsp", "elastic-bsp:lookahead=5") else 1,
+                transport="tcp" if sync == "asp" else "auto",
+                sync=sync,
+                pace=PACE,
+                run_dir=tmp_path_factory.mktemp("runs") / sync.partition(":")[0],
+                progress=False,
+                snapshot_every_s=0.1,
+            )
+            left_open[sync] = [
+                *(descriptors().items() - open_before.items()),
+                *(thread for thread in threading.enumerate() if thread not in threads_before),
+            ]
+        return made[sync]
+
+    return run
+
+
+def shards_of(result: paceline.RunResult) -> list[Trace]:
+    return [trace for trace in result.trace if trace.header.host == "shard"]
+
+
+@pytest.mark.parametrize("sync", MODELS)
+def test_a_live_trace_replays_to_identical_actions(sync: str, run_of: RunOf) -> None:
+    result = run_of(sync)
+
+    hosts = [(trace.header.host, trace.header.index) for trace in result.trace]
+    assert (
+        hosts
+        == {
+            "bsp": [("shard", 0), ("shard", 1)],
+            "ssp:staleness=3": [("shard", 0)],
+            "asp": [("shard", 0)],
+            "elastic-bsp:lookahead=5": [("shard", 0), ("shard", 1), ("coordinator", 0)],
+        }[sync]
+    )
+    for trace in result.trace:
+        assert trace.header.sync == parse(sync)
+        assert trace.header.emulated == "least seconds per iteration 0.03, 0.03, 0.09"
+        assert not [entry for entry in trace.entries if entry.refused]
+        assert replay(trace) == []
+
+
+def test_a_trace_names_its_sync_model_as_the_command_line_does(run_of: RunOf) -> None:
+    for sync in MODELS:
+        for trace in run_of(sync).trace:
+            assert str(trace.header.sync) == sync
+
+
+@pytest.mark.parametrize("sync", MODELS)
+def test_every_worker_trains_to_its_end_and_the_summary_says_so(sync: str, run_of: RunOf) -> None:
+    result = run_of(sync)
+
+    assert json.loads((result.run_dir / "summary.json").read_text()) == result.summary
+    assert result.summary["sync"] == sync
+    assert result.summary["workers"] == 3
+    assert result.summary["lost_workers"] == []
+    assert result.summary["iterations"] == {"0": STEPS, "1": STEPS, "2": STEPS}
+    assert result.summary["emulated"] == "least seconds per iteration 0.03, 0.03, 0.09"
+    assert result.summary["dropped_pushes"] == 0
+
+
+def test_under_bsp_no_gradient_is_stale_and_nobody_runs_ahead(run_of: RunOf) -> None:
+    summary = run_of("bsp").summary
+
+    assert summary["max_staleness"] == 0
+    assert summary["max_gap"] == 0
+    assert summary["updates"] == STEPS
+
+
+def test_under_ssp_3_the_fast_run_ahead_but_never_by_more_than_3(run_of: RunOf) -> None:
+    summary = run_of("ssp:staleness=3").summary
+
+    assert 1 <= summary["max_gap"] <= 3
+    assert summary["updates"] == 3 * STEPS
+
+
+def test_under_asp_nobody_waits(run_of: RunOf) -> None:
+    summary = run_of("asp").summary
+
+    assert summary["delayed_pulls"] == 0
+    assert summary["waiting_share"] == 0.0
+    assert summary["updates"] == 3 * STEPS
+
+
+def test_under_elastic_bsp_the_barrier_is_planned_and_costs_less_than_under_bsp(run_of: RunOf) -> None:
+    elastic, bsp = run_of("elastic-bsp:lookahead=5"), run_of("bsp")
+
+    [coordinator] = [trace for trace in elastic.trace if trace.header.host == "coordinator"]
+    plans = [
+        action.plan
+        for entry in coordinator.entries
+        for action in entry.actions
+        if isinstance(action, PublishPlan)
+    ]
+    assert [plan.superstep for plan in plans] == list(range(len(plans)))
+    assert plans[0].members == (0, 1, 2)
+    for shard in shards_of(elastic):
+        assert any(isinstance(action, ApplyMean) for entry in shard.entries for action in entry.actions)
+    assert measure(shards_of(elastic)).delayed_pulls < measure(shards_of(bsp)).delayed_pulls
+    assert elastic.summary["waiting_share"] < bsp.summary["waiting_share"]
+
+
+@pytest.mark.parametrize("sync", MODELS)
+def test_the_weights_file_loads_without_paceline_and_has_both_names_of_tied_weights(
+    sync: str, run_of: RunOf
+) -> None:
+    result = run_of(sync)
+    weights = safetensors.torch.load_file(result.run_dir / "weights.safetensors")
+
+    model = importlib.import_module("workout").make()
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(weights)
+    assert weights.keys() == result.state_dict.keys() == first.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, result.state_dict[name])
+        assert not torch.equal(tensor, first[name]), f"{name} is as it was before the run"
+    assert torch.equal(weights["encoder.weight"], weights["decoder.weight"])
+
+
+def test_the_run_directory_holds_the_results_and_what_each_process_printed(run_of: RunOf) -> None:
+    run_dir = run_of("bsp").run_dir
+
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        "server-0.log",
+        "server-1.log",
+        "summary.json",
+        "trace-shard-0.jsonl",
+        "trace-shard-1.jsonl",
+        "weights.safetensors",
+        "worker-0.jsonl",
+        "worker-0.log",
+        "worker-1.jsonl",
+        "worker-1.log",
+        "worker-2.jsonl",
+        "worker-2.log",
+    ]
+    for worker in range(3):
+        assert (run_dir / f"worker-{worker}.log").read_text() == f"this is worker {worker} of 3\n"
+    for server in range(2):
+        assert (run_dir / f"server-{server}.log").read_text() == ""
+
+
+def test_snapshots_are_taken_in_order_while_the_run_goes_on(run_of: RunOf) -> None:
+    result = run_of("bsp")
+
+    times_s = [time_s for time_s, _ in result.snapshots]
+    versions = [snapshot.versions for _, snapshot in result.snapshots]
+    assert len(times_s) >= 2
+    assert times_s == sorted(times_s)
+    assert versions == sorted(versions)
+    assert all(snapshot.state_dict.keys() == result.state_dict.keys() for _, snapshot in result.snapshots)
+
+
+def test_several_launches_leave_no_descriptor_and_no_thread(
+    run_of: RunOf, left_open: dict[str, list[object]]
+) -> None:
+    for sync in MODELS:
+        run_of(sync)
+
+    assert left_open == {sync: [] for sync in MODELS}
+
+
+# -- where the function comes from ---------------------------------------------------------------------------
+
+
+def test_a_function_of_an_unguarded_script_trains_and_the_script_runs_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        """
+import torch
+import paceline
+
+with open("counter", "a") as counter:
+    counter.write("once\\n")
+
+SIZE = 3
+model = torch.nn.Linear(SIZE, 1)  # of the launcher; each worker makes its own
+
+
+def fit(steps):
+    try:
+        paceline.launch(fit, args=(1,), workers=1)
+    except paceline.errors.UsageError as error:
+        print(f"explained: {error}")
+    model = torch.nn.Linear(SIZE, 1)
+    optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(steps):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, SIZE)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+result = paceline.launch(fit, args=(5,), workers=2, servers=1, run_dir="run")
+print(result.summary["updates"], sorted(result.state_dict))
+"""
+    )
+    ended = run_program("-W", "error", "script.py")
+
+    assert ended.stderr == ""
+    assert ended.returncode == 0
+    assert (tmp_path / "counter").read_text() == "once\n"
+    explained, result = ended.stdout.splitlines()
+    assert explained.startswith("explained: launch() was called inside a worker.")
+    assert "if __name__ == '__main__':" in explained
+    assert result == "5 ['bias', 'weight']"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["run", "temporary"]
+
+
+# -- what fails ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["bsp", "elastic-bsp:lookahead=5"])
+def test_the_others_finish_when_a_worker_is_killed(sync: str, tmp_path: Path) -> None:
+    result = paceline.launch(
+        train(),
+        args=(20, (1, 7)),
+        workers=3,
+        servers=1,
+        sync=sync,
+        pace=(0.01, 0.01, 0.03),
+        run_dir=tmp_path / "run",
+        progress=False,
+    )
+
+    assert result.summary["lost_workers"] == [1]
+    assert result.summary["iterations"] == {"0": 20, "1": 7, "2": 20}
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["lost_workers"] == [1]
+    for trace in result.trace:
+        assert replay(trace) == []
+    assert all(tensor.isfinite().all() for tensor in result.state_dict.values())
+
+
+def test_a_killed_server_ends_the_run_which_names_it(mark: str, tmp_path: Path) -> None:
+    def kill() -> None:
+        await_that((tmp_path / "progress-0").exists, "worker 0 trains")
+        os.kill(processes(mark)["server 1"], signal.SIGKILL)
+
+    with meanwhile(kill), pytest.raises(RunFailedError) as caught:
+        paceline.launch(
+            train(),
+            args=(10**9, None, None, str(tmp_path / "progress")),
+            workers=1,
+            servers=2,
+            run_dir=tmp_path / "run",
+            progress=False,
+        )
+
+    assert caught.value.process == "server 1"
+    assert str(caught.value) == "server 1 failed: it was ended by signal SIGKILL"
+    assert processes(mark) == {}
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_gradient_with_nan_stops_the_run_naming_worker_iteration_and_parameter(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError) as caught:
+        paceline.launch(
+            train(),
+            args=(10**9, None, (1, 4)),
+            workers=2,
+            servers=1,
+            run_dir=tmp_path / "run",
+            progress=False,
+        )
+
+    assert caught.value.process == "worker 1"
+    assert "worker 1, iteration 4: the gradient of 'norm.bias' has NaN or inf in it" in caught.value.reason
+    assert "--on-nan skip" in caught.value.reason
+
+
+def test_a_script_that_raises_shows_its_own_traceback_once(mark: str, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(
+        """
+import paceline
+import workout
+
+workout.train(5)
+if paceline.worker_index() == 1:
+    raise ValueError("the labels are missing")
+"""
+    )
+    ended = run_program(
+        "-m", "paceline", "run", "--workers", "2", "--servers", "1", "--run-dir", "run", "wrong.py"
+    )
+
+    assert ended.returncode == 1
+    assert processes(mark) == {}
+    assert ended.stderr.count("Traceback (most recent call last)") == 1
+    assert (
+        ended.stderr.count("ValueError: the labels are missing\n") == 2
+    )  # the headline and the traceback's end
+    lines = ended.stderr.splitlines()
+    start = lines.index("Traceback (most recent call last):")
+    assert lines[start - 1] == "error: worker 1 failed: ValueError: the labels are missing"
+    assert "wrong.py" in lines[start + 1]
+    assert "line 7" in lines[start + 1]
+    assert "Traceback" not in ended.stdout
+
+
+# -- the launcher ends ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def endless_run(mark: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """`paceline run` of a script without an end, with all its processes in the middle of training."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    with start_program(
+        *("-m", "paceline", "run", "--workers", "2", "--servers", "1", "--sync", "asp", "endless.py")
+    ) as launcher:
+        try:
+            for worker in range(2):
+                await_that(
+                    lambda worker=worker: (  # type: ignore[misc]
+                        (tmp_path / f"progress-{worker}").exists() or launcher.poll() is not None
+                    ),
+                    f"worker {worker} trains",
+                )
+            expected = ["launcher", "server 0", "worker 0", "worker 1"]
+            assert sorted(processes(mark)) == expected
+            yield launcher
+        finally:
+            if launcher.poll() is None:
+                launcher.kill()
+
+
+def test_every_process_ends_when_the_launcher_is_killed(mark: str, tmp_path: Path) -> None:
+    with endless_run(mark, tmp_path) as launcher:
+        launcher.kill()
+        launcher.communicate(timeout=DEADLINE_S)
+        await_that(lambda: not processes(mark), "all processes have ended with their launcher")
+
+    assert launcher.returncode == -signal.SIGKILL
+
+
+def test_ctrl_c_ends_every_process_and_exits_with_130(mark: str, tmp_path: Path) -> None:
+    with endless_run(mark, tmp_path) as launcher:
+        launcher.send_signal(signal.SIGINT)
+        _, stderr = launcher.communicate(timeout=DEADLINE_S)
+        assert processes(mark) == {}
+
+    assert launcher.returncode == 130
+    assert stderr.splitlines()[-1] == "interrupted: every process of the run has been ended"
+    assert "Traceback" not in stderr
