@@ -74,7 +74,7 @@ def distribute(loader: DataLoader[T]) -> Iterable[T]:
     if session is None or session.workers == 1:
         return loader
     kept: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
-    passes = _passes_over(session, loader)
+    passes = _passes.setdefault(session, Passes()).over(loader.dataset)
     if loader.batch_size is None and loader.batch_sampler is not None:  # the user's own batches
         return DataLoader(loader.dataset, batch_sampler=Part(loader.batch_sampler, session, passes), **kept)
     part: Part[Any] = Part(loader.sampler, session, passes)
@@ -114,17 +114,26 @@ class Part(Sampler[T]):
         return len(self._whole)  # type: ignore[arg-type]  # a map-style loader's sampler has a length
 
 
-_passes: WeakKeyDictionary[Session, WeakKeyDictionary[object, Iterator[int]]] = WeakKeyDictionary()
+class Passes:
+    """Counts the passes over each dataset, so that `distribute` may be called once or in every epoch alike, also
+    with a new loader each time."""
+
+    def __init__(self) -> None:
+        self._weak: WeakKeyDictionary[object, Iterator[int]] = WeakKeyDictionary()
+        self._strong: dict[
+            int, tuple[object, Iterator[int]]
+        ] = {}  # of datasets that can be no such key: lists, say
+
+    def over(self, dataset: object) -> Iterator[int]:
+        """The count that goes with a dataset."""
+        try:
+            return self._weak.setdefault(dataset, itertools.count())
+        except TypeError:
+            _, count = self._strong.setdefault(id(dataset), (dataset, itertools.count()))
+            return count
 
 
-def _passes_over(session: Session, loader: DataLoader[Any]) -> Iterator[int]:
-    """Counts the passes over a dataset, so that `distribute` may be called once or in every epoch alike, also with
-    a new loader each time."""
-    counts = _passes.setdefault(session, WeakKeyDictionary())
-    try:
-        return counts.setdefault(loader.dataset, itertools.count())
-    except TypeError:  # a list, say, can be no such key
-        return counts.setdefault(loader, itertools.count())
+_passes: WeakKeyDictionary[Session, Passes] = WeakKeyDictionary()
 
 
 def _mix(seed: int, epoch: int) -> int:

@@ -27,6 +27,7 @@ __all__ = [
     "implementation",
     "make_optimizer",
     "read_groups",
+    "rehearse",
     "require_elementwise",
 ]
 
@@ -111,6 +112,22 @@ def implementation(name: str, group: HyperParameters) -> dict[str, bool]:
     """
     _, fused = ELEMENTWISE[name]
     return {"fused": not group.get("dampening")} if fused else {}
+
+
+def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[HyperParameters]) -> None:
+    """Step an optimizer of one number per group with one set of hyper-parameters and then with the other.
+
+    Raises whatever torch raises at values that it cannot use, or cannot change to in mid-run.
+    """
+    make_optimizer(name, after, [[torch.zeros(1)] for _ in after])
+    parameters = [torch.zeros(1) for _ in before]
+    optimizer = make_optimizer(name, before, [[parameter] for parameter in parameters])
+    for settings in (before, after):
+        for group, one, parameter in zip(optimizer.param_groups, settings, parameters, strict=True):
+            group.update(one | implementation(name, one))
+            parameter.grad = torch.ones(1)
+        fill_momentum(optimizer)
+        optimizer.step()
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer) -> None:

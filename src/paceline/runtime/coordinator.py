@@ -306,6 +306,9 @@ def first_difference(one: ModelSpec, other: ModelSpec) -> str:
         return f"{counts[1]} parameters where the other has {counts[0]}"
     if one.optimizer.name != other.optimizer.name:
         return f"optimizer {other.optimizer.name} where the other has {one.optimizer.name}"
+    counts = len(one.optimizer.groups), len(other.optimizer.groups)
+    if counts[0] != counts[1]:
+        return f"{counts[1]} parameter groups where the other has {counts[0]}"
     if one.optimizer.group_of != other.optimizer.group_of:
         return "its parameter groups are made of other parameters"
     for own, others in zip(one.buffers, other.buffers, strict=False):

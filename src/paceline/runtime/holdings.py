@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from ..buffers import bytes_of, pack, packed_bytes, pool, torch_dtype, unpack
 from ..errors import ProtocolError
 from ..layout import ITEM_BYTES
-from ..optimizers import HyperParameters
+from ..optimizers import HyperParameters, rehearse
 from ..shard import Push, Shard, SliceTensors, Vectors
 from ..sync.actions import AnswerPull
 from ..sync.events import PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
@@ -169,8 +169,21 @@ class Holdings:
                 raise ProtocolError(f"hyper-parameters that cannot be read: {error}") from error
             if [_kinds(group) for group in groups] != self._group_kinds:
                 raise ProtocolError("hyper-parameters of other names or kinds than the optimizer's")
+            self._require_usable(groups)
             self._groups = encoded, groups
         return self._groups[1]
+
+    def _require_usable(self, groups: tuple[HyperParameters, ...]) -> None:
+        """Refuse hyper-parameters that the optimizer would trip over, half-way through a step. A learning rate
+        alone, which schedulers change all the time, needs no trial."""
+        optimizer = self._created.model.optimizer
+        same = [{**group, "lr": 0} for group in groups] == [{**group, "lr": 0} for group in optimizer.groups]
+        if same and all(isinstance(rate := group["lr"], float | int) and rate >= 0 for group in groups):
+            return
+        try:
+            rehearse(optimizer.name, optimizer.groups, groups)
+        except Exception as error:  # torch raises what it likes here
+            raise ProtocolError(f"hyper-parameters that the optimizer cannot use: {error!r}") from error
 
     def leave(self, worker: int, *, finished: bool, answer: Answerer) -> None:
         """A worker takes no further part. It may be heard of twice: once is enough."""

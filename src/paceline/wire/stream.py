@@ -207,7 +207,7 @@ class Stream(Generic[T]):
             yield memoryview(header)
             try:
                 message = self._decode(header)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ProtocolError(f"a header cannot be read: {error}") from error
             targets = self.sink(message, payload_bytes)
             expected_bytes = sum(target.nbytes for target in targets)

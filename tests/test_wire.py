@@ -1,0 +1,646 @@
+"""Bytes between processes: shared and streamed memory under one set of promises, frames, sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import select
+import socket
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
+from paceline.layout import Layout, Parameter, ShardSlice
+from paceline.wire.addresses import connect, listen_tcp, listen_unix
+from paceline.wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut
+from paceline.wire.messages import (
+    Answer,
+    Commit,
+    FetchState,
+    Finished,
+    FromPeerToServer,
+    FromServer,
+    Hello,
+    Message,
+    Notify,
+    Status,
+)
+from paceline.wire.stream import GREETING_LIMIT_BYTES, HEADER_LIMIT_BYTES, Stream, no_payload
+
+TIMEOUT_S = 30.0
+SMALL_BUFFER_BYTES = 1 << 14  # of a socket's, so that much stays queued
+MIXED = Layout.of(
+    [
+        Parameter(("a",), (7, 3), "float32"),
+        Parameter(("b",), (), "float64"),
+        Parameter(("c",), (33,), "bfloat16"),
+        Parameter(("d",), (0, 5), "float32"),
+        Parameter(("e",), (50,), "float16"),
+        Parameter(("f",), (11,), "float64"),
+    ]
+)
+LARGE = Layout.of([Parameter(("w",), (400_000,), "float64"), Parameter(("v",), (70_001,), "float16")])
+LAYOUTS = {"several dtypes": MIXED, "more shards than blocks": MIXED, "larger than a socket's buffer": LARGE}
+SHARDS = {"several dtypes": 2, "more shards than blocks": 7, "larger than a socket's buffer": 2}
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_is_leaked() -> Iterator[None]:
+    before = open_descriptors()
+    yield
+    if open_descriptors().items() - before.items():
+        gc.collect()  # memory that is mapped holds a descriptor until it is freed
+    assert not open_descriptors().items() - before.items()
+
+
+def open_descriptors() -> dict[str, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def fill(vectors: Any, seed: int) -> dict[str, bytes]:
+    """Fill every vector with bytes of its own; return them."""
+    content = {}
+    for number, (dtype, view) in enumerate(vectors.items()):
+        pattern = bytes((seed + 31 * number + 7 * i) % 251 for i in range(251))
+        content[dtype] = (pattern * (view.nbytes // 251 + 1))[: view.nbytes]
+        view[:] = content[dtype]
+    return content
+
+
+def expected(content: dict[str, bytes], shard: ShardSlice) -> dict[str, bytes]:
+    whole = {dtype: memoryview(data) for dtype, data in content.items()}
+    return {dtype: bytes(part) for dtype, part in cut(whole, shard).items()}
+
+
+def contents(vectors: Any) -> dict[str, bytes]:
+    return {dtype: bytes(view) for dtype, view in vectors.items()}
+
+
+# -- one worker and its shards, over each transport -------------------------------------------------------
+
+
+class Wire:
+    """A worker's region and, for each shard, a connection with the shard's inbox at its other end."""
+
+    def __init__(self, transport: str, layout: Layout, shards: int) -> None:
+        shared = transport == "shm"
+        self.shards = layout.slice_evenly(shards)
+        self.region = Region.create(layout, shared=shared)
+        self.workers: list[Stream[FromServer]] = []
+        self.servers: list[Stream[FromPeerToServer]] = []
+        self.inboxes: list[Inbox] = []
+        self.awaited = True
+        listener, address = listen_tcp() if transport == "tcp" else listen_unix()
+        with listener:
+            listener.setblocking(True)
+            for shard in self.shards:
+                ours: Stream[FromServer] = Stream(connect(address), FromServer, self._incoming)
+                theirs: Stream[FromPeerToServer] = Stream(
+                    listener.accept()[0], FromPeerToServer, trusted=False
+                )
+                descriptor = self.region.descriptor
+                hello = Hello("token", "worker", 0, memory_bytes=self.region.size_bytes if shared else 0)
+                ours.send(hello, descriptors=[descriptor] if descriptor is not None else [])
+                assert theirs.wait(TIMEOUT_S) == hello
+                theirs.trusted = True
+                inbox: Inbox
+                if shared:
+                    inbox = SharedInbox(Region.attach(layout, theirs.descriptors.pop()), shard)
+                else:
+                    inbox = StreamedInbox(shard)
+                theirs.sink = lambda message, size_bytes, inbox=inbox: inbox.sinks()  # type: ignore[misc]
+                self.workers.append(ours)
+                self.servers.append(theirs)
+                self.inboxes.append(inbox)
+
+    def _incoming(self, message: Message, size_bytes: int) -> Sequence[memoryview]:
+        assert isinstance(message, Answer)
+        return self.region.incoming(self.shards[message.shard])
+
+    def push(self, shard: ShardSlice, iteration: int = 0) -> None:
+        """One push, sent and received."""
+        message = Commit(shard.index, iteration, b"\1", b"")
+        sender, receiver = self.workers[shard.index], self.servers[shard.index]
+        sender.send(message, self.region.outgoing(shard), stable=True)
+        assert carry(sender, receiver) == message
+
+    def answer(self, shard: ShardSlice, weights: dict[str, memoryview], iteration: int = 0) -> Answer:
+        """Send an answer; what the socket does not take stays queued."""
+        message = Answer(shard.index, iteration, 1)
+        self.servers[shard.index].send(message, self.inboxes[shard.index].deliver(weights))
+        return message
+
+    def close(self) -> None:
+        for worker, server in zip(self.workers, self.servers, strict=True):
+            worker.close()
+            server.close()
+        self.region.close()
+
+
+def carry(sender: Stream[Any], receiver: Stream[Any]) -> Any:
+    """Have what is queued flow until a message has arrived whole."""
+    while True:
+        for message in receiver.receive():
+            return message
+        sender.flush()
+
+
+@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+@pytest.mark.parametrize("what", LAYOUTS)
+def test_pushes_and_answers_arrive_bit_by_bit(transport: str, what: str) -> None:
+    with contextlib.closing(Wire(transport, LAYOUTS[what], SHARDS[what])) as wire:
+        for iteration in range(3):
+            gradients = fill(wire.region.gradients, seed=iteration)
+            before = contents(wire.region.weights)
+            for shard, inbox in zip(wire.shards, wire.inboxes, strict=True):
+                wire.push(shard, iteration)
+                assert contents(inbox.gradient) == expected(gradients, shard)
+            assert contents(wire.region.weights) == before  # pushing is not pulling
+            held = {dtype: memoryview(bytearray(view.nbytes)) for dtype, view in wire.region.weights.items()}
+            weights = fill(held, seed=100 + iteration)
+            for shard in reversed(wire.shards):
+                message = wire.answer(shard, cut(held, shard), iteration)
+                assert carry(wire.servers[shard.index], wire.workers[shard.index]) == message
+            assert contents(wire.region.weights) == weights
+            assert contents(wire.region.gradients) == gradients
+
+
+@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+def test_a_pull_is_not_torn_by_updates_that_come_right_after_the_answer(transport: str) -> None:
+    """The worker reads late: the server's weights are other ones long before the answer has left."""
+    with contextlib.closing(Wire(transport, LARGE, 2)) as wire:
+        held = {dtype: memoryview(bytearray(view.nbytes)) for dtype, view in wire.region.weights.items()}
+        weights = fill(held, seed=3)
+        for shard in wire.shards:
+            wire.servers[shard.index].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER_BYTES)
+            wire.answer(shard, cut(held, shard))
+            assert wire.servers[shard.index].backlog == (transport != "shm")
+            fill(cut(held, shard), seed=77)
+        for shard in wire.shards:
+            carry(wire.servers[shard.index], wire.workers[shard.index])
+        assert contents(wire.region.weights) == weights
+
+
+@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+def test_the_shards_of_a_region_do_not_touch_one_another(transport: str) -> None:
+    with contextlib.closing(Wire(transport, MIXED, 3)) as wire:
+        weights = fill(wire.region.weights, seed=9)
+        shard = wire.shards[1]
+        new = {dtype: memoryview(b"\xee" * view.nbytes) for dtype, view in wire.region.weights.items()}
+        wire.answer(shard, cut(new, shard))
+        carry(wire.servers[1], wire.workers[1])
+        for other in (wire.shards[0], wire.shards[2]):
+            assert contents(cut(wire.region.weights, other)) == expected(weights, other)
+        assert set(b"".join(contents(cut(wire.region.weights, shard)).values())) == {0xEE}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_new_region_is_zero_and_its_vectors_do_not_overlap(shared: bool) -> None:
+    with contextlib.closing(Region.create(MIXED, shared=shared)) as region:
+        views = [*region.weights.values(), *region.gradients.values()]
+        assert [view.nbytes for view in region.weights.values()] == [
+            size * {"float64": 8, "float32": 4}.get(dtype, 2) for dtype, size in MIXED.sizes.items()
+        ]
+        assert not any(any(view) for view in views)
+        for number, view in enumerate(views):
+            view[:] = bytes([number + 1]) * view.nbytes
+        assert [set(view) for view in views] == [{number + 1} for number in range(len(views))]
+
+
+def test_a_region_lives_on_with_whoever_has_attached_it() -> None:
+    created = Region.create(MIXED, shared=True)
+    assert created.descriptor is not None
+    attached = Region.attach(MIXED, os.dup(created.descriptor))
+    content = fill(created.gradients, seed=5)
+    created.close()
+    created.close()  # twice does no harm
+    assert created.descriptor is None
+    del created
+    assert contents(attached.gradients) == content
+
+
+SEAL_ALL = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def memfd(size_bytes: int, seals: int) -> int:
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+@pytest.mark.parametrize(
+    ("change_bytes", "seals"),
+    [
+        (0, 0),
+        (0, fcntl.F_SEAL_SHRINK),
+        (0, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
+        (0, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW),
+        (0, SEAL_ALL | fcntl.F_SEAL_WRITE),
+        (-1, SEAL_ALL),
+        (1, SEAL_ALL),
+        (1 << 20, SEAL_ALL),
+    ],
+)
+def test_memory_that_could_change_its_size_or_has_another_one_is_refused(
+    change_bytes: int, seals: int
+) -> None:
+    with contextlib.closing(Region.create(MIXED, shared=True)) as region:
+        descriptor = memfd(region.size_bytes + change_bytes, seals)
+    with pytest.raises(ProtocolError, match="shared memory"):
+        Region.attach(MIXED, descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)  # it was taken over, and closed
+
+
+def test_descriptors_of_anything_else_are_refused() -> None:
+    with contextlib.closing(Region.create(MIXED, shared=True)) as region:
+        size_bytes = region.size_bytes
+        assert region.descriptor is not None
+        read_only = os.open(f"/proc/self/fd/{region.descriptor}", os.O_RDONLY)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(size_bytes)
+        ends = os.pipe()
+        for descriptor in (os.dup(file.fileno()), *ends, os.open("/dev/zero", os.O_RDWR), read_only):
+            with pytest.raises(ProtocolError, match="shared memory"):
+                Region.attach(MIXED, descriptor)
+
+
+# -- frames -----------------------------------------------------------------------------------------------
+
+
+def frame(header: bytes, payload: bytes = b"", *, magic: bytes = b"PCL1", size: int | None = None) -> bytes:
+    prefix = struct.pack("<4sIQ", magic, len(header), len(payload) if size is None else size)
+    return prefix + header + payload
+
+
+def encoded(message: Message) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+class Receiver:
+    """A stream whose other end is a plain socket, and the payloads that came with its messages."""
+
+    def __init__(self, *, trusted: bool = True, kind: str = "unix") -> None:
+        self.peer, sock = socket.socketpair() if kind == "unix" else tcp_pair()
+        self.peer.settimeout(TIMEOUT_S)
+        self.stream: Stream[Any] = Stream(sock, FromPeerToServer, self._sink, trusted=trusted)
+        self.payloads: list[bytearray] = []
+
+    def _sink(self, message: Message, size_bytes: int) -> list[memoryview]:
+        if not isinstance(message, Commit):
+            return []
+        self.payloads.append(bytearray(max(0, message.iteration)))  # tests say there how long it is
+        view = memoryview(self.payloads[-1])
+        half = len(view) // 2
+        return [view[:half], view[half:half], view[half:]]
+
+    def take(self, data: bytes) -> list[Message]:
+        self.peer.sendall(data)
+        return list(self.stream.receive())
+
+    def read_out(self, size: int) -> bytes:
+        """What the stream sends, as far as its queue leaves when the socket takes it."""
+        heard = bytearray()
+        while len(heard) < size:
+            queued = [self.stream] if self.stream.backlog else []
+            readable, writable, _ = select.select([self.peer], queued, [], TIMEOUT_S)
+            assert readable or writable, f"{len(heard)} of {size} bytes came"
+            if readable:
+                heard += self.peer.recv(1 << 20)
+            if writable:
+                self.stream.flush()
+        return bytes(heard)
+
+    def close(self) -> None:
+        self.peer.close()
+        self.stream.close()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    listener, address = listen_tcp()
+    with listener:
+        listener.setblocking(True)
+        sock = connect(address)
+        return sock, listener.accept()[0]
+
+
+@contextlib.contextmanager
+def receiver(*, trusted: bool = True, kind: str = "unix") -> Iterator[Receiver]:
+    with contextlib.closing(Receiver(trusted=trusted, kind=kind)) as made:
+        yield made
+
+
+def commit_of(payload: bytes) -> Commit:
+    return Commit(0, len(payload), b"\1\0", b"groups")
+
+
+MESSAGES = st.one_of(
+    st.binary(max_size=300).map(lambda payload: (commit_of(payload), payload)),
+    st.integers(-(2**63), 2**63 - 1).map(lambda shard: (FetchState(shard), b"")),
+    st.text(max_size=20).map(lambda token: (Hello(token, "reader", 0), b"")),
+    st.just((Finished(), b"")),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(MESSAGES, max_size=6), st.lists(st.integers(1, 40), max_size=40), st.booleans())
+def test_messages_arrive_whole_and_in_order_however_their_bytes_are_chunked(
+    messages: list[tuple[Message, bytes]], chunks: list[int], trusted: bool
+) -> None:
+    data = b"".join(frame(encoded(message), payload) for message, payload in messages)
+    heard: list[Message] = []
+    with receiver(trusted=trusted) as end:
+        for size in [*chunks, len(data) + 1]:
+            heard += end.take(data[:size]) if data[:size] else []
+            data = data[size:]
+        assert heard == [message for message, _ in messages]
+        assert [bytes(p) for p in end.payloads] == [p for m, p in messages if isinstance(m, Commit)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(MESSAGES, min_size=1, max_size=6), st.lists(st.integers(1, 60), max_size=30))
+def test_what_a_stream_sends_another_one_receives(
+    messages: list[tuple[Message, bytes]], cuts: list[int]
+) -> None:
+    ours, theirs = socket.socketpair()
+    payloads: list[bytearray] = []
+
+    def sink(message: Message, size_bytes: int) -> list[memoryview]:
+        payloads.append(bytearray(size_bytes))
+        return [memoryview(payloads[-1])]
+
+    with (
+        contextlib.closing(Stream[Any](ours, FromPeerToServer)) as sender,
+        contextlib.closing(Stream[Any](theirs, FromPeerToServer, sink)) as getter,
+    ):
+        for message, payload in messages:
+            view, parts, start = memoryview(payload), [], 0
+            for size in cuts:
+                parts.append(view[start : start + size])  # some of them empty
+                start += size
+            sender.send(message, [*parts, view[start:]])
+        assert [getter.wait(TIMEOUT_S) for _ in messages] == [message for message, _ in messages]
+        assert [bytes(payload) for payload in payloads] == [payload for _, payload in messages]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.binary(min_size=1, max_size=200), st.booleans(), st.booleans())
+def test_noise_is_refused_or_waited_for_and_never_anything_else(
+    noise: bytes, trusted: bool, framed: bool
+) -> None:
+    with receiver(trusted=trusted) as end, contextlib.suppress(ProtocolError):
+        assert end.take(frame(noise) if framed else noise) == []
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_a_damaged_frame_never_does_more_than_be_refused(data: st.DataObject) -> None:
+    payload = b"0123456789"
+    whole = bytearray(frame(encoded(commit_of(payload)), payload))
+    position = data.draw(st.integers(0, len(whole) - 1))
+    whole[position] = data.draw(st.integers(0, 255))
+    with receiver(trusted=False) as end, contextlib.suppress(ProtocolError):
+        heard = end.take(bytes(whole))
+        assert all(isinstance(message, Commit) for message in heard)
+
+
+NESTED = b"\x82\xa4type\xa8Finished\xa1x" + b"\x91" * 4000 + b"\xc0"
+
+BROKEN = {
+    "another magic": frame(encoded(Finished()), magic=b"PCL2"),
+    "magic in small letters": frame(encoded(Finished()), magic=b"pcl1"),
+    "no header": frame(b""),
+    "a header that is too large": struct.pack("<4sIQ", b"PCL1", HEADER_LIMIT_BYTES + 1, 0),
+    "a header as large as there can be": struct.pack("<4sIQ", b"PCL1", (1 << 32) - 1, 0),
+    "a header of noise": frame(b"\xc1\xff\x00noise"),
+    "a header that ends too soon": frame(encoded(commit_of(b""))[:-4]),
+    "a header with something after it": frame(encoded(Finished()) + b"\x00"),
+    "a header that is a number": frame(msgspec.msgpack.encode(7)),
+    "a header that is a list": frame(msgspec.msgpack.encode(["Finished"])),
+    "a header without a type": frame(msgspec.msgpack.encode({"shard": 0})),
+    "a field that lacks": frame(msgspec.msgpack.encode({"type": "FetchState"})),
+    "a field of another type": frame(msgspec.msgpack.encode({"type": "FetchState", "shard": "0"})),
+    "text that is none": frame(b"\x82\xa4type\xa5Hello\xa5token\xa2\xff\xfe"),
+    "a list without end": frame(b"\xdd\xff\xff\xff\xff"),
+    "lists in lists": frame(NESTED),
+    "an unknown message": frame(msgspec.msgpack.encode({"type": "Surprise"})),
+    "a message of another connection's": frame(encoded(Status(0, None, "computing"))),
+    "another message of another connection's": frame(encoded(Notify(0))),
+    "a payload where there is none": frame(encoded(Finished()), b"x"),
+    "a payload that is too large": frame(encoded(commit_of(b"12")), b"123"),
+    "a payload that is too small": frame(encoded(commit_of(b"12")), b"1"),
+    "a payload that is not there": frame(encoded(commit_of(b"12"))),
+    "a payload as large as there can be": frame(encoded(commit_of(b"12")), size=(1 << 64) - 1),
+}
+
+
+@pytest.mark.parametrize("trusted", [True, False], ids=["trusted", "untrusted"])
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_frame_is_a_protocol_error(what: str, trusted: bool) -> None:
+    with receiver(trusted=trusted) as end:
+        assert end.take(frame(encoded(FetchState(3)))) == [FetchState(3)]
+        with pytest.raises(ProtocolError):
+            end.take(BROKEN[what])
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("length", [0, 3, 16, 20, 60])
+def test_the_end_of_a_connection_is_a_lost_peer_wherever_it_comes(kind: str, length: int) -> None:
+    payload = bytes(200)
+    with receiver(kind=kind) as end:
+        end.peer.sendall(frame(encoded(commit_of(payload)), payload)[:length])
+        end.peer.close()
+        with pytest.raises(PeerLostError):
+            end.stream.wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_what_came_before_the_end_is_still_heard(kind: str) -> None:
+    with receiver(kind=kind) as end:
+        end.peer.sendall(frame(encoded(FetchState(1))) + frame(encoded(Finished())))
+        end.peer.close()
+        assert end.stream.wait(TIMEOUT_S) == FetchState(1)
+        assert end.stream.wait(TIMEOUT_S) == Finished()
+        with pytest.raises(PeerLostError):
+            end.stream.wait(TIMEOUT_S)
+
+
+def send_until_it_fails(stream: Stream[Any]) -> None:
+    """TCP learns that the peer is gone by the answer to what it sent first."""
+    for _ in range(1000):
+        stream.send(Finished(), [memoryview(bytes(1 << 16))])
+        stream.flush()
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_sending_to_a_peer_that_is_gone_is_a_lost_peer(kind: str) -> None:
+    with receiver(kind=kind) as end:
+        end.peer.close()
+        with pytest.raises(PeerLostError):
+            send_until_it_fails(end.stream)
+
+
+def test_only_who_has_shown_the_token_may_send_a_large_header() -> None:
+    """The bound is on what the prefix says: nothing of the header needs to have come."""
+    for length, fits in [(GREETING_LIMIT_BYTES, True), (GREETING_LIMIT_BYTES + 1, False)]:
+        prefix = struct.pack("<4sIQ", b"PCL1", length, 0)
+        with receiver(trusted=True) as end:
+            assert end.take(prefix) == []
+        with receiver(trusted=False) as end:
+            refused: Any = (
+                contextlib.nullcontext() if fits else pytest.raises(ProtocolError, match="too large")
+            )
+            with refused:
+                assert end.take(prefix) == []
+
+
+def test_a_stranger_may_pass_one_descriptor_and_no_more() -> None:
+    hello = frame(encoded(Hello("token", "worker", 0)))
+    with tempfile.TemporaryFile() as file:
+        for passed, fits in [
+            ([file.fileno()], True),
+            ([file.fileno()] * 2, False),
+            ([file.fileno()] * 9, False),
+        ]:
+            with receiver(trusted=False) as end:
+                socket.send_fds(end.peer, [hello], passed)
+                if not fits:
+                    with pytest.raises(ProtocolError, match="descriptor"):
+                        list(end.stream.receive())
+                    continue
+                assert list(end.stream.receive()) == [Hello("token", "worker", 0)]
+                assert len(end.stream.descriptors) == 1
+                socket.send_fds(end.peer, [hello], passed)  # one more in a later message
+                with pytest.raises(ProtocolError, match="descriptor"):
+                    list(end.stream.receive())
+
+
+def test_descriptors_that_come_after_the_greeting_are_not_taken_in() -> None:
+    with tempfile.TemporaryFile() as file, receiver() as end:
+        before = open_descriptors()
+        socket.send_fds(end.peer, [frame(encoded(Finished()))], [file.fileno()] * 3)
+        assert list(end.stream.receive()) == [Finished()]
+        assert end.stream.descriptors == []
+        assert open_descriptors() == before
+
+
+# -- slow readers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stable", [True, False])
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_slow_reader_holds_nobody_up(kind: str, stable: bool) -> None:
+    payload = bytes(range(256)) * (1 << 12)  # 1 MiB
+    changing = bytearray(payload)
+    with receiver(kind=kind) as end:
+        end.stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER_BYTES)
+        assert not end.stream.backlog
+        end.stream.send(commit_of(payload), [memoryview(changing)], stable=stable)
+        end.stream.send(Finished())
+        assert end.stream.backlog
+        if not stable:
+            changing[:] = bytes(len(changing))
+        data = frame(encoded(commit_of(payload)), payload) + frame(encoded(Finished()))
+        assert end.read_out(len(data)) == data
+        assert not end.stream.backlog
+        end.stream.flush()  # of nothing
+
+
+def test_draining_waits_until_all_has_left_and_no_longer_than_told() -> None:
+    with receiver() as end:
+        end.stream.drain(0.0)  # nothing to wait for
+        end.stream.send(Finished(), [memoryview(bytes(4 << 20))])
+        with pytest.raises(DeadlineError):
+            end.stream.drain(0.01)
+        assert end.stream.backlog
+        end.peer.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                end.peer.recv(1 << 20)
+                end.stream.flush()
+        end.stream.drain(TIMEOUT_S)
+        assert not end.stream.backlog
+
+
+def test_waiting_for_a_message_ends_in_time() -> None:
+    with receiver() as end:
+        end.peer.sendall(frame(encoded(Finished()))[:-1])
+        with pytest.raises(DeadlineError):
+            end.stream.wait(0.01)
+        end.peer.sendall(encoded(Finished())[-1:])
+        assert end.stream.wait(TIMEOUT_S) == Finished()
+
+
+def test_descriptors_cannot_overtake_what_is_queued() -> None:
+    with receiver() as end, tempfile.TemporaryFile() as file:
+        end.stream.send(Finished(), [memoryview(bytes(4 << 20))])
+        with pytest.raises(ProtocolError, match="queued"):
+            end.stream.send(Finished(), descriptors=[file.fileno()])
+
+
+def test_more_parts_than_one_call_to_the_system_takes_arrive_in_order() -> None:
+    parts = [bytes([i % 251]) * (i % 5) for i in range(3000)]
+    with receiver() as end:
+        end.stream.send(Finished(), [memoryview(part) for part in parts])
+        data = frame(encoded(Finished()), b"".join(parts))
+        assert end.read_out(len(data)) == data
+
+
+def test_a_connection_without_payloads_takes_none() -> None:
+    assert no_payload(Finished(), 0) == []
+
+
+# -- addresses --------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_refused_with_what_to_do() -> None:
+    listener, address = listen_tcp()
+    with listener:
+        port = int(address.rpartition(":")[2])
+        with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{port}: it is in use\. Choose another"):
+            listen_tcp(port=port)
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("127.0.0.1", -1), ("192.0.2.1", 0)])
+def test_a_port_or_host_that_cannot_be_is_refused(host: str, port: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"cannot listen on {host}"):
+        listen_tcp(host, port)
+
+
+def test_a_new_listener_is_on_loopback_only() -> None:
+    listener, address = listen_tcp()
+    with listener:
+        assert address.startswith("tcp:127.0.0.1:")
+
+
+@pytest.mark.parametrize("listen", [listen_tcp, listen_unix])
+def test_nobody_answers_once_the_listener_is_closed(listen: Any) -> None:
+    listener, address = listen()
+    with listener, connect(address):
+        pass
+    with pytest.raises(PeerLostError, match="nobody answers at"):
+        connect(address)
+
+
+def test_every_listener_has_an_address_of_its_own() -> None:
+    with contextlib.ExitStack() as stack:
+        addresses = []
+        for listen in (listen_unix, listen_unix, listen_tcp, listen_tcp):
+            listener, address = listen()
+            stack.enter_context(listener)
+            addresses.append(address)
+        assert len(set(addresses)) == 4
