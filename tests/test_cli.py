@@ -280,7 +280,7 @@ BAD_INPUT = {
     ),
     "a jitter of nan": (["--jitter", "nan", "train.py"], "error: jitter is nan, expected a number in [0, 1)"),
     "a missing script": (["trian.py"], "error: the script 'trian.py' does not exist"),
-    "a directory for a script": (["."], "error: the script '.' does not exist"),
+    "a directory for a script": (["."], "error: the script '.' is not a file"),
     "no script": ([], "script"),
     "port 70000": (["--port", "70000", "train.py"], "error: port is 70000, expected a number from 0"),
     "a negative port": (["--port", "-1", "train.py"], "error: port is -1, expected a number from 0"),

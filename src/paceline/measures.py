@@ -24,7 +24,7 @@ __all__ = ["Measures", "Wait", "measure", "waits"]
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """One pull: from its arrival at the last shard to answer it, until that answer."""
+    """One pull, at the shard that kept it waiting longest: from its arrival until its answer."""
 
     worker: int
     iteration: int
@@ -90,9 +90,14 @@ def measure(shards: Sequence[Trace]) -> Measures:
     waiting: dict[int, float] = defaultdict(float)
     for wait in waits(shards):
         waiting[wait.worker] += wait.length_s
-    joined, left, iterations = _lives(shards[0])
-    present_s = sum(left[worker] - joined[worker] for worker in joined)
-    duration_s = max(left.values(), default=0.0) - min(joined.values(), default=0.0)
+    lives = _lives(shards[0])
+    present_s = sum(life.left_s - life.joined_s for life in lives)
+    duration_s = max((life.left_s for life in lives), default=0.0) - min(
+        (life.joined_s for life in lives), default=0.0
+    )
+    iterations: dict[int, int] = defaultdict(int)
+    for life in lives:
+        iterations[life.worker] += life.iterations
     staleness = [
         versions for trace in shards for entry in trace.entries for _, _, versions in entry.staleness
     ]
@@ -101,8 +106,8 @@ def measure(shards: Sequence[Trace]) -> Measures:
         duration_s=duration_s,
         updates=updates,
         updates_per_s=updates / duration_s if duration_s else 0.0,
-        iterations=iterations,
-        waiting_s={worker: waiting[worker] for worker in joined},
+        iterations=dict(iterations),
+        waiting_s={worker: waiting[worker] for worker in iterations},
         waiting_share=sum(waiting.values()) / present_s if present_s else 0.0,
         mean_staleness=fmean(staleness) if staleness else 0.0,
         max_staleness=max(staleness, default=0),
@@ -117,24 +122,32 @@ def measure(shards: Sequence[Trace]) -> Measures:
     )
 
 
-def _lives(trace: Trace) -> tuple[dict[int, float], dict[int, float], dict[int, int]]:
-    """When each worker joined and left (or the trace ended), and how many iterations it pushed."""
-    joined: dict[int, float] = {}
-    left: dict[int, float] = {}
-    iterations: dict[int, int] = {}
-    for entry in trace.entries:
-        match entry.event:
+class _Life(msgspec.Struct):
+    """One worker's presence, from joining to leaving (or to the end of the trace)."""
+
+    worker: int
+    joined_s: float
+    left_s: float
+    iterations: int = 0
+
+
+def _lives(trace: Trace) -> list[_Life]:
+    """Every presence of every worker, in order of joining: one that was lost may join anew."""
+    end_s = trace.entries[-1].event.now_s if trace.entries else 0.0
+    lives: list[_Life] = []
+    current: dict[int, _Life] = {}
+    for event in (entry.event for entry in trace.entries if entry.refused is None):
+        match event:
             case WorkerJoined(now_s=now_s, worker=worker):
-                joined[worker] = now_s
-                iterations[worker] = 0
+                current[worker] = _Life(worker, now_s, end_s)
+                lives.append(current[worker])
             case WorkerLost(now_s=now_s, worker=worker) | WorkerFinished(now_s=now_s, worker=worker):
-                left[worker] = now_s
-            case PushReceived(worker=worker) if entry.refused is None:
-                iterations[worker] += 1
+                current.pop(worker).left_s = now_s
+            case PushReceived(worker=worker):
+                current[worker].iterations += 1
             case _:
                 pass
-    end_s = trace.entries[-1].event.now_s if trace.entries else 0.0
-    return joined, {worker: left.get(worker, end_s) for worker in joined}, iterations
+    return lives
 
 
 def _max_gap(trace: Trace) -> int:
@@ -142,12 +155,14 @@ def _max_gap(trace: Trace) -> int:
     count: dict[int, int] = {}
     largest = 0
     for entry in trace.entries:
+        if entry.refused is not None:
+            continue
         match entry.event:
             case WorkerJoined(worker=worker):
                 count[worker] = min(count.values(), default=0)
             case WorkerLost(worker=worker) | WorkerFinished(worker=worker):
-                count.pop(worker, None)
-            case PushReceived(worker=worker) if entry.refused is None:
+                del count[worker]
+            case PushReceived(worker=worker):
                 count[worker] += 1
             case _:
                 pass

@@ -99,19 +99,23 @@ def make_optimizer(
     """The real optimizer over some tensors, one list per group; groups may be empty."""
     kind, _ = ELEMENTWISE[name]
     settings: Any = [
-        {**group, **implementation(name, group), "params": tensors}
+        {**group, **implementation(name, group, tensors), "params": tensors}
         for group, tensors in zip(groups, parameters, strict=True)
     ]
-    return kind(settings, lr=groups[0]["lr"])  # type: ignore[call-arg]  # every class of the table has one
+    # Of these torch reads some in the constructor only.
+    defaults: Any = {key: groups[0][key] for key in ("lr", "initial_accumulator_value") if key in groups[0]}
+    return kind(settings, **defaults)
 
 
-def implementation(name: str, group: HyperParameters) -> dict[str, bool]:
+def implementation(name: str, group: HyperParameters, tensors: Sequence[torch.Tensor]) -> dict[str, bool]:
     """How torch is to compute a group: by the fused kernel where that gives the same result.
 
-    With dampening, SGD's first step is an exception that the fused kernel makes for all parameters or for none.
+    With dampening, SGD's first step is an exception that the fused kernel makes for all parameters or for none; and
+    in half precision it leaves weights as they are.
     """
     _, fused = ELEMENTWISE[name]
-    return {"fused": not group.get("dampening")} if fused else {}
+    exact = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tensors)
+    return {"fused": exact and not group.get("dampening")} if fused else {}
 
 
 def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[HyperParameters]) -> None:
@@ -124,7 +128,7 @@ def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[Hyper
     optimizer = make_optimizer(name, before, [[parameter] for parameter in parameters])
     for settings in (before, after):
         for group, one, parameter in zip(optimizer.param_groups, settings, parameters, strict=True):
-            group.update(one | implementation(name, one))
+            group.update(one | implementation(name, one, [parameter]))
             parameter.grad = torch.ones(1)
         fill_momentum(optimizer)
         optimizer.step()

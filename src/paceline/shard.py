@@ -222,7 +222,7 @@ class Shard:
     def _use_groups(self, groups: tuple[HyperParameters, ...]) -> None:
         if groups is not self._groups and groups != self._groups:
             for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
-                group.update(settings | implementation(self._name, settings))
+                group.update(settings | implementation(self._name, settings, group["params"]))
             self._groups = groups
 
     def _record(self, event: AnyEvent, actions: Sequence[AnyAction], refused: str | None = None) -> None:

@@ -115,7 +115,7 @@ def read(path: Path) -> Trace:
         fields = msgspec.json.decode(lines[0])
         header = msgspec.convert({**fields, "sync": msgspec.to_builtins(parse(fields["sync"]))}, Header)
         return Trace(header, list(_entries(lines[1:-1])))
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{path} is not a trace of Paceline: {error}") from error
 
 

@@ -64,14 +64,16 @@ class Worker(NamedTuple):
     phase: Literal["absent", "computing", "waiting", "finished", "lost"]
     iteration: int = 0
     awaited: frozenset[int] = frozenset()  # shards that have yet to answer
-    planned: tuple[int, Stop] | None = None  # the plan to follow: it stops with its first push at or past this
+    planned: tuple[int, Stop] | None = (
+        None  # the plan to follow: it stops with its first push at or past this
+    )
 
 
 class Seen(NamedTuple):
     """What one shard has been told of one worker."""
 
     state: Literal["unknown", "live", "left"] = "unknown"
-    count: int = 0  # c_p
+    pushed: int = 0  # c_p
     asks: bool = False  # its last pull has not been answered
     stop: Stop | None = None  # the flag of its last push
     last_stop: int = -1  # the latest superstep that it has flagged a push for
@@ -94,7 +96,9 @@ class State(NamedTuple):
     to_planner: tuple[tuple[Message, ...], ...]  # [worker]
     shards: tuple[Shard, ...]
     planner: int  # its number in `Cluster._planners`
-    notified: tuple[int, ...]  # iterations that the planner has heard of; -1 for a worker that is not live there
+    notified: tuple[
+        int, ...
+    ]  # iterations that the planner has heard of; -1 for a worker that is not live there
     losses: int  # that may yet happen
 
 
@@ -170,6 +174,7 @@ class Cluster:
         self._any_plan = any_plan
         self._everywhere = frozenset(range(shards))
         self._machines = Interned(sync.at_shard())
+        self._shard_after: dict[tuple[float, Shard, int, Message], tuple[Shard, list[int]]] = {}
         planner = sync.at_coordinator()
         self._planners = Interned(planner) if planner is not None else None
         everybody = range(workers + late)
@@ -295,18 +300,28 @@ class Cluster:
         return self._tell_shard(state, worker, shard, message)
 
     def _tell_shard(self, state: State, worker: int, shard: int, message: Message) -> State:
-        at = state.shards[shard]
+        key = self.now_s, state.shards[shard], worker, message
+        if key not in self._shard_after:
+            self._shard_after[key] = self._take(state.shards[shard], worker, message)
+        at, answered = self._shard_after[key]
+        state = state._replace(shards=_put(state.shards, shard, at))
+        for other in answered:
+            state = self._answer(state, other, shard)
+        return state
+
+    def _take(self, at: Shard, worker: int, message: Message) -> tuple[Shard, list[int]]:
+        """What becomes of a shard that takes one message, and whom it answers."""
         its = at.seen[worker]
         now_s, iteration = self.now_s, message.iteration
         event: AnyEvent
         match message.kind:
             case "join":
                 event = WorkerJoined(now_s=now_s, worker=worker)
-                its = Seen("live", min((other.count for other in at.seen if other.state == "live"), default=0))
-                state = self._answer(state, worker, shard)  # the first weights
+                slowest = min((other.pushed for other in at.seen if other.state == "live"), default=0)
+                its = Seen("live", slowest)
             case "push":
                 event = PushReceived(now_s=now_s, worker=worker, iteration=iteration, stop=message.stop)
-                its = its._replace(count=its.count + 1, stop=message.stop)
+                its = its._replace(pushed=its.pushed + 1, stop=message.stop)
                 if message.stop is not None:
                     its = its._replace(last_stop=message.stop.superstep)
             case "pull":
@@ -317,13 +332,14 @@ class Cluster:
             case _:
                 event, its = WorkerLost(now_s=now_s, worker=worker), Seen("left")
         machine, actions = self._machines.after(at.machine, event)
-        at = at._replace(machine=machine, seen=_put(at.seen, worker, its))
-        return self._perform(state, shard, at, event, actions)
+        at, answered = self._perform(at._replace(seen=_put(at.seen, worker, its)), event, actions)
+        if message.kind == "join":
+            answered.append(worker)  # with the first weights
+        return at._replace(machine=machine), answered
 
-    def _perform(
-        self, state: State, shard: int, at: Shard, event: AnyEvent, actions: list[AnyAction]
-    ) -> State:
+    def _perform(self, at: Shard, event: AnyEvent, actions: list[AnyAction]) -> tuple[Shard, list[int]]:
         seen, held, means = list(at.seen), set(at.held), set(at.means)
+        answered: list[int] = []
         fates = 0
         for action in actions:
             match action:
@@ -341,15 +357,15 @@ class Cluster:
                     assert seen[worker].asks, f"{action}, which was not asked for"
                     assert (worker, iteration) not in held, f"{action} before its push was applied"
                     seen[worker] = seen[worker]._replace(asks=False)
-                    state = self._answer(state, worker, shard)
+                    answered.append(worker)
                 case PublishPlan():
                     raise AssertionError(f"a shard cannot {action}")
         assert fates == isinstance(event, PushReceived), f"{event} was dealt with {fates} times"
         waiting = {worker for worker, its in enumerate(seen) if its.asks}
         must_wait = self._must_wait(tuple(seen))
-        assert waiting == must_wait, f"at shard {shard} {waiting} wait and {must_wait} must, after {event}"
+        assert waiting == must_wait, f"at a shard {waiting} wait and {must_wait} must, after {event}"
         at = at._replace(seen=tuple(seen), held=frozenset(held), means=frozenset(means))
-        return state._replace(shards=_put(state.shards, shard, at))
+        return at, answered
 
     def _answer(self, state: State, worker: int, shard: int) -> State:
         """One shard's weights reach a worker; with the last of them it goes on, or leaves if it has done its work."""
@@ -436,8 +452,8 @@ def more_ahead_than(staleness: float) -> MustWait:
     """SSP: whoever asks with c_p - min c > s waits."""
 
     def must_wait(seen: tuple[Seen, ...]) -> set[int]:
-        slowest = min((its.count for its in seen if its.state == "live"), default=0)
-        return {worker for worker, its in enumerate(seen) if its.asks and its.count - slowest > staleness}
+        slowest = min((its.pushed for its in seen if its.state == "live"), default=0)
+        return {worker for worker, its in enumerate(seen) if its.asks and its.pushed - slowest > staleness}
 
     return must_wait
 

@@ -102,7 +102,8 @@ def test_is_refused_and_changes_nothing(sync: SyncModel, what: str) -> None:
     control = copy.deepcopy(life)
     life.refuse(REFUSED[what])
     life.machine.validate()
-    for event in [life.world.push(0), life.world.pull(1)]:  # and the future is what it would have been
+    future: list[AnyEvent] = [life.world.push(0), life.world.pull(1)]
+    for event in future:
         assert life.tell(event) == control.tell(event)
 
 
@@ -126,7 +127,7 @@ def test_is_refused_at_any_moment_of_a_life(sync: SyncModel, seed: int) -> None:
 
 
 @every_model
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "finished"])
 def test_those_who_leave_never_block_the_last_one(sync: SyncModel, seed: int, lost: bool) -> None:
     life = after_a_random_life(sync, seed)
@@ -264,9 +265,15 @@ def test_a_planner_that_is_told_what_only_shards_hear_is_our_bug(sync: SyncModel
 
 BROKEN: dict[str, tuple[SyncModel, Callable[[Machine], None]]] = {
     "a worker that nobody counts": (BSP(), lambda machine: vars(machine)["ledger"].count.update({9: 0})),
-    "a slowest that is ahead of somebody": (SSP(), lambda machine: setattr(vars(machine)["ledger"], "slowest", 9)),
+    "a slowest that is ahead of somebody": (
+        SSP(),
+        lambda machine: setattr(vars(machine)["ledger"], "slowest", 9),
+    ),
     "a pull filed under no round": (BSP(), lambda machine: vars(machine)["_filed_under"].update({0: 7})),
-    "a worker stopped at no barrier": (ElasticBSP(), lambda machine: vars(machine)["_stopped_at"].update({9: 0})),
+    "a worker stopped at no barrier": (
+        ElasticBSP(),
+        lambda machine: vars(machine)["_stopped_at"].update({9: 0}),
+    ),
 }
 
 

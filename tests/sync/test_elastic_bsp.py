@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from paceline.sync import ElasticBSP, Machine
-from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush, Plan, PublishPlan
+from paceline.sync.actions import (
+    AnswerPull,
+    AnyAction,
+    ApplyMean,
+    ApplyPush,
+    DropPush,
+    HoldPush,
+    Plan,
+    PublishPlan,
+)
 from paceline.sync.events import (
     IterationFinished,
     Stop,
@@ -30,7 +39,9 @@ def stop(superstep: int, *members: int) -> Stop:
     return Stop(superstep=superstep, members=members)
 
 
-def push_and_pull(life: Life, worker: int, flag: Stop | None = None, *, empty: bool = False) -> list[AnyAction]:
+def push_and_pull(
+    life: Life, worker: int, flag: Stop | None = None, *, empty: bool = False
+) -> list[AnyAction]:
     return life.tell(life.world.push(worker, empty=empty, stop=flag)) + life.tell(life.world.pull(worker))
 
 
@@ -156,15 +167,24 @@ def test_a_push_for_a_superstep_that_closed_without_it_is_applied_at_once() -> N
     assert push_and_pull(life, 0, stop(0, 0)) == [ApplyPush(0, 0), AnswerPull(0, 0)]
 
 
+def test_a_superstep_stays_closed_when_an_earlier_one_closes_after_it() -> None:
+    life = shard_with(0, 1, 2)
+    push_and_pull(life, 0, stop(0, 0, 1))
+    push_and_pull(life, 2, stop(1, 2))
+    push_and_pull(life, 1, stop(0, 0, 1))
+    assert push_and_pull(life, 1, stop(1, 0, 1, 2)) == [ApplyPush(1, 1), AnswerPull(1, 1)]
+
+
 def test_a_member_that_was_lost_and_has_joined_anew_is_not_waited_for() -> None:
-    """The superstep's member is gone; the newcomer of the same number has no plan and will never stop for it."""
+    """The superstep's member is gone; the newcomer of the same number is a member of the next one only."""
     life = shard_with(0, 1)
     push_and_pull(life, 0)
     push_and_pull(life, 1)
     life.tell(WorkerLost(now_s=1.0, worker=1))
     life.tell(WorkerJoined(now_s=1.0, worker=1, iteration=1, superstep=1))
-    push_and_pull(life, 0, stop(0, 0, 1))
-    assert life.world.waiting == set()
+    assert push_and_pull(life, 0, stop(0, 0, 1)) == [HoldPush(0, 1), ApplyMean(((0, 1),)), AnswerPull(0, 1)]
+    assert push_and_pull(life, 0, stop(1, 0, 1)) == [HoldPush(0, 2)]
+    assert ApplyMean(((0, 2), (1, 1))) in push_and_pull(life, 1, stop(1, 0, 1))
 
 
 # -- at the coordinator -----------------------------------------------------------------------------------
@@ -193,7 +213,9 @@ def plan_in(planner: Machine, actions: list[AnyAction]) -> Plan | None:
 
 
 def leave(planner: Machine, worker: int, *, lost: bool = True) -> Plan | None:
-    return plan_in(planner, planner.handle((WorkerLost if lost else WorkerFinished)(now_s=9.0, worker=worker)))
+    return plan_in(
+        planner, planner.handle((WorkerLost if lost else WorkerFinished)(now_s=9.0, worker=worker))
+    )
 
 
 def test_the_plan_comes_with_the_slowest_workers_second_iteration() -> None:

@@ -46,7 +46,7 @@ def run(cluster: Cluster, seed: int) -> tuple[State, list[str]]:
     return state, story
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     workers=st.integers(1, 4),
     shards=st.integers(1, 3),

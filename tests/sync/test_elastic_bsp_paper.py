@@ -180,8 +180,8 @@ def test_fig_5_a_worker_that_changes_its_speed_is_followed_at_the_next_barrier()
 
 
 def test_section_4_an_erroneous_prediction_is_not_carried_forward() -> None:
-    """ "that error will not be carried forward to the next decision. That is because we always use the most up-to-date
-    history of worker time intervals". A glitch delays worker 0's fourth iteration by 5 s."""
+    """ "that error will not be carried forward to the next decision. That is because we always use the most
+    up-to-date history of worker time intervals". A glitch delays worker 0's fourth iteration by 5 s."""
     job = Job([lambda i: 6.0 if i == 3 else 1.0, steady(1.5)], lookahead=3)
     job.run(barriers=3)
     assert job.barriers[0][0] > job.plans[0][1].barrier_s + 3
@@ -190,8 +190,8 @@ def test_section_4_an_erroneous_prediction_is_not_carried_forward() -> None:
 
 
 def test_section_4_a_worker_that_fails_is_taken_out() -> None:
-    """ "if a worker does not behave in a predictable way, say due to a failure, it will be taken out of the distributed
-    computation (and will be ignored by our method)." """
+    """ "if a worker does not behave in a predictable way, say due to a failure, it will be taken out of the
+    distributed computation (and will be ignored by our method)." """
     job = square_circle_and_diamond()
     job.lost_at_s[1] = 6.0
     job.run(barriers=3)
@@ -213,8 +213,7 @@ def test_section_4_1_no_choice_of_one_end_time_per_worker_waits_less(
     events = []
     for worker, (before, interval) in enumerate(history):
         planner.handle(WorkerJoined(now_s=0.0, worker=worker))
-        for iteration in range(2):
-            events.append((before + iteration * interval, worker, iteration))
+        events += [(before + iteration * interval, worker, iteration) for iteration in range(2)]
     actions: list[AnyAction] = []
     for now_s, worker, iteration in sorted(events):
         assert not actions
@@ -246,7 +245,7 @@ def test_corollary_1_early_synchronization_is_preferred() -> None:
 
 def test_section_3_pushes_between_barriers_are_asynchronous_and_the_barrier_aggregates_as_bsp() -> None:
     """ "By the end of each period tau, the synchronization barrier b is posed to all the workers where gradient
-    aggregation is carried out on the server, similarly to BSP". """
+    aggregation is carried out on the server, similarly to BSP"."""
     job = square_circle_and_diamond()
     job.run(barriers=3)
     stopping = [(a.worker, a.iteration) for a in job.arrivals if a.stops]
@@ -257,8 +256,8 @@ def test_section_3_pushes_between_barriers_are_asynchronous_and_the_barrier_aggr
 
 
 def test_section_3_a_bound_in_r_ensures_that_it_does_not_behave_as_asp() -> None:
-    """ "A bound in R also ensures that ElasticBSP does not behave as the ASP model": from the plan on, nobody runs more
-    than R iterations before it stops."""
+    """ "A bound in R also ensures that ElasticBSP does not behave as the ASP model": from the plan on, nobody runs
+    more than R iterations before it stops."""
     for lookahead in (1, 2, 5):
         job = square_circle_and_diamond(lookahead)
         job.run(barriers=4)
@@ -269,7 +268,7 @@ def test_section_3_a_bound_in_r_ensures_that_it_does_not_behave_as_asp() -> None
 
 def test_section_1_each_superstep_permits_a_different_number_of_iterations_per_worker() -> None:
     """ "the time a synchronization barrier is imposed varies and each superstep can permit a different number of
-    iterations per worker, offering elasticity". """
+    iterations per worker, offering elasticity"."""
     job = square_circle_and_diamond()
     job.run(barriers=3)
     starts_s = [0.0, *(fell_s for fell_s, _ in job.barriers)]

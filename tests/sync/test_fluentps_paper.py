@@ -1,8 +1,8 @@
 """BSP, ASP and SSP by the paper: Yao et al., "FluentPS: a parameter server design with low-frequency synchronization
 for distributed deep learning", CLUSTER 2019, section III. Each test names what it holds the code against.
 
-The paper's words: a worker's *progress* is the index of the iteration that it has just pushed, from 0; *V_train* is the
-overall progress at one shard; *Count[i]* the number of workers that have pushed iteration i.
+The paper's words: a worker's *progress* is the index of the iteration that it has just pushed, from 0; *V_train* is
+the overall progress at one shard; *Count[i]* the number of workers that have pushed iteration i.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ TABLE_III: list[tuple[SyncModel, PullCondition]] = [
     (SSP(staleness=3), lambda progress, v_train: progress < v_train + 3),
 ]
 
-every_row = pytest.mark.parametrize(("sync", "condition"), TABLE_III, ids=[str(sync) for sync, _ in TABLE_III])
+every_row = pytest.mark.parametrize(
+    ("sync", "condition"), TABLE_III, ids=[str(sync) for sync, _ in TABLE_III]
+)
 
 
 class AlgorithmOne:
-    """Algorithm 1's parameter server, line by line, with the soft barrier: section III-C, "lazy execution uses progress
-    ... as the index ... of the lazy pull buffer that records these DPRs, while the soft barrier uses V_train"."""
+    """Algorithm 1's parameter server, line by line, with the soft barrier: section III-C, "lazy execution uses
+    progress ... as the index ... of the lazy pull buffer that records these DPRs, while the soft barrier uses
+    V_train"."""
 
     def __init__(self, workers: int, condition: PullCondition) -> None:
         self.n = workers
@@ -179,7 +182,7 @@ def figure_3() -> tuple[Life, ConditionMachine]:
 
 def test_fig_3a_before_the_slowest_pushes_g_1_the_fast_worker_cannot_pull_w_4() -> None:
     """ "Before the slowest worker W_2 pushes g_1, the fast worker W_0 cannot pull w_4 because g_1, g_2 and g_3 are
-    absent". """
+    absent"."""
     life, _ = figure_3()
     life.tell(life.world.push(0))
     assert life.world.label[0] - 1 == 3  # W0 has pushed g_3
@@ -188,7 +191,7 @@ def test_fig_3a_before_the_slowest_pushes_g_1_the_fast_worker_cannot_pull_w_4() 
 
 def test_fig_3a_the_soft_barrier_finishes_after_one_iteration_of_the_slowest() -> None:
     """ "soft barrier (see Figure 3(a)): after one iteration delay and g_1 is updated to servers, the barrier finishes
-    and W_0 reads w_4 without g_2 and g_3 (i.e., stale parameters)". """
+    and W_0 reads w_4 without g_2 and g_3 (i.e., stale parameters)"."""
     life, machine = figure_3()
     iterate(life, 0)
     assert life.tell(life.world.push(2)) == [ApplyPush(2, 1), AnswerPull(0, 3)]
@@ -197,7 +200,7 @@ def test_fig_3a_the_soft_barrier_finishes_after_one_iteration_of_the_slowest() -
 
 def test_fig_3a_the_soft_barrier_appears_again_at_the_next_iteration() -> None:
     """Section II-B: "since the slowest worker is still following s-1 iterations behind the fast workers, it might
-    repeatedly satisfy the SSP condition and the soft barrier will appear frequently". """
+    repeatedly satisfy the SSP condition and the soft barrier will appear frequently"."""
     life, _ = figure_3()
     iterate(life, 0)
     assert iterate(life, 1) == [1]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.sync import ASP, BSP, SSP, SyncModel
 from paceline.sync.actions import AnswerPull, AnyAction
 
 from .world import Life, walk
+
+# A busy machine is no failure.
+patiently = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 CHOICES = st.lists(st.integers(0, 9999), min_size=60, max_size=120)
 
@@ -32,12 +35,14 @@ def releases(actions: list[AnyAction]) -> list[AnyAction]:
     return [action for action in actions if isinstance(action, AnswerPull)]
 
 
+@patiently
 @given(CHOICES)
 def test_ssp_0_waits_exactly_where_bsp_does(choices: list[int]) -> None:
     for ssp, bsp in side_by_side(SSP(staleness=0), BSP(), choices):
         assert releases(ssp) == releases(bsp)
 
 
+@patiently
 @given(CHOICES)
 def test_ssp_inf_is_asp_and_never_waits(choices: list[int]) -> None:
     for ssp, asp in side_by_side(SSP(staleness=math.inf), ASP(), choices):
@@ -48,7 +53,7 @@ def test_ssp_inf_is_asp_and_never_waits(choices: list[int]) -> None:
         assert not life.world.waiting
 
 
-@settings(max_examples=150)
+@patiently
 @given(CHOICES, st.integers(2, 4))
 def test_under_ssp_3_nobody_starts_an_iteration_more_than_3_ahead_of_the_slowest(
     choices: list[int], workers: int

@@ -66,5 +66,5 @@ def test_an_unknown_name_is_answered_with_all_choices() -> None:
 
 @pytest.mark.parametrize("lookahead", [0, -3, 1.5, math.inf, math.nan, True])
 def test_a_lookahead_that_is_no_count_is_refused(lookahead: int) -> None:
-    with pytest.raises(ConfigurationError, match="elastic-bsp: lookahead is .*expected a whole number >= 1"):
+    with pytest.raises(ConfigurationError, match=r"elastic-bsp: lookahead is .*expected a whole number >= 1"):
         ElasticBSP(lookahead=lookahead)

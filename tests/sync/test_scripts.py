@@ -72,9 +72,9 @@ class Stage:
                 self._now_s = float(now_s)
                 return []
             case ["who", "waits"]:
-                return [f"{worker} after {iteration}" for worker, iteration in sorted(self._waiting.items())] or [
-                    "nobody"
-                ]
+                return [
+                    f"{worker} after {iteration}" for worker, iteration in sorted(self._waiting.items())
+                ] or ["nobody"]
             case [verb, *words]:
                 return self._tell(self._event(verb, words))
             case _:
@@ -98,9 +98,7 @@ class Stage:
                 return PullRequested(now_s=now_s, worker=worker, iteration=iteration)
             case "notify", [worker, iteration]:
                 superstep = int(options["superstep"]) if "superstep" in options else None
-                return IterationFinished(
-                    now_s=now_s, worker=worker, iteration=iteration, superstep=superstep
-                )
+                return IterationFinished(now_s=now_s, worker=worker, iteration=iteration, superstep=superstep)
             case "lose", [worker]:
                 return WorkerLost(now_s=now_s, worker=worker)
             case "finish", [worker]:
@@ -169,5 +167,11 @@ def test_the_story_goes_as_written(path: Path) -> None:
 
 
 def test_there_are_stories_of_every_model() -> None:
-    assert {path.stem for path in SCRIPTS} >= {"bsp", "asp", "ssp", "elastic-bsp-shard", "elastic-bsp-planner"}
+    assert {path.stem for path in SCRIPTS} >= {
+        "bsp",
+        "asp",
+        "ssp",
+        "elastic-bsp-shard",
+        "elastic-bsp-planner",
+    }
     assert all("refused:" in path.read_text() for path in SCRIPTS)

@@ -72,6 +72,17 @@ def test_the_end_of_the_slowest_completes_several_rounds_at_once(
     assert life.tell(end(now_s=1.0, worker=3)) == [AnswerPull(0, 2), AnswerPull(1, 2)]
 
 
+def test_after_several_rounds_at_once_a_newcomer_is_level_with_the_slowest_that_is_left() -> None:
+    life = joined(3, 3)
+    iterate(life, 0, 4)
+    iterate(life, 1, 3)
+    life.tell(WorkerLost(now_s=1.0, worker=2))  # min c goes from 0 to 3
+    life.tell(life.world.join())
+    for _ in range(2):
+        assert iterate(life, 0) != []
+    assert life.world.waiting == set()  # 3 ahead of worker 1 and of the newcomer
+
+
 def test_the_end_of_a_waiting_worker_frees_its_place() -> None:
     life = joined(0, 2)
     iterate(life, 0)
@@ -105,5 +116,5 @@ def test_infinite_staleness_never_waits() -> None:
 
 @pytest.mark.parametrize("staleness", [-1, 0.5, math.nan, -math.inf, True, "3", None])
 def test_a_staleness_that_is_no_whole_number_is_refused(staleness: float) -> None:
-    with pytest.raises(ConfigurationError, match="ssp: staleness is .*expected a whole number >= 0"):
+    with pytest.raises(ConfigurationError, match=r"ssp: staleness is .*expected a whole number >= 0"):
         SSP(staleness=staleness)

@@ -74,9 +74,7 @@ class World:
 
     def join(self, iteration: int = 0) -> WorkerJoined:
         """Somebody new."""
-        return WorkerJoined(
-            now_s=self.now_s, worker=len(self.phase) + len(self.gone), iteration=iteration
-        )
+        return WorkerJoined(now_s=self.now_s, worker=len(self.phase) + len(self.gone), iteration=iteration)
 
     def push(self, worker: int, *, empty: bool = False, stop: Stop | None = None) -> PushReceived:
         """The push that this worker owes."""
@@ -123,7 +121,9 @@ class World:
             label = self.label[worker]
             events += [
                 WorkerJoined(now_s=now_s, worker=worker, iteration=label),
-                PushReceived(now_s=now_s, worker=worker, iteration=label - 1),  # the same again, or an old one
+                PushReceived(
+                    now_s=now_s, worker=worker, iteration=label - 1
+                ),  # the same again, or an old one
                 PushReceived(now_s=now_s, worker=worker, iteration=label + 1),  # one was left out
                 PullRequested(now_s=now_s, worker=worker, iteration=label),  # of a push that has yet to come
             ]

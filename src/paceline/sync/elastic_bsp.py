@@ -102,7 +102,13 @@ class ElasticShard:
         """Take one event; return what follows from it."""
         match event:
             case PushReceived():
+                if event.stop is not None and event.worker not in event.stop.members:
+                    raise InvalidEventError(
+                        f"worker {event.worker} stopped for superstep {event.stop.superstep}, whose members are "
+                        f"{event.stop.members}"
+                    )
                 self.ledger.pushed(event)
+                self._settle()
                 return self._receive(event)
             case PullRequested():
                 self.ledger.pulled(event)
@@ -116,6 +122,7 @@ class ElasticShard:
                 return []
             case WorkerLost() | WorkerFinished():
                 self.ledger.left(event)
+                self._settle()
                 del self._first[event.worker]
                 return self._forget(event.worker)
             case _:
@@ -136,6 +143,11 @@ class ElasticShard:
             self.ledger.count.keys()
         ):
             raise InternalError("a barrier waits for a worker that is not live")
+
+    def _settle(self) -> None:
+        """Have the ledger's slowest follow: no round is of interest here, only where a late worker starts."""
+        while self.ledger.advance():
+            pass
 
     def _receive(self, push: PushReceived) -> list[AnyAction]:
         worker, iteration = push.worker, push.iteration

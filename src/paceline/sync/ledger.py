@@ -38,6 +38,7 @@ class Ledger:
         self.slowest = 0
         self._at: dict[int, int] = {}  # how many live workers have pushed exactly this often
         self._label: dict[int, int] = {}  # the iteration that each live worker's next push carries
+        self._former: dict[int, int] = {}  # the same of those who have left: a label is never used twice
         self._phase: dict[int, Phase] = {}
 
     @property
@@ -49,6 +50,11 @@ class Ledger:
         """Enter a worker, level with the slowest."""
         if event.worker in self.count:
             raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
+        if event.iteration < self._former.get(event.worker, 0):
+            raise InvalidEventError(
+                f"worker {event.worker} joined anew with iteration {event.iteration}, expected at least "
+                f"{self._former[event.worker]}"
+            )
         self.count[event.worker] = self.slowest
         self._at[self.slowest] = self._at.get(self.slowest, 0) + 1
         self._label[event.worker] = event.iteration
@@ -58,7 +64,8 @@ class Ledger:
         """Strike out a worker that was lost or has finished. `slowest` follows with `settle`."""
         self._require_live(event, event.worker)
         self._leave_count(self.count.pop(event.worker))
-        del self._label[event.worker], self._phase[event.worker]
+        self._former[event.worker] = self._label.pop(event.worker)
+        del self._phase[event.worker]
 
     def pushed(self, event: PushReceived) -> None:
         """Count a push. `slowest` follows with `settle`."""

@@ -1,0 +1,177 @@
+"""Parameters as flat vectors, and their even slicing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigurationError
+from paceline.layout import ALIGNMENT_BYTES, ITEM_BYTES, Layout, Parameter, ShardSlice
+
+# A busy machine is no failure.
+patiently = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple) | st.integers(0, 3000).map(lambda n: (n,))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Some parameters of mixed dtypes and sizes, nothing among them, and often one that outweighs all the others."""
+    kinds = draw(st.lists(st.tuples(SHAPES, st.sampled_from(sorted(ITEM_BYTES))), min_size=1, max_size=12))
+    parameters = [Parameter((f"p{i}",), shape, dtype) for i, (shape, dtype) in enumerate(kinds)]
+    if draw(st.booleans()) or not any(parameter.size for parameter in parameters):
+        parameters.append(Parameter(("embedding.weight", "head.weight"), (500, 16), "float32"))
+    return Layout.of(parameters)
+
+
+def block(dtype: str) -> int:
+    return ALIGNMENT_BYTES // ITEM_BYTES[dtype]
+
+
+@patiently
+@given(layouts())
+def test_parameters_lie_aligned_in_order_and_apart(layout: Layout) -> None:
+    end = dict.fromkeys(layout.sizes, 0)
+    for parameter, offset in zip(layout.parameters, layout.offsets, strict=True):
+        dtype = parameter.dtype
+        assert offset % block(dtype) == 0
+        assert end[dtype] <= offset < end[dtype] + block(dtype)
+        end[dtype] = offset + parameter.size
+    assert all(end[dtype] <= size < end[dtype] + block(dtype) for dtype, size in layout.sizes.items())
+    assert layout.size_bytes == sum(size * ITEM_BYTES[dtype] for dtype, size in layout.sizes.items())
+
+
+@patiently
+@given(layouts(), st.integers(1, 9))
+def test_slices_cover_each_vector_exactly_once(layout: Layout, shards: int) -> None:
+    slices = layout.slice_evenly(shards)
+    assert [shard.index for shard in slices] == list(range(shards))
+    for dtype, size in layout.sizes.items():
+        bounds = [shard.bounds[dtype] for shard in slices]
+        assert bounds[0][0] == 0
+        assert bounds[-1][1] == size
+        assert all(stop == start for (_, stop), (start, _) in pairwise(bounds))
+    assert sum(shard.size_bytes for shard in slices) == layout.size_bytes
+
+
+@patiently
+@given(layouts(), st.integers(1, 9))
+def test_slices_begin_on_a_block_and_differ_by_at_most_one(layout: Layout, shards: int) -> None:
+    slices = layout.slice_evenly(shards)
+    for dtype in layout.sizes:
+        lengths = [stop - start for start, stop in (shard.bounds[dtype] for shard in slices)]
+        assert all(length % block(dtype) == 0 for length in lengths)
+        assert max(lengths) - min(lengths) <= block(dtype)
+
+
+@patiently
+@given(layouts(), st.integers(1, 9))
+def test_segments_partition_every_parameter(layout: Layout, shards: int) -> None:
+    covered: Counter[int] = Counter()
+    for shard in layout.slice_evenly(shards):
+        for segment in shard.segments:
+            parameter = layout.parameters[segment.parameter]
+            low, high = shard.bounds[segment.dtype]
+            assert segment.dtype == parameter.dtype
+            assert 0 <= segment.start < segment.stop <= high - low
+            # Where the segment lies in the vector is where the layout has put that part of the parameter.
+            assert low + segment.start == layout.offsets[segment.parameter] + segment.offset
+            assert segment.offset == covered[segment.parameter]  # it begins where the shard before has ended
+            covered[segment.parameter] += segment.stop - segment.start
+    assert all(covered[i] == parameter.size for i, parameter in enumerate(layout.parameters))
+
+
+@patiently
+@given(layouts(), st.integers(1, 5))
+def test_segments_of_a_shard_do_not_overlap(layout: Layout, shards: int) -> None:
+    for shard in layout.slice_evenly(shards):
+        for dtype in layout.sizes:
+            parts = sorted((s.start, s.stop) for s in shard.segments if s.dtype == dtype)
+            assert all(stop <= start for (_, stop), (start, _) in pairwise(parts))
+
+
+def test_an_embedding_of_nine_tenths_of_all_parameters_is_spread_evenly() -> None:
+    layout = Layout.of(
+        [
+            Parameter(("embedding.weight",), (9_000, 64), "float32"),
+            Parameter(("out.weight",), (64, 999), "float32"),
+            Parameter(("out.bias",), (999,), "float32"),
+        ]
+    )
+    assert layout.parameters[0].size / sum(p.size for p in layout.parameters) > 0.89
+    sizes = [shard.size_bytes for shard in layout.slice_evenly(4)]
+    assert max(sizes) - min(sizes) <= ALIGNMENT_BYTES
+    holders = [s.index for s in layout.slice_evenly(4) if any(part.parameter == 0 for part in s.segments)]
+    assert holders == [0, 1, 2, 3]
+
+
+def test_with_more_shards_than_blocks_some_hold_nothing() -> None:
+    layout = Layout.of([Parameter(("w",), (20,), "float32")])  # 2 blocks
+    slices = layout.slice_evenly(5)
+    assert sorted(len(shard.segments) for shard in slices) == [0, 0, 0, 1, 1]
+    assert [shard.size_bytes for shard in slices if not shard.segments] == [0, 0, 0]
+
+
+def test_a_tied_parameter_is_laid_out_once_and_keeps_its_names() -> None:
+    tied = Parameter(("embedding.weight", "head.weight"), (10, 4), "float32")
+    layout = Layout.of([tied, Parameter(("bias",), (4,), "float32")])
+    assert layout.sizes == {"float32": 48 + 16}
+    assert layout.parameters[0].names == ("embedding.weight", "head.weight")
+
+
+def test_a_scalar_takes_one_block_and_an_empty_parameter_none() -> None:
+    layout = Layout.of(
+        [
+            Parameter(("scale",), (), "float64"),
+            Parameter(("nothing",), (0, 5), "float64"),
+            Parameter(("shift",), (), "float64"),
+        ]
+    )
+    assert layout.offsets == (0, 8, 8)
+    assert layout.sizes == {"float64": 16}
+    [shard] = layout.slice_evenly(1)
+    assert [segment.parameter for segment in shard.segments] == [0, 2]
+
+
+def test_each_dtype_has_its_own_vector() -> None:
+    parameters = [Parameter((dtype,), (17,), dtype) for dtype in ITEM_BYTES]
+    layout = Layout.of(parameters)
+    assert layout.offsets == (0, 0, 0, 0)
+    assert layout.sizes == {"bfloat16": 32, "float16": 32, "float32": 32, "float64": 24}
+
+
+def test_one_shard_holds_everything_in_order() -> None:
+    layout = Layout.of([Parameter(("a",), (3, 5), "float32"), Parameter(("b",), (2,), "float32")])
+    [shard] = layout.slice_evenly(1)
+    assert shard.bounds == {"float32": (0, 32)}
+    assert [(s.parameter, s.start, s.stop, s.offset) for s in shard.segments] == [
+        (0, 0, 15, 0),
+        (1, 16, 18, 0),
+    ]
+
+
+def test_a_parameter_is_described_by_its_first_name() -> None:
+    assert str(Parameter(("conv.weight", "other"), (8, 3, 3), "float32")) == "conv.weight float32[8, 3, 3]"
+    assert Parameter(("x",), (8, 3, 3), "float32").size == math.prod((8, 3, 3))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "complex64", "float8_e4m3fn", "bool"])
+def test_a_dtype_that_cannot_be_trained_is_refused_by_name(dtype: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"codes {dtype}\[2\].*float32"):
+        Layout.of([Parameter(("w",), (2,), "float32"), Parameter(("codes",), (2,), dtype)])
+
+
+@pytest.mark.parametrize("parameters", [[], [Parameter(("nothing",), (0,), "float32")]])
+def test_a_model_without_parameters_is_refused(parameters: list[Parameter]) -> None:
+    with pytest.raises(ConfigurationError, match="no parameters to train"):
+        Layout.of(parameters)
+
+
+def test_a_slice_knows_the_bytes_of_its_message() -> None:
+    shard = ShardSlice(0, {"float32": (16, 48), "float64": (0, 8)}, ())
+    assert shard.size_bytes == 32 * 4 + 8 * 8

@@ -1,0 +1,245 @@
+"""Figures of hand-made traces, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.measures import Wait, measure, waits
+from paceline.sync import ASP, BSP, AnySyncModel
+from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
+from paceline.sync.events import (
+    AnyEvent,
+    PullRequested,
+    PushReceived,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from paceline.trace import Entry, Header, Trace
+
+
+class Shard:
+    """A trace in the making."""
+
+    def __init__(self, sync: AnySyncModel, index: int = 0) -> None:
+        self._header = Header(sync=sync, host="shard", index=index)
+        self._entries: list[Entry] = []
+        self._version = 0
+
+    def note(
+        self,
+        event: AnyEvent,
+        *actions: AnyAction,
+        staleness: tuple[tuple[int, int, int], ...] = (),
+        refused: str | None = None,
+    ) -> None:
+        self._version += sum(isinstance(action, ApplyPush | ApplyMean) for action in actions)
+        self._entries.append(Entry(event, list(actions), refused, self._version, list(staleness)))
+
+    def join(self, now_s: float, worker: int, *, refused: str | None = None) -> None:
+        self.note(WorkerJoined(now_s=now_s, worker=worker), refused=refused)
+
+    def apply(self, now_s: float, worker: int, iteration: int, stale: int = 0) -> None:
+        """A push that is applied on arrival."""
+        event = PushReceived(now_s=now_s, worker=worker, iteration=iteration)
+        self.note(event, ApplyPush(worker, iteration), staleness=((worker, iteration, stale),))
+
+    def pull(self, now_s: float, worker: int, iteration: int, *, answered: bool = True) -> None:
+        actions = [AnswerPull(worker, iteration)] if answered else []
+        self.note(PullRequested(now_s=now_s, worker=worker, iteration=iteration), *actions)
+
+    def trace(self) -> Trace:
+        return Trace(self._header, self._entries)
+
+
+def bsp_with_two_workers() -> Shard:
+    """Worker 0 waits from 1 to 3 for worker 1, and from 4 to 5, when worker 1 finishes; it leaves at 6."""
+    shard = Shard(BSP())
+    shard.join(0.0, 0)
+    shard.join(0.0, 1)
+    shard.note(PushReceived(now_s=1.0, worker=0, iteration=0), HoldPush(0, 0))
+    shard.pull(1.0, 0, 0, answered=False)
+    shard.note(
+        PushReceived(now_s=3.0, worker=1, iteration=0),
+        HoldPush(1, 0),
+        ApplyMean(((0, 0), (1, 0))),
+        AnswerPull(0, 0),
+        staleness=((0, 0, 0), (1, 0, 0)),
+    )
+    shard.pull(3.0, 1, 0)
+    shard.note(PushReceived(now_s=4.0, worker=0, iteration=1), HoldPush(0, 1))
+    shard.pull(4.0, 0, 1, answered=False)
+    shard.note(
+        WorkerFinished(now_s=5.0, worker=1),
+        ApplyMean(((0, 1),)),
+        AnswerPull(0, 1),
+        staleness=((0, 1, 0),),
+    )
+    shard.note(WorkerFinished(now_s=6.0, worker=0))
+    return shard
+
+
+def asp_with_a_fast_and_a_slow_worker() -> Shard:
+    """Worker 0 pushes at 1, 2, 3 and 4, worker 1 at 4 only, computed on the first weights; both leave at 5."""
+    shard = Shard(ASP())
+    shard.join(0.0, 0)
+    shard.join(0.0, 1)
+    for iteration in range(4):
+        shard.apply(iteration + 1.0, 0, iteration)
+        shard.pull(iteration + 1.0, 0, iteration)
+    shard.apply(4.0, 1, 0, stale=4)
+    shard.pull(4.0, 1, 0)
+    for worker in range(2):
+        shard.note(WorkerFinished(now_s=5.0, worker=worker))
+    return shard
+
+
+def test_the_figures_of_two_workers_under_bsp() -> None:
+    measures = measure([bsp_with_two_workers().trace()])
+    assert measures.duration_s == 6.0
+    assert measures.updates == 2
+    assert measures.updates_per_s == pytest.approx(2 / 6)
+    assert measures.iterations == {0: 2, 1: 1}
+    assert measures.waiting_s == {0: 2.0 + 1.0, 1: 0.0}
+    assert measures.waiting_share == pytest.approx(3.0 / (6.0 + 5.0))
+    assert measures.mean_staleness == 0.0
+    assert measures.max_staleness == 0
+    assert measures.max_gap == 0
+    assert measures.delayed_pulls == 2
+    assert measures.dropped_pushes == 0
+
+
+def test_the_figures_of_a_fast_and_a_slow_worker_under_asp() -> None:
+    measures = measure([asp_with_a_fast_and_a_slow_worker().trace()])
+    assert measures.duration_s == 5.0
+    assert measures.updates == 5
+    assert measures.iterations == {0: 4, 1: 1}
+    assert measures.waiting_s == {0: 0.0, 1: 0.0}
+    assert measures.waiting_share == 0.0
+    assert measures.mean_staleness == pytest.approx(4 / 5)
+    assert measures.max_staleness == 4
+    assert measures.max_gap == 4  # worker 0 has started its iteration 4 while worker 1 was in its iteration 0
+    assert measures.delayed_pulls == 0
+
+
+def test_a_wait_is_from_the_pulls_arrival_to_its_answer() -> None:
+    assert waits([bsp_with_two_workers().trace()]) == [
+        Wait(0, 0, 1.0, 3.0),
+        Wait(0, 1, 4.0, 5.0),
+        Wait(1, 0, 3.0, 3.0),
+    ]
+    assert Wait(0, 0, 1.0, 3.0).length_s == 2.0
+
+
+def test_of_several_shards_the_longest_wait_counts() -> None:
+    first, second = Shard(BSP(), 0), Shard(BSP(), 1)
+    for shard in (first, second):
+        shard.join(0.0, 0)
+        shard.join(0.0, 1)
+    for shard, asked_s, answered_s in [(first, 1.0, 1.5), (second, 2.0, 4.0)]:
+        shard.pull(asked_s, 0, 0, answered=False)
+        shard.note(PushReceived(now_s=answered_s, worker=1, iteration=0), AnswerPull(0, 0))
+    assert waits([first.trace(), second.trace()]) == [Wait(0, 0, 2.0, 4.0)]
+
+
+def test_staleness_delayed_pulls_and_drops_are_counted_at_every_shard() -> None:
+    shards = [Shard(ASP(), index) for index in range(2)]
+    for shard, stale in zip(shards, (1, 4), strict=True):
+        shard.join(0.0, 0)
+        shard.apply(1.0, 0, 0, stale=stale)
+        shard.pull(1.0, 0, 0, answered=False)
+        shard.note(PushReceived(now_s=2.0, worker=0, iteration=1, empty=True), DropPush(0, 1))
+    measures = measure([shard.trace() for shard in shards])
+    assert measures.mean_staleness == 2.5
+    assert measures.max_staleness == 4
+    assert measures.delayed_pulls == 2
+    assert measures.dropped_pushes == 2
+    assert measures.iterations == {0: 2}  # a dropped push counts as progress
+    assert measures.updates == 1
+
+
+def test_a_wait_that_nobody_ended_is_not_counted() -> None:
+    shard = Shard(BSP())
+    shard.join(0.0, 0)
+    shard.pull(1.0, 0, 0, answered=False)
+    shard.note(WorkerLost(now_s=9.0, worker=0))
+    measures = measure([shard.trace()])
+    assert measures.waiting_s == {0: 0.0}
+    assert measures.delayed_pulls == 1
+
+
+def test_a_worker_that_never_left_was_there_until_the_trace_ended() -> None:
+    shard = Shard(ASP())
+    shard.join(0.0, 0)
+    shard.join(2.0, 1)
+    shard.apply(10.0, 0, 0)
+    measures = measure([shard.trace()])
+    assert measures.duration_s == 10.0
+    assert measures.updates_per_s == pytest.approx(0.1)
+
+
+def test_a_gap_is_over_the_slowest_live_worker() -> None:
+    shard = Shard(ASP())
+    for worker in range(2):
+        shard.join(0.0, worker)
+    shard.apply(1.0, 0, 0)
+    shard.note(WorkerLost(now_s=1.0, worker=1))
+    for iteration in range(1, 9):
+        shard.apply(2.0, 0, iteration)
+        shard.pull(2.0, 0, iteration)
+    assert measure([shard.trace()]).max_gap == 0
+
+
+def test_a_worker_that_joins_late_is_level_with_the_slowest() -> None:
+    shard = Shard(ASP())
+    shard.join(0.0, 0)
+    for iteration in range(5):
+        shard.apply(1.0, 0, iteration)
+        shard.pull(1.0, 0, iteration)
+    shard.join(2.0, 1)
+    shard.apply(3.0, 1, 0)
+    shard.pull(3.0, 1, 0)
+    shard.apply(4.0, 1, 1)
+    shard.pull(4.0, 1, 1)
+    assert measure([shard.trace()]).max_gap == 2  # worker 1, with 5 + 2 against worker 0's 5
+
+
+def test_refused_events_change_no_figure() -> None:
+    honest, pestered = bsp_with_two_workers(), Shard(BSP())
+    for entry in honest.trace().entries:
+        event = entry.event
+        if isinstance(event, WorkerFinished):
+            pestered.join(event.now_s, 0, refused="worker 0 joined, but it is live already")
+        pestered.note(event, *entry.actions, staleness=tuple(entry.staleness))
+        if isinstance(event, PushReceived):
+            pestered.note(event, refused="it was pushed already")
+        if isinstance(event, PullRequested):
+            pestered.note(event, refused="it was asked for already")
+        if isinstance(event, WorkerFinished) and event.worker == 1:
+            pestered.note(WorkerLost(now_s=5.5, worker=1), refused="it is not live")
+    assert measure([pestered.trace()]) == measure([honest.trace()])
+
+
+def test_both_lives_of_a_worker_that_has_joined_anew_count() -> None:
+    shard = Shard(ASP())
+    shard.join(0.0, 0)
+    shard.join(0.0, 1)
+    shard.apply(1.0, 1, 0)
+    shard.pull(1.0, 1, 0)
+    shard.note(WorkerLost(now_s=2.0, worker=1))
+    shard.join(7.0, 1)
+    shard.pull(8.0, 0, 0, answered=False)
+    shard.note(PushReceived(now_s=9.0, worker=1, iteration=1), ApplyPush(1, 1), AnswerPull(0, 0))
+    shard.note(WorkerFinished(now_s=10.0, worker=0))
+    measures = measure([shard.trace()])
+    assert measures.iterations == {0: 0, 1: 2}
+    assert measures.waiting_share == pytest.approx(1.0 / (10.0 + 2.0 + 3.0))
+
+
+def test_a_run_in_which_nothing_happened_has_figures_too() -> None:
+    measures = measure([Shard(BSP()).trace()])
+    assert measures.updates == 0
+    assert measures.updates_per_s == 0.0
+    assert measures.waiting_share == 0.0
+    assert measures.iterations == {}
+    assert waits([Shard(BSP()).trace()]) == []

@@ -1,0 +1,152 @@
+"""Which optimizers may run on slices, and that they give there what they give on whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from paceline.errors import ConfigurationError
+from paceline.optimizers import (
+    ELEMENTWISE,
+    HyperParameters,
+    OptimizerSpec,
+    make_optimizer,
+    read_groups,
+    require_elementwise,
+)
+
+SIZE = 203
+
+
+class MySGD(torch.optim.SGD):
+    """A user's own: whatever it does, the servers would not do it."""
+
+
+class Adam(torch.optim.SGD):
+    """Named like one of the table, and something else."""
+
+
+def a_matrix() -> list[torch.Tensor]:
+    return [torch.zeros(4, 4, requires_grad=True)]
+
+
+REFUSED: dict[str, Callable[[], torch.optim.Optimizer]] = {
+    "LBFGS": lambda: torch.optim.LBFGS(a_matrix()),
+    "SparseAdam": lambda: torch.optim.SparseAdam(a_matrix()),
+    "MySGD": lambda: MySGD(a_matrix(), lr=0.1),
+    "Adam": lambda: Adam(a_matrix(), lr=0.1),
+}
+for _name in ("Adafactor", "Muon"):  # newer than the oldest torch that is supported
+    if hasattr(torch.optim, _name):
+        REFUSED[_name] = lambda name=_name: getattr(torch.optim, name)(a_matrix())  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_by_name_with_the_reason_and_the_choices(name: str) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        require_elementwise(REFUSED[name]())
+    message = str(refusal.value)
+    assert f".{name} cannot run on the servers" in message
+    assert "slice" in message
+    assert all(choice in message for choice in ELEMENTWISE)
+
+
+def test_every_class_of_torch_is_either_in_the_table_or_refused() -> None:
+    classes = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
+    }
+    assert classes == set(ELEMENTWISE) | (set(REFUSED) - {"MySGD", "Adam"})
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_class_of_the_table_is_taken(name: str) -> None:
+    kind, _ = ELEMENTWISE[name]
+    assert require_elementwise(kind(a_matrix(), lr=0.1)) == name  # type: ignore[call-arg]
+
+
+def weights(dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+def train(parts: list[torch.Tensor], name: str, groups: tuple[HyperParameters, ...]) -> torch.Tensor:
+    """Six steps on the parts of one vector; the vector."""
+    optimizer = make_optimizer(name, groups, [parts])
+    dtype = parts[0].dtype
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        gradient = torch.randn(SIZE, generator=generator, dtype=dtype)
+        for part, grad in zip(parts, gradient.split([part.numel() for part in parts]), strict=True):
+            part.grad = grad
+        optimizer.step()
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("sizes", [(64, 64, 75), (16, 187), (96, 0, 107), (16,) * 12 + (11,)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_on_slices_it_gives_what_it_gives_on_the_whole(
+    name: str, sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    kind, _ = ELEMENTWISE[name]
+    groups = read_groups(kind([weights(dtype)], lr=0.01))  # type: ignore[call-arg]
+    whole = train([weights(dtype)], name, groups)
+    sliced = train([part.clone() for part in weights(dtype).split(list(sizes))], name, groups)
+    assert not torch.equal(whole, weights(dtype))
+    assert torch.equal(sliced, whole)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_it_gives_what_the_users_own_would(name: str) -> None:
+    kind, _ = ELEMENTWISE[name]
+    users = weights(torch.float64)
+    optimizer = kind([users], lr=0.01)  # type: ignore[call-arg]
+    ours = train([weights(torch.float64)], name, read_groups(optimizer))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        users.grad = torch.randn(SIZE, generator=generator, dtype=torch.float64)
+        optimizer.step()
+    torch.testing.assert_close(ours, users, rtol=1e-14, atol=1e-15)
+
+
+def test_groups_are_plain_numbers_that_travel() -> None:
+    parameters = [torch.zeros(2, requires_grad=True) for _ in range(2)]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": parameters[:1], "lr": torch.tensor(0.5)},
+            {"params": parameters[1:], "betas": [0.8, 0.9]},
+        ],
+        weight_decay=0.25,
+        fused=True,
+    )
+    optimizer.param_groups[1]["lr"] = np.float32(0.125)  # a scheduler's own arithmetic may leave such things
+    first, second = read_groups(optimizer)
+    assert (first["lr"], first["weight_decay"], first["betas"]) == (0.5, 0.25, (0.9, 0.999))
+    assert (second["lr"], second["betas"]) == (0.125, (0.8, 0.9))
+    assert not {"params", "fused", "foreach", "capturable", "differentiable"} & (first.keys() | second.keys())
+    spec = OptimizerSpec("AdamW", (first, second), (0, 1))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=OptimizerSpec) == spec
+
+
+def test_a_hyper_parameter_that_is_no_number_is_refused_by_name() -> None:
+    optimizer = torch.optim.SGD(a_matrix(), lr=0.1)
+    optimizer.param_groups[0]["momentum"] = "much"
+    with pytest.raises(ConfigurationError, match="momentum is 'much'"):
+        read_groups(optimizer)
+
+
+def test_a_group_may_be_empty_on_a_slice() -> None:
+    settings = [{"params": a_matrix(), "lr": lr} for lr in (0.1, 0.5)]
+    groups = read_groups(torch.optim.SGD(settings))
+    part = torch.ones(3)
+    optimizer = make_optimizer("SGD", groups, [[], [part]])
+    part.grad = torch.ones(3)
+    optimizer.step()
+    torch.testing.assert_close(part, torch.full((3,), 0.5))

@@ -1,0 +1,89 @@
+"""The names that users write. Whoever changes one of these lists changes the interface."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+
+import pytest
+
+import paceline
+from paceline import sync, zipline
+
+
+def test_the_package_exports_these_names_and_no_others() -> None:
+    assert dir(paceline) == [
+        "DistributedOptimizer",
+        "RunResult",
+        "__version__",
+        "distribute",
+        "errors",
+        "launch",
+        "sync",
+        "worker_count",
+        "worker_index",
+        "zipline",
+    ]
+
+
+def test_sync_models_are_these_under_these_names() -> None:
+    assert sync.__all__ == [
+        "ASP",
+        "BSP",
+        "MODELS",
+        "SSP",
+        "AnySyncModel",
+        "ElasticBSP",
+        "Machine",
+        "SyncModel",
+        "parse",
+    ]
+    assert list(sync.MODELS) == ["bsp", "asp", "ssp", "elastic-bsp"]
+
+
+def test_sync_models_have_these_parameters_and_defaults() -> None:
+    written = {name: str(model()) for name, model in sync.MODELS.items()}
+    assert written == {
+        "bsp": "bsp",
+        "asp": "asp",
+        "ssp": "ssp:staleness=3",
+        "elastic-bsp": "elastic-bsp:lookahead=15",
+    }
+
+
+def test_the_solver_has_these_names_and_arguments() -> None:
+    assert {"solve", "solve_periodic"} <= set(zipline.__all__)
+    assert list(inspect.signature(zipline.solve).parameters)[:2] == ["times", "method"]
+    assert inspect.signature(zipline.solve).parameters["method"].default == "auto"
+    assert list(inspect.signature(zipline.solve_periodic).parameters)[:3] == ["last", "interval", "lookahead"]
+    solution = zipline.solve([[1.0, 2.0], [2.5, 3.0]])
+    assert (solution.wait, solution.barrier, solution.picks.tolist()) == (0.5, 2.5, [1, 0])
+    assert solution.candidates >= 1
+
+
+def test_the_result_of_a_run_has_these_attributes() -> None:
+    names = {name for name, _ in inspect.getmembers(paceline.RunResult) if not name.startswith("_")}
+    assert {"state_dict", "summary", "run_dir", "trace"} <= names
+
+
+def test_launch_takes_these_arguments() -> None:
+    parameters = inspect.signature(paceline.launch).parameters
+    assert next(iter(parameters)) == "function"
+    assert {"workers", "servers", "sync", "engine", "transport", "seed", "pace", "slowdown", "jitter"} <= (
+        parameters.keys()
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in dir(paceline) if name != "__version__"])
+def test_every_public_name_can_be_used_and_explains_itself(name: str) -> None:
+    assert inspect.getdoc(getattr(paceline, name))
+
+
+def test_what_the_package_lists_is_what_it_has() -> None:
+    assert sorted([*paceline.__all__, "__version__"]) == dir(paceline)
+    assert pydoc.locate("paceline.DistributedOptimizer") is paceline.DistributedOptimizer
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'paceline' has no attribute 'nothing_such'"):
+        getattr(paceline, "nothing_such")  # noqa: B009

@@ -1,0 +1,164 @@
+"""The layout of the package: each room imports only from rooms above it, and the pure ones from nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+ROOT = Path(paceline.__file__).parent
+
+# From the top down. A room is a module or a package right under `paceline`; those to come are named already.
+ROOMS = [
+    "errors",
+    "zipline",
+    "layout",
+    "sync",
+    "optimizers",
+    "trace",
+    "measures",
+    "shard",
+    "wire",
+    "buffers",
+    "runtime",
+    "optim",
+    "data",
+    "sim",
+    "engines",
+    "report",
+    "workloads",
+    "cli",
+]
+
+EXEMPT = {"__init__", "__main__"}  # the lazy table of public names; `python -m paceline`
+
+PURE = ["errors", "zipline", "layout", "sync"]
+
+IMPURE = {
+    "torch",
+    "socket",
+    "socketserver",
+    "ssl",
+    "select",
+    "selectors",
+    "time",
+    "datetime",
+    "random",
+    "secrets",
+    "os",
+    "io",
+    "pathlib",
+    "sys",
+    "signal",
+    "threading",
+    "multiprocessing",
+    "concurrent",
+    "subprocess",
+    "asyncio",
+    "logging",
+}
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+FILES = sorted(file for file in ROOT.rglob("*.py") if room_of(file) not in EXEMPT)
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, full name) of everything that a file imports, in functions and under TYPE_CHECKING too.
+
+    `from .x import y` counts as x, and `from . import y` as y.
+    """
+    package = ["paceline", *file.relative_to(ROOT).parent.parts]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*base, *filter(None, [node.module])])
+            if name == "paceline":
+                yield from ((node.lineno, f"paceline.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, name
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_room_imports_only_from_rooms_above_it(file: Path) -> None:
+    room = room_of(file)
+    assert room in ROOMS, f"{room} has no place in the order of the rooms"
+    above = set(ROOMS[: ROOMS.index(room) + 1])
+    for line, name in imports(file):
+        if name.split(".")[0] == "paceline" and name != "paceline.__version__":
+            other = name.split(".")[1] if "." in name else ""
+            assert other in above, (
+                f"{file.relative_to(ROOT)}:{line} imports {name}, which is not above {room}"
+            )
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if room_of(file) in PURE], ids=lambda file: str(file.relative_to(ROOT))
+)
+def test_a_pure_room_knows_no_tensor_clock_socket_or_thread(file: Path) -> None:
+    found = {name.split(".")[0] for _, name in imports(file)} & IMPURE
+    assert not found, f"{file.relative_to(ROOT)} imports {found}"
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if room_of(file) in PURE], ids=lambda file: str(file.relative_to(ROOT))
+)
+def test_a_pure_room_uses_no_global_random_source(file: Path) -> None:
+    """NumPy's generators may be passed in; the module's own functions draw from a global one."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("np.random", "numpy.random"):
+            assert node.attr in ("Generator", "BitGenerator"), (
+                f"{file.name}:{node.lineno} uses np.random.{node.attr}"
+            )
+
+
+def test_imports_are_seen_in_every_form() -> None:
+    file = ROOT / "sync" / "elastic_bsp.py"
+    assert "paceline.zipline" in {name for _, name in imports(file)}
+    names = {name for _, name in imports(ROOT / "trace.py")}
+    assert {"paceline.errors", "paceline.sync", "paceline.sync.actions", "msgspec"} <= names
+
+
+def in_a_fresh_interpreter(program: str) -> str:
+    """What a program prints on standard output, run by a new interpreter in isolation."""
+    program = f"import sys\nsys.path.insert(0, {str(ROOT.parent)!r})\n{program}"
+    result = subprocess.run(
+        [sys.executable, "-I", "-W", "error", "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stderr == ""
+    return result.stdout.strip()
+
+
+HEAVY = "print(sorted({'torch', 'numpy', 'multiprocessing', 'asyncio', 'matplotlib'} & sys.modules.keys()))"
+
+
+def test_importing_the_package_has_no_side_effect() -> None:
+    program = """
+import threading, os
+before = (threading.active_count(), dict(os.environ), list(sys.path))
+import paceline
+assert (threading.active_count(), dict(os.environ), list(sys.path)) == before
+assert [name for name in sys.modules if name.startswith("paceline")] == ["paceline"]
+"""
+    assert in_a_fresh_interpreter(program + HEAVY) == "[]"
+
+
+def test_the_pure_rooms_run_without_torch() -> None:
+    program = """
+import paceline
+machine = paceline.sync.parse("elastic-bsp:lookahead=3").at_coordinator()
+paceline.zipline.solve([[1.0, 2.0], [1.5, 3.0]])
+import paceline.layout
+"""
+    assert in_a_fresh_interpreter(program + HEAVY) == "['numpy']"
