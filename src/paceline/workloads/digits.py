@@ -61,20 +61,20 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigitsNet(nn.Sequential):
-    """Two convolutions and two full layers; 38,282 parameters. Without dropout and batch normalisation, so that
+    """Two convolutions and two full layers; 9,818 parameters. Without dropout and batch normalisation, so that
     workers differ in nothing but their data."""
 
     def __init__(self) -> None:
         super().__init__(
-            nn.Conv2d(1, 16, kernel_size=3, padding=1),
+            nn.Conv2d(1, 8, kernel_size=3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(16, 32, kernel_size=3, padding=1),
+            nn.Conv2d(8, 16, kernel_size=3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(32 * 4 * 4, 64),
+            nn.Linear(16 * 4 * 4, 32),
             nn.ReLU(),
-            nn.Linear(64, CLASSES),
+            nn.Linear(32, CLASSES),
         )
 
 

@@ -22,9 +22,8 @@ __all__ = ["Problem", "Setting", "Trial", "run_trial", "time_to_target"]
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """What all sync models are given alike.
 
-    The pace is chosen such that a worker's own computation, about a millisecond, leaves two cores mostly idle:
-    the emulated machines decide on the timing, and not the real one. The batch is small, so that the number of
-    gradients matters, as it does with data sets that are not as small as this one.
+    The pace is chosen such that a worker's own computation, a few milliseconds, leaves two cores mostly idle: the
+    emulated machines decide on the timing, and not the real one.
 
     Attributes:
         pace_s: for each worker, the least time of an iteration.
@@ -35,10 +34,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         target_accuracy: on the test images, from 0 to 1.
     """
 
-    pace_s: tuple[float, ...] = (0.02, 0.02, 0.02, 0.06)
+    pace_s: tuple[float, ...] = (0.03, 0.03, 0.03, 0.09)
     servers: int = 2
-    batch_size: int = 8
-    duration_s: float = 20.0
+    batch_size: int = 32
+    duration_s: float = 16.0
     snapshot_every_s: float = 0.25
     target_accuracy: float = 0.95
 

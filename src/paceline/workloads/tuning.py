@@ -24,10 +24,10 @@ from .trial import Problem, Setting, run_trial
 __all__ = ["STARTS", "Journal", "Measured", "tune"]
 
 STARTS: dict[str, dict[float, int]] = {
-    "bsp": {0.0: 3, 0.9: -4},
-    "ssp:staleness=3": {0.0: -2, 0.9: -8},
-    "asp": {0.0: -2, 0.9: -10},
-    "elastic-bsp:lookahead=15": {0.0: -2, 0.9: -10},
+    "bsp": {0.0: 4, 0.9: -1},
+    "ssp:staleness=3": {0.0: 1, 0.9: -6},
+    "asp": {0.0: 1, 0.9: -6},
+    "elastic-bsp:lookahead=15": {0.0: 1, 0.9: -6},
 }
 """Where the search begins: sync model -> momentum -> step of the learning rate (see `search`)."""
 

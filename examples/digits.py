@@ -1,0 +1,62 @@
+"""Train a small network on scikit-learn's handwritten digits.
+
+    python examples/digits.py                                             one ordinary process
+    paceline run --workers 4 --sync elastic-bsp examples/digits.py        four workers, and servers beside them
+    paceline run --workers 4 --pace 0.02,0.02,0.02,0.06 examples/digits.py    one of them three times slower
+
+Needs scikit-learn: pip install 'paceline[demo]'
+"""
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+import paceline
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=10)
+parser.add_argument("--batch-size", type=int, default=16, help="of each worker")
+parser.add_argument("--lr", type=float, default=0.05)
+options = parser.parse_args()
+
+digits = load_digits()
+images = torch.tensor(digits.images / 16, dtype=torch.float32).unsqueeze(1)
+labels = torch.tensor(digits.target)
+data = TensorDataset(images, labels)
+train_part, test_part = random_split(data, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
+loader = DataLoader(train_part, options.batch_size, shuffle=True)
+
+torch.manual_seed(0)
+model = nn.Sequential(
+    nn.Conv2d(1, 16, kernel_size=3, padding=1),
+    nn.ReLU(),
+    nn.Conv2d(16, 32, kernel_size=3, padding=1),
+    nn.ReLU(),
+    nn.MaxPool2d(2),
+    nn.Flatten(),
+    nn.Linear(32 * 4 * 4, 10),
+)
+criterion = nn.CrossEntropyLoss()
+optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=options.lr))
+
+for epoch in range(options.epochs):
+    for x, y in paceline.distribute(loader):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
+            optimizer.zero_grad()
+            loss: torch.Tensor = criterion(model(x), y)
+            loss.backward()
+            return loss.item()
+
+        loss = optimizer.step(closure)
+    if paceline.worker_index() == 0:
+        print(f"epoch {epoch}: loss {loss:.3f}")
+
+if paceline.worker_index() == 0:
+    x, y = test_part[:]
+    with torch.inference_mode():
+        right = (model(x).argmax(dim=1) == y).float().mean()
+    print(f"accuracy on {len(y)} test images: {right:.1%}")

@@ -1,0 +1,227 @@
+"""Pictures and tables: what is drawn, not only that something is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_hex
+from matplotlib.lines import Line2D
+from rich.console import Console
+
+from paceline.errors import ConfigurationError
+from paceline.report.accuracy import Curve, draw_accuracy
+from paceline.report.canvas import new_figure, save
+from paceline.report.comparison import Outcome, comparison_table, medians
+from paceline.report.picture import comparison_picture
+from paceline.report.timeline import COMPUTING, WAITING, Timeline, draw_timeline, read_timeline
+from paceline.runtime.worker import IterationRecord
+from paceline.sync import BSP
+from paceline.sync.actions import ApplyMean, ApplyPush
+from paceline.sync.events import PushReceived
+from paceline.trace import Entry, Header, Recorder
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+BSP_CURVE = Curve("bsp", (0.0, 1.0, 2.0, 3.0), (0.1, 0.7, 0.95, 0.96), 3.0)
+ASP_CURVE = Curve("asp", (0.0, 1.0, 2.0, 3.0), (0.1, 0.8, 0.9, 0.9), None)
+TIMELINE = Timeline(
+    computing=(((0.0, 0.1), (0.3, 0.4)), ((0.0, 0.3), (0.31, 0.6))),
+    waiting=(((0.1, 0.3), (0.4, 0.61)), ((0.3, 0.31), (0.6, 0.61))),
+    barriers_s=(0.3, 0.6),
+)
+
+
+def outcome(**changes: object) -> Outcome:
+    plain = Outcome(
+        sync="bsp",
+        learning_rate=0.1,
+        momentum=0.9,
+        seeds=(0,),
+        target_accuracy=0.95,
+        time_to_target_s=8.5,
+        final_accuracy=0.975,
+        updates_per_s=16.0,
+        waiting_share=0.5,
+        mean_staleness=0.0,
+        max_staleness=0,
+        emulated="least seconds per iteration 0.02, 0.06",
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def xs(line: Line2D) -> tuple[float, ...]:
+    return tuple(np.asarray(line.get_xdata(), dtype=float).tolist())
+
+
+def ys(line: Line2D) -> tuple[float, ...]:
+    return tuple(np.asarray(line.get_ydata(), dtype=float).tolist())
+
+
+def test_medians_are_taken_figure_by_figure() -> None:
+    several = [
+        outcome(seeds=(0,), time_to_target_s=8.0, final_accuracy=0.97, max_staleness=3),
+        outcome(seeds=(1,), time_to_target_s=7.0, final_accuracy=0.98, max_staleness=9),
+        outcome(seeds=(2,), time_to_target_s=None, final_accuracy=0.91, max_staleness=4),
+    ]
+    middle = medians(several)
+    assert middle.seeds == (0, 1, 2)
+    assert middle.time_to_target_s == 8.0  # never counts as later than any time
+    assert middle.final_accuracy == 0.97
+    assert middle.max_staleness == 9  # the largest of all
+
+
+def test_median_of_runs_that_mostly_never_reached_the_target_is_never() -> None:
+    assert (
+        medians([outcome(time_to_target_s=None), outcome(time_to_target_s=None), outcome()]).time_to_target_s
+        is None
+    )
+
+
+def test_table_shows_every_figure_within_eighty_columns() -> None:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(
+            comparison_table(
+                [
+                    outcome(),
+                    outcome(
+                        sync="elastic-bsp:lookahead=15",
+                        learning_rate=0.0125,
+                        time_to_target_s=None,
+                        updates_per_s=148.2,
+                        mean_staleness=12.34,
+                        max_staleness=123,
+                    ),
+                ]
+            )
+        )
+    text = capture.get()
+    for shown in ("8.50", "97.5%", "16.0", "50.0%", "0.1, 0.9", "elastic-bsp:lookahead=15", "0.0125, 0.9"):
+        assert shown in text
+    assert "never" in text
+    assert "148.2" in text
+    assert "12.3, 123" in text
+    assert "emulated: least seconds per iteration 0.02, 0.06" in text
+    assert "…" not in text
+
+
+def test_accuracy_picture_draws_each_curve_the_target_and_when_it_was_reached() -> None:
+    axes = new_figure(6, 4).subplots()
+    draw_accuracy(axes, [BSP_CURVE, ASP_CURVE], target=0.95)
+    drawn = {ys(line): line.get_color() for line in axes.lines if xs(line) == BSP_CURVE.times_s}
+    assert set(drawn) == {BSP_CURVE.accuracies, ASP_CURVE.accuracies}
+    assert drawn[BSP_CURVE.accuracies] != drawn[ASP_CURVE.accuracies]
+    assert any(ys(line) == (0.95, 0.95) for line in axes.lines)  # the target
+    marks = [line for line in axes.lines if line.get_marker() == "o" and xs(line)]
+    assert [(xs(mark), ys(mark)) for mark in marks] == [((3.0,), (0.95,))]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "bsp: 95% after 3.00 s",
+        "asp: never at 95%",
+    ]
+    assert axes.get_xlabel() == "seconds since training began"
+    assert axes.get_ylabel() == "accuracy on the test images"
+
+
+def test_runs_with_several_seeds_share_a_colour_and_an_entry() -> None:
+    axes = new_figure(6, 4).subplots()
+    other = Curve("bsp", BSP_CURVE.times_s, (0.1, 0.95, 0.96, 0.97), 2.0)
+    draw_accuracy(axes, [BSP_CURVE, other], target=0.95)
+    curves = [line for line in axes.lines if xs(line) == BSP_CURVE.times_s]
+    assert len({line.get_color() for line in curves}) == 1
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["bsp: 95% after 2.00, 3.00 s"]
+
+
+def test_timeline_draws_bars_where_workers_computed_and_waited_and_a_line_at_each_barrier() -> None:
+    axes = new_figure(6, 2).subplots()
+    draw_timeline(axes, TIMELINE, until_s=0.5)
+    kinds = {COMPUTING.lower(): "computing", WAITING.lower(): "waiting"}
+    bars: dict[str, list[tuple[float, float, int]]] = {"computing": [], "waiting": []}
+    for collection in axes.collections:
+        if not isinstance(collection, PolyCollection):
+            continue
+        kind = kinds[to_hex(np.asarray(collection.get_facecolor(), dtype=float)[0])]
+        for path in collection.get_paths():
+            box = path.get_extents()
+            bars[kind].append((round(box.x0, 6), round(box.x1, 6), round((box.y0 + box.y1) / 2)))
+    assert bars["computing"] == [(0.0, 0.1, 0), (0.3, 0.4, 0), (0.0, 0.3, 1), (0.31, 0.6, 1)]
+    assert bars["waiting"] == [
+        (0.1, 0.3, 0),
+        (0.4, 0.61, 0),
+        (0.3, 0.31, 1),
+    ]  # what begins after 0.5 s is left out
+    [barriers] = [c for c in axes.collections if isinstance(c, LineCollection)]
+    assert [segment[0][0] for segment in barriers.get_segments()] == [0.3]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["worker 0", "worker 1"]
+
+
+def test_timeline_is_read_from_what_a_run_left_behind(tmp_path: Path) -> None:
+    records = [
+        IterationRecord(0, 10.0, 10.1, 10.2, 10.5, 2.3, None),
+        IterationRecord(1, 10.5, 10.6, 10.7, 10.8, 2.2, None),
+    ]
+    for worker, rows in enumerate([records, [IterationRecord(0, 10.1, 10.4, 10.4, 10.5, None, None)]]):
+        lines = [msgspec.json.encode(row) for row in rows]
+        (tmp_path / f"worker-{worker}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    recorder = Recorder.to_path(tmp_path / "trace-shard-0.jsonl", Header(sync=BSP(), host="shard"))
+    recorder.record(
+        Entry(PushReceived(now_s=10.4, worker=1, iteration=0), [ApplyMean(((0, 0), (1, 0)))], version=1)
+    )
+    recorder.record(Entry(PushReceived(now_s=10.7, worker=0, iteration=1), [ApplyPush(0, 1)], version=2))
+    recorder.close()
+    timeline = read_timeline(tmp_path)
+    assert [[tuple(round(t, 6) for t in span) for span in row] for row in timeline.computing] == [
+        [(0.0, 0.2), (0.5, 0.7)],
+        [(0.1, 0.4)],
+    ]
+    assert [[tuple(round(t, 6) for t in span) for span in row] for row in timeline.waiting] == [
+        [(0.2, 0.5), (0.7, 0.8)],
+        [(0.4, 0.5)],
+    ]
+    assert [round(t, 6) for t in timeline.barriers_s] == [0.4]
+
+
+def test_whole_picture_is_saved_with_a_strip_for_each_sync_model(tmp_path: Path) -> None:
+    figure = comparison_picture(
+        "A title",
+        "emulated: so and so",
+        [BSP_CURVE, ASP_CURVE],
+        0.95,
+        {"bsp": TIMELINE, "asp": TIMELINE},
+        0.5,
+    )
+    top, *strips = figure.axes
+    assert top.get_title() == "emulated: so and so"
+    assert [strip.get_title(loc="left") for strip in strips] == ["bsp", "asp"]
+    legend = strips[0].get_legend()
+    assert legend is not None
+    assert [text.get_text().split(",")[0] for text in legend.get_texts()] == [
+        "computing",
+        "waiting for the others",
+        "barrier",
+    ]
+    save(figure, tmp_path / "picture.png")
+    data = (tmp_path / "picture.png").read_bytes()
+    assert data.startswith(PNG_SIGNATURE)
+    assert len(data) > 30_000
+
+
+def test_missing_matplotlib_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'paceline\[report\]'"):
+        new_figure(1, 1)
+
+
+def test_no_setting_of_matplotlib_is_changed() -> None:
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    comparison_picture("t", "n", [BSP_CURVE], 0.95, {"asp": TIMELINE}, 0.5)
+    assert dict(matplotlib.rcParams) == before
