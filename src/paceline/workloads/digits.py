@@ -61,7 +61,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigitsNet(nn.Sequential):
-    """Two convolutions and two full layers; 9,818 parameters. Without dropout and batch normalisation, so that
+    """Two convolutions and two full layers; 9,802 parameters. Without dropout and batch normalisation, so that
     workers differ in nothing but their data."""
 
     def __init__(self) -> None:

@@ -131,4 +131,4 @@ def _judge(
         tick = round(taken_s / interval_s)
         if tick not in by_tick:
             by_tick[tick] = accuracy(snapshot.state_dict, digits)
-    return tuple(tick * interval_s for tick in by_tick), tuple(by_tick.values())
+    return tuple(round(tick * interval_s, 6) for tick in by_tick), tuple(by_tick.values())
