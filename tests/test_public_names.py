@@ -30,23 +30,33 @@ def test_sync_models_are_these_under_these_names() -> None:
     assert sync.__all__ == [
         "ASP",
         "BSP",
+        "DSPS",
+        "DSSP",
         "MODELS",
+        "PSSP",
         "SSP",
         "AnySyncModel",
+        "DropStragglers",
+        "DynamicPSSP",
         "ElasticBSP",
         "Machine",
         "SyncModel",
         "parse",
     ]
-    assert list(sync.MODELS) == ["bsp", "asp", "ssp", "elastic-bsp"]
 
 
 def test_sync_models_have_these_parameters_and_defaults() -> None:
-    written = {name: str(model()) for name, model in sync.MODELS.items()}
+    required = {"drop-stragglers": "drop-stragglers:quorum=3"}
+    written = {name: str(sync.parse(required.get(name, name))) for name in sync.MODELS}
     assert written == {
         "bsp": "bsp",
         "asp": "asp",
         "ssp": "ssp:staleness=3",
+        "dssp": "dssp:lower=3,upper=15",
+        "dsps": "dsps:lower=1,upper=15",
+        "pssp": "pssp:staleness=3,probability=0.5",
+        "dynamic-pssp": "dynamic-pssp:staleness=3,alpha=1",
+        "drop-stragglers": "drop-stragglers:quorum=3",
         "elastic-bsp": "elastic-bsp:lookahead=15",
     }
 

@@ -102,7 +102,7 @@ class Job:
         for i, bounds in enumerate(self.slices):
             mine = {d: flat[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
             recorder = recorders[i] if recorders else None
-            self.shards.append(Shard(bounds, mine, spec, sync, recorder))
+            self.shards.append(Shard(bounds, mine, spec, sync, recorder=recorder))
         self.answers: list[tuple[int, int, int, int]] = []
         for worker in range(workers):
             self.tell(WorkerJoined(now_s=0.0, worker=worker))

@@ -35,6 +35,9 @@ log = logging.getLogger("paceline.optim")
 SCALAR_DTYPES = {torch.float64: torch.float64}
 """Default dtype -> what torch.optim keeps its counts in, if not float32; `load_state_dict` casts some of them."""
 
+LEAST_NORM = 1e-12
+"""Of weights, where a gradient's significance is its norm over theirs: they may all be zero."""
+
 PROBE_SIZE = 65_536  # elements of each vector that are compared from step to step
 
 
@@ -221,8 +224,16 @@ class Trained:
                 raise error
             log.warning("worker %d, iteration %d: skipped, the gradient of %r is not finite", *error.args)
             empty = True
+        significance = None
+        if session.needs_significance and not empty:
+            significance = _norm(session.gradients) / max(_norm(session.weights), LEAST_NORM)
         session.commit(
-            present, msgspec.msgpack.encode(groups), empty=empty, buffers=self._buffers.changed(), loss=loss
+            present,
+            msgspec.msgpack.encode(groups),
+            empty=empty,
+            significance=significance,
+            buffers=self._buffers.changed(),
+            loss=loss,
         )
         self._remember(session)
 
@@ -424,6 +435,13 @@ def _parameters_of(module: nn.Module) -> set[int]:
 
 def _names_of(model: nn.Module, parameter: torch.Tensor) -> tuple[str, ...]:
     return tuple(name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter)
+
+
+def _norm(vectors: Vectors) -> float:
+    """The L2 norm of some vectors together."""
+    return math.sqrt(
+        sum(float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2 for v in vectors.values())
+    )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

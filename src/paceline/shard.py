@@ -75,6 +75,7 @@ class Shard:
         weights: its weights, per dtype; owned by the shard from now on.
         optimizer: the user's optimizer as a value.
         sync: the sync model's specification.
+        seed: the run's, from which the sync model draws.
         recorder: where each event and its actions go.
 
     Attributes:
@@ -87,12 +88,13 @@ class Shard:
         weights: Vectors,
         optimizer: OptimizerSpec,
         sync: AnySyncModel,
+        seed: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
         self.bounds = bounds
         self.weights = weights
         self.version = 0
-        self._machine = sync.at_shard()
+        self._machine = sync.at_shard(seed, bounds.index)
         self._recorder = recorder
         self._pulled_version: dict[int, int] = {}  # the version of the weights that each live worker has
         # (worker, iteration) -> a push that is not yet done with, and the version it was computed on

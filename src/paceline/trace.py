@@ -35,6 +35,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         sync: the model's specification.
         host: "shard" or "coordinator".
         index: of the shard; 0 for the coordinator.
+        seed: of the run, from which the model draws.
         format: version of this file format.
         emulated: how unequal machines were emulated, in words, or "" if they were not.
     """
@@ -42,6 +43,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     sync: AnySyncModel
     host: str
     index: int = 0
+    seed: int = 0
     format: int = FORMAT
     emulated: str = ""
 
@@ -122,8 +124,8 @@ def read(path: Path) -> Trace:
 def new_machine(header: Header) -> Machine:
     """A new machine such as the one that the trace was recorded of."""
     if header.host == "shard":
-        return header.sync.at_shard()
-    machine = header.sync.at_coordinator()
+        return header.sync.at_shard(header.seed, header.index)
+    machine = header.sync.at_coordinator(header.seed)
     if machine is None:
         raise ConfigurationError(
             f"{header.sync} has no machine at the coordinator, so there is nothing to replay."

@@ -11,7 +11,21 @@ from typing import cast
 import pytest
 
 from paceline.errors import InternalError, InvalidEventError
-from paceline.sync import ASP, BSP, MODELS, SSP, ElasticBSP, Machine, SyncModel, parse
+from paceline.sync import (
+    ASP,
+    BSP,
+    DSPS,
+    DSSP,
+    MODELS,
+    PSSP,
+    SSP,
+    DropStragglers,
+    DynamicPSSP,
+    ElasticBSP,
+    Machine,
+    SyncModel,
+    parse,
+)
 from paceline.sync.actions import AnswerPull
 from paceline.sync.events import (
     AnyEvent,
@@ -32,11 +46,22 @@ TABLE: list[SyncModel] = [
     SSP(staleness=0),
     SSP(staleness=1),
     SSP(staleness=math.inf),
+    SSP(staleness=1, execution="lazy"),
+    DSSP(),
+    DSSP(lower=0, upper=2),
+    DSPS(lower=0, upper=3),
+    PSSP(staleness=1),
+    PSSP(staleness=0, probability=1.0, execution="lazy", draws="per-shard"),
+    DynamicPSSP(staleness=1),
+    DropStragglers(quorum=2),
     ElasticBSP(),
     ElasticBSP(lookahead=1),
 ]
 
 every_model = pytest.mark.parametrize("sync", TABLE, ids=str)
+every_model_without_times = pytest.mark.parametrize(
+    "sync", [sync for sync in TABLE if not isinstance(sync, DSSP | DSPS)], ids=str
+)
 every_planned_model = pytest.mark.parametrize(
     "sync", [sync for sync in TABLE if sync.at_coordinator() is not None], ids=str
 )
@@ -147,7 +172,7 @@ def test_who_leaves_is_never_answered_any_more(sync: SyncModel) -> None:
     assert answered == {0, 1}
 
 
-@every_model
+@every_model_without_times
 @pytest.mark.parametrize("seed", range(5))
 def test_time_may_stand_still_or_leap(sync: SyncModel, seed: int) -> None:
     """What a shard decides does not hang on the clock: the same events at other times, the same actions."""

@@ -95,7 +95,7 @@ def test_the_search_finds_a_deadlock() -> None:
     class DeafBSP(SyncModel, frozen=True):
         name = "deaf-bsp"
 
-        def at_shard(self) -> Machine:
+        def at_shard(self, seed: int = 0, shard: int = 0) -> Machine:
             return Deaf()
 
     def as_if_nobody_ever_left(seen: tuple[Seen, ...]) -> set[int]:

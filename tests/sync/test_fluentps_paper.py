@@ -220,3 +220,20 @@ def test_section_iii_b_table_iii_with_s_3_would_answer_the_pull_of_fig_3() -> No
         iterate(life, 0)
     assert machine.v_train == 1
     assert iterate(life, 0) == [0]
+
+
+def test_fig_3b_lazy_execution_answers_when_the_slowest_has_caught_up() -> None:
+    """ "W_0 needs to wait until g_1, g_2, and g_3 are pushed to the servers (i.e., three iterations delay)"."""
+    life, machine = begin(SSP(staleness=2, execution="lazy"), 3)
+    for worker in (0, 1, 2):
+        iterate(life, worker)
+    iterate(life, 0)
+    iterate(life, 0)
+    for _ in range(3):
+        iterate(life, 1)
+    assert iterate(life, 0) == []
+    assert iterate(life, 2) == [2]
+    assert iterate(life, 2) == [2]
+    life.tell(life.world.push(2))  # g_3 of W2, and all of W1's are there
+    assert machine.v_train == 4
+    assert 0 not in life.world.waiting

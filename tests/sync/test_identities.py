@@ -7,7 +7,7 @@ import math
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.sync import ASP, BSP, SSP, SyncModel
+from paceline.sync import ASP, BSP, DSPS, DSSP, PSSP, SSP, DropStragglers, SyncModel
 from paceline.sync.actions import AnswerPull, AnyAction
 
 from .world import Life, walk
@@ -87,3 +87,78 @@ def test_under_ssp_3_the_bound_is_reached() -> None:
         life.tell(life.world.push(1))
         answered += len(life.tell(life.world.pull(1)))
     assert answered == 3  # it has started its iterations 0, 1, 2 and 3 and waits for leave to start 4
+
+
+@patiently
+@given(CHOICES, st.integers(0, 3), st.sampled_from(["soft", "lazy"]))
+def test_pssp_that_always_delays_is_ssp(choices: list[int], staleness: int, execution: str) -> None:
+    pssp = PSSP(staleness=staleness, probability=1.0, execution=execution)
+    for one, other in side_by_side(pssp, SSP(staleness=staleness, execution=execution), choices):
+        assert one == other
+
+
+@patiently
+@given(CHOICES)
+def test_pssp_that_never_delays_is_asp(choices: list[int]) -> None:
+    for one, other in side_by_side(PSSP(staleness=0, probability=0.0), ASP(), choices):
+        assert one == other
+
+
+@patiently
+@given(CHOICES, st.integers(0, 3))
+def test_dssp_with_equal_bounds_is_ssp(choices: list[int], staleness: int) -> None:
+    for one, other in side_by_side(DSSP(lower=staleness, upper=staleness), SSP(staleness=staleness), choices):
+        assert one == other
+
+
+@patiently
+@given(CHOICES, st.integers(0, 3))
+def test_dsps_with_equal_bounds_is_ssp(choices: list[int], staleness: int) -> None:
+    for one, other in side_by_side(DSPS(lower=staleness, upper=staleness), SSP(staleness=staleness), choices):
+        assert one == other
+
+
+@patiently
+@given(CHOICES)
+def test_drop_stragglers_that_waits_for_all_is_bsp(choices: list[int]) -> None:
+    for one, other in side_by_side(DropStragglers(quorum=100), BSP(), choices):
+        assert one == other
+
+
+@patiently
+@given(CHOICES, st.integers(0, 2), st.integers(0, 3))
+def test_under_dssp_nobody_starts_an_iteration_more_than_upper_ahead(
+    choices: list[int], lower: int, spread: int
+) -> None:
+    life = Life(DSSP(lower=lower, upper=lower + spread).at_shard())
+    for _ in range(3):
+        life.tell(life.world.join())
+    count = dict.fromkeys(range(3), 0)
+    for choice in choices:
+        free = [worker for worker in range(3) if worker not in life.world.waiting]
+        worker = free[choice % len(free)]
+        count[worker] += 1
+        actions = life.tell(life.world.push(worker)) + life.tell(life.world.pull(worker))
+        for action in releases(actions):
+            assert isinstance(action, AnswerPull)
+            assert count[action.worker] - min(count.values()) <= lower + spread
+
+
+def test_the_lead_at_which_pssp_first_delays_has_mean_s_plus_1_over_c_minus_1() -> None:
+    """FluentPS, Theorem 1: a pull with k = s + j is the first to be delayed with probability c (1 - c)^j."""
+    staleness, c, trials = 3, 0.25, 4000
+    leads = []
+    for seed in range(trials):
+        life = Life(PSSP(staleness=staleness, probability=c).at_shard(seed))
+        for _ in range(2):
+            life.tell(life.world.join())
+        lead = 0
+        life.tell(life.world.push(1))
+        while life.tell(life.world.pull(1)):
+            life.tell(life.world.push(1))
+            lead += 1
+        leads.append(lead)
+    mean = staleness + 1 / c - 1
+    deviation = math.sqrt((1 - c) / c**2 / trials)
+    assert abs(sum(leads) / trials - mean) < 4 * deviation
+    assert min(leads) == staleness

@@ -173,12 +173,13 @@ class Life:
 
     def tell(self, event: AnyEvent) -> list[AnyAction]:
         """Have the machine take a legal event; check its promises; return its actions."""
+        v_train = getattr(self.machine, "v_train", 0)
         actions = self.machine.handle(event)
         self.machine.validate()
         self.world.take(event)
         self.events.append(event)
         if isinstance(event, PushReceived):
-            self._check_fate(event, actions[0])
+            self._check_fate(event, actions[0], v_train)
         for action in actions:
             self._perform(event, action)
         if self.world.phase:
@@ -194,8 +195,10 @@ class Life:
             self.machine.handle(event)
         assert freeze(self.machine) == before, f"{event} was refused and yet changed something"
 
-    def _check_fate(self, push: PushReceived, action: AnyAction) -> None:
-        assert isinstance(action, DropPush if push.empty else ApplyPush | HoldPush)
+    def _check_fate(self, push: PushReceived, action: AnyAction, v_train: int) -> None:
+        late = v_train and self.machine.ledger.count[push.worker] <= v_train  # type: ignore[attr-defined]
+        assert isinstance(action, ApplyPush | HoldPush | DropPush)
+        assert isinstance(action, DropPush) if push.empty else late or not isinstance(action, DropPush)
         assert (action.worker, action.iteration) == (push.worker, push.iteration)
 
     def _perform(self, event: AnyEvent, action: AnyAction) -> None:

@@ -91,10 +91,10 @@ class Coordinator:
         self.failure: RunFailedError | None = None
         self.lost: list[int] = []
         self._left: set[int] = set()  # workers that have finished or were lost
-        self._machine: Machine | None = job.sync.at_coordinator()
+        self._machine: Machine | None = job.sync.at_coordinator(job.seed)
         self._recorder: Recorder | None = None
         if self._machine is not None:
-            header = Header(sync=job.sync, host="coordinator", emulated=job.emulated)
+            header = Header(sync=job.sync, host="coordinator", seed=job.seed, emulated=job.emulated)
             self._recorder = Recorder.to_path(Path(job.run_dir, "trace-coordinator.jsonl"), header)
         self._begun = False  # the servers have been told of their shards
         self._publisher = -1  # the worker whose weights are everybody's, once training has begun

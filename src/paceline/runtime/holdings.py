@@ -116,10 +116,11 @@ class Holdings:
         weights = tensors_over(
             {dtype: memoryview(part) for dtype, part in zip(bounds.bounds, payload, strict=False)}
         )
-        header = Header(sync=self._created.sync, host="shard", index=index, emulated=self._job.emulated)
+        sync, seed = self._created.sync, self._job.seed
+        header = Header(sync=sync, host="shard", index=index, seed=seed, emulated=self._job.emulated)
         recorder = Recorder.to_path(Path(self._job.run_dir, f"trace-shard-{index}.jsonl"), header)
         self._recorders.append(recorder)
-        shard = Shard(bounds, weights, self._created.model.optimizer, self._created.sync, recorder)
+        shard = Shard(bounds, weights, self._created.model.optimizer, sync, seed, recorder)
         shard.load_optimizer_state(self._states.pop(index, {}))
         if index == 0:
             specs = self._created.model.buffers
@@ -149,6 +150,7 @@ class Holdings:
             iteration=message.iteration,
             empty=message.empty,
             stop=message.stop,
+            significance=message.significance,
         )
         push = None if message.empty else Push(gradient, message.present, self._decode_groups(message.groups))
         shard.handle(event, push, lambda pull: answer(message.shard, pull))

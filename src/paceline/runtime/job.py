@@ -131,10 +131,12 @@ def make_job(
         listen_tcp(port=port)[0].close()  # refused here, if it is in use
     if run_dir is not None:
         require_usable(run_dir)
+    model = parse(sync) if isinstance(sync, str) else sync
+    model.require_workers(workers)
     job = Job(
         workers=workers,
         servers=_whole("servers", servers, least=1),
-        sync=parse(sync) if isinstance(sync, str) else sync,
+        sync=model,
         transport="shm" if transport == "shm" else "tcp",
         seed=_whole("seed", seed, least=0),
         pace_s=_per_worker("pace", pace, workers, least=0.0),

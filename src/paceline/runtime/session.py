@@ -30,6 +30,7 @@ class Session(Protocol):
         worker: this worker's index.
         workers: how many there are.
         seed: the run's.
+        needs_significance: True if pushes are to carry |g| / |w|.
         skips_nan: True if a gradient with NaN or inf is to be left out instead of stopping the run.
         iteration: the number of iterations that this worker has committed.
         weights: dtype -> flat vector, from `begin` on.
@@ -39,6 +40,7 @@ class Session(Protocol):
     worker: int
     workers: int
     seed: int
+    needs_significance: bool
     skips_nan: bool
     iteration: int
     weights: Vectors
@@ -66,6 +68,7 @@ class Session(Protocol):
         groups: bytes,
         *,
         empty: bool,
+        significance: float | None,
         buffers: Mapping[int, torch.Tensor],
         loss: float | None,
     ) -> None:
@@ -75,6 +78,7 @@ class Session(Protocol):
             present: for each parameter, 1 if it had a gradient.
             groups: msgpack of the groups' hyper-parameters.
             empty: leave the gradient out; the iteration counts as progress.
+            significance: |g| / |w|, L2, the raw gradient over the weights it was computed on; if it is needed.
             buffers: index -> those buffers that have changed.
             loss: for the eyes of the user.
         """

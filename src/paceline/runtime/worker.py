@@ -88,6 +88,7 @@ class WorkerSession:
         self.worker = place.index
         self.workers = job.workers
         self.seed = job.seed
+        self.needs_significance = job.sync.needs_significance
         self.skips_nan = job.on_nan == "skip"
         self.iteration = 0
         self.weights: Vectors = {}
@@ -165,6 +166,7 @@ class WorkerSession:
         groups: bytes,
         *,
         empty: bool,
+        significance: float | None,
         buffers: Mapping[int, torch.Tensor],
         loss: float | None,
     ) -> None:
@@ -179,7 +181,9 @@ class WorkerSession:
         for shard, stream in zip(self._shards, self._servers, strict=True):
             mine = buffers if shard.index == 0 else {}
             payload = [] if empty else self._region.outgoing(shard)
-            message = Commit(shard.index, self.iteration, present, groups, empty, stop, tuple(mine))
+            message = Commit(
+                shard.index, self.iteration, present, groups, empty, stop, significance, tuple(mine)
+            )
             self._send(stream, message, payload + pack(list(mine.values())), stable=True)
         if self._plans:
             self._send(self._coordinator, Notify(self.iteration, stop.superstep if stop else None))

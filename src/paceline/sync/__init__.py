@@ -11,21 +11,42 @@ SSP(staleness=4)
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
 from .asp import ASP
 from .bsp import BSP
+from .drop_stragglers import DropStragglers
+from .dsps import DSPS
+from .dssp import DSSP
 from .elastic_bsp import ElasticBSP
 from .model import Machine, SyncModel
+from .pssp import PSSP, DynamicPSSP
 from .ssp import SSP
 
-__all__ = ["ASP", "BSP", "MODELS", "SSP", "AnySyncModel", "ElasticBSP", "Machine", "SyncModel", "parse"]
+__all__ = [
+    "ASP",
+    "BSP",
+    "DSPS",
+    "DSSP",
+    "MODELS",
+    "PSSP",
+    "SSP",
+    "AnySyncModel",
+    "DropStragglers",
+    "DynamicPSSP",
+    "ElasticBSP",
+    "Machine",
+    "SyncModel",
+    "parse",
+]
 
-AnySyncModel = BSP | ASP | SSP | ElasticBSP
+AnySyncModel = BSP | ASP | SSP | DSSP | DSPS | PSSP | DynamicPSSP | DropStragglers | ElasticBSP
 """What a message or a trace may hold; msgspec tells them apart by their tag."""
 
-MODELS: dict[str, type[AnySyncModel]] = {model.name: model for model in (BSP, ASP, SSP, ElasticBSP)}
+MODELS: dict[str, type[AnySyncModel]] = {model.name: model for model in get_args(AnySyncModel)}
 
 
 def parse(text: str) -> AnySyncModel:
@@ -52,14 +73,19 @@ def parse(text: str) -> AnySyncModel:
             raise unknown_name(f"key of sync model {name!r}:", key, fields)
         if key in values:
             raise ConfigurationError(f"sync model {text!r}: {key!r} is given twice.")
-        values[key] = value
-    numbers = {key: _number(text, key, str(value)) for key, value in values.items()}
-    return model(**numbers)  # type: ignore[arg-type]  # each model checks its own values
+        values[key] = _value(text, key, value, fields[key].type)
+    missing = [key for key, field in fields.items() if field.required and key not in values]
+    if missing:
+        raise ConfigurationError(f"sync model {text!r} needs {missing[0]}, as in '{name}:{missing[0]}=2'.")
+    return model(**values)  # type: ignore[arg-type]  # each model checks its own values
 
 
-def _number(text: str, key: str, value: str) -> float:
+def _value(text: str, key: str, value: str, kind: object) -> float | str:
+    """A number, or a word where the key takes one."""
     try:
         number = float(value)
     except ValueError:
+        if kind is str or str in get_args(kind):
+            return value
         raise ConfigurationError(f"sync model {text!r}: {key} is {value!r}, expected a number.") from None
     return int(number) if number.is_integer() else number

@@ -25,10 +25,10 @@ from .model import SyncModel
 __all__ = ["ASP"]
 
 
-class ASP(SyncModel, frozen=True, tag="asp"):
+class ASP(SyncModel, frozen=True, repr_omit_defaults=True, tag="asp"):
     """Asynchronous parallel: each push is applied and each pull answered on arrival."""
 
     name = "asp"
 
-    def at_shard(self) -> ConditionMachine:
-        return ConditionMachine(lambda progress, v_train: True, average=False)
+    def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
+        return ConditionMachine(lambda state: True)

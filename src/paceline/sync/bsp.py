@@ -28,10 +28,10 @@ from .model import SyncModel
 __all__ = ["BSP"]
 
 
-class BSP(SyncModel, frozen=True, tag="bsp"):
+class BSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="bsp"):
     """Bulk synchronous parallel: one barrier after each iteration."""
 
     name = "bsp"
 
-    def at_shard(self) -> ConditionMachine:
-        return ConditionMachine(lambda progress, v_train: progress < v_train, average=True)
+    def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
+        return ConditionMachine(lambda state: state.progress < state.v_train, average=True)

@@ -1,31 +1,129 @@
 """FluentPS's mechanism: pull and push conditions, evaluated at each shard for itself.
 
-Theory (FluentPS, section III, Algorithm 1 and Table III). V_train is the shard's overall progress: here the
-progress of the slowest live worker, min c. A pull that reports `progress` (the index of the iteration just
-pushed) is answered at once if the *pull condition* holds; otherwise it is delayed and filed under the current
-round, V_train. The *push condition* says when a round is complete: when every live worker has pushed it. It
-is evaluated in a loop after each push and each departure, since one event can complete several rounds; each
-time it holds, V_train advances by one and the pulls filed under the round are answered without a new test.
-That is the *soft barrier*: with the pull condition `progress < V_train + s` it answers a delayed pull at the
-very moment at which c_p - min c has come down to s.
+Theory (FluentPS, section III, Algorithm 1 and Table III). V_train is the shard's overall progress: the number of
+rounds that are complete. A pull that reports `progress` (the index of the iteration just pushed) is answered at
+once if the *pull condition* holds; otherwise it is delayed and filed under a round. The *push condition* says when
+the current round is complete. It is evaluated in a loop after each push and each departure, since one event can
+complete several rounds; each time it holds, V_train advances by one and the pulls filed under the round are
+answered without a new test. How lazily that happens is the choice of the round:
 
-Deviations: the paper compares `Count[V_train] == N`; counting who is still *at* the slowest count gives the
-same decisions and stays right when workers join and leave.
+    soft barrier      under V_train: the next round to close answers it. With the pull condition
+                      `progress < V_train + s` that is the very moment at which c_p - min c has come down to s
+    lazy execution    under max(progress, V_train): it is answered when the slowest has caught up with it
+
+Guarantee: whatever the conditions, each push is applied, averaged or dropped exactly once, and a worker that has
+left is waited for by nobody. Progress is a property of the conditions: those of this package never stall.
+
+Deviations: the paper compares `Count[V_train] == N`; here a condition compares with `>=`, and the count is kept
+right when workers join and leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..errors import InternalError
+from ..errors import InternalError, unknown_name
 from .actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
 from .events import AnyEvent, PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 from .ledger import Ledger
 
-__all__ = ["ConditionMachine", "PullCondition"]
+__all__ = [
+    "EXECUTIONS",
+    "ConditionMachine",
+    "Execution",
+    "PullCondition",
+    "PullState",
+    "PushCondition",
+    "PushState",
+    "everybody",
+    "require_execution",
+]
 
-PullCondition = Callable[[int, int], bool]
-"""(progress, V_train) -> True to answer the pull now."""
+
+class PushState:
+    """What a push condition may look at.
+
+    Attributes:
+        v_train: V_train, the round whose completion is in question.
+        live: how many workers are live.
+        pushed: Count[V_train], how many of these have pushed that round.
+        slowest: min c over the live workers.
+        fastest: max c over the live workers.
+    """
+
+    __slots__ = ("_ledger", "live", "pushed", "v_train")
+
+    def __init__(self, ledger: Ledger, v_train: int, pushed: int) -> None:
+        self._ledger = ledger
+        self.v_train = v_train
+        self.live = ledger.live_count
+        self.pushed = pushed
+
+    @property
+    def slowest(self) -> int:
+        return self._ledger.slowest
+
+    @property
+    def fastest(self) -> int:
+        return self._ledger.fastest
+
+    def count(self, iteration: int) -> int:
+        """Count[iteration]: how many live workers have pushed at least `iteration + 1` times. Scans the counts
+        that there are; `pushed` does not."""
+        return self._ledger.count_beyond(iteration)
+
+
+class PullState(PushState):
+    """What a pull condition may look at: all of the above and the worker that asks.
+
+    Attributes:
+        worker: who asks.
+        iteration: the label of the iteration it has pushed.
+        progress: c_p - 1.
+        gap: c_p - min c.
+        significance: |g| / |w| of its push, or None if it was not measured.
+    """
+
+    __slots__ = ("iteration", "progress", "significance", "worker")
+
+    def __init__(
+        self, ledger: Ledger, v_train: int, pushed: int, pull: PullRequested, significance: float | None
+    ) -> None:
+        super().__init__(ledger, v_train, pushed)
+        self.worker = pull.worker
+        self.iteration = pull.iteration
+        self.progress = ledger.count[pull.worker] - 1
+        self.significance = significance
+
+    @property
+    def gap(self) -> int:
+        return self.progress + 1 - self._ledger.slowest
+
+
+PullCondition = Callable[[PullState], bool]
+"""True: answer the pull now."""
+
+PushCondition = Callable[[PushState], bool]
+"""True: the round V_train is complete."""
+
+Execution = Callable[[int, int], int]
+"""(progress, V_train) -> the round, at least V_train, under which a delayed pull is filed."""
+
+EXECUTIONS: dict[str, Execution] = {
+    "soft": lambda progress, v_train: v_train,
+    "lazy": max,
+}
+
+
+def everybody(state: PushState) -> bool:
+    """The push condition of all but one row of Table III: every live worker has pushed the round."""
+    return state.pushed >= state.live
+
+
+def require_execution(model: str, execution: str) -> None:
+    """Refuse what is neither "soft" nor "lazy"."""
+    if execution not in EXECUTIONS:
+        raise unknown_name(f"execution of {model}", execution, EXECUTIONS)
 
 
 class ConditionMachine:
@@ -33,22 +131,32 @@ class ConditionMachine:
 
     Args:
         pull_condition: evaluated once, when a pull arrives.
-        average: hold the pushes of a round and apply their mean when it is complete (BSP); otherwise each
-            push is applied on arrival, at scale 1.
+        push_condition: evaluated in a loop, after each push and each departure.
+        average: hold the pushes of a round and apply their mean when it is complete; a push of a round that is
+            complete already is dropped, and its worker goes on from V_train. Otherwise each push is applied on
+            arrival, at scale 1.
+        execution: the round under which a delayed pull is filed.
     """
 
-    def __init__(self, pull_condition: PullCondition, *, average: bool) -> None:
+    def __init__(
+        self,
+        pull_condition: PullCondition,
+        push_condition: PushCondition = everybody,
+        *,
+        average: bool = False,
+        execution: Execution = EXECUTIONS["soft"],
+    ) -> None:
         self.ledger = Ledger()
+        self.v_train = 0
         self._pull_condition = pull_condition
+        self._push_condition = push_condition
         self._average = average
+        self._execution = execution
+        self._pushed = 0  # Count[V_train]: live workers with c_p > V_train
         self._held: list[tuple[int, int]] = []  # (worker, iteration) of the pushes that await their mean
         self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of its delayed pull
         self._filed_under: dict[int, int] = {}  # worker -> the round that its delayed pull is filed under
-
-    @property
-    def v_train(self) -> int:
-        """The shard's overall progress: rounds that every live worker has pushed."""
-        return self.ledger.slowest
+        self._significance: dict[int, float] = {}  # worker -> that of its last push, where it was measured
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it."""
@@ -60,10 +168,11 @@ class ConditionMachine:
                 self.ledger.pulled(event)
                 return self._answer_or_delay(event)
             case WorkerJoined():
-                self.ledger.joined(event)
+                self.ledger.joined(event, self.v_train)
                 return []
             case WorkerLost() | WorkerFinished():
-                self.ledger.left(event)
+                self._pushed -= self.ledger.left(event) > self.v_train
+                self._significance.pop(event.worker, None)
                 self._forget_pull(event.worker)
                 return self._close_rounds()
             case _:
@@ -77,9 +186,20 @@ class ConditionMachine:
             raise InternalError(
                 f"delayed pulls {self._delayed} disagree with their index {self._filed_under}"
             )
+        if any(rnd < self.v_train for rnd in self._delayed):
+            raise InternalError(
+                f"pulls {self._delayed} are filed under rounds before V_train = {self.v_train}"
+            )
+        pushed = sum(count > self.v_train for count in self.ledger.count.values())
+        if pushed != self._pushed:
+            raise InternalError(f"Count[{self.v_train}] is {pushed}, not {self._pushed}")
 
     def _receive(self, push: PushReceived) -> AnyAction:
-        if push.empty:
+        progress = self.ledger.count[push.worker] - 1
+        self._pushed += progress == self.v_train
+        if push.significance is not None:
+            self._significance[push.worker] = push.significance
+        if push.empty or (self._average and progress < self.v_train):
             return DropPush(push.worker, push.iteration)
         if self._average:
             self._held.append((push.worker, push.iteration))
@@ -87,22 +207,26 @@ class ConditionMachine:
         return ApplyPush(push.worker, push.iteration)
 
     def _answer_or_delay(self, pull: PullRequested) -> list[AnyAction]:
-        progress = self.ledger.count[pull.worker] - 1
-        if self._pull_condition(progress, self.v_train):
-            return [self._answer(pull.worker, pull.iteration)]
-        self._delayed.setdefault(self.v_train, {})[pull.worker] = pull.iteration
-        self._filed_under[pull.worker] = self.v_train
+        worker = pull.worker
+        state = PullState(self.ledger, self.v_train, self._pushed, pull, self._significance.get(worker))
+        if self._pull_condition(state):
+            return [self._answer(worker, pull.iteration)]
+        rnd = self._execution(state.progress, self.v_train)
+        self._delayed.setdefault(rnd, {})[worker] = pull.iteration
+        self._filed_under[worker] = rnd
         return []
 
     def _close_rounds(self) -> list[AnyAction]:
         actions: list[AnyAction] = []
-        closing = self.v_train
-        while self.ledger.advance():
+        # No round beyond the fastest's last push is complete, whatever a condition says: the loop ends.
+        while self._pushed and self._push_condition(PushState(self.ledger, self.v_train, self._pushed)):
             actions += self._apply_mean()
-            for worker, iteration in self._delayed.pop(closing, {}).items():
+            closing = self._delayed.pop(self.v_train, {})
+            self.v_train += 1
+            self._pushed -= self.ledger.at(self.v_train)
+            for worker, iteration in closing.items():
                 del self._filed_under[worker]
                 actions.append(self._answer(worker, iteration))
-            closing = self.v_train
         if not self.ledger.live_count:  # the last one has left: nothing more will come for this round
             actions += self._apply_mean()
         return actions
@@ -116,6 +240,10 @@ class ConditionMachine:
 
     def _answer(self, worker: int, iteration: int) -> AnyAction:
         self.ledger.answered(worker)
+        if self._average and self.ledger.count[worker] < self.v_train:
+            self.ledger.catch_up(
+                worker, self.v_train
+            )  # what it would have pushed until then is dropped anyway
         return AnswerPull(worker, iteration)
 
     def _forget_pull(self, worker: int) -> None:

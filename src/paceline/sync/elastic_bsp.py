@@ -54,7 +54,7 @@ __all__ = ["ElasticBSP"]
 LEAST_INTERVAL_S = 1e-9  # two pushes in one tick of the clock still need an interval to extrapolate
 
 
-class ElasticBSP(SyncModel, frozen=True, tag="elastic-bsp"):
+class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="elastic-bsp"):
     """Elastic bulk synchronous parallel.
 
     Attributes:
@@ -68,10 +68,10 @@ class ElasticBSP(SyncModel, frozen=True, tag="elastic-bsp"):
     def __post_init__(self) -> None:
         require_count(self.name, "lookahead", self.lookahead, 1)
 
-    def at_shard(self) -> ElasticShard:
+    def at_shard(self, seed: int = 0, shard: int = 0) -> ElasticShard:
         return ElasticShard()
 
-    def at_coordinator(self) -> Planner:
+    def at_coordinator(self, seed: int = 0) -> Planner:
         return Planner(self.lookahead)
 
 
@@ -108,7 +108,6 @@ class ElasticShard:
                         f"{event.stop.members}"
                     )
                 self.ledger.pushed(event)
-                self._settle()
                 return self._receive(event)
             case PullRequested():
                 self.ledger.pulled(event)
@@ -117,12 +116,11 @@ class ElasticShard:
                     return []
                 return [self._answer(event.worker, event.iteration)]
             case WorkerJoined():
-                self.ledger.joined(event)
+                self.ledger.joined(event, self.ledger.slowest)
                 self._first[event.worker] = event.superstep
                 return []
             case WorkerLost() | WorkerFinished():
                 self.ledger.left(event)
-                self._settle()
                 del self._first[event.worker]
                 return self._forget(event.worker)
             case _:
@@ -143,11 +141,6 @@ class ElasticShard:
             self.ledger.count.keys()
         ):
             raise InternalError("a barrier waits for a worker that is not live")
-
-    def _settle(self) -> None:
-        """Have the ledger's slowest follow: no round is of interest here, only where a late worker starts."""
-        while self.ledger.advance():
-            pass
 
     def _receive(self, push: PushReceived) -> list[AnyAction]:
         worker, iteration = push.worker, push.iteration

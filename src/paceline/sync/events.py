@@ -70,13 +70,15 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
     """A worker's gradient of one iteration is here, whole.
 
     `empty` says that the push counts as progress but carries no gradient (the worker skipped it); `stop` is
-    set on the push with which the worker arrives at its superstep's barrier.
+    set on the push with which the worker arrives at its superstep's barrier; `significance` is |g| / |w|, where
+    the model has asked for it.
     """
 
     worker: int
     iteration: int
     empty: bool = False
     stop: Stop | None = None
+    significance: float | None = None
 
 
 class PullRequested(Event, frozen=True, kw_only=True, tag=True):

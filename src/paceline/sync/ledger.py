@@ -31,11 +31,13 @@ class Ledger:
     Attributes:
         count: c_p of each live worker, in order of joining.
         slowest: min c over the live workers; keeps its last value while there are none.
+        fastest: max c, likewise.
     """
 
     def __init__(self) -> None:
         self.count: dict[int, int] = {}
         self.slowest = 0
+        self.fastest = 0
         self._at: dict[int, int] = {}  # how many live workers have pushed exactly this often
         self._label: dict[int, int] = {}  # the iteration that each live worker's next push carries
         self._former: dict[int, int] = {}  # the same of those who have left: a label is never used twice
@@ -46,8 +48,16 @@ class Ledger:
         """How many workers are live."""
         return len(self.count)
 
-    def joined(self, event: WorkerJoined) -> None:
-        """Enter a worker, level with the slowest."""
+    def at(self, count: int) -> int:
+        """How many live workers have pushed exactly `count` times."""
+        return self._at.get(count, 0)
+
+    def count_beyond(self, count: int) -> int:
+        """How many live workers have pushed more than `count` times. Scans the counts that there are."""
+        return sum(workers for at, workers in self._at.items() if at > count)
+
+    def joined(self, event: WorkerJoined, count: int) -> None:
+        """Enter a worker with c_p = `count`."""
         if event.worker in self.count:
             raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
         if event.iteration < self._former.get(event.worker, 0):
@@ -55,26 +65,30 @@ class Ledger:
                 f"worker {event.worker} joined anew with iteration {event.iteration}, expected at least "
                 f"{self._former[event.worker]}"
             )
-        self.count[event.worker] = self.slowest
-        self._at[self.slowest] = self._at.get(self.slowest, 0) + 1
+        self._put(event.worker, count)
+        self.slowest = min(self.slowest, count) if len(self.count) > 1 else count
+        self.fastest = max(self.fastest, count) if len(self.count) > 1 else count
         self._label[event.worker] = event.iteration
         self._phase[event.worker] = "computing"
 
-    def left(self, event: WorkerLost | WorkerFinished) -> None:
-        """Strike out a worker that was lost or has finished. `slowest` follows with `settle`."""
+    def left(self, event: WorkerLost | WorkerFinished) -> int:
+        """Strike out a worker that was lost or has finished; returns its c_p."""
         self._require_live(event, event.worker)
-        self._leave_count(self.count.pop(event.worker))
+        count = self.count.pop(event.worker)
+        self._take(count)
         self._former[event.worker] = self._label.pop(event.worker)
         del self._phase[event.worker]
+        if self.count:
+            self._raise_slowest()
+            if count == self.fastest and count not in self._at:
+                self.fastest = max(self._at)
+        return count
 
     def pushed(self, event: PushReceived) -> None:
-        """Count a push. `slowest` follows with `settle`."""
+        """Count a push."""
         self._require_live(event, event.worker)
         self._require_step("push", event.worker, event.iteration, expected=self._label[event.worker])
-        count = self.count[event.worker]
-        self.count[event.worker] = count + 1
-        self._at[count + 1] = self._at.get(count + 1, 0) + 1
-        self._leave_count(count)
+        self._move(event.worker, self.count[event.worker] + 1)
         self._label[event.worker] += 1
         self._phase[event.worker] = STEPS["push"][1]
 
@@ -91,12 +105,9 @@ class Ledger:
             raise InternalError(f"a pull of worker {worker} was answered that it had not asked for")
         self._phase[worker] = then
 
-    def advance(self) -> bool:
-        """Move `slowest` up by one if nobody is there any more: one round is complete. False if not."""
-        if not self.count or self.slowest in self._at:
-            return False
-        self.slowest += 1
-        return True
+    def catch_up(self, worker: int, count: int) -> None:
+        """Let a worker go on from a higher count, as if it had pushed what is between."""
+        self._move(worker, count)
 
     def validate(self) -> None:
         """Cross-check the derived collections against c_p; raise `InternalError` where they differ."""
@@ -105,13 +116,34 @@ class Ledger:
             tally[count] = tally.get(count, 0) + 1
         if tally != self._at or self._label.keys() != self.count.keys() != self._phase.keys():
             raise InternalError(f"the ledger disagrees with itself: {self.count} against {self._at}")
-        if self.count and self.slowest > min(self.count.values()):
-            raise InternalError(f"slowest is {self.slowest}, but c_p are {self.count}")
+        if self.count and (self.slowest, self.fastest) != (
+            min(self.count.values()),
+            max(self.count.values()),
+        ):
+            raise InternalError(
+                f"slowest {self.slowest} and fastest {self.fastest}, but c_p are {self.count}"
+            )
 
-    def _leave_count(self, count: int) -> None:
+    def _move(self, worker: int, count: int) -> None:
+        before = self.count[worker]
+        self._put(worker, count)
+        self._take(before)
+        self.fastest = max(self.fastest, count)
+        self._raise_slowest()
+
+    def _put(self, worker: int, count: int) -> None:
+        self.count[worker] = count
+        self._at[count] = self._at.get(count, 0) + 1
+
+    def _take(self, count: int) -> None:
         self._at[count] -= 1
         if not self._at[count]:
             del self._at[count]
+
+    def _raise_slowest(self) -> None:
+        """One step for each round that somebody was the last to leave: constant per push in the long run."""
+        while self.slowest not in self._at:
+            self.slowest += 1
 
     def _require_live(self, event: Event, worker: int) -> None:
         if worker not in self.count:

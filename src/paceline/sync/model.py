@@ -18,7 +18,7 @@ from ..errors import ConfigurationError
 from .actions import AnyAction
 from .events import AnyEvent
 
-__all__ = ["Machine", "SyncModel"]
+__all__ = ["Machine", "SyncModel", "require_count", "require_order", "require_within"]
 
 
 class Machine(Protocol):
@@ -33,7 +33,7 @@ class Machine(Protocol):
         ...
 
 
-class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """A specification: which sync model, with which parameters. A value.
 
     Attributes:
@@ -42,22 +42,52 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: ClassVar[str]
 
-    def at_shard(self) -> Machine:
-        """A new machine for one shard."""
+    @property
+    def needs_significance(self) -> bool:
+        """True if pushes are to carry |g| / |w|."""
+        return False
+
+    def require_workers(self, workers: int) -> None:
+        """Raise `ConfigurationError` if the model makes no sense with so many workers."""
+
+    def at_shard(self, seed: int = 0, shard: int = 0) -> Machine:
+        """A new machine for one shard. `seed` is the run's, `shard` its index; few models draw."""
         raise TypeError(f"{type(self).__name__} does not say what it does at a shard")
 
-    def at_coordinator(self) -> Machine | None:
+    def at_coordinator(self, seed: int = 0) -> Machine | None:
         """A new machine for the coordinator, or None for a model whose shards decide alone."""
         return None
 
     def __str__(self) -> str:
-        keys = ",".join(f"{key}={_plain(value)}" for key, value in msgspec.structs.asdict(self).items())
-        return f"{self.name}:{keys}" if keys else self.name
+        """As `parse` reads it. Words are left out at their default; numbers are always shown."""
+        shown = [
+            f"{field.name}={_plain(getattr(self, field.name))}"
+            for field in msgspec.structs.fields(self)
+            if field.type is not str or getattr(self, field.name) != field.default
+        ]
+        return f"{self.name}:{','.join(shown)}" if shown else self.name
 
 
 def _plain(value: object) -> object:
     """A whole number as one, also where it has travelled as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def require_within(model: str, key: str, value: float, least: float, most: float) -> None:
+    """Refuse a parameter that is not a number in [least, most]."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and least <= value <= most):
+        most_words = "" if math.isinf(most) else f" and <= {most:g}"
+        raise ConfigurationError(f"{model}: {key} is {value!r}, expected a number >= {least:g}{most_words}.")
+
+
+def require_order(model: str, low_key: str, low: int, high_key: str, high: int) -> None:
+    """Refuse an upper bound that is not a whole number, or lies below its lower one."""
+    require_count(model, high_key, high, 0)
+    if low > high:
+        raise ConfigurationError(
+            f"{model}: {low_key} is {low} and {high_key} is {high}, expected {low_key} <= {high_key}."
+        )
 
 
 def require_count(model: str, key: str, value: float, least: int, *, infinite: bool = False) -> None:

@@ -22,26 +22,31 @@ Deviations: none.
 
 from __future__ import annotations
 
-from .conditions import ConditionMachine
+from .conditions import EXECUTIONS, ConditionMachine, require_execution
 from .model import SyncModel, require_count
 
 __all__ = ["SSP"]
 
 
-class SSP(SyncModel, frozen=True, tag="ssp"):
+class SSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="ssp"):
     """Stale synchronous parallel.
 
     Attributes:
         staleness: s, in iterations: a whole number >= 0, or `math.inf`.
+        execution: of delayed pulls, "soft" (which alone meets the guarantee's "iff") or "lazy".
     """
 
     name = "ssp"
 
     staleness: float = 3
+    execution: str = "soft"
 
     def __post_init__(self) -> None:
         require_count(self.name, "staleness", self.staleness, 0, infinite=True)
+        require_execution(self.name, self.execution)
 
-    def at_shard(self) -> ConditionMachine:
+    def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
         s = self.staleness
-        return ConditionMachine(lambda progress, v_train: progress < v_train + s, average=False)
+        return ConditionMachine(
+            lambda state: state.progress < state.v_train + s, execution=EXECUTIONS[self.execution]
+        )

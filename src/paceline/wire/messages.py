@@ -189,6 +189,7 @@ class Commit(Message, frozen=True, tag=True):
         groups: msgpack of the groups' hyper-parameters.
         empty: True if the iteration's gradient was left out; the payload has no gradient then.
         stop: set if this is the worker's last push before its superstep's barrier.
+        significance: |g| / |w| over all parameters, if the sync model asks for it.
         buffers: for shard 0, the indices of those buffers that have changed and follow in the payload.
     """
 
@@ -198,6 +199,7 @@ class Commit(Message, frozen=True, tag=True):
     groups: bytes
     empty: bool = False
     stop: Stop | None = None
+    significance: float | None = None
     buffers: tuple[int, ...] = ()
 
 

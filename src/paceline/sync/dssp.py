@@ -1,0 +1,122 @@
+"""DSSP, dynamic stale synchronous parallel: the fastest worker may spend a few iterations more, if that is predicted
+to shorten its wait.
+
+Reference: Zhao, An, Liu and Chen, "Dynamic stale synchronous parallel distributed training for deep learning", ICDCS
+2019; ElasticBSP, section 7 and Fig. 14.
+Admission, with the gap c_p - min c: at most `lower`: answered. Else, if the worker has iterations left to spend: it
+spends one and is answered. Else, if it is the fastest and has not chosen since its gap was last at most `lower`: it
+chooses r in [0, upper - lower], the number of iterations after which its predicted wait for the slowest worker's next
+push is least, the fewest on ties; it has r to spend. Else it waits for a gap <= lower.
+    predicted: the fastest finishes r more at t_p + r I_p, the slowest its next ones at t_q + k I_q, k = 1, 2, ...,
+    where t is the last push and I the last interval; the wait is the least t_q + k I_q - (t_p + r I_p) >= 0
+State: SSP's, each worker's last interval, what each has to spend.
+Guarantee: no worker starts an iteration more than `upper` ahead of the slowest live worker. Live. DSSP(s, s) is
+SSP(s).
+Deviations: the paper's controller looks at the slowest worker's next `upper` pushes; here at as many as it takes.
+
+>>> DSSP(lower=3, upper=15)
+DSSP()
+"""
+
+from __future__ import annotations
+
+import math
+
+from .actions import AnyAction
+from .conditions import ConditionMachine, PullState
+from .events import AnyEvent, WorkerFinished, WorkerLost
+from .intervals import Intervals
+from .model import SyncModel, require_count, require_order
+
+__all__ = ["DSSP", "iterations_to_spend"]
+
+
+class DSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="dssp"):
+    """Dynamic SSP.
+
+    Attributes:
+        lower: the staleness at which everybody else waits, a whole number >= 0.
+        upper: the largest lead with which an iteration is started, a whole number >= lower.
+    """
+
+    name = "dssp"
+
+    lower: int = 3
+    upper: int = 15
+
+    def __post_init__(self) -> None:
+        require_count(self.name, "lower", self.lower, 0)
+        require_order(self.name, "lower", self.lower, "upper", self.upper)
+
+    def at_shard(self, seed: int = 0, shard: int = 0) -> SpendingMachine:
+        return SpendingMachine(self)
+
+
+class SpendingMachine:
+    """SSP(lower)'s machine, with iterations to spend beyond it."""
+
+    def __init__(self, model: DSSP) -> None:
+        self._model = model
+        self._intervals = Intervals()
+        self._left: dict[int, int] = {}  # worker past `lower` that has chosen -> iterations that it has left
+        # A delayed pull waits for the round whose end brings its gap down to `lower`.
+        self._rounds = ConditionMachine(
+            self._answers, execution=lambda progress, v_train: max(v_train, progress - model.lower)
+        )
+        self.ledger = self._rounds.ledger
+
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
+        """Take one event; return what follows from it."""
+        actions = self._rounds.handle(event)
+        self._intervals.note(event)
+        if isinstance(event, WorkerLost | WorkerFinished):
+            self._left.pop(event.worker, None)
+        return actions
+
+    def validate(self) -> None:
+        """Cross-check the collections derived from one another."""
+        self._rounds.validate()
+
+    def _answers(self, state: PullState) -> bool:
+        worker = state.worker
+        if state.gap <= self._model.lower:
+            self._left.pop(worker, None)
+            return True
+        if worker not in self._left and state.progress + 1 == state.fastest:
+            self._left[worker] = self._choose(worker)
+        if self._left.get(worker, 0) > 0 and state.gap <= self._model.upper:
+            self._left[worker] -= 1
+            return True
+        return False
+
+    def _choose(self, worker: int) -> int:
+        """r, once; looks at the workers that are slowest now, which is not on the path of every pull."""
+        last_s, interval_s = self._intervals.last_s, self._intervals.interval_s
+        slowest = [w for w, count in self.ledger.count.items() if count == self.ledger.slowest]
+        q = max(slowest, key=lambda w: (interval_s.get(w, math.inf), -w))  # of those behind most, the slowest
+        if q not in interval_s:  # it has not pushed yet: nothing can be predicted
+            return 0
+        return iterations_to_spend(
+            last_s[worker],
+            interval_s[worker],
+            last_s[q],
+            interval_s[q],
+            self._model.upper - self._model.lower,
+        )
+
+
+def iterations_to_spend(t_p: float, i_p: float, t_q: float, i_q: float, most: int) -> int:
+    """The r in [0, most] with the least predicted wait for the slowest worker's next push; the fewest on ties.
+
+    >>> iterations_to_spend(t_p=4.0, i_p=1.0, t_q=3.0, i_q=3.0, most=5)  # the slowest pushes at 6, 9, ...
+    2
+    """
+    if i_q <= 0:
+        return 0
+
+    def wait_s(r: int) -> float:
+        done_s = t_p + r * i_p
+        k = max(1, math.ceil((done_s - t_q) / i_q))
+        return max(0.0, t_q + k * i_q - done_s)
+
+    return min(range(most + 1), key=wait_s)

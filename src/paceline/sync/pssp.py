@@ -1,0 +1,123 @@
+"""PSSP, probabilistic staleness synchronous parallel: whoever is too far ahead waits with some probability.
+
+Reference: FluentPS (Yao, Wu and Wang, CLUSTER 2019), section III-E, Table III row PSSP, Theorems 1 and 2.
+Admission: with k = progress - V_train, a pull with k >= s (that is, c_p - min c > s) is delayed with probability P,
+every other one is answered. Constant: P = c. Dynamic: P(s, k) = a / (1 + e^(s - k)), clamped to [0, 1], where a is a
+constant or the significance |g| / |w| of the push that came before the pull.
+State: c_p, the delayed pulls by round, each worker's last significance.
+Guarantee: P = 0 is ASP, P = 1 is SSP(s). In between staleness is bounded in expectation only: with the slowest worker
+stopped, the k at which another is first delayed under a constant c has mean s + 1/c - 1 (Theorem 1). Live.
+Deviations: the draw is keyed by (seed, worker, iteration), so that all shards agree; the paper's own way, a draw at
+each shard, is `draws="per-shard"`. The regret bounds of the paper are not checked by any test.
+
+>>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
+>>> shard = PSSP(staleness=0, probability=1.0).at_shard()
+>>> for worker in (0, 1):
+...     _ = shard.handle(WorkerJoined(now_s=0.0, worker=worker))
+>>> _ = shard.handle(PushReceived(now_s=1.0, worker=0, iteration=0))
+>>> shard.handle(PullRequested(now_s=1.0, worker=0, iteration=0))  # as SSP(0): waits
+[]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ..errors import unknown_name
+from .conditions import EXECUTIONS, ConditionMachine, PullState, require_execution
+from .draws import uniform
+from .model import SyncModel, require_count, require_within
+
+__all__ = ["PSSP", "DynamicPSSP"]
+
+DRAWS = ("shared", "per-shard")
+
+
+class PSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="pssp"):
+    """Constant PSSP.
+
+    Attributes:
+        staleness: s, in iterations, a whole number >= 0.
+        probability: P, from 0 to 1, with which a pull that is too far ahead is delayed.
+        execution: of delayed pulls, "soft" or "lazy".
+        draws: "shared" by all shards, or "per-shard".
+    """
+
+    name = "pssp"
+
+    staleness: int = 3
+    probability: float = 0.5
+    execution: str = "soft"
+    draws: str = "shared"
+
+    def __post_init__(self) -> None:
+        require_count(self.name, "staleness", self.staleness, 0)
+        require_within(self.name, "probability", self.probability, 0.0, 1.0)
+        require_execution(self.name, self.execution)
+        require_draws(self.name, self.draws)
+
+    def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
+        key = (seed,) if self.draws == "shared" else (seed, shard)
+        return delaying(self.staleness, lambda state: self.probability, key, self.execution)
+
+
+class DynamicPSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="dynamic-pssp"):
+    """Dynamic PSSP: the further ahead, the likelier to wait.
+
+    Attributes:
+        staleness: s, in iterations, a whole number >= 0.
+        alpha: a, a number >= 0, or "significance" for |g| / |w|.
+        execution: of delayed pulls, "soft" or "lazy".
+        draws: "shared" by all shards, or "per-shard".
+    """
+
+    name = "dynamic-pssp"
+
+    staleness: int = 3
+    alpha: float | str = 1.0
+    execution: str = "soft"
+    draws: str = "shared"
+
+    def __post_init__(self) -> None:
+        require_count(self.name, "staleness", self.staleness, 0)
+        if isinstance(self.alpha, str):
+            if self.alpha != "significance":
+                raise unknown_name(f"alpha of {self.name}", self.alpha, ["significance"])
+        else:
+            require_within(self.name, "alpha", self.alpha, 0.0, math.inf)
+        require_execution(self.name, self.execution)
+        require_draws(self.name, self.draws)
+
+    @property
+    def needs_significance(self) -> bool:
+        return self.alpha == "significance"
+
+    def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
+        key = (seed,) if self.draws == "shared" else (seed, shard)
+
+        def probability(state: PullState) -> float:
+            alpha = (state.significance or 0.0) if isinstance(self.alpha, str) else self.alpha
+            k = state.progress - state.v_train
+            return min(1.0, alpha / (1.0 + math.exp(self.staleness - k)))
+
+        return delaying(self.staleness, probability, key, self.execution)
+
+
+def delaying(
+    staleness: int, probability: Callable[[PullState], float], key: tuple[int, ...], execution: str
+) -> ConditionMachine:
+    """Table III, row PSSP: a pull with k >= s is delayed with a probability."""
+
+    def answers(state: PullState) -> bool:
+        if state.progress < state.v_train + staleness:
+            return True
+        return uniform(*key, state.worker, state.iteration) >= probability(state)
+
+    return ConditionMachine(answers, execution=EXECUTIONS[execution])
+
+
+def require_draws(model: str, draws: str) -> None:
+    """Refuse what is neither "shared" nor "per-shard"."""
+    if draws not in DRAWS:
+        raise unknown_name(f"draws of {model}", draws, DRAWS)
