@@ -66,7 +66,8 @@ Sync = Annotated[
     typer.Option(
         "--sync",
         metavar="NAME:KEY=VALUE,...",
-        help="The synchronization model: bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15.",
+        help="The synchronization model: bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15, or one of "
+        "dssp, dsps, pssp, dynamic-pssp, drop-stragglers:quorum=N.",
         rich_help_panel="Run",
     ),
 ]

@@ -43,7 +43,7 @@ def comparison_picture(
     """
     heights = [CURVES_HEIGHT_INCHES, *[STRIP_HEIGHT_INCHES] * len(timelines)]
     figure = new_figure(WIDTH_INCHES, sum(heights) + 1.0)
-    figure.suptitle(f"{title}\n", fontsize=14, fontweight="bold")
+    figure.suptitle(title, fontsize=14, fontweight="bold")
     top, *strips = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     top.set_title(note, fontsize=9.5)
     draw_accuracy(top, curves, target)

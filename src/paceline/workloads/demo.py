@@ -32,7 +32,8 @@ SETTINGS = (
     Setting("elastic-bsp:lookahead=15", learning_rate=0.05, momentum=0.0),
 )
 """Each sync model's best. Found by `paceline demo --tune`: momentum 0 and 0.9, each with its own grid of learning
-rates whose last point is never the best; the best three by one seed, then the best by the median of three seeds."""
+rates whose last point is never the best; the best three by one seed, then by the median of three seeds the one that
+wins against its neighbours."""
 
 SHOWN_S = 2.0  # of the timelines
 

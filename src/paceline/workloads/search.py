@@ -1,9 +1,10 @@
 """The search for a best setting: which points of a grid of learning rate x momentum to measure next.
 
-The learning rates are 0.1 * 2^(step/2) for whole steps. A measurement is a whole run, so it is spent in three
-rounds: *coarse*, with one seed, a factor of 2 apart, going on while the best point is the grid's last; *fine*,
-the points between the best one and its neighbours; *final*, the best few with all seeds, judged by the median.
-Each momentum has a grid of its own, and the point that wins is never on its edge.
+The learning rates are 0.1 * 2^(step/2) for whole steps; each momentum has a grid of its own. A measurement is a
+whole run, so it is spent in three rounds: *coarse*, with one seed, a factor of 2 apart, going on while the best
+point is the grid's last; *fine*, the points between the best one and its neighbours; *final*, the best few with
+all seeds, judged by the median, and then the winner's neighbours too, until one wins against both of its own. So
+the point that wins is never on an edge, and never won because its neighbour had bad luck with one seed.
 
 Pure: it knows nothing of runs; whoever calls it says how a point is measured.
 """
@@ -67,10 +68,9 @@ def search(measure: Measure, starts: Mapping[float, int], seeds: Sequence[int]) 
 
     for momentum, start in starts.items():
         try_once(*(Point(momentum, start + offset) for offset in (-COARSE, 0, COARSE)))
-        while beyond := _beyond(_best(first, momentum), first, COARSE):
+        while beyond := _beyond(_best(first, momentum), first):
             try_once(beyond)
-        best = _best(first, momentum)
-        try_once(*(best._replace(step=best.step + offset) for offset in (-1, 1)))
+        try_once(*_neighbours(_best(first, momentum)))
 
     finals: dict[Point, Score] = {}
     candidates = sorted(first, key=first.__getitem__)[:FINALISTS]
@@ -79,8 +79,7 @@ def search(measure: Measure, starts: Mapping[float, int], seeds: Sequence[int]) 
         for point in candidates:
             finals[point] = _median([first[point], *(measure(point, seed) for seed in seeds[1:])])
         winner = min(finals, key=finals.__getitem__)
-        beyond = _beyond(winner, first, 1)
-        candidates = [beyond] if beyond else []
+        candidates = [neighbour for neighbour in _neighbours(winner) if neighbour not in finals]
     return dict(sorted(finals.items(), key=lambda item: item[1]))
 
 
@@ -91,14 +90,18 @@ def _best(scores: Mapping[Point, Score], momentum: float) -> Point:
     return min(points, key=lambda point: (scores[point], abs(point.step - centre)))
 
 
-def _beyond(point: Point, known: Mapping[Point, Score], stride: int) -> Point | None:
-    """The point to measure next if this one is the last of its grid, on either side; None if it is not."""
+def _beyond(point: Point, known: Mapping[Point, Score]) -> Point | None:
+    """The point to measure next if this one is the last of its coarse grid, on either side; None if it is not."""
     steps = [other.step for other in known if other.momentum == point.momentum]
     if point.step == min(steps):
-        return point._replace(step=point.step - stride)
+        return point._replace(step=point.step - COARSE)
     if point.step == max(steps):
-        return point._replace(step=point.step + stride)
+        return point._replace(step=point.step + COARSE)
     return None
+
+
+def _neighbours(point: Point) -> tuple[Point, Point]:
+    return point._replace(step=point.step - 1), point._replace(step=point.step + 1)
 
 
 def _median(scores: Sequence[Score]) -> Score:

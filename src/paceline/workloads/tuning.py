@@ -100,12 +100,12 @@ def tune(
 ) -> list[Setting]:
     """Find the best setting of each sync model: least median time to the target, then highest final accuracy.
 
-    Takes about 20 runs of half a minute for each sync model, 40 minutes in all; wants a quiet machine.
+    Takes about 25 runs of half a minute for each sync model, 45 minutes in all; wants a quiet machine.
 
     Args:
         console: for what is found.
         run_dir: of the journal; by default ./runs/tuning. Points that it holds are not measured again.
-        seeds: the first for the search, all for the best few.
+        seeds: the first for the search, all for the best few and their neighbours.
         starts: sync model -> momentum -> the step to begin with.
         problem: what is trained.
 
@@ -123,7 +123,7 @@ def tune(
         ) from error
     journal = Journal(run_dir / "tuning.jsonl", problem)
     console.print(
-        f"Each point is a run of about {problem.duration_s:.0f} s and its start; about 20 for each of "
+        f"Each point is a run of about {problem.duration_s:.0f} s and its start; about 25 for each of "
         f"{len(starts)} sync models. {len(journal)} are in {run_dir / 'tuning.jsonl'} already.",
         soft_wrap=True,
     )
