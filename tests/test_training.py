@@ -570,7 +570,7 @@ def test_with_and_without_a_closure_are_the_same(run_on_threads: RunOnThreads) -
                 loss.backward()
                 return loss
 
-            returned: Any = optimizer.step(closure)  # type: ignore[arg-type]  # torch's own idiom returns a tensor
+            returned: Any = optimizer.step(closure)
             if worker_index() == 0:
                 losses.append(float(returned.detach()))
         return weights_of(model)

@@ -15,7 +15,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import msgspec
 import torch
@@ -29,6 +29,8 @@ from .shard import Vectors
 from .wire.messages import BufferSpec, ModelSpec
 
 __all__ = ["DistributedOptimizer"]
+
+Loss = TypeVar("Loss", float, torch.Tensor)
 
 log = logging.getLogger("paceline.optim")
 
@@ -80,9 +82,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One iteration: push the gradient, pull the weights.
 
         Args:
@@ -107,7 +109,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._trained is None:
             self._trained, replaced = self._begin(self._session)
             stale = replaced and closure is None  # its gradient was computed on weights that are nobody's now
-        loss: float | None = None
+        loss: Any = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import sys
@@ -216,12 +217,15 @@ class Sampler:
             contextlib.suppress(PacelineError),
             _reader(coordinator) as reader,
         ):  # a failed run says so elsewhere
-            for tick in range(sys.maxsize):
+            tick = 0
+            while True:
                 due_s = coordinator.started_s + tick * self._interval_s
                 if self._stopped.wait(max(0.0, due_s - coordinator.job.now_s())) or coordinator.over.is_set():
                     return
                 snapshot = reader.read()
-                self.taken.append((coordinator.job.now_s() - coordinator.started_s, snapshot))
+                now_s = coordinator.job.now_s() - coordinator.started_s
+                self.taken.append((now_s, snapshot))
+                tick = max(tick + 1, math.ceil(now_s / self._interval_s))  # what was missed is missed
 
 
 def read_traces(run_dir: Path) -> list[Trace]:

@@ -41,7 +41,9 @@ class Progress:
         self._plain_s = time.monotonic()
         self._live: Live | None = None
         if console.is_terminal:
-            self._live = Live(console=console, refresh_per_second=REFRESH_PER_S, transient=True)
+            self._live = Live(
+                Text("starting"), console=console, refresh_per_second=REFRESH_PER_S, transient=True
+            )
 
     def __enter__(self) -> Progress:
         if self._live is not None:
@@ -72,15 +74,20 @@ class Progress:
                 for name, iteration, loss, state in self._rows()
             ]
             self._console.print(
-                f"{self._title()}: {'; '.join(cells)}", markup=False, highlight=False, soft_wrap=True
+                f"{self._title().plain.splitlines()[0]}: {'; '.join(cells)}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
             )
 
     def _title(self) -> Text:
         job = self._coordinator.job
-        emulated = f", emulated: {job.emulated}" if job.emulated else ""
-        return Text(
-            f"{job.sync}, {job.workers} workers, {job.servers} servers, {job.now_s():.0f} s{emulated}"
-        )
+        lines = [
+            f"{job.sync}, {_many(job.workers, 'worker')}, {_many(job.servers, 'server')}, {job.now_s():.0f} s"
+        ]
+        if job.emulated:
+            lines.append(f"emulated: {job.emulated}")
+        return Text("\n".join(lines))
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -97,3 +104,7 @@ class Progress:
             state = gone or (status.state if status else "starting")
             rows.append((f"worker {worker}", str(status.iteration) if status else "-", loss, state))
         return rows
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"

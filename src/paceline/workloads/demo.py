@@ -77,11 +77,13 @@ def run_demo(
         f"(emulated), learn {len(digits.train_labels)} handwritten digits under {len(settings)} sync models, "
         f"{problem.duration_s:g} s each.",
         soft_wrap=True,
+        highlight=False,
     )
     trials: list[Trial] = []
     for seed in seeds:
         for setting in settings:
-            console.print(f"[bold]{len(trials) + 1}/{len(seeds) * len(settings)}[/] {setting}, seed {seed}")
+            count = f"[bold]{len(trials) + 1}/{len(seeds) * len(settings)}[/]"
+            console.print(f"{count} {setting}, seed {seed}", soft_wrap=True, highlight=False)
             run = home / f"{setting.sync.partition(':')[0]}-seed-{seed}"
             trials.append(run_trial(digits, problem, setting, seed, run_dir=run, progress=progress))
     outcomes = [medians([t.outcome for t in trials if t.outcome.sync == s.sync]) for s in settings]

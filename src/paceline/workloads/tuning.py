@@ -126,6 +126,7 @@ def tune(
         f"Each point is a run of about {problem.duration_s:.0f} s and its start; about 25 for each of "
         f"{len(starts)} sync models. {len(journal)} are in {run_dir / 'tuning.jsonl'} already.",
         soft_wrap=True,
+        highlight=False,
     )
     begun_s = time.monotonic()
     best = []
