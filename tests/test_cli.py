@@ -213,7 +213,7 @@ def test_a_dry_run_without_a_run_directory_makes_none(call: Call, tmp_path: Path
 BAD_INPUT = {
     "an unknown model": (
         ["--sync", "elastic-bps", "train.py"],
-        "error: unknown sync model 'elastic-bps'; did you mean 'elastic-bsp'? Choices: asp, bsp, elastic-bsp, ssp.",
+        "error: unknown sync model 'elastic-bps'; did you mean 'elastic-bsp'? Choices: asp, bsp, drop-stragglers, dsps, dssp, dynamic-pssp, elastic-bsp, pssp, ssp.",
     ),
     "an empty model": (
         ["--sync", "", "train.py"],
@@ -221,7 +221,7 @@ BAD_INPUT = {
     ),
     "an unknown key": (
         ["--sync", "ssp:stalenes=3", "train.py"],
-        "'stalenes'; did you mean 'staleness'? Choices: staleness.",
+        "'stalenes'; did you mean 'staleness'? Choices: execution, staleness.",
     ),
     "a key for a model without keys": (
         ["--sync", "bsp:staleness=3", "train.py"],
