@@ -184,13 +184,9 @@ class Trained:
         self.buffer_specs = self._buffers.specs
         self._weights: list[torch.Tensor] = []  # for each parameter, its place in the flat vectors
         self._gradients: list[torch.Tensor] = []
-        self._written = [False] * len(
-            parameters
-        )  # whose place in the gradients may hold something else than 0
+        self._written = [False] * len(parameters)  # whose place in the gradients may hold other than zeros
         self._versions: list[int] = []  # of each parameter, when the last step ended
-        self._probes: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # (some elements of a vector, as they were)
+        self._probes: list[tuple[torch.Tensor, torch.Tensor]] = []  # (some elements, a copy as they were)
 
     def bind(self, session: Session, publisher: bool, state: Mapping[Any, Mapping[str, Any]]) -> bool:
         """Move the parameters into the flat vectors. True if this worker's weights were replaced."""

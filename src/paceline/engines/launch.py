@@ -32,7 +32,7 @@ from .progress import Progress
 
 __all__ = ["ENGINES", "RunResult", "launch", "run_script", "start"]
 
-ENGINES = {"local": LocalEngine}
+ENGINES = ("local",)
 
 POLL_INTERVAL_S = 0.05
 REASONS_TIMEOUT_S = 0.5  # after the first sign of a failure: its cause may be reported after its consequences
@@ -213,10 +213,8 @@ class Sampler:
         while not coordinator.started.wait(POLL_INTERVAL_S):
             if self._stopped.is_set() or coordinator.over.is_set():
                 return
-        with (
-            contextlib.suppress(PacelineError),
-            _reader(coordinator) as reader,
-        ):  # a failed run says so elsewhere
+        # A server that is gone ends this quietly: the run itself says what has failed.
+        with contextlib.suppress(PacelineError), _reader(coordinator) as reader:
             tick = 0
             while True:
                 due_s = coordinator.started_s + tick * self._interval_s

@@ -58,9 +58,7 @@ class Holdings:
         self._recorders: list[Recorder] = []
         self._states: dict[int, Vectors] = {}  # optimizer states to start from, until their shard is made
         self._slots: dict[int, dict[str, torch.Tensor]] = {}  # each worker's buffers
-        self._first_buffers: dict[
-            str, torch.Tensor
-        ] = {}  # the publisher's, and those that training leaves alone
+        self._first_buffers: dict[str, torch.Tensor] = {}  # the publisher's: what every slot starts with
 
     def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, SliceTensors]]:
         """For each shard, where a worker's pushes lie: in its own region, or in memory of the server's."""

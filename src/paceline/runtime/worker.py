@@ -106,9 +106,7 @@ class WorkerSession:
         self._states: dict[int, bytearray] = {}  # shard -> its optimizer state, while it is fetched
         self._started: Started | None = None  # the coordinator's word that training begins
         self._stopping: Stopping | None = None  # the plan to follow, until it has been followed
-        self._begun_s: float | None = (
-            None  # when the weights of this iteration came; None before the first ones
-        )
+        self._begun_s: float | None = None  # when this iteration's weights came; None before the first
         self._status_s = -math.inf
         self._shown = ""
         self._finished = False
