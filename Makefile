@@ -31,7 +31,7 @@ test: check  ## linter, type checker, all tests
 bench: $(READY)  ## measure the step against a memory copy and gloo all-reduce (about 3 minutes, quiet machine)
 	$(BIN)/python benchmarks/step.py
 
-tune: $(READY)  ## find each sync model's best learning rate and momentum for the demo (about an hour)
+tune: $(READY)  ## find each sync model's best learning rate and momentum for the demo (about 45 minutes)
 	$(BIN)/paceline demo --tune
 
 docs: $(READY)  ## run the examples in the documentation and regenerate its pictures

@@ -207,7 +207,7 @@ def demo(
     tune: Annotated[
         bool,
         typer.Option(
-            "--tune", help="Find each model's best learning rate and momentum instead (about an hour)."
+            "--tune", help="Find each model's best learning rate and momentum instead (about 45 minutes)."
         ),
     ] = False,
     run_dir: RunDir = None,

@@ -32,7 +32,8 @@ SETTINGS = (
     Setting("elastic-bsp:lookahead=15", learning_rate=0.14, momentum=0.0),
 )
 """Each sync model's best by `paceline demo --tune`: momentum 0 and 0.9, each with its own grid of learning rates,
-extended until the best point was inside it; the best few by one seed, then by the median of three."""
+extended until the best point was inside it; the best few by one seed, then by the median of three. See
+`docs/demo.md` for the conditions under which these were found."""
 
 SHOWN_S = 2.0  # of the timelines
 
