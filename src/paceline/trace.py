@@ -1,9 +1,9 @@
 """Record what a pure machine was told and what it answered; read it back; replay it.
 
 A trace is a text file of JSON lines, one per host of a machine (each shard, and the coordinator). The first
-line is the header: which model, hosted where, on which version of the format. Each further line is one entry,
-in the order of processing: the event with its exact time, the actions that came out, whether it was refused,
-and what came of the actions (the version that the shard reached, the staleness of each push it applied).
+line is the header: which model to begin with, hosted where, on which version of the format. Each further line is
+one entry, in the order of processing: the event with its exact time, the actions that came out, whether it was
+refused, and what came of the actions (the version that the shard reached, the staleness of each push it applied).
 
 **Replay.** `replay(trace)` feeds the events to a new machine of the same model and compares the actions. They
 are identical, or it says where they part. Times survive the text exactly: the shortest decimal that reads back
@@ -19,20 +19,22 @@ from typing import IO
 import msgspec
 
 from .errors import ConfigurationError, InvalidEventError
-from .sync import AnySyncModel, Machine, parse
+from .sync import Machine, parse
 from .sync.actions import AnyAction
+from .sync.changes import JobSync, ShardSync
 from .sync.events import AnyEvent
 
 __all__ = ["Entry", "Header", "Recorder", "Trace", "new_machine", "read", "replay"]
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What a trace is a trace of.
 
     Attributes:
-        sync: the model's specification.
+        sync: what the host began with, in the notation of the command line; for the coordinator of a job whose
+            shards differ, one model for each. Changes are among the events.
         host: "shard" or "coordinator".
         index: of the shard; 0 for the coordinator.
         seed: of the run, from which the model draws.
@@ -40,7 +42,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         emulated: how unequal machines were emulated, in words, or "" if they were not.
     """
 
-    sync: AnySyncModel
+    sync: str
     host: str
     index: int = 0
     seed: int = 0
@@ -81,8 +83,7 @@ class Recorder:
         self._file = file
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
-        # The model in the notation of the command line: easy to read, and JSON has no infinity.
-        self._write({**msgspec.structs.asdict(header), "sync": str(header.sync)})
+        self._write(header)
 
     @classmethod
     def to_path(cls, path: Path, header: Header) -> Recorder:
@@ -97,7 +98,7 @@ class Recorder:
         """Write what is left and close the file."""
         self._file.close()
 
-    def _write(self, line: dict[str, object] | Entry) -> None:
+    def _write(self, line: Header | Entry) -> None:
         self._encoder.encode_into(line, self._buffer)
         self._buffer += b"\n"
         self._file.write(self._buffer)
@@ -114,9 +115,7 @@ def read(path: Path) -> Trace:
         version = msgspec.json.decode(lines[0])["format"]
         if version != FORMAT:
             raise ConfigurationError(f"{path} is a trace of format {version}; this version reads {FORMAT}.")
-        fields = msgspec.json.decode(lines[0])
-        header = msgspec.convert({**fields, "sync": msgspec.to_builtins(parse(fields["sync"]))}, Header)
-        return Trace(header, list(_entries(lines[1:-1])))
+        return Trace(msgspec.json.decode(lines[0], type=Header), list(_entries(lines[1:-1])))
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{path} is not a trace of Paceline: {error}") from error
 
@@ -124,13 +123,8 @@ def read(path: Path) -> Trace:
 def new_machine(header: Header) -> Machine:
     """A new machine such as the one that the trace was recorded of."""
     if header.host == "shard":
-        return header.sync.at_shard(header.seed, header.index)
-    machine = header.sync.at_coordinator(header.seed)
-    if machine is None:
-        raise ConfigurationError(
-            f"{header.sync} has no machine at the coordinator, so there is nothing to replay."
-        )
-    return machine
+        return ShardSync(parse(header.sync), header.seed, header.index)
+    return JobSync(header.sync, header.seed)
 
 
 def replay(trace: Trace) -> list[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from .events import Change
+
 __all__ = [
     "Action",
     "AnswerPull",
@@ -17,7 +19,11 @@ __all__ = [
     "DropPush",
     "HoldPush",
     "Plan",
+    "PublishChange",
     "PublishPlan",
+    "ReportFault",
+    "RestartWorker",
+    "SetTimer",
 ]
 
 
@@ -90,5 +96,51 @@ class PublishPlan(Action, frozen=True, tag=True):
     plan: Plan
 
 
-AnyAction = ApplyPush | HoldPush | ApplyMean | DropPush | AnswerPull | PublishPlan
+class RestartWorker(Action, frozen=True, tag=True):
+    """Tell this worker to drop its computation of `iteration`, pull, and start it anew; unless it has pushed it."""
+
+    worker: int
+    iteration: int
+
+
+class SetTimer(Action, frozen=True, tag=True):
+    """Come back with a `TimerFired` of this worker and iteration at `due_s`, on the clock of the events."""
+
+    worker: int
+    iteration: int
+    due_s: float
+
+
+class PublishChange(Action, frozen=True, tag=True):
+    """Send this change to each of its members: each flags its next push with it."""
+
+    change: Change
+
+
+class ReportFault(Action, frozen=True, tag=True):
+    """Tell the user that a condition of theirs has failed, and what decides from now on.
+
+    Attributes:
+        reason: what was wrong, in a sentence.
+        traceback: the condition's own, or "" if it returned what it must not.
+        sync: the model in force from now on.
+    """
+
+    reason: str
+    traceback: str
+    sync: str
+
+
+AnyAction = (
+    ApplyPush
+    | HoldPush
+    | ApplyMean
+    | DropPush
+    | AnswerPull
+    | SetTimer
+    | ReportFault
+    | PublishPlan
+    | RestartWorker
+    | PublishChange
+)
 """Every action there is: what a trace may hold."""

@@ -5,7 +5,7 @@ Admission: every pull is answered on arrival.
 State: c_p alone.
 Guarantee: no worker ever waits. Staleness is not bounded.
 Deviations: each push is applied at scale 1, as in ElasticBSP's and SpecSync's ASP; FluentPS divides it by the
-number of workers (Algorithm 1, line 15).
+number of workers (Algorithm 1, line 15), which is `push_scale="1/n"`.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = ASP().at_shard()
@@ -19,16 +19,15 @@ number of workers (Algorithm 1, line 15).
 
 from __future__ import annotations
 
-from .conditions import ConditionMachine
-from .model import SyncModel
+from .conditions import ConditionMachine, ConditionModel
 
 __all__ = ["ASP"]
 
 
-class ASP(SyncModel, frozen=True, repr_omit_defaults=True, tag="asp"):
+class ASP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="asp"):
     """Asynchronous parallel: each push is applied and each pull answered on arrival."""
 
     name = "asp"
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
-        return ConditionMachine(lambda state: True)
+        return self.machine(lambda state: True)

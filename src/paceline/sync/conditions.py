@@ -14,6 +14,9 @@ answered without a new test. How lazily that happens is the choice of the round:
 Guarantee: whatever the conditions, each push is applied, averaged or dropped exactly once, and a worker that has
 left is waited for by nobody. Progress is a property of the conditions: those of this package never stall.
 
+The conditions of a user may fail. `fault` says so; the host of the machine then has another model's machine `inherit`
+what this one knows.
+
 Deviations: the paper compares `Count[V_train] == N`; here a condition compares with `>=`, and the count is kept
 right when workers join and leave.
 """
@@ -22,21 +25,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from ..errors import InternalError, unknown_name
 from .actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
 from .events import AnyEvent, PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 from .ledger import Ledger
+from .model import SyncModel
 
 __all__ = [
     "EXECUTIONS",
+    "PUSH_SCALES",
     "ConditionMachine",
+    "ConditionModel",
     "Execution",
+    "Fault",
     "PullCondition",
     "PullState",
     "PushCondition",
     "PushState",
     "everybody",
-    "require_execution",
 ]
 
 
@@ -120,10 +128,44 @@ def everybody(state: PushState) -> bool:
     return state.pushed >= state.live
 
 
-def require_execution(model: str, execution: str) -> None:
-    """Refuse what is neither "soft" nor "lazy"."""
-    if execution not in EXECUTIONS:
-        raise unknown_name(f"execution of {model}", execution, EXECUTIONS)
+PUSH_SCALES = ("1", "1/n")
+
+
+class ConditionModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """What the models that apply pushes on arrival and choose how delayed pulls are released have in common.
+
+    Attributes:
+        execution: of delayed pulls, "soft" (which alone meets SSP's "iff") or "lazy" (FluentPS's default).
+        push_scale: what each gradient is multiplied with, "1" or, as in FluentPS's Algorithm 1, line 15, "1/n", where
+            n is the number of live workers.
+    """
+
+    execution: str = "soft"
+    push_scale: str = "1"
+
+    def __post_init__(self) -> None:
+        if self.execution not in EXECUTIONS:
+            raise unknown_name(f"execution of {self.name}", self.execution, EXECUTIONS)
+        if self.push_scale not in PUSH_SCALES:
+            raise unknown_name(f"push_scale of {self.name}", self.push_scale, PUSH_SCALES)
+
+    def machine(self, pull_condition: PullCondition) -> ConditionMachine:
+        """A machine with this condition and the options above."""
+        return ConditionMachine(
+            pull_condition, execution=EXECUTIONS[self.execution], scale_by_live=self.push_scale == "1/n"
+        )
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """How a user's condition has failed.
+
+    Attributes:
+        reason: in a sentence.
+        traceback: the condition's own; "" if it did not raise.
+    """
+
+    reason: str
+    traceback: str = ""
 
 
 class ConditionMachine:
@@ -134,9 +176,17 @@ class ConditionMachine:
         push_condition: evaluated in a loop, after each push and each departure.
         average: hold the pushes of a round and apply their mean when it is complete; a push of a round that is
             complete already is dropped, and its worker goes on from V_train. Otherwise each push is applied on
-            arrival, at scale 1.
+            arrival.
         execution: the round under which a delayed pull is filed.
+        scale_by_live: scale each push that is applied on arrival by 1 / live workers.
+
+    Attributes:
+        ledger: who is live, and how far.
+        v_train: V_train.
+        fault: set when a condition has failed; the machine is not to be told anything more.
     """
+
+    fault: Fault | None = None
 
     def __init__(
         self,
@@ -145,6 +195,7 @@ class ConditionMachine:
         *,
         average: bool = False,
         execution: Execution = EXECUTIONS["soft"],
+        scale_by_live: bool = False,
     ) -> None:
         self.ledger = Ledger()
         self.v_train = 0
@@ -152,6 +203,7 @@ class ConditionMachine:
         self._push_condition = push_condition
         self._average = average
         self._execution = execution
+        self._scale_by_live = scale_by_live
         self._pushed = 0  # Count[V_train]: live workers with c_p > V_train
         self._held: list[tuple[int, int]] = []  # (worker, iteration) of the pushes that await their mean
         self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of its delayed pull
@@ -177,6 +229,25 @@ class ConditionMachine:
                 return self._close_rounds()
             case _:
                 raise InternalError(f"no shard is told of a {type(event).__name__}")
+
+    def inherit(self, other: ConditionMachine, now_s: float) -> list[AnyAction]:
+        """Go on from where another machine is, by this one's own conditions: pushes that are held are applied unless
+        this one holds pushes too, rounds are counted from the slowest, delayed pulls are tested anew."""
+        self.ledger, self._held, self._significance = other.ledger, other._held, other._significance
+        self.v_train = self.ledger.slowest
+        self._pushed = self.ledger.count_beyond(self.v_train)
+        delayed = {worker: pulls[worker] for pulls in other._delayed.values() for worker in pulls}
+        actions = self._close_rounds() if self._average else self._apply_mean()
+        for worker, iteration in sorted(delayed.items()):
+            actions += self._answer_or_delay(PullRequested(now_s=now_s, worker=worker, iteration=iteration))
+        return actions
+
+    def waits(self) -> dict[int, str]:
+        """For each pull that is delayed, what it waits for."""
+        return {
+            worker: f"round {rnd} ({self._pushed} of {self.ledger.live_count} have pushed round {self.v_train})"
+            for worker, rnd in self._filed_under.items()
+        }
 
     def validate(self) -> None:
         """Cross-check the collections derived from one another."""
@@ -204,6 +275,8 @@ class ConditionMachine:
         if self._average:
             self._held.append((push.worker, push.iteration))
             return HoldPush(push.worker, push.iteration)
+        if self._scale_by_live:
+            return ApplyPush(push.worker, push.iteration, 1.0 / self.ledger.live_count)
         return ApplyPush(push.worker, push.iteration)
 
     def _answer_or_delay(self, pull: PullRequested) -> list[AnyAction]:

@@ -43,7 +43,11 @@ class DropStragglers(SyncModel, frozen=True, repr_omit_defaults=True, tag="drop-
     def __post_init__(self) -> None:
         require_count(self.name, "quorum", self.quorum, 1)
 
-    def require_workers(self, workers: int) -> None:
+    @property
+    def whole_job(self) -> bool:
+        return True
+
+    def require_runnable(self, workers: int) -> None:
         if self.quorum > workers:
             raise ConfigurationError(
                 f"{self.name}: quorum is {self.quorum}, but there are {workers} workers; expected at most as many."

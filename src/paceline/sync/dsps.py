@@ -19,39 +19,37 @@ from __future__ import annotations
 import math
 
 from .actions import AnyAction
-from .conditions import EXECUTIONS, ConditionMachine, PullState, require_execution
-from .events import AnyEvent
+from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, PullState
+from .events import AnyEvent, WorkerJoined
 from .intervals import Intervals
-from .model import SyncModel, require_count, require_order
+from .model import require_count, require_order
 
 __all__ = ["DSPS"]
 
 
-class DSPS(SyncModel, frozen=True, repr_omit_defaults=True, tag="dsps"):
+class DSPS(ConditionModel, frozen=True, repr_omit_defaults=True, tag="dsps"):
     """SSP with an adaptive staleness.
 
     Attributes:
         lower: the least staleness, a whole number >= 0.
         upper: the largest, a whole number >= lower.
-        execution: of delayed pulls, "soft" or "lazy".
     """
 
     name = "dsps"
 
     lower: int = 1
     upper: int = 15
-    execution: str = "soft"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_count(self.name, "lower", self.lower, 0)
         require_order(self.name, "lower", self.lower, "upper", self.upper)
-        require_execution(self.name, self.execution)
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> AdaptiveMachine:
         return AdaptiveMachine(self)
 
 
-class AdaptiveMachine:
+class AdaptiveMachine(ConditionMachine):
     """SSP's machine with a staleness that moves.
 
     Attributes:
@@ -59,26 +57,30 @@ class AdaptiveMachine:
     """
 
     def __init__(self, model: DSPS) -> None:
+        super().__init__(
+            self._within,
+            execution=EXECUTIONS[model.execution],
+            scale_by_live=model.push_scale == "1/n",
+        )
         self.staleness = model.lower
         self._model = model
         self._intervals = Intervals()
-        self._rounds = ConditionMachine(self._answers, execution=EXECUTIONS[model.execution])
-        self.ledger = self._rounds.ledger
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it."""
-        v_train = self._rounds.v_train
-        actions = self._rounds.handle(event)
+        v_train = self.v_train
+        actions = super().handle(event)
         self._intervals.note(event)
-        if self._rounds.v_train != v_train:
+        if self.v_train != v_train:
             self._adapt()
         return actions
 
-    def validate(self) -> None:
-        """Cross-check the collections derived from one another."""
-        self._rounds.validate()
+    def inherit(self, other: ConditionMachine, now_s: float) -> list[AnyAction]:
+        for worker in other.ledger.count:
+            self._intervals.note(WorkerJoined(now_s=now_s, worker=worker))
+        return super().inherit(other, now_s)
 
-    def _answers(self, state: PullState) -> bool:
+    def _within(self, state: PullState) -> bool:
         return state.progress < state.v_train + self.staleness
 
     def _adapt(self) -> None:

@@ -24,7 +24,7 @@ import math
 
 from .actions import AnyAction
 from .conditions import ConditionMachine, PullState
-from .events import AnyEvent, WorkerFinished, WorkerLost
+from .events import AnyEvent, WorkerFinished, WorkerJoined, WorkerLost
 from .intervals import Intervals
 from .model import SyncModel, require_count, require_order
 
@@ -52,30 +52,30 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="dssp"):
         return SpendingMachine(self)
 
 
-class SpendingMachine:
+class SpendingMachine(ConditionMachine):
     """SSP(lower)'s machine, with iterations to spend beyond it."""
 
     def __init__(self, model: DSSP) -> None:
+        # A delayed pull waits for the round whose end brings its gap down to `lower`.
+        super().__init__(
+            self._answers, execution=lambda progress, v_train: max(v_train, progress - model.lower)
+        )
         self._model = model
         self._intervals = Intervals()
         self._left: dict[int, int] = {}  # worker past `lower` that has chosen -> iterations that it has left
-        # A delayed pull waits for the round whose end brings its gap down to `lower`.
-        self._rounds = ConditionMachine(
-            self._answers, execution=lambda progress, v_train: max(v_train, progress - model.lower)
-        )
-        self.ledger = self._rounds.ledger
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it."""
-        actions = self._rounds.handle(event)
+        actions = super().handle(event)
         self._intervals.note(event)
         if isinstance(event, WorkerLost | WorkerFinished):
             self._left.pop(event.worker, None)
         return actions
 
-    def validate(self) -> None:
-        """Cross-check the collections derived from one another."""
-        self._rounds.validate()
+    def inherit(self, other: ConditionMachine, now_s: float) -> list[AnyAction]:
+        for worker in other.ledger.count:
+            self._intervals.note(WorkerJoined(now_s=now_s, worker=worker))
+        return super().inherit(other, now_s)
 
     def _answers(self, state: PullState) -> bool:
         worker = state.worker

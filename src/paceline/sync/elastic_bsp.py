@@ -68,6 +68,10 @@ class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="elastic-b
     def __post_init__(self) -> None:
         require_count(self.name, "lookahead", self.lookahead, 1)
 
+    @property
+    def whole_job(self) -> bool:
+        return True
+
     def at_shard(self, seed: int = 0, shard: int = 0) -> ElasticShard:
         return ElasticShard()
 
@@ -141,6 +145,14 @@ class ElasticShard:
             self.ledger.count.keys()
         ):
             raise InternalError("a barrier waits for a worker that is not live")
+
+    def waits(self) -> dict[int, str]:
+        """For each pull that is delayed, what it waits for."""
+        return {
+            worker: f"superstep {superstep}, for workers {sorted(barrier.remaining)}"
+            for superstep, barrier in self._open.items()
+            for worker in barrier.pulls
+        }
 
     def _receive(self, push: PushReceived) -> list[AnyAction]:
         worker, iteration = push.worker, push.iteration

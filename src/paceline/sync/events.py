@@ -10,15 +10,22 @@ worker that joins late starts with c_p at the slowest live worker's.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 __all__ = [
     "AnyEvent",
+    "Change",
     "Event",
     "IterationFinished",
+    "IterationStarted",
+    "PullRepeated",
     "PullRequested",
     "PushReceived",
     "Stop",
+    "SyncRequested",
+    "TimerFired",
     "WorkerFinished",
     "WorkerJoined",
     "WorkerLost",
@@ -34,6 +41,20 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     superstep: int
     members: tuple[int, ...]
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A change of the sync model. As a flag on a push: the worker's last one under the old model.
+
+    Attributes:
+        number: counts the changes of a run, from 1.
+        members: the workers whose flagged pushes, together, are the boundary.
+        sync: what follows, in the notation of the command line: one model, or one for each shard with "|" between.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    sync: str
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -70,14 +91,15 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
     """A worker's gradient of one iteration is here, whole.
 
     `empty` says that the push counts as progress but carries no gradient (the worker skipped it); `stop` is
-    set on the push with which the worker arrives at its superstep's barrier; `significance` is |g| / |w|, where
-    the model has asked for it.
+    set on the push with which the worker arrives at its superstep's barrier, `change` on its last one before the
+    sync model changes; `significance` is |g| / |w|, where the model has asked for it.
     """
 
     worker: int
     iteration: int
     empty: bool = False
     stop: Stop | None = None
+    change: Change | None = None
     significance: float | None = None
 
 
@@ -88,16 +110,72 @@ class PullRequested(Event, frozen=True, kw_only=True, tag=True):
     iteration: int
 
 
-class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
-    """The small `notify` that the coordinator gets for each finished iteration of each worker.
+class PullRepeated(Event, frozen=True, kw_only=True, tag=True):
+    """A worker has dropped its computation of `iteration` and asks for weights again, to start it anew."""
 
-    `superstep` is set when the push was flagged as the worker's last one before that superstep's barrier.
+    worker: int
+    iteration: int
+
+
+class TimerFired(Event, frozen=True, kw_only=True, tag=True):
+    """A timer that the model had set is due. Of two events at one moment, it is the later.
+
+    It may fire for a worker that has left or gone on meanwhile; nothing comes of it then.
+    """
+
+    worker: int
+    iteration: int
+
+
+class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
+    """The small `notify` that the coordinator gets for a finished iteration of a worker.
+
+    `superstep` is set when the push was flagged as the worker's last one before that superstep's barrier, `change`
+    when it was the last one before the change of that number.
     """
 
     worker: int
     iteration: int
     superstep: int | None = None
+    change: int | None = None
 
 
-AnyEvent = WorkerJoined | WorkerLost | WorkerFinished | PushReceived | PullRequested | IterationFinished
+class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
+    """Told to the coordinator: a worker has its weights and computes `iteration`. Not sent for its first one, nor
+    when it starts one anew."""
+
+    worker: int
+    iteration: int
+
+
+class SyncRequested(Event, frozen=True, kw_only=True, tag=True):
+    """Told to the coordinator: a worker has reached a point at which the sync model is to change.
+
+    All workers run the same script and so ask for the same changes in the same order, each when it gets there. Of
+    several with the same `source` and `number`, the first counts.
+
+    Attributes:
+        source: "schedule", of the run, or "script", a call in it.
+        number: counts the requests of that source, from 0.
+        sync: what is wanted, as in `Change.sync`.
+    """
+
+    worker: int
+    source: Literal["schedule", "script"]
+    number: int
+    sync: str
+
+
+AnyEvent = (
+    WorkerJoined
+    | WorkerLost
+    | WorkerFinished
+    | PushReceived
+    | PullRequested
+    | PullRepeated
+    | TimerFired
+    | IterationFinished
+    | IterationStarted
+    | SyncRequested
+)
 """Every event there is: what a trace may hold."""

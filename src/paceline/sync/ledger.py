@@ -11,9 +11,17 @@ from __future__ import annotations
 from typing import Literal
 
 from ..errors import InternalError, InvalidEventError
-from .events import Event, PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
+from .events import (
+    Event,
+    PullRepeated,
+    PullRequested,
+    PushReceived,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "Phase"]
 
 Phase = Literal["computing", "pushed", "waiting"]
 
@@ -47,6 +55,14 @@ class Ledger:
     def live_count(self) -> int:
         """How many workers are live."""
         return len(self.count)
+
+    def label(self, worker: int) -> int:
+        """The iteration that a live worker's next push carries."""
+        return self._label[worker]
+
+    def phase(self, worker: int) -> Phase:
+        """What a live worker is doing."""
+        return self._phase[worker]
 
     def at(self, count: int) -> int:
         """How many live workers have pushed exactly `count` times."""
@@ -97,6 +113,20 @@ class Ledger:
         self._require_live(event, event.worker)
         self._require_step("pull", event.worker, event.iteration, expected=self._label[event.worker] - 1)
         self._phase[event.worker] = STEPS["pull"][1]
+
+    def repeated(self, event: PullRepeated) -> None:
+        """Check that a worker that pulls again is computing what it says."""
+        self._require_live(event, event.worker)
+        phase = self._phase[event.worker]
+        if phase != "computing":
+            raise InvalidEventError(
+                f"worker {event.worker} pulled again while it was {phase!r} (expected 'computing')"
+            )
+        if event.iteration != self._label[event.worker]:
+            raise InvalidEventError(
+                f"worker {event.worker} pulled again for iteration {event.iteration}, expected "
+                f"{self._label[event.worker]}"
+            )
 
     def answered(self, worker: int) -> None:
         """Note that a worker has its weights."""

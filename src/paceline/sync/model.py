@@ -17,8 +17,9 @@ import msgspec
 from ..errors import ConfigurationError
 from .actions import AnyAction
 from .events import AnyEvent
+from .ledger import Ledger
 
-__all__ = ["Machine", "SyncModel", "require_count", "require_order", "require_within"]
+__all__ = ["Machine", "ShardMachine", "SyncModel", "require_count", "require_order", "require_within"]
 
 
 class Machine(Protocol):
@@ -30,6 +31,20 @@ class Machine(Protocol):
 
     def validate(self) -> None:
         """Cross-check every derived collection; raise `InternalError` where two disagree."""
+        ...
+
+
+class ShardMachine(Machine, Protocol):
+    """What a model has at each shard.
+
+    Attributes:
+        ledger: who is live, how far each worker has come, what each is doing.
+    """
+
+    ledger: Ledger
+
+    def waits(self) -> dict[int, str]:
+        """For each pull that is delayed, what it waits for: worker -> words."""
         ...
 
 
@@ -47,10 +62,20 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         """True if pushes are to carry |g| / |w|."""
         return False
 
-    def require_workers(self, workers: int) -> None:
-        """Raise `ConfigurationError` if the model makes no sense with so many workers."""
+    @property
+    def whole_job(self) -> bool:
+        """True if all shards must run it, because it plans for the job or gives late workers another count."""
+        return False
 
-    def at_shard(self, seed: int = 0, shard: int = 0) -> Machine:
+    @property
+    def needs_starts(self) -> bool:
+        """True if the coordinator is to be told when a worker starts an iteration, and may have it started anew."""
+        return False
+
+    def require_runnable(self, workers: int) -> None:
+        """Raise `ConfigurationError` if the model cannot run here with so many workers."""
+
+    def at_shard(self, seed: int = 0, shard: int = 0) -> ShardMachine:
         """A new machine for one shard. `seed` is the run's, `shard` its index; few models draw."""
         raise TypeError(f"{type(self).__name__} does not say what it does at a shard")
 
@@ -59,11 +84,12 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         return None
 
     def __str__(self) -> str:
-        """As `parse` reads it. Words are left out at their default; numbers are always shown."""
+        """As `parse` reads it. Words are left out at their default, numbers are shown unless there is none."""
         shown = [
             f"{field.name}={_plain(getattr(self, field.name))}"
             for field in msgspec.structs.fields(self)
-            if field.type is not str or getattr(self, field.name) != field.default
+            if getattr(self, field.name) is not None
+            and (field.type is not str or getattr(self, field.name) != field.default)
         ]
         return f"{self.name}:{','.join(shown)}" if shown else self.name
 

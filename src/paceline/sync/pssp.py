@@ -25,22 +25,21 @@ import math
 from collections.abc import Callable
 
 from ..errors import unknown_name
-from .conditions import EXECUTIONS, ConditionMachine, PullState, require_execution
+from .conditions import ConditionMachine, ConditionModel, PullCondition, PullState
 from .draws import uniform
-from .model import SyncModel, require_count, require_within
+from .model import require_count, require_within
 
 __all__ = ["PSSP", "DynamicPSSP"]
 
 DRAWS = ("shared", "per-shard")
 
 
-class PSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="pssp"):
+class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="pssp"):
     """Constant PSSP.
 
     Attributes:
         staleness: s, in iterations, a whole number >= 0.
         probability: P, from 0 to 1, with which a pull that is too far ahead is delayed.
-        execution: of delayed pulls, "soft" or "lazy".
         draws: "shared" by all shards, or "per-shard".
     """
 
@@ -48,27 +47,25 @@ class PSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="pssp"):
 
     staleness: int = 3
     probability: float = 0.5
-    execution: str = "soft"
     draws: str = "shared"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_count(self.name, "staleness", self.staleness, 0)
         require_within(self.name, "probability", self.probability, 0.0, 1.0)
-        require_execution(self.name, self.execution)
         require_draws(self.name, self.draws)
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
         key = (seed,) if self.draws == "shared" else (seed, shard)
-        return delaying(self.staleness, lambda state: self.probability, key, self.execution)
+        return self.machine(delaying(self.staleness, lambda state: self.probability, key))
 
 
-class DynamicPSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="dynamic-pssp"):
+class DynamicPSSP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="dynamic-pssp"):
     """Dynamic PSSP: the further ahead, the likelier to wait.
 
     Attributes:
         staleness: s, in iterations, a whole number >= 0.
         alpha: a, a number >= 0, or "significance" for |g| / |w|.
-        execution: of delayed pulls, "soft" or "lazy".
         draws: "shared" by all shards, or "per-shard".
     """
 
@@ -76,17 +73,16 @@ class DynamicPSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="dynamic-
 
     staleness: int = 3
     alpha: float | str = 1.0
-    execution: str = "soft"
     draws: str = "shared"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_count(self.name, "staleness", self.staleness, 0)
         if isinstance(self.alpha, str):
             if self.alpha != "significance":
                 raise unknown_name(f"alpha of {self.name}", self.alpha, ["significance"])
         else:
             require_within(self.name, "alpha", self.alpha, 0.0, math.inf)
-        require_execution(self.name, self.execution)
         require_draws(self.name, self.draws)
 
     @property
@@ -101,12 +97,12 @@ class DynamicPSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="dynamic-
             k = state.progress - state.v_train
             return min(1.0, alpha / (1.0 + math.exp(self.staleness - k)))
 
-        return delaying(self.staleness, probability, key, self.execution)
+        return self.machine(delaying(self.staleness, probability, key))
 
 
 def delaying(
-    staleness: int, probability: Callable[[PullState], float], key: tuple[int, ...], execution: str
-) -> ConditionMachine:
+    staleness: int, probability: Callable[[PullState], float], key: tuple[int, ...]
+) -> PullCondition:
     """Table III, row PSSP: a pull with k >= s is delayed with a probability."""
 
     def answers(state: PullState) -> bool:
@@ -114,7 +110,7 @@ def delaying(
             return True
         return uniform(*key, state.worker, state.iteration) >= probability(state)
 
-    return ConditionMachine(answers, execution=EXECUTIONS[execution])
+    return answers
 
 
 def require_draws(model: str, draws: str) -> None:

@@ -22,31 +22,27 @@ Deviations: none.
 
 from __future__ import annotations
 
-from .conditions import EXECUTIONS, ConditionMachine, require_execution
-from .model import SyncModel, require_count
+from .conditions import ConditionMachine, ConditionModel
+from .model import require_count
 
 __all__ = ["SSP"]
 
 
-class SSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="ssp"):
+class SSP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="ssp"):
     """Stale synchronous parallel.
 
     Attributes:
         staleness: s, in iterations: a whole number >= 0, or `math.inf`.
-        execution: of delayed pulls, "soft" (which alone meets the guarantee's "iff") or "lazy".
     """
 
     name = "ssp"
 
     staleness: float = 3
-    execution: str = "soft"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_count(self.name, "staleness", self.staleness, 0, infinite=True)
-        require_execution(self.name, self.execution)
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
         s = self.staleness
-        return ConditionMachine(
-            lambda state: state.progress < state.v_train + s, execution=EXECUTIONS[self.execution]
-        )
+        return self.machine(lambda state: state.progress < state.v_train + s)

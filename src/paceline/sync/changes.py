@@ -1,0 +1,374 @@
+"""What a host hosts: the model in force, and the passage to the next one.
+
+A job may change its sync model in mid-run. All shards must change at one boundary: if two shards counted a worker's
+progress from different iterations, one of them could wait for worker 0 because of worker 1 and the other for worker
+1 because of worker 0. So the boundary is made by the workers. The coordinator publishes a change; each member flags
+its next push with it, identically to all shards, and has thereby ended the old model. Two machines:
+
+    ShardSync   takes a flagged push by the old model, which then sees the worker leave: so nobody waits for it, and
+                what it had pushed is applied, averaged or dropped as ever. Its pull waits here. When every member has
+                sent its flagged push, has finished or is lost, whoever the old model still knows leaves it too, all
+                join the new model, with equal counts, and the pulls are answered
+    JobSync     orders the changes, one at a time: the next is published when every member has passed this one
+
+Neither knows more of the models than the contract in `model`. A flagged push arrives with the boundary in it, so no
+two shards can disagree, however late the coordinator's word, and the coordinator is on the path of no push or pull.
+
+A condition of a user that fails is dealt with here too: the shard alone goes back to the last model that worked, with
+the counts as they are.
+
+Guarantee: live whenever both models are; each push is applied, averaged or dropped exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ..errors import InternalError, InvalidEventError
+from .actions import AnswerPull, AnyAction, PublishChange, ReportFault
+from .asp import ASP
+from .bsp import BSP
+from .conditions import ConditionMachine
+from .events import (
+    AnyEvent,
+    Change,
+    IterationFinished,
+    IterationStarted,
+    PullRepeated,
+    PullRequested,
+    PushReceived,
+    SyncRequested,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from .ledger import Ledger
+from .model import Machine, ShardMachine
+from .notation import AnySyncModel, parse_shards
+
+__all__ = ["JobSync", "ShardSync"]
+
+
+class ShardSync:
+    """One shard's sync model, through all changes.
+
+    Args:
+        sync: the model to begin with.
+        seed: the run's.
+        shard: its index.
+
+    Attributes:
+        sync: the model in force.
+    """
+
+    def __init__(self, sync: AnySyncModel, seed: int = 0, shard: int = 0) -> None:
+        self.sync = sync
+        self._seed = seed
+        self._shard = shard
+        self._machine: ShardMachine = sync.at_shard(seed, shard)
+        self._worked: AnySyncModel = BSP()  # what a condition that fails is replaced with
+        self._change: Change | None = None  # under way
+        self._changed = 0  # number of the last change that was completed here
+        self._remaining: set[int] = set()  # its live members whose flagged push has not come
+        # Workers at the boundary, with the iteration of their flagged push: those that have yet to pull, and those
+        # whose pull waits. The first may outlast the change; the second never do.
+        self._to_pull: dict[int, int] = {}
+        self._pulled: dict[int, int] = {}
+
+    @property
+    def ledger(self) -> Ledger:
+        """That of the model in force. A worker at the boundary is not in it."""
+        return self._machine.ledger
+
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
+        """Take one event; return what follows from it. Raises `InvalidEventError`, state unchanged."""
+        if self._change is None and not self._to_pull and type(event) in _ORDINARY:
+            if type(event) is PushReceived and event.change is not None:
+                return self._arrive(event, event.change)
+            return self._tell(event)
+        match event:
+            case PullRepeated():
+                self.ledger.repeated(event)
+                return [AnswerPull(event.worker, event.iteration - 1)]
+            case PushReceived() if event.worker in self._to_pull or event.worker in self._pulled:
+                raise InvalidEventError(
+                    f"worker {event.worker} sent a push before the pull after its last one"
+                )
+            case PushReceived() if event.change is not None:
+                return self._arrive(event, event.change)
+            case PullRequested() if event.worker in self._to_pull or event.worker in self._pulled:
+                return self._pull_at_boundary(event)
+            case WorkerJoined() if event.worker in self._to_pull or event.worker in self._pulled:
+                raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
+            case WorkerLost() | WorkerFinished():
+                return self._leave(event)
+            case _:
+                return self._tell(event)
+
+    def waits(self) -> dict[int, str]:
+        """For each pull that is delayed, what it waits for."""
+        boundary = (
+            f"the change to {self._change.sync}, for workers {sorted(self._remaining)}"
+            if self._change
+            else ""
+        )
+        return self._machine.waits() | dict.fromkeys(self._pulled, boundary)
+
+    def validate(self) -> None:
+        """Cross-check the collections derived from one another."""
+        self._machine.validate()
+        live = self.ledger.count.keys()
+        if self._change is None and (self._pulled or self._remaining or not self._to_pull.keys() <= live):
+            raise InternalError(f"no change is under way, and yet {self._pulled} wait for {self._remaining}")
+        if self._change is not None and (
+            not self._remaining
+            or not self._remaining <= live
+            or live & (self._to_pull.keys() | self._pulled.keys())
+        ):
+            raise InternalError(f"the change {self._change} waits for {self._remaining} of {set(live)}")
+
+    def _tell(self, event: AnyEvent) -> list[AnyAction]:
+        """Hand an event to the model in force. If a condition fails over it, go back to what worked."""
+        actions = self._machine.handle(event)
+        machine = self._machine
+        if isinstance(machine, ConditionMachine) and machine.fault is not None:
+            fault = machine.fault
+            replacement = self._worked.at_shard(self._seed, self._shard)
+            self.sync = self._worked
+            if not isinstance(
+                replacement, ConditionMachine
+            ):  # its counts cannot be taken over, nor a plan for it made
+                replacement, self.sync = ASP().at_shard(), ASP()
+            self._machine = replacement
+            actions.append(ReportFault(fault.reason, fault.traceback, str(self.sync)))
+            actions += replacement.inherit(machine, event.now_s)
+            self._worked = BSP()
+        return actions
+
+    # -- the passage --------------------------------------------------------------------------------------
+
+    def _arrive(self, push: PushReceived, change: Change) -> list[AnyAction]:
+        """A worker's last push under the old model."""
+        if push.worker not in change.members:
+            raise InvalidEventError(
+                f"worker {push.worker} ended the model for change {change.number}, whose members are {change.members}"
+            )
+        if self._change is not None and self._change.number != change.number:
+            raise InvalidEventError(
+                f"worker {push.worker} ended the model for change {change.number} during {self._change.number}"
+            )
+        if change.number <= self._changed:  # completed without it: nobody waits for it any more
+            return self._tell(push)
+        actions = self._tell(push)
+        if self._change is None:
+            self._change = change
+            self._remaining = {member for member in change.members if member in self.ledger.count}
+        self._to_pull[push.worker] = push.iteration
+        actions += self._end_old(push.worker, push.now_s)
+        return actions + self._complete(push.now_s)
+
+    def _pull_at_boundary(self, pull: PullRequested) -> list[AnyAction]:
+        worker = pull.worker
+        if self._to_pull.get(worker) != pull.iteration:
+            raise InvalidEventError(
+                f"worker {worker} sent a pull of iteration {pull.iteration}, expected "
+                + (f"{self._to_pull[worker]}" if worker in self._to_pull else "none: it waits already")
+            )
+        del self._to_pull[worker]
+        if self._change is None:  # all have passed; the new model has known it from the start
+            return [AnswerPull(worker, pull.iteration)]
+        self._pulled[worker] = pull.iteration
+        return []
+
+    def _leave(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
+        worker = event.worker
+        at_boundary = self._change is not None and (worker in self._to_pull or worker in self._pulled)
+        actions = [] if at_boundary else self._tell(event)
+        self._to_pull.pop(worker, None)
+        self._pulled.pop(worker, None)
+        self._remaining.discard(worker)
+        return actions + (self._complete(event.now_s) if self._change is not None else [])
+
+    def _end_old(self, worker: int, now_s: float) -> list[AnyAction]:
+        """The old model sees a worker leave: it waits for it no more, and forgets none of its pushes."""
+        self._remaining.discard(worker)
+        return self._tell(WorkerFinished(now_s=now_s, worker=worker))
+
+    def _complete(self, now_s: float) -> list[AnyAction]:
+        """Pass to the new model, if every member is at the boundary or has left."""
+        if self._remaining:
+            return []
+        change, ledger = self._change, self.ledger
+        assert change is not None
+        actions: list[AnyAction] = []
+        labels = {worker: last + 1 for worker, last in (self._to_pull | self._pulled).items()}
+        for worker in list(ledger.count):  # those who have joined since the change was published
+            labels[worker] = ledger.label(worker)
+            if ledger.phase(worker) == "pushed":
+                self._to_pull[worker] = labels[worker] - 1
+            elif ledger.phase(worker) == "waiting":
+                self._pulled[worker] = labels[worker] - 1
+            actions += self._end_old(worker, now_s)
+        models = parse_shards(change.sync)
+        self._worked, self.sync = self.sync, models[self._shard if len(models) > 1 else 0]
+        self._machine = self.sync.at_shard(self._seed, self._shard)
+        for worker in sorted(labels):
+            actions += self._tell(WorkerJoined(now_s=now_s, worker=worker, iteration=labels[worker]))
+        actions += [AnswerPull(worker, self._pulled[worker]) for worker in sorted(self._pulled)]
+        self._pulled = {}
+        self._change, self._changed = None, change.number
+        return actions
+
+
+_ORDINARY = {PushReceived, PullRequested, TimerFired, WorkerJoined}
+"""Events that need no second look while no change is under way, the first two above all."""
+
+
+class JobSync:
+    """The coordinator's part: the machine of the model in force, where it has one here, and the order of changes.
+
+    Args:
+        sync: what the job begins with, in the notation of the command line: one model, or one for each shard.
+        seed: the run's.
+
+    Attributes:
+        sync: what is in force, or will be when the change under way is complete.
+    """
+
+    def __init__(self, sync: str, seed: int = 0) -> None:
+        self.sync = sync
+        self._seed = seed
+        self._machine: Machine | None = self._new_machine(sync)
+        self._live: set[int] = set()
+        self._seen: set[tuple[str, int]] = set()  # requests that somebody has made already
+        self._requested: deque[str] = deque()  # and that have yet to be published
+        self._change: Change | None = None  # under way
+        self._changes = 0  # how many have been published
+        self._remaining: set[int] = set()  # its members of whom it is not known that they have passed
+        self._passed: dict[int, WorkerJoined] = {}  # the others: as what each will join the new model
+        self._early: list[AnyEvent] = []  # what is known of these under the new model, until it is there
+
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
+        """Take one event; return what follows from it. Raises `InvalidEventError`, state unchanged."""
+        match event:
+            case SyncRequested():
+                return self._request(event)
+            case IterationFinished() if event.change is not None:
+                return self._pass(event, event.change)
+            case TimerFired() if self._change is not None:
+                return []  # the old model's
+            case _ if self._change is not None:
+                return self._during_change(event)
+            case WorkerJoined():
+                actions = self._tell(event)
+                self._live.add(event.worker)
+                return actions
+            case WorkerLost() | WorkerFinished():
+                self._require_live(event, event.worker)
+                actions = self._tell(event)
+                self._live.remove(event.worker)
+                return actions
+            case _:
+                return self._tell(event)
+
+    def validate(self) -> None:
+        """Cross-check the collections derived from one another."""
+        if self._machine is not None:
+            self._machine.validate()
+        if self._change is None and (self._remaining or self._passed or self._early or self._requested):
+            raise InternalError("no change is under way, and yet something waits for one")
+        if self._change is not None and (
+            not self._remaining <= self._live or self._remaining & self._passed.keys() or not self._remaining
+        ):
+            raise InternalError(f"the change {self._change} waits for {self._remaining} of {self._live}")
+
+    def _new_machine(self, sync: str) -> Machine | None:
+        models = parse_shards(sync)
+        return models[0].at_coordinator(self._seed) if len(set(models)) == 1 else None
+
+    def _tell(self, event: AnyEvent) -> list[AnyAction]:
+        if self._machine is not None:
+            return self._machine.handle(event)
+        if isinstance(event, WorkerJoined):
+            if event.worker in self._live:
+                raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
+        elif not isinstance(event, TimerFired):
+            self._require_live(event, event.worker)
+        if isinstance(event, PushReceived | PullRequested | PullRepeated):
+            raise InternalError(f"no coordinator is told of a {type(event).__name__}")
+        return []
+
+    # -- changes ------------------------------------------------------------------------------------------
+
+    def _request(self, event: SyncRequested) -> list[AnyAction]:
+        self._require_live(event, event.worker)
+        if (event.source, event.number) in self._seen:
+            return []
+        self._seen.add((event.source, event.number))
+        self._requested.append(event.sync)
+        return self._publish_next()
+
+    def _publish_next(self) -> list[AnyAction]:
+        while self._requested and self._change is None and self._live:
+            sync = self._requested.popleft()
+            if sync == self.sync:
+                continue
+            self.sync = sync
+            self._changes += 1
+            self._change = Change(number=self._changes, members=tuple(sorted(self._live)), sync=sync)
+            self._remaining = set(self._live)
+            self._machine = None  # whatever it still plans comes too late
+            return [PublishChange(self._change)]
+        return []
+
+    def _pass(self, event: IterationFinished, number: int) -> list[AnyAction]:
+        if self._change is None or number != self._change.number or event.worker not in self._remaining:
+            raise InvalidEventError(
+                f"worker {event.worker} ended the model for change {number}, which does not wait for it"
+            )
+        self._remaining.remove(event.worker)
+        self._passed[event.worker] = WorkerJoined(
+            now_s=event.now_s, worker=event.worker, iteration=event.iteration + 1
+        )
+        return self._complete()
+
+    def _during_change(self, event: AnyEvent) -> list[AnyAction]:
+        match event:
+            case WorkerJoined():
+                if event.worker in self._live:
+                    raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
+                self._live.add(event.worker)
+                self._passed[event.worker] = event
+                return []
+            case WorkerLost() | WorkerFinished():
+                self._require_live(event, event.worker)
+                self._live.remove(event.worker)
+                self._remaining.discard(event.worker)
+                self._passed.pop(event.worker, None)
+                self._early = [early for early in self._early if early.worker != event.worker]
+                return self._complete()
+            case IterationFinished() | IterationStarted():
+                self._require_live(event, event.worker)
+                if event.worker in self._passed:
+                    self._early.append(event)
+                return []
+            case _:
+                raise InternalError(f"no coordinator is told of a {type(event).__name__}")
+
+    def _complete(self) -> list[AnyAction]:
+        """Begin with the new model, if every member has passed or left."""
+        if self._remaining:
+            return []
+        self._machine = self._new_machine(self.sync)
+        passed, early = self._passed, self._early
+        self._change, self._passed, self._early = None, {}, []
+        actions: list[AnyAction] = []
+        if self._machine is not None:
+            for event in [*(passed[worker] for worker in sorted(passed)), *early]:
+                actions += self._machine.handle(event)
+        return actions + self._publish_next()
+
+    def _require_live(self, event: AnyEvent, worker: int) -> None:
+        if worker not in self._live:
+            raise InvalidEventError(f"{type(event).__name__} of worker {worker}, which is not live")

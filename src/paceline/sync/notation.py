@@ -1,0 +1,135 @@
+"""Sync models as text: the notation of the command line, of traces and of changes in mid-run.
+
+name:key=value,key=value      one model
+model|model|...               one for each shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import msgspec
+
+from ..errors import ConfigurationError, unknown_name
+from .asp import ASP
+from .bsp import BSP
+from .drop_stragglers import DropStragglers
+from .dsps import DSPS
+from .dssp import DSSP
+from .elastic_bsp import ElasticBSP
+from .naive_waiting import NaiveWaiting
+from .pssp import PSSP, DynamicPSSP
+from .spec_sync import SpecSync
+from .ssp import SSP
+from .user_conditions import Conditions
+
+__all__ = ["MODELS", "AnySyncModel", "notation", "parse", "parse_shards", "require_shards"]
+
+AnySyncModel = (
+    BSP
+    | ASP
+    | SSP
+    | DSSP
+    | DSPS
+    | PSSP
+    | DynamicPSSP
+    | DropStragglers
+    | NaiveWaiting
+    | ElasticBSP
+    | SpecSync
+    | Conditions
+)
+"""What a message may hold; msgspec tells them apart by their tag."""
+
+MODELS: dict[str, type[AnySyncModel]] = {model.name: model for model in get_args(AnySyncModel)}
+
+
+def parse(text: str) -> AnySyncModel:
+    """Read `name:key=value,key=value`. What a model takes for its base may follow its own keys.
+
+    Raises:
+        ConfigurationError: naming the unknown model or key with the nearest known one, or the bad value.
+
+    >>> parse("spec-sync:base=ssp,staleness=4")
+    SpecSync(base=SSP(staleness=4))
+    """
+    name, _, rest = text.strip().partition(":")
+    if name not in MODELS:
+        raise unknown_name("sync model", name, MODELS)
+    model = MODELS[name]
+    fields = {field.name: field for field in msgspec.structs.fields(model)}
+    given: dict[str, str] = {}
+    of_base: list[str] = []
+    for item in filter(None, rest.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigurationError(
+                f"sync model {text!r}: {item!r} is not key=value, as in 'ssp:staleness=3'."
+            )
+        if key not in fields and "base" in given:
+            of_base.append(item)
+            continue
+        if not fields:
+            raise ConfigurationError(f"unknown key of sync model {name!r}: {key!r}; it takes none.")
+        if key not in fields:
+            raise unknown_name(f"key of sync model {name!r}:", key, fields)
+        if key in given:
+            raise ConfigurationError(f"sync model {text!r}: {key!r} is given twice.")
+        given[key] = value
+    missing = [key for key, field in fields.items() if field.required and key not in given]
+    if missing:
+        raise ConfigurationError(
+            f"sync model {text!r} needs {missing[0]}, as in {_example(model, missing[0])!r}."
+        )
+    values: dict[str, object] = {}
+    for key, value in given.items():
+        if key == "base":
+            colon = "," if ":" in value else ":"
+            values[key] = parse(colon.join([value, ",".join(of_base)]) if of_base else value)
+        else:
+            values[key] = _value(text, key, value, fields[key].type)
+    return model(**values)  # type: ignore[arg-type]  # each model checks its own values
+
+
+def parse_shards(text: str) -> tuple[AnySyncModel, ...]:
+    """Read one model, or one for each shard with "|" between. Raises `ConfigurationError`.
+
+    >>> parse_shards("bsp|ssp:staleness=1")
+    (BSP(), SSP(staleness=1))
+    """
+    return tuple(parse(part) for part in text.split("|"))
+
+
+def notation(models: Sequence[AnySyncModel]) -> str:
+    """The reverse: one model if they are all the same."""
+    return str(models[0]) if len(set(models)) == 1 else "|".join(map(str, models))
+
+
+def require_shards(models: Sequence[AnySyncModel], shards: int) -> None:
+    """Refuse a number of models that fits no number of shards, and a mix with a model that must have them all."""
+    if len(models) not in (1, shards):
+        raise ConfigurationError(
+            f"{notation(models)!r} names {len(models)} sync models for {shards} shards; give one, or one for each."
+        )
+    if len(set(models)) > 1 and (alone := next((model for model in models if model.whole_job), None)):
+        raise ConfigurationError(
+            f"{notation(models)!r}: {alone} is for the whole job, so all shards must have it."
+        )
+
+
+def _example(model: type[AnySyncModel], key: str) -> str:
+    return f"{model.name}:{key}={ {'pull': 'module:function', 'delay_s': '0.5'}.get(key, '2') }"
+
+
+def _value(text: str, key: str, value: str, kind: object) -> float | str:
+    """A number, or a word where the key takes one."""
+    if kind is str or (kind not in (int, float) and not get_args(kind)):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        if str in get_args(kind):
+            return value
+        raise ConfigurationError(f"sync model {text!r}: {key} is {value!r}, expected a number.") from None
+    return int(number) if number.is_integer() else number

@@ -1,0 +1,276 @@
+"""SpecSync, speculative synchronization: a computation that has gone stale is dropped and started anew.
+
+Theory (Zhang, Tian, Wang and Yan, "Stay fresh: speculative synchronization for fast distributed machine learning",
+ICDCS 2018, sections IV and V, Algorithms 1 and 2). A worker starts its next iteration at once, and the coordinator
+watches on its behalf: if, within ABORT_TIME of the start, the others have pushed more than m * ABORT_RATE times, the
+worker is told to drop what it has computed, pull, and start the same batch again. Two numbers govern it. *Fixed*,
+they are given (found by a grid search, which the paper calls cherry-picking). *Adaptive*, they are tuned from what
+the last epoch showed: a delay D would have let worker i see u_i(D) more pushes, and would have hidden its own push
+from D / T_i of the other m - 1 workers, so that the freshness gained is estimated as
+
+    F(D) = sum over i of (u_i(D) - D (m - 1) / T_i)                                                      (Eq. 7)
+
+which is largest where the delay ends with a push. ABORT_TIME is the best such D, ABORT_RATE is D (m - 1) / (T m).
+
+Admission: the base model's, ASP's or SSP's; the shards know nothing of speculation.
+State, at the coordinator: the pushes since the earliest start that can still matter, and each worker's current and
+last iteration.
+Guarantee: an iteration is restarted at most once, since only a finished one starts a timer; so every worker goes on.
+Staleness is bounded where the base model bounds it.
+Deviations: an epoch ends when every live worker has pushed since the last tuning. D is at most the mean span T; on
+ties the shortest. There is no speculation before the first tuning, nor while the best F is not above 0.
+
+>>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
+>>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()
+>>> for worker in (0, 1, 2):
+...     _ = coordinator.handle(WorkerJoined(now_s=0.0, worker=worker))
+>>> coordinator.handle(IterationFinished(now_s=1.0, worker=0, iteration=0))
+[]
+>>> coordinator.handle(IterationStarted(now_s=1.0, worker=0, iteration=1))
+[SetTimer(worker=0, iteration=1, due_s=1.5)]
+>>> for worker in (1, 2):  # two pushes are more than 3 * 0.5
+...     _ = coordinator.handle(IterationFinished(now_s=1.2, worker=worker, iteration=0))
+>>> coordinator.handle(TimerFired(now_s=1.5, worker=0, iteration=1))
+[RestartWorker(worker=0, iteration=1)]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from ..errors import ConfigurationError, InternalError, InvalidEventError
+from .actions import AnyAction, RestartWorker, SetTimer
+from .asp import ASP
+from .events import (
+    AnyEvent,
+    IterationFinished,
+    IterationStarted,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from .model import ShardMachine, SyncModel, require_within
+from .ssp import SSP
+
+__all__ = ["Span", "SpecSync", "Speculation", "tune"]
+
+
+class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True, tag="spec-sync"):
+    """Speculative synchronization.
+
+    Attributes:
+        base: the model of the shards, ASP or SSP.
+        abort_time_s: ABORT_TIME, seconds above 0; None for adaptive.
+        abort_rate: ABORT_RATE, others' pushes per worker, >= 0; None for adaptive. Both are given, or neither.
+    """
+
+    name = "spec-sync"
+
+    base: ASP | SSP = ASP()
+    abort_time_s: float | None = None
+    abort_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, ASP | SSP):
+            raise ConfigurationError(f"{self.name}: base is {self.base}, expected asp or ssp.")
+        if (self.abort_time_s is None) != (self.abort_rate is None):
+            raise ConfigurationError(
+                f"{self.name}: abort_time_s is {self.abort_time_s} and abort_rate is {self.abort_rate}; give both, "
+                "or neither to have them tuned."
+            )
+        if self.abort_time_s is not None and self.abort_rate is not None:
+            require_within(self.name, "abort_time_s", self.abort_time_s, math.ulp(0.0), 1e6)
+            require_within(self.name, "abort_rate", self.abort_rate, 0.0, math.inf)
+
+    @property
+    def whole_job(self) -> bool:
+        return True
+
+    @property
+    def needs_starts(self) -> bool:
+        return True
+
+    def at_shard(self, seed: int = 0, shard: int = 0) -> ShardMachine:
+        return self.base.at_shard(seed, shard)
+
+    def at_coordinator(self, seed: int = 0) -> Speculator:
+        if self.abort_time_s is None or self.abort_rate is None:
+            return Speculator(None)
+        return Speculator(Speculation(self.abort_time_s, self.abort_rate))
+
+
+class Speculation(msgspec.Struct, frozen=True):
+    """How long to watch after a start, and how many pushes of others per worker are too many."""
+
+    abort_time_s: float
+    abort_rate: float
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A worker's last completed iteration."""
+
+    start_s: float
+    end_s: float
+
+
+class Watched:
+    """What the coordinator knows of one live worker."""
+
+    def __init__(self, iteration: int, start_s: float) -> None:
+        self.iteration = iteration  # the next one that it will finish
+        self.start_s: float | None = start_s  # of that one; None until it has started
+        self.last: Span | None = None  # the one before that
+        self.pushes_before = 0  # of everybody, when the watched iteration started
+        self.speculation: Speculation | None = (
+            None  # by which it is watched; None if it is not, or not any more
+        )
+
+
+class Speculator:
+    """Algorithm 2's scheduler. O(1) per event, except for the one that ends an epoch and tunes.
+
+    Attributes:
+        speculation: in force; None for none.
+    """
+
+    def __init__(self, fixed: Speculation | None) -> None:
+        self.speculation = fixed
+        self._adaptive = fixed is None
+        self._workers: dict[int, Watched] = {}  # live, in order of joining
+        self._push_count = 0  # of everybody, ever
+        self._pushes: list[tuple[float, int]] = []  # (when, who), those that a tuning may ask for
+        self._yet_to_push: set[int] = set()  # live workers that have not pushed since the last tuning
+
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
+        """Take one event; return what follows from it."""
+        match event:
+            case IterationFinished():
+                self._finished(event)
+                return []
+            case IterationStarted():
+                return self._started(event)
+            case TimerFired():
+                return self._check(event)
+            case WorkerJoined():
+                if event.worker in self._workers:
+                    raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
+                self._workers[event.worker] = Watched(event.iteration, event.now_s)
+                self._yet_to_push.add(event.worker)
+            case WorkerLost() | WorkerFinished():
+                self._require_live(event.worker, event)
+                del self._workers[event.worker]
+                self._yet_to_push.discard(event.worker)
+                self._end_epoch_if_complete()
+            case _:
+                raise InternalError(f"a speculator is not told of a {type(event).__name__}")
+        return []
+
+    def validate(self) -> None:
+        """Cross-check the collections derived from one another."""
+        if not self._yet_to_push <= self._workers.keys():
+            raise InternalError(f"{self._yet_to_push} have yet to push, but {set(self._workers)} are live")
+        if len(self._pushes) > self._push_count or self._pushes != sorted(
+            self._pushes, key=lambda push: push[0]
+        ):
+            raise InternalError("the log of pushes is longer than their count, or out of order")
+
+    def _finished(self, event: IterationFinished) -> None:
+        its = self._require_live(event.worker, event)
+        if event.iteration != its.iteration or its.start_s is None:
+            raise InvalidEventError(
+                f"worker {event.worker} finished iteration {event.iteration}, expected {its.iteration}"
+                + (", which it has yet to start" if its.start_s is None else "")
+            )
+        its.last = Span(its.start_s, event.now_s)
+        its.iteration += 1
+        its.start_s = its.speculation = None
+        self._push_count += 1
+        if self._adaptive:
+            self._pushes.append((event.now_s, event.worker))
+            self._yet_to_push.discard(event.worker)
+            self._end_epoch_if_complete()
+
+    def _started(self, event: IterationStarted) -> list[AnyAction]:
+        its = self._require_live(event.worker, event)
+        if event.iteration != its.iteration or its.start_s is not None:
+            raise InvalidEventError(
+                f"worker {event.worker} started iteration {event.iteration}, expected {its.iteration}"
+                + (", which it has started already" if its.start_s is not None else "")
+            )
+        its.start_s = event.now_s
+        its.pushes_before = self._push_count
+        its.speculation = self.speculation
+        if its.speculation is None:
+            return []
+        return [SetTimer(event.worker, event.iteration, event.now_s + its.speculation.abort_time_s)]
+
+    def _check(self, event: TimerFired) -> list[AnyAction]:
+        """CHECKRESYNC: have the others pushed too often since the start? The worker itself has not, in between."""
+        its = self._workers.get(event.worker)
+        if its is None or its.iteration != event.iteration or its.speculation is None:
+            return []
+        too_many = len(self._workers) * its.speculation.abort_rate
+        its.speculation = None
+        if self._push_count - its.pushes_before > too_many:
+            return [RestartWorker(event.worker, event.iteration)]
+        return []
+
+    def _end_epoch_if_complete(self) -> None:
+        """Tune when every live worker has pushed since the last time."""
+        if not self._adaptive or self._yet_to_push or not self._workers:
+            return
+        spans = {worker: its.last for worker, its in self._workers.items() if its.last is not None}
+        self.speculation = tune(spans, self._pushes)
+        self._yet_to_push = set(self._workers)
+        # The next tuning looks back to the start of what each worker computes now, or has yet to start.
+        starts_s = [its.start_s for its in self._workers.values() if its.start_s is not None]
+        self._pushes = [push for push in self._pushes if starts_s and push[0] > min(starts_s)]
+
+    def _require_live(self, worker: int, event: AnyEvent) -> Watched:
+        if worker not in self._workers:
+            raise InvalidEventError(f"{type(event).__name__} of worker {worker}, which is not live")
+        return self._workers[worker]
+
+
+def tune(spans: dict[int, Span], pushes: Sequence[tuple[float, int]]) -> Speculation | None:
+    """Algorithm 1: the abort time with the largest F (Eq. 7), and its abort rate; None if no F is above 0.
+
+    Args:
+        spans: each live worker's last completed iteration.
+        pushes: (when, who), in order of time; all since the earliest start of a span.
+
+    All gains are counted at once: u_i(D) counts the pushes of others whose distance from i's start is at most D, so
+    the sum of all u_i(D) is the rank of D among all these distances, sorted. O(m p log(m p)) for m workers and p
+    pushes, where Algorithm 1 as printed takes O(m p) for each candidate.
+
+    >>> tune({0: Span(0.0, 4.0), 1: Span(0.5, 4.5)}, [(1.0, 1), (4.0, 0), (4.5, 1)])  # D = 1: gain 1, loss 2 / 4
+    Speculation(abort_time_s=1.0, abort_rate=0.125)
+    """
+    m = len(spans)
+    length_s = [span.end_s - span.start_s for span in spans.values()]
+    if m < 2 or min(length_s) <= 0:
+        return None
+    mean_s = sum(length_s) / m
+    when_s = np.array([push[0] for push in pushes])
+    who = np.array([push[1] for push in pushes])
+    parts = []
+    for worker, span in spans.items():
+        first = np.searchsorted(when_s, span.start_s, side="right")
+        distance_s = when_s[first:][who[first:] != worker] - span.start_s
+        parts.append(distance_s[(distance_s > 0) & (distance_s <= mean_s)])
+    delay_s = np.sort(np.concatenate(parts))
+    if not len(delay_s):
+        return None
+    gain = np.searchsorted(delay_s, delay_s, side="right")
+    loss_per_s = (m - 1) * sum(1.0 / length for length in length_s)
+    improvement = gain - delay_s * loss_per_s
+    best = int(np.argmax(improvement))
+    if improvement[best] <= 0:
+        return None
+    abort_time_s = float(delay_s[best])
+    return Speculation(abort_time_s, abort_time_s * (m - 1) / (mean_s * m))

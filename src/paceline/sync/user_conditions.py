@@ -1,0 +1,172 @@
+"""Conditions: a sync model in two lines, by a pull and a push condition of one's own.
+
+Reference: FluentPS (Yao, Wu and Wang, CLUSTER 2019), section III, Algorithm 1, SetcondPull and SetcondPush.
+Admission: a pull is answered on arrival iff the pull condition holds; otherwise when the round under which it is
+filed closes. The round V_train closes when the push condition holds.
+State: that of every model made of conditions, see `paceline.sync.conditions`.
+Guarantee: each push is applied exactly once. Nothing is promised about progress: conditions that never hold stall
+everybody, which the run finds out and reports. A condition that raises, or returns what is neither True nor False, is
+reported, and the shard goes back to the last model that worked (BSP, if there was none).
+Deviations: none.
+
+>>> model = Conditions(pull=lambda state: state.gap <= 2)  # SSP(2), in one line
+>>> shard = model.at_shard()
+
+Conditions are looked up by name where they are needed, so a trace of them replays where they can be imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigurationError, unknown_name
+from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, Fault, PullState, PushState, everybody
+
+__all__ = ["Conditions", "UserMachine", "local_conditions"]
+
+PUSHES = ("apply", "average")
+
+Condition = Callable[[Any], bool]
+
+local_conditions: dict[str, Condition] = {}
+"""Those of this process that no other could import, by name. Whoever starts processes hands them on."""
+
+_numbers = itertools.count()
+
+
+class Conditions(ConditionModel, frozen=True, repr_omit_defaults=True, tag="conditions"):
+    """A pull and a push condition.
+
+    Attributes:
+        pull: a function of a `PullState`, or its name as "module:function"; kept as its name. True: answer now.
+        push: a function of a `PushState`, likewise. True: the round is complete. By default, when everybody live has
+            pushed it.
+        pushes: what becomes of them: "apply" each on arrival, or "average" those of a round when it closes (one that
+            comes too late for its round is dropped).
+        significance: "on" to have |g| / |w| measured for each push.
+    """
+
+    name = "conditions"
+
+    pull: Any
+    push: Any = ""
+    pushes: str = "apply"
+    significance: str = "off"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, choices in {"pushes": PUSHES, "significance": ("on", "off")}.items():
+            if getattr(self, key) not in choices:
+                raise unknown_name(f"{key} of {self.name}", str(getattr(self, key)), choices)
+        msgspec.structs.force_setattr(self, "pull", _name_of("pull", self.pull))
+        msgspec.structs.force_setattr(self, "push", _name_of("push", self.push) if self.push else "")
+
+    @property
+    def needs_significance(self) -> bool:
+        return self.significance == "on"
+
+    @property
+    def whole_job(self) -> bool:
+        return self.pushes == "average"
+
+    def require_runnable(self, workers: int) -> None:
+        _find(self.pull)
+        _find(self.push)
+
+    def at_shard(self, seed: int = 0, shard: int = 0) -> UserMachine:
+        return UserMachine(self)
+
+
+class UserMachine(ConditionMachine):
+    """Algorithm 1 with conditions that may fail. Once one has, it is set aside: see `fault`."""
+
+    def __init__(self, model: Conditions) -> None:
+        super().__init__(
+            self._watched(f"the pull condition {model.pull}", _find(model.pull)),
+            self._watched(f"the push condition {model.push}", _find(model.push)) if model.push else everybody,
+            average=model.pushes == "average",
+            execution=EXECUTIONS[model.execution],
+            scale_by_live=model.push_scale == "1/n",
+        )
+
+    def _watched(self, what: str, condition: Condition) -> Callable[[PullState | PushState], bool]:
+        """The condition, but for its faults: then nothing is decided, and `fault` says why."""
+
+        def holds(state: PullState | PushState) -> bool:
+            if self.fault is not None:
+                return False
+            try:
+                verdict = condition(state)
+            except (
+                Exception
+            ) as error:  # whatever it is, it is the user's, and reported with their own traceback
+                own = error.__traceback__.tb_next if error.__traceback__ is not None else None
+                text = "".join(traceback.format_exception(type(error), error, own))
+                self.fault = Fault(f"{what} raised {type(error).__name__}: {error}", text)
+                return False
+            if type(verdict) is not bool:
+                self.fault = Fault(f"{what} returned {verdict!r}, expected True or False")
+                return False
+            return verdict
+
+        return holds
+
+
+def _name_of(key: str, condition: object) -> str:
+    """The name by which a condition is looked up; one that cannot be imported gets a name in this process."""
+    if isinstance(condition, str):
+        module, colon, path = condition.partition(":")
+        if not (module and colon and path):
+            raise ConfigurationError(
+                f"conditions: {key} is {condition!r}, expected a function, or its name as 'module:function'."
+            )
+        return condition
+    if not callable(condition):
+        raise ConfigurationError(
+            f"conditions: {key} is {condition!r}, expected a function of one argument that returns True or False."
+        )
+    module = getattr(condition, "__module__", "") or ""
+    path = getattr(condition, "__qualname__", type(condition).__qualname__)
+    found: object = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if found is condition and module != "__main__":
+        return f"{module}:{path}"
+    for name, other in local_conditions.items():
+        if other is condition:
+            return name
+    name = f"local:{path}-{next(_numbers)}"
+    local_conditions[name] = condition
+    return name
+
+
+def _find(name: str) -> Condition:
+    """The condition of that name.
+
+    Raises:
+        ConfigurationError: it cannot be imported here.
+    """
+    if not name or name in local_conditions:
+        return local_conditions.get(name, everybody)
+    module, _, path = name.partition(":")
+    try:
+        if module == "local":
+            raise ImportError("it was defined in a script or a notebook of another process")
+        found: object = import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"conditions: {name!r} cannot be imported here: {error}. Put the function into a module that every "
+            "process of the run finds."
+        ) from error
+    if not callable(found):
+        raise ConfigurationError(f"conditions: {name!r} is {found!r}, expected a function.")
+    return found
