@@ -213,7 +213,7 @@ def test_a_dry_run_without_a_run_directory_makes_none(call: Call, tmp_path: Path
 BAD_INPUT = {
     "an unknown model": (
         ["--sync", "elastic-bps", "train.py"],
-        "error: unknown sync model 'elastic-bps'; did you mean 'elastic-bsp'? Choices: asp, bsp, drop-stragglers, ",
+        "error: unknown sync model 'elastic-bps'; did you mean 'elastic-bsp'? Choices: asp, bsp, conditions, ",
     ),
     "an empty model": (
         ["--sync", "", "train.py"],
@@ -221,7 +221,7 @@ BAD_INPUT = {
     ),
     "an unknown key": (
         ["--sync", "ssp:stalenes=3", "train.py"],
-        "'stalenes'; did you mean 'staleness'? Choices: execution, staleness.",
+        "'stalenes'; did you mean 'staleness'? Choices: execution, push_scale, staleness.",
     ),
     "a key for a model without keys": (
         ["--sync", "bsp:staleness=3", "train.py"],
@@ -237,6 +237,43 @@ BAD_INPUT = {
         "staleness is 'three', expected a number",
     ),
     "a negative staleness": (["--sync", "ssp:staleness=-1", "train.py"], "staleness is -1, expected"),
+    "a schedule that does not begin at 0": (
+        ["--sync", "bsp@5,asp@9", "train.py"],
+        "the first model begins at 0",
+    ),
+    "a schedule without a time": (["--sync", "bsp@0,asp", "train.py"], "'asp' does not say when"),
+    "a time that is none": (["--sync", "bsp@0,asp@noon", "train.py"], "'noon' is no time"),
+    "steps out of order": (["--sync", "bsp@0,asp@9,bsp@5", "train.py"], "iteration 5 does not come after 9"),
+    "more models than shards": (
+        ["--servers", "1", "--sync", "bsp|asp", "train.py"],
+        "names 2 sync models for 1 shards",
+    ),
+    "a model of the whole job for one shard": (
+        ["--servers", "2", "--sync", "bsp|elastic-bsp", "train.py"],
+        "elastic-bsp:lookahead=15 is for the whole job",
+    ),
+    "a condition that cannot be imported": (
+        ["--sync", "conditions:pull=nowhere:f", "train.py"],
+        "'nowhere:f' cannot be imported here: No module named 'nowhere'",
+    ),
+    "a condition without a module": (
+        ["--sync", "conditions:pull=f", "train.py"],
+        "pull is 'f', expected a function, or its name as 'module:function'",
+    ),
+    "an abort time without a rate": (
+        ["--sync", "spec-sync:abort_time_s=1", "train.py"],
+        "give both, or neither to have them tuned",
+    ),
+    "a base that is none": (["--sync", "spec-sync:base=bsp", "train.py"], "base is bsp, expected asp or ssp"),
+    "a quorum of more workers than there are": (
+        ["--workers", "2", "--sync", "bsp@0,drop-stragglers:quorum=3@9", "train.py"],
+        "quorum is 3, but there are 2 workers",
+    ),
+    "a probability above 1": (["--sync", "pssp:probability=2", "train.py"], "probability is 2, expected"),
+    "a lower bound above the upper": (
+        ["--sync", "dssp:lower=5,upper=3", "train.py"],
+        "lower is 5 and upper is 3, expected lower <= upper",
+    ),
     "half a staleness": (["--sync", "ssp:staleness=1.5", "train.py"], "staleness is 1.5, expected"),
     "lookahead 0": (["--sync", "elastic-bsp:lookahead=0", "train.py"], "lookahead is 0, expected"),
     "0 workers": (["--workers", "0", "train.py"], "error: workers is 0, expected a whole number >= 1."),

@@ -38,6 +38,11 @@ class Worker:
         self.worker = worker
         self.workers = workers
         self.seed = seed
+        self.counts_epochs = False
+        self.epochs: list[int] = []  # that it was told of
+
+    def epoch_begins(self, epoch: int) -> None:
+        self.epochs.append(epoch)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ import paceline
 from paceline.errors import RunFailedError
 from paceline.measures import measure
 from paceline.runtime.job import JOB_VARIABLE, Place
-from paceline.sync import parse
 from paceline.sync.actions import ApplyMean, PublishPlan
 from paceline.trace import Trace, replay
 
@@ -273,18 +272,11 @@ def shards_of(result: paceline.RunResult) -> list[Trace]:
 def test_a_live_trace_replays_to_identical_actions(sync: str, run_of: RunOf) -> None:
     result = run_of(sync)
 
+    shards = 2 if sync in ("bsp", "elastic-bsp:lookahead=5") else 1
     hosts = [(trace.header.host, trace.header.index) for trace in result.trace]
-    assert (
-        hosts
-        == {
-            "bsp": [("shard", 0), ("shard", 1)],
-            "ssp:staleness=3": [("shard", 0)],
-            "asp": [("shard", 0)],
-            "elastic-bsp:lookahead=5": [("shard", 0), ("shard", 1), ("coordinator", 0)],
-        }[sync]
-    )
+    assert hosts == [*(("shard", index) for index in range(shards)), ("coordinator", 0)]
     for trace in result.trace:
-        assert trace.header.sync == parse(sync)
+        assert trace.header.sync == sync
         assert trace.header.emulated == "least seconds per iteration 0.03, 0.03, 0.09"
         assert not [entry for entry in trace.entries if entry.refused]
         assert replay(trace) == []
@@ -293,7 +285,7 @@ def test_a_live_trace_replays_to_identical_actions(sync: str, run_of: RunOf) -> 
 def test_a_trace_names_its_sync_model_as_the_command_line_does(run_of: RunOf) -> None:
     for sync in MODELS:
         for trace in run_of(sync).trace:
-            assert str(trace.header.sync) == sync
+            assert trace.header.sync == sync
 
 
 @pytest.mark.parametrize("sync", MODELS)
@@ -374,6 +366,7 @@ def test_the_run_directory_holds_the_results_and_what_each_process_printed(run_o
         "server-0.log",
         "server-1.log",
         "summary.json",
+        "trace-coordinator.jsonl",
         "trace-shard-0.jsonl",
         "trace-shard-1.jsonl",
         "weights.safetensors",

@@ -22,7 +22,7 @@ class Shard:
     """A trace in the making."""
 
     def __init__(self, sync: AnySyncModel, index: int = 0) -> None:
-        self._header = Header(sync=sync, host="shard", index=index)
+        self._header = Header(sync=str(sync), host="shard", index=index)
         self._entries: list[Entry] = []
         self._version = 0
 

@@ -19,6 +19,7 @@ def test_the_package_exports_these_names_and_no_others() -> None:
         "distribute",
         "errors",
         "launch",
+        "set_sync",
         "sync",
         "worker_count",
         "worker_index",
@@ -36,17 +37,27 @@ def test_sync_models_are_these_under_these_names() -> None:
         "PSSP",
         "SSP",
         "AnySyncModel",
+        "Conditions",
         "DropStragglers",
         "DynamicPSSP",
         "ElasticBSP",
         "Machine",
+        "NaiveWaiting",
+        "PullState",
+        "PushState",
+        "ShardMachine",
+        "SpecSync",
         "SyncModel",
         "parse",
     ]
 
 
 def test_sync_models_have_these_parameters_and_defaults() -> None:
-    required = {"drop-stragglers": "drop-stragglers:quorum=3"}
+    required = {
+        "drop-stragglers": "drop-stragglers:quorum=3",
+        "naive-waiting": "naive-waiting:delay_s=0.5",
+        "conditions": "conditions:pull=package.module:function",
+    }
     written = {name: str(sync.parse(required.get(name, name))) for name in sync.MODELS}
     assert written == {
         "bsp": "bsp",
@@ -57,7 +68,10 @@ def test_sync_models_have_these_parameters_and_defaults() -> None:
         "pssp": "pssp:staleness=3,probability=0.5",
         "dynamic-pssp": "dynamic-pssp:staleness=3,alpha=1",
         "drop-stragglers": "drop-stragglers:quorum=3",
+        "naive-waiting": "naive-waiting:delay_s=0.5",
         "elastic-bsp": "elastic-bsp:lookahead=15",
+        "spec-sync": "spec-sync",
+        "conditions": "conditions:pull=package.module:function",
     }
 
 

@@ -19,8 +19,7 @@ from paceline.report.canvas import new_figure, save
 from paceline.report.comparison import Outcome, comparison_table, medians
 from paceline.report.picture import comparison_picture
 from paceline.report.timeline import COMPUTING, WAITING, Timeline, draw_timeline, read_timeline
-from paceline.runtime.worker import IterationRecord
-from paceline.sync import BSP
+from paceline.runtime.records import IterationRecord
 from paceline.sync.actions import ApplyMean, ApplyPush
 from paceline.sync.events import PushReceived
 from paceline.trace import Entry, Header, Recorder
@@ -170,7 +169,7 @@ def test_timeline_is_read_from_what_a_run_left_behind(tmp_path: Path) -> None:
     for worker, rows in enumerate([records, [IterationRecord(0, 10.1, 10.4, 10.4, 10.5, None, None)]]):
         lines = [msgspec.json.encode(row) for row in rows]
         (tmp_path / f"worker-{worker}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    recorder = Recorder.to_path(tmp_path / "trace-shard-0.jsonl", Header(sync=BSP(), host="shard"))
+    recorder = Recorder.to_path(tmp_path / "trace-shard-0.jsonl", Header(sync="bsp", host="shard"))
     recorder.record(
         Entry(PushReceived(now_s=10.4, worker=1, iteration=0), [ApplyMean(((0, 0), (1, 0)))], version=1)
     )

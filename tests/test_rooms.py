@@ -27,6 +27,7 @@ ROOMS = [
     "wire",
     "buffers",
     "runtime",
+    "restart",
     "optim",
     "data",
     "sim",

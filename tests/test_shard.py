@@ -12,7 +12,7 @@ from paceline.errors import InvalidEventError, ProtocolError
 from paceline.layout import Layout, Parameter
 from paceline.measures import measure
 from paceline.optimizers import ELEMENTWISE, HyperParameters, OptimizerSpec, read_groups, require_elementwise
-from paceline.shard import Push, Shard, SliceTensors, Vectors
+from paceline.shard import ForHost, Push, Shard, SliceTensors, Vectors
 from paceline.sync import ASP, BSP, SSP, AnySyncModel, ElasticBSP
 from paceline.sync.actions import AnswerPull
 from paceline.sync.events import (
@@ -120,7 +120,8 @@ class Job:
     def tell(self, event: AnyEvent, pushes: Sequence[Push | None] | None = None) -> None:
         for index, shard in enumerate(self.shards):
 
-            def answer(pull: AnswerPull, index: int = index, shard: Shard = shard) -> None:
+            def answer(pull: ForHost, index: int = index, shard: Shard = shard) -> None:
+                assert isinstance(pull, AnswerPull)
                 self.answers.append((index, pull.worker, pull.iteration, shard.version))
 
             shard.handle(event, pushes[index] if pushes is not None else None, answer)
@@ -484,7 +485,7 @@ def test_a_state_that_fits_no_segment_is_refused(state: Vectors) -> None:
 
 def test_staleness_is_the_updates_between_a_pull_and_the_pushs_own_application(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    recorder = Recorder.to_path(path, Header(sync=ASP(), host="shard"))
+    recorder = Recorder.to_path(path, Header(sync="asp", host="shard"))
     job = Job(ASP(), OPTIMIZERS["SGD"], recorders=[recorder])
     for iteration in range(3):
         job.push(0, iteration, gradients(iteration))  # alone: nothing in between
@@ -507,7 +508,7 @@ def test_staleness_is_the_updates_between_a_pull_and_the_pushs_own_application(t
 
 def test_under_bsp_no_gradient_is_ever_stale(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    recorder = Recorder.to_path(path, Header(sync=BSP(), host="shard"))
+    recorder = Recorder.to_path(path, Header(sync="bsp", host="shard"))
     job = Job(BSP(), OPTIMIZERS["SGD"], workers=3, recorders=[recorder])
     for iteration in range(4):
         for worker in range(3):
@@ -523,7 +524,7 @@ def test_a_refused_event_leaves_weights_version_and_state_as_they_were(
     sync: AnySyncModel, tmp_path: Path
 ) -> None:
     path = tmp_path / "trace.jsonl"
-    recorder = Recorder.to_path(path, Header(sync=sync, host="shard"))
+    recorder = Recorder.to_path(path, Header(sync=str(sync), host="shard"))
     job = Job(sync, OPTIMIZERS["Adam"], recorders=[recorder])
     control = Job(sync, OPTIMIZERS["Adam"])
     for one in (job, control):

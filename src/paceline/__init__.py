@@ -15,6 +15,7 @@ _HOMES = {
     "RunResult": "engines.launch",
     "distribute": "data",
     "launch": "engines.launch",
+    "set_sync": "runtime.session",
     "worker_count": "data",
     "worker_index": "data",
 }
@@ -25,6 +26,7 @@ __all__ = [
     "distribute",
     "errors",
     "launch",
+    "set_sync",
     "sync",
     "worker_count",
     "worker_index",
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from .data import distribute, worker_count, worker_index
     from .engines.launch import RunResult, launch
     from .optim import DistributedOptimizer
+    from .runtime.session import set_sync
 
 
 def __getattr__(name: str) -> Any:

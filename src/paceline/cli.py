@@ -1,4 +1,4 @@
-"""The command line: `paceline run`, `paceline demo`. Reads arguments, calls the library, prints.
+"""The command line: `paceline run`, `demo`, `sync`, `bench`. Reads arguments, calls the library, prints.
 
 Bad input is one sentence on standard error and exit code 2, before anything starts. A run that fails shows the
 failing process's own traceback, once, and exits with 1. Ctrl-C ends every process and exits with 130.
@@ -66,8 +66,9 @@ Sync = Annotated[
     typer.Option(
         "--sync",
         metavar="NAME:KEY=VALUE,...",
-        help="The synchronization model: bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15, or one of "
-        "dssp, dsps, pssp, dynamic-pssp, drop-stragglers:quorum=N.",
+        help="The synchronization model: bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15, ... "
+        "([bold]paceline sync[/] lists all). 'bsp|asp' gives each shard its own; "
+        "bsp@0,elastic-bsp@epoch:5 changes in mid-run, at an epoch or an iteration (@100).",
         rich_help_panel="Run",
     ),
 ]
@@ -173,6 +174,7 @@ def run(
     from .engines.launch import run_script
     from .runtime.job import describe, make_job
 
+    sys.path.insert(0, str(script.resolve().parent))  # where a user's own conditions are looked for
     if not script.is_file():
         what = "is not a file" if script.exists() else "does not exist"
         raise ConfigurationError(f"the script {str(script)!r} {what}; give the path of a Python file.")
@@ -230,6 +232,61 @@ def demo(
             digits_demo.run_demo(console=console, run_dir=home, seeds=tuple(range(seeds)))
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("zipline")
+def bench_zipline(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            "--rounds",
+            min=1,
+            help="How often to measure everything; medians. Default: 3, or 1 with --quick.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only what takes a few seconds.")] = False,
+) -> None:
+    """How long it takes to choose a barrier: the ElasticBSP paper's Tables 3 and 4, and goals of our own.
+
+    Takes about three minutes; run it on a machine that has nothing else to do.
+    """
+    import msgspec
+
+    from .workloads import zipline_bench
+
+    with _interruptible(), zipline_bench.shown_progress(Console(stderr=True)) as tell:
+        report = zipline_bench.measure(rounds=rounds, quick=quick, tell=tell)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        return
+    console = Console()
+    for table in zipline_bench.tables(report):
+        console.print(table, "")
+    for note in report.notes:
+        console.print(f"- {note}", highlight=False, markup=False)
+
+
+@app.command()
+def sync(
+    name: Annotated[str | None, typer.Argument(help="Show all about this model.", show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--list", help="List every model with its parameters.")] = False,
+) -> None:
+    """The synchronization models: all of them (--list), or everything about one.
+
+    paceline sync pssp
+    """
+    from .report.models import describe, models_table, page_text, pages
+
+    if name is None or every:
+        Console().print(models_table(pages()), highlight=False, markup=False)
+    else:
+        Console().print(page_text(describe(name)), highlight=False, markup=False)
+
+
 def main() -> None:
     """The entry point: turns errors into one sentence and an exit code."""
     try:
@@ -276,8 +333,11 @@ def _print_summary(summary: dict[str, object]) -> None:
         "duration": f"{summary['duration_s']:.1f} s",
         "updates": f"{summary['updates']} ({summary['updates_per_s']:.1f} per second)",
         "waiting": f"{summary['waiting_share']:.1%} of the workers' time",
+        "restarts": f"{summary['restarts']}, {summary['wasted_s']:.1f} s computed in vain",
         "staleness": f"mean {summary['mean_staleness']:.2f}, largest {summary['max_staleness']} (in updates)",
     }
+    if not summary["restarts"]:
+        del shown["restarts"]
     if summary["emulated"]:
         shown["emulated"] = str(summary["emulated"])
     _print_pairs(shown)

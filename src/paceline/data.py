@@ -71,7 +71,7 @@ def distribute(loader: DataLoader[T]) -> Iterable[T]:
             "Give each worker its part inside the dataset, by paceline.worker_index() and paceline.worker_count()."
         )
     session = current()
-    if session is None or session.workers == 1:
+    if session is None or (session.workers == 1 and not session.counts_epochs):
         return loader
     kept: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
     passes = _passes.setdefault(session, Passes()).over(loader.dataset)
@@ -88,6 +88,7 @@ class Part(Sampler[T]):
 
     def __init__(self, whole: Iterable[T], session: Session, passes: Iterator[int]) -> None:
         self._whole = whole
+        self._session = session
         self._worker = session.worker
         self._workers = session.workers
         self._seed = session.seed
@@ -102,7 +103,9 @@ class Part(Sampler[T]):
 
     def __iter__(self) -> Iterator[T]:
         with torch.random.fork_rng(devices=[]):
-            seed = _mix(self._seed, next(self._passes))
+            epoch = next(self._passes)
+            self._session.epoch_begins(epoch)
+            seed = _mix(self._seed, epoch)
             torch.manual_seed(seed)
             generator = getattr(self._whole, "generator", None)
             if isinstance(generator, torch.Generator):

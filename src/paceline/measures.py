@@ -4,6 +4,7 @@
     gap         in iterations: how far ahead of the slowest live worker a worker started an iteration, c_p - min c
     waiting     from the arrival of a pull to its release, the largest over the shards, without transfers
     updates     optimizer steps of a shard
+    restarts    computations that were dropped and started anew
 
 Pure: traces in, figures out.
 """
@@ -17,7 +18,14 @@ from statistics import fmean
 import msgspec
 
 from .sync.actions import AnswerPull, DropPush
-from .sync.events import PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
+from .sync.events import (
+    PullRepeated,
+    PullRequested,
+    PushReceived,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
 from .trace import Trace
 
 __all__ = ["Measures", "Wait", "measure", "waits"]
@@ -52,6 +60,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
         max_gap: the largest c_p - min c with which a worker started an iteration.
         delayed_pulls: pulls, per (worker, shard), that were not answered on arrival.
         dropped_pushes: pushes, per (worker, shard), that brought no gradient or were left out.
+        restarts: computations that were dropped and started anew.
     """
 
     duration_s: float
@@ -65,6 +74,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     max_gap: int
     delayed_pulls: int
     dropped_pushes: int
+    restarts: int
 
 
 def waits(shards: Sequence[Trace]) -> list[Wait]:
@@ -77,7 +87,7 @@ def waits(shards: Sequence[Trace]) -> list[Wait]:
             if isinstance(event, PullRequested) and entry.refused is None:
                 asked[event.worker, event.iteration] = event.now_s
             for action in entry.actions:
-                if isinstance(action, AnswerPull):
+                if isinstance(action, AnswerPull) and not isinstance(event, PullRepeated):
                     key = action.worker, action.iteration
                     wait = Wait(*key, asked.pop(key), event.now_s)
                     if key not in longest or wait.length_s > longest[key].length_s:
@@ -118,6 +128,9 @@ def measure(shards: Sequence[Trace]) -> Measures:
             for trace in shards
             for entry in trace.entries
             for action in entry.actions
+        ),
+        restarts=sum(
+            isinstance(entry.event, PullRepeated) and entry.refused is None for entry in shards[0].entries
         ),
     )
 

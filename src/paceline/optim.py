@@ -15,6 +15,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import msgspec
@@ -24,6 +25,7 @@ from torch import nn
 from .errors import ConfigurationError, NonFiniteGradientError, UsageError, WeightsChangedError
 from .layout import Layout, Parameter, ShardSlice
 from .optimizers import PER_PARAMETER_STATE, OptimizerSpec, read_groups, require_elementwise
+from .restart import Restartable
 from .runtime.session import Session, current
 from .shard import Vectors
 from .wire.messages import BufferSpec, ModelSpec
@@ -110,9 +112,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._trained, replaced = self._begin(self._session)
             stale = replaced and closure is None  # its gradient was computed on weights that are nobody's now
         loss: Any = None
-        if closure is not None:
+        if closure is None:
+            self._session.hold_back()  # it has been computed: too late to drop it
+        else:
             with torch.enable_grad():
-                loss = closure()
+                loss = self._trained.compute(self._session, closure)
         shown = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
         self._trained.commit(self._session, read_groups(self._wrapped), shown, stale)
         return loss
@@ -187,6 +191,10 @@ class Trained:
         self._written = [False] * len(parameters)  # whose place in the gradients may hold other than zeros
         self._versions: list[int] = []  # of each parameter, when the last step ended
         self._probes: list[tuple[torch.Tensor, torch.Tensor]] = []  # (some elements, a copy as they were)
+        self._model = model
+        self._restartable: Restartable | None = (
+            None  # from the first time on that a computation may be dropped
+        )
 
     def bind(self, session: Session, publisher: bool, state: Mapping[Any, Mapping[str, Any]]) -> bool:
         """Move the parameters into the flat vectors. True if this worker's weights were replaced."""
@@ -208,6 +216,17 @@ class Trained:
         self._buffers.changed()  # what they are now has been published
         self._remember(session)
         return replaced
+
+    def compute(self, session: Session, closure: Callable[[], Any]) -> Any:
+        """Run a closure; more than once, if its computation is dropped. Weights are new each time."""
+        if not session.may_restart:
+            result = closure()
+            session.hold_back()
+            return result
+        if self._restartable is None:
+            pulled = partial(self._remember, session)
+            self._restartable = Restartable(self._model, self._parameters, session, pulled)
+        return self._restartable.run(closure)
 
     def commit(
         self, session: Session, groups: tuple[Mapping[str, Any], ...], loss: float | None, stale: bool

@@ -1,8 +1,9 @@
 """One shard: its slice of the weights, the user's optimizer on that slice, and the sync model that decides.
 
 Single-threaded, without I/O and without a clock. The host hands it events, together with the gradient that a
-push brought, and a function by which a pull is answered; the shard asks its sync model and carries out the
-actions in order, so an update is applied before any pull that waits on it is answered.
+push brought, and a function that does what only the host can (answer a pull, set a timer, report a fault); the shard
+asks its sync model and carries out the actions in order, so an update is applied before any pull that waits on it is
+answered.
 
 It knows nothing of processes, sockets or time, and the machine inside knows nothing of tensors.
 """
@@ -25,14 +26,27 @@ from .optimizers import (
     make_optimizer,
 )
 from .sync import AnySyncModel
-from .sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
+from .sync.actions import (
+    AnswerPull,
+    AnyAction,
+    ApplyMean,
+    ApplyPush,
+    DropPush,
+    HoldPush,
+    ReportFault,
+    SetTimer,
+)
+from .sync.changes import ShardSync
 from .sync.events import AnyEvent, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 from .trace import Entry, Recorder
 
-__all__ = ["Push", "Shard", "SliceTensors", "Vectors"]
+__all__ = ["ForHost", "Push", "Shard", "SliceTensors", "Vectors"]
 
 Vectors = dict[str, torch.Tensor]
 """dtype -> a flat vector: a shard's slice of weights, or of a gradient."""
+
+ForHost = AnswerPull | SetTimer | ReportFault
+"""What a shard leaves to its host."""
 
 CHUNK_BYTES = 256 * 1024  # of a mean: what is summed stays in the cache until it is divided
 
@@ -74,12 +88,13 @@ class Shard:
         bounds: which slice of the layout this is.
         weights: its weights, per dtype; owned by the shard from now on.
         optimizer: the user's optimizer as a value.
-        sync: the sync model's specification.
+        sync: the sync model to begin with.
         seed: the run's, from which the sync model draws.
         recorder: where each event and its actions go.
 
     Attributes:
         version: how many updates have been applied.
+        sync: the sync model through all its changes.
     """
 
     def __init__(
@@ -94,7 +109,7 @@ class Shard:
         self.bounds = bounds
         self.weights = weights
         self.version = 0
-        self._machine = sync.at_shard(seed, bounds.index)
+        self.sync = ShardSync(sync, seed, bounds.index)
         self._recorder = recorder
         self._pulled_version: dict[int, int] = {}  # the version of the weights that each live worker has
         # (worker, iteration) -> a push that is not yet done with, and the version it was computed on
@@ -120,27 +135,27 @@ class Shard:
         self,
         event: AnyEvent,
         push: Push | None = None,
-        answer: Callable[[AnswerPull], None] = lambda pull: None,
+        host: Callable[[ForHost], None] = lambda action: None,
     ) -> None:
         """Take one event; carry out what the sync model asks for.
 
         Args:
             event: what happened.
             push: what was pushed, with a `PushReceived` that is not empty.
-            answer: called for each pull to be answered, in order, while `weights` and `version` are what is
-                to be sent.
+            host: called with each action that is the host's, in order; for an `AnswerPull`, while `weights` and
+                `version` are what is to be sent.
 
         Raises:
             InvalidEventError: the contract does not allow the event; nothing has changed.
         """
         try:
-            actions = self._machine.handle(event)
+            actions = self.sync.handle(event)
         except InvalidEventError as error:
             self._record(event, [], str(error))
             raise
         self._note(event, push)
         for action in actions:
-            self._perform(action, answer)
+            self._perform(action, host)
         self._record(event, actions)
 
     def optimizer_state(self) -> Vectors:
@@ -181,7 +196,7 @@ class Shard:
             case _:
                 pass
 
-    def _perform(self, action: AnyAction, answer: Callable[[AnswerPull], None]) -> None:
+    def _perform(self, action: AnyAction, host: Callable[[ForHost], None]) -> None:
         match action:
             case ApplyPush():
                 self._apply([(action.worker, action.iteration)], action.scale)
@@ -191,7 +206,9 @@ class Shard:
                 self._pushes.pop((action.worker, action.iteration), None)
             case AnswerPull():
                 self._pulled_version[action.worker] = self.version
-                answer(action)
+                host(action)
+            case SetTimer() | ReportFault():
+                host(action)
             case HoldPush():
                 pass  # kept in _pushes until an ApplyMean names it
             case _:

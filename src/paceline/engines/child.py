@@ -2,7 +2,8 @@
 
 It learns its place in the run from one environment variable, ties its life to its parent's, and becomes a
 server or a worker. A worker runs the user's script as `python script.py` would, or calls the function that it
-reads from its standard input.
+reads from its standard input. A server finds there where modules are looked for, and the conditions that it could
+not import.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import msgspec
 
 from ..runtime import session as sessions
 from ..runtime.job import JOB_VARIABLE, Place
 from ..runtime.server import serve
 from ..runtime.worker import WorkerSession
+from ..sync.user_conditions import local_conditions
 
 __all__ = ["main"]
 
@@ -36,6 +39,8 @@ def main() -> int:
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
     if place.role == "server":
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when a server ends
+        sys.path[:] = cloudpickle.load(sys.stdin.buffer)
+        local_conditions.update(cloudpickle.load(sys.stdin.buffer))
         serve(place)
         return 0
     session = WorkerSession.connect(place)
@@ -57,8 +62,6 @@ def main() -> int:
 def _train(arguments: list[str]) -> None:
     kind, *rest = arguments
     if kind == "function":
-        import cloudpickle
-
         sys.path[:] = cloudpickle.load(sys.stdin.buffer)
         function, args = cloudpickle.load(sys.stdin.buffer)
         function(*args)

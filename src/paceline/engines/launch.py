@@ -24,8 +24,12 @@ from ..measures import measure
 from ..runtime.coordinator import Coordinator
 from ..runtime.job import Job, make_job
 from ..runtime.reader import Reader, WeightsSnapshot
+from ..runtime.records import read_records
 from ..runtime.session import current
-from ..sync import AnySyncModel
+from ..runtime.stall import StallWatch
+from ..sync import Conditions, SyncModel
+from ..sync.schedule import Schedule
+from ..sync.user_conditions import local_conditions
 from ..trace import Trace, read
 from .local import LocalEngine
 from .progress import Progress
@@ -57,7 +61,7 @@ class RunResult(msgspec.Struct, frozen=True):
 
     @property
     def trace(self) -> list[Trace]:
-        """The trace of each shard, in order, then the coordinator's if the sync model has a part there."""
+        """The trace of each shard, in order, then the coordinator's."""
         return read_traces(self.run_dir)
 
 
@@ -67,7 +71,7 @@ def launch(
     args: Sequence[object] = (),
     workers: int,
     servers: int | None = None,
-    sync: str | AnySyncModel = "bsp",
+    sync: str | SyncModel | Sequence[SyncModel] | Schedule = "bsp",
     engine: str = "local",
     transport: str = "auto",
     port: int = 0,
@@ -90,7 +94,8 @@ def launch(
         args: what it is called with.
         workers: how many workers.
         servers: how many servers; by default as many as cores are left over, at least one.
-        sync: the sync model, as a value or in the notation of the command line.
+        sync: the sync model, as a value, as a list of one for each shard, or in the notation of the command line,
+            which also has schedules ("bsp@0,elastic-bsp@epoch:5").
         engine: where processes come from: "local".
         transport: "shm", "tcp", or "auto" for the best there is.
         port: TCP port of the coordinator with transport "tcp"; 0 for any free one.
@@ -135,36 +140,51 @@ def launch(
         port=port,
     )
     console = Console(stderr=True, quiet=not (progress if progress is not None else sys.stderr.isatty()))
-    return start(job, ["function"], payload, console=console, snapshot_every_s=snapshot_every_s)
+    return start(job, ["function"], payload, sys.path, console=console, snapshot_every_s=snapshot_every_s)
 
 
 def run_script(job: Job, script: Path, arguments: Sequence[str], *, console: Console) -> RunResult:
     """Run a script in every worker, as `python script arguments...` would."""
-    return start(job, ["script", str(script), *arguments], b"", console=console)
+    path = [str(script.resolve().parent), *sys.path]
+    return start(job, ["script", str(script), *arguments], b"", path, console=console)
 
 
 def start(
     job: Job,
     worker_arguments: Sequence[str],
     worker_input: bytes,
+    path: Sequence[str],
     *,
     console: Console,
     snapshot_every_s: float | None = None,
 ) -> RunResult:
-    """Start the processes of a run, wait for its end, collect. See `launch`."""
+    """Start the processes of a run, wait for its end, collect. See `launch`.
+
+    Args:
+        job: the run.
+        worker_arguments: of each worker's process.
+        worker_input: what it finds on its standard input.
+        path: where the servers look for modules with conditions.
+        console: for the progress.
+        snapshot_every_s: see `launch`.
+    """
+    server_input = _for_servers(job, path)
     coordinator = Coordinator.listen(job)
     coordinator.start()
     with Progress(coordinator, console) as progress:
         engine = LocalEngine(job, coordinator.address, progress.print)
         sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
+        stall = StallWatch(coordinator)
         try:
-            engine.start(worker_arguments, worker_input)
+            engine.start(worker_arguments, worker_input, server_input)
             if sampler is not None:
                 sampler.start()
             while not coordinator.over.wait(POLL_INTERVAL_S):
                 progress.update()
                 if engine.failed_server() or engine.failed_worker():
                     break
+                if report := stall.look():
+                    coordinator.fail(RunFailedError("the run", report))
             _raise_failure(coordinator, engine)
             final = _final_weights(coordinator)
             if sampler is not None:
@@ -232,6 +252,20 @@ def read_traces(run_dir: Path) -> list[Trace]:
     return [read(path) for path in [*shards, *run_dir.glob("trace-coordinator.jsonl")]]
 
 
+def _for_servers(job: Job, path: Sequence[str]) -> bytes:
+    """What servers are handed: where modules are looked for, and the conditions that cannot be imported."""
+    models = [model for step in job.sync.steps for model in step.models if isinstance(model, Conditions)]
+    names = {name for model in models for name in (model.pull, model.push) if name in local_conditions}
+    conditions = {name: local_conditions[name] for name in names}
+    try:
+        return bytes(cloudpickle.dumps(list(path)) + cloudpickle.dumps(conditions))
+    except (TypeError, pickle.PicklingError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"a condition, or something that it refers to, cannot be sent to the servers: {error}. Define it in a "
+            "module."
+        ) from error
+
+
 def _raise_failure(coordinator: Coordinator, engine: LocalEngine) -> None:
     """Raise the first failure there was, its cause before its consequences."""
     if coordinator.failure is not None or engine.failed_server() or engine.failed_worker():
@@ -273,5 +307,7 @@ def _summary(job: Job, coordinator: Coordinator, traces: Sequence[Trace]) -> dic
         "seed": job.seed,
         "emulated": job.emulated,
         "lost_workers": coordinator.lost,
+        "faults": coordinator.faults,
+        "wasted_s": sum(record.wasted_s for worker in read_records(Path(job.run_dir)) for record in worker),
         **msgspec.to_builtins(measures, str_keys=True),
     }

@@ -100,19 +100,22 @@ class LocalEngine:
         self.servers: list[Process] = []
         self.workers: list[Process] = []
 
-    def start(self, worker_arguments: Sequence[str], worker_input: bytes = b"") -> None:
+    def start(
+        self, worker_arguments: Sequence[str], worker_input: bytes = b"", server_input: bytes = b""
+    ) -> None:
         """Start every process.
 
         Args:
             worker_arguments: what follows `python -m paceline.engines.child` for a worker.
             worker_input: what a worker finds on its standard input.
+            server_input: what a server finds there.
         """
         for index in range(self._job.servers):
             self.servers.append(self._spawn("server", index, []))
         for index in range(self._job.workers):
             self.workers.append(self._spawn("worker", index, worker_arguments))
         for process in [*self.servers, *self.workers]:
-            process.feed(worker_input if process in self.workers else b"")
+            process.feed(worker_input if process in self.workers else server_input)
 
     def failed_server(self) -> RunFailedError | None:
         """A server that has ended; none may before the run is over."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..runtime.worker import IterationRecord
+from ..runtime.records import read_records
 from ..sync.actions import ApplyMean
 from ..trace import read
 
@@ -41,9 +41,7 @@ class Timeline(msgspec.Struct, frozen=True):
 
 def read_timeline(run_dir: Path) -> Timeline:
     """The timeline of a run, out of its directory."""
-    decoder = msgspec.json.Decoder(IterationRecord)
-    logs = sorted(run_dir.glob("worker-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
-    records = [decoder.decode_lines(log.read_bytes()) for log in logs]
+    records = read_records(run_dir)
     zero_s = min(worker[0].begun_s for worker in records if worker)
     return Timeline(
         tuple(tuple((r.begun_s - zero_s, r.pushed_s - zero_s) for r in worker) for worker in records),

@@ -1,9 +1,9 @@
 """The coordinator's host loop: who takes part, who is alive, and the plans for the whole job.
 
 It compares what the workers are about to train, tells the servers and then the workers that training begins,
-hosts the sync model's machine where the model has one, and hears what each worker is doing. It is never on the
-path of a push or a pull. Its thread belongs to whoever started the run; the few things that others ask of it
-go through `Coordinator`'s public names, all of which are safe to use from another thread.
+hosts the sync model's part for the whole job (plans, restarts, changes of model), and hears what each worker is
+doing. It is never on the path of a push or a pull. Its thread belongs to whoever started the run; the few things
+that others ask of it go through `Coordinator`'s public names, all of which are safe to use from another thread.
 """
 
 from __future__ import annotations
@@ -15,16 +15,30 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import InternalError, ProtocolError, RunFailedError
+from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailedError
 from ..layout import ShardSlice
-from ..sync import Machine
-from ..sync.actions import PublishPlan
-from ..sync.events import AnyEvent, IterationFinished, Stop, WorkerFinished, WorkerJoined, WorkerLost
+from ..sync.actions import AnyAction, PublishChange, PublishPlan, RestartWorker, SetTimer
+from ..sync.changes import JobSync
+from ..sync.events import (
+    AnyEvent,
+    IterationFinished,
+    IterationStarted,
+    Stop,
+    SyncRequested,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from ..sync.notation import notation, parse_shards, require_shards
 from ..trace import Entry, Header, Recorder
 from ..wire.addresses import listen_tcp, listen_unix
 from ..wire.messages import (
+    Begun,
+    Changing,
     CreateShards,
     Failed,
+    Faulted,
     Finished,
     FromPeerToCoordinator,
     Hello,
@@ -34,6 +48,8 @@ from ..wire.messages import (
     Ready,
     Refused,
     Register,
+    RequestSync,
+    Restart,
     Shutdown,
     Started,
     Status,
@@ -43,6 +59,7 @@ from ..wire.messages import (
 from ..wire.stream import Stream, no_payload
 from .hub import Hub, Peer
 from .job import Job
+from .timers import Timers
 
 __all__ = ["Coordinator", "first_difference"]
 
@@ -77,6 +94,7 @@ class Coordinator:
         over: set when no worker is left, or something has failed.
         failure: the first thing that failed, or None.
         lost: workers that were lost.
+        faults: what went wrong without ending the run, in words, in order.
     """
 
     def __init__(self, job: Job, listener: socket.socket, address: str) -> None:
@@ -91,11 +109,12 @@ class Coordinator:
         self.failure: RunFailedError | None = None
         self.lost: list[int] = []
         self._left: set[int] = set()  # workers that have finished or were lost
-        self._machine: Machine | None = job.sync.at_coordinator(job.seed)
-        self._recorder: Recorder | None = None
-        if self._machine is not None:
-            header = Header(sync=job.sync, host="coordinator", seed=job.seed, emulated=job.emulated)
-            self._recorder = Recorder.to_path(Path(job.run_dir, "trace-coordinator.jsonl"), header)
+        self.faults: list[str] = []
+        sync = notation(job.sync.first)
+        self._sync = JobSync(sync, job.seed)
+        self._timers: Timers[SetTimer] = Timers()
+        header = Header(sync=sync, host="coordinator", seed=job.seed, emulated=job.emulated)
+        self._recorder = Recorder.to_path(Path(job.run_dir, "trace-coordinator.jsonl"), header)
         self._begun = False  # the servers have been told of their shards
         self._publisher = -1  # the worker whose weights are everybody's, once training has begun
         self._running = True
@@ -145,15 +164,17 @@ class Coordinator:
     def _run(self) -> None:
         try:
             while self._running:
-                self._hub.poll()
+                self._hub.poll(self._timers.left_s(self.job.now_s()))
+                for timer in self._timers.take_due(self.job.now_s()):
+                    now_s = self.job.now_s()
+                    self._tell(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
             for server in self._of_role("server"):
                 self._hub.send(server, Shutdown())
         except Exception as error:  # whatever it is, the run must end and say so
             log.exception("the coordinator failed")
             self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
         finally:
-            if self._recorder is not None:
-                self._recorder.close()
+            self._recorder.close()
             self._hub.close()
             self._bell.close()
             self._bell_end.close()
@@ -185,15 +206,12 @@ class Coordinator:
             case Register() if peer.role == "worker" and peer.model is None and not self._begun:
                 peer.model = message.model
                 self._begin_if_complete()
-            case Notify() if peer.role == "worker":
-                self._tell(
-                    IterationFinished(
-                        now_s=self.job.now_s(),
-                        worker=peer.index,
-                        iteration=message.iteration,
-                        superstep=message.superstep,
-                    )
-                )
+            case Notify() | Begun() | RequestSync() if peer.role == "worker":
+                self._tell(self._event(peer.index, message))
+            case Faulted() if peer.role == "server":
+                words = f"shard {message.shard}: {message.reason}. It goes on with {message.sync}."
+                self.faults.append(f"{words}\n{message.traceback}".strip())
+                log.error("%s", self.faults[-1])
             case Status() if peer.role == "worker":
                 self.board[peer.index] = message
                 if not self.started.is_set():
@@ -254,7 +272,11 @@ class Coordinator:
             self._hub.send(
                 server,
                 CreateShards(
-                    first, (shard,), self.job.sync, tuple(w.index for w in registered), self._publisher
+                    first,
+                    (shard,),
+                    (self.job.sync.at_shard(shard.index),),
+                    tuple(w.index for w in registered),
+                    self._publisher,
                 ),
             )
         for worker in registered:
@@ -271,25 +293,64 @@ class Coordinator:
 
     # -- the sync model -----------------------------------------------------------------------------------
 
+    def _event(self, worker: int, message: Notify | Begun | RequestSync) -> AnyEvent:
+        now_s = self.job.now_s()
+        match message:
+            case Notify():
+                return IterationFinished(
+                    now_s=now_s,
+                    worker=worker,
+                    iteration=message.iteration,
+                    superstep=message.superstep,
+                    change=message.change,
+                )
+            case Begun():
+                return IterationStarted(now_s=now_s, worker=worker, iteration=message.iteration)
+            case RequestSync():
+                try:
+                    require_shards(parse_shards(message.sync), self.job.servers)
+                except ConfigurationError as error:
+                    raise ProtocolError(f"it asks for a sync model that there is not: {error}") from error
+                return SyncRequested(
+                    now_s=now_s,
+                    worker=worker,
+                    source=message.source,
+                    number=message.number,
+                    sync=message.sync,
+                )
+
     def _tell(self, event: AnyEvent) -> None:
-        """Hand an event to the sync model's machine, if it has one here, and carry its actions out."""
-        if self._machine is None or self._recorder is None:
-            return
+        """Hand an event to the sync model's part here, and carry its actions out."""
         try:
-            actions = self._machine.handle(event)
+            actions = self._sync.handle(event)
         except ProtocolError as error:
             self._recorder.record(Entry(event, refused=str(error)))
             raise
         self._recorder.record(Entry(event, list(actions)))
         for action in actions:
-            if not isinstance(action, PublishPlan):
+            self._perform(action)
+
+    def _perform(self, action: AnyAction) -> None:
+        match action:
+            case PublishPlan():
+                stop = Stop(superstep=action.plan.superstep, members=action.plan.members)
+                for worker, iteration in action.plan.stops:
+                    self._send(worker, Stopping(stop, iteration))
+            case RestartWorker():
+                self._send(action.worker, Restart(action.iteration))
+            case PublishChange():
+                for worker in action.change.members:
+                    self._send(worker, Changing(action.change))
+            case SetTimer():
+                self._timers.set(action.due_s, action)
+            case _:
                 raise InternalError(f"a coordinator cannot {action}")
-            plan = action.plan
-            stop = Stop(superstep=plan.superstep, members=plan.members)
-            iterations = dict(plan.stops)
-            for worker in self._of_role("worker"):
-                if worker.index in iterations:
-                    self._hub.send(worker, Stopping(stop, iterations[worker.index]))
+
+    def _send(self, worker: int, message: Message) -> None:
+        """Send to a worker, if it is connected."""
+        for member in self._hub.peers:
+            if member.role == "worker" and member.index == worker:
+                self._hub.send(member, message)
 
     def _of_role(self, role: str) -> list[Member]:
         return sorted((m for m in self._hub.peers if m.role == role), key=lambda member: member.index)

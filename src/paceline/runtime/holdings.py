@@ -1,7 +1,7 @@
 """What one server holds of a model: its shards and, beside shard 0, the tensors that nobody trains.
 
 Created when training begins, filled by the publisher's first weights. Reads the clock for its events; knows no
-socket. Answers leave through a function that the caller gives.
+socket. Answers, timers and reports leave through a function that the caller gives.
 """
 
 from __future__ import annotations
@@ -15,26 +15,36 @@ import torch
 from safetensors import SafetensorError
 
 from ..buffers import bytes_of, pack, packed_bytes, pool, torch_dtype, unpack
-from ..errors import ProtocolError
+from ..errors import ConfigurationError, ProtocolError
 from ..layout import ITEM_BYTES
 from ..optimizers import HyperParameters, rehearse
-from ..shard import Push, Shard, SliceTensors, Vectors
-from ..sync.actions import AnswerPull
-from ..sync.events import PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
+from ..shard import ForHost, Push, Shard, SliceTensors, Vectors
+from ..sync.events import (
+    AnyEvent,
+    Change,
+    PullRepeated,
+    PullRequested,
+    PushReceived,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from ..sync.notation import parse_shards, require_shards
 from ..trace import Header, Recorder
 from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox
-from ..wire.messages import Commit, CreateShards, InitialState, InitialWeights, Message
+from ..wire.messages import Commit, CreateShards, InitialState, InitialWeights, Message, ShardWaits
 from .job import Job
 
-__all__ = ["Answerer", "Holdings", "byte_views", "tensors_over"]
+__all__ = ["Holdings", "Perform", "byte_views", "tensors_over"]
 
 STATE_LIMIT_FACTOR = 8  # an optimizer keeps a few vectors per vector of weights; more than this is refused
 STATE_SLACK_BYTES = 16 * 1024 * 1024
 
 _groups_decoder = msgspec.msgpack.Decoder(tuple[HyperParameters, ...])
 
-Answerer = Callable[[int, AnswerPull], None]
-"""(shard, the pull to answer): called while the shard's weights and version are what is to be sent."""
+Perform = Callable[[int, ForHost], None]
+"""(shard, what it asks of its host). When a pull is to be answered, the shard's weights are what is to be sent."""
 
 
 class Holdings:
@@ -114,8 +124,11 @@ class Holdings:
         weights = tensors_over(
             {dtype: memoryview(part) for dtype, part in zip(bounds.bounds, payload, strict=False)}
         )
-        sync, seed = self._created.sync, self._job.seed
-        header = Header(sync=sync, host="shard", index=index, seed=seed, emulated=self._job.emulated)
+        models = {
+            shard.index: sync for shard, sync in zip(self._created.shards, self._created.syncs, strict=True)
+        }
+        sync, seed = models[index], self._job.seed
+        header = Header(sync=str(sync), host="shard", index=index, seed=seed, emulated=self._job.emulated)
         recorder = Recorder.to_path(Path(self._job.run_dir, f"trace-shard-{index}.jsonl"), header)
         self._recorders.append(recorder)
         shard = Shard(bounds, weights, self._created.model.optimizer, sync, seed, recorder)
@@ -136,29 +149,61 @@ class Holdings:
         message: Commit,
         gradient: SliceTensors,
         payload: Sequence[bytearray],
-        answer: Answerer,
+        perform: Perform,
     ) -> None:
         """A worker's push to one shard, and its pull. Raises `InvalidEventError`."""
         shard = self.shard(message.shard)
         if len(message.present) != len(self._created.model.layout.parameters):
             raise ProtocolError("a commit does not say for each parameter whether it has a gradient")
+        if message.change is not None:
+            self._require_known(message.change)
         event = PushReceived(
             now_s=self._job.now_s(),
             worker=worker,
             iteration=message.iteration,
             empty=message.empty,
             stop=message.stop,
+            change=message.change,
             significance=message.significance,
         )
         push = None if message.empty else Push(gradient, message.present, self._decode_groups(message.groups))
-        shard.handle(event, push, lambda pull: answer(message.shard, pull))
+        shard.handle(event, push, lambda action: perform(message.shard, action))
         if message.buffers:
             slot = self._slots.setdefault(worker, dict(self._first_buffers))
             for index, part in zip(message.buffers, payload, strict=True):
                 spec = self._created.model.buffers[index]
                 slot[spec.name] = unpack(spec, part)
         pulled = PullRequested(now_s=self._job.now_s(), worker=worker, iteration=message.iteration)
-        shard.handle(pulled, None, lambda pull: answer(message.shard, pull))
+        self._tell(message.shard, pulled, perform)
+
+    def pull_again(self, worker: int, shard: int, iteration: int, perform: Perform) -> None:
+        """A worker starts an iteration anew. Raises `InvalidEventError`."""
+        event = PullRepeated(now_s=self._job.now_s(), worker=worker, iteration=iteration)
+        self._tell(shard, event, perform)
+
+    def fire(self, worker: int, shard: int, iteration: int, perform: Perform) -> None:
+        """A timer that a shard had set is due."""
+        event = TimerFired(now_s=self._job.now_s(), worker=worker, iteration=iteration)
+        self._tell(shard, event, perform)
+
+    def waits(self) -> tuple[ShardWaits, ...]:
+        """Who waits for what at each shard."""
+        described = []
+        for index, shard in sorted(self.shards.items()):
+            reasons = dict(sorted(shard.sync.waits().items()))
+            pulls = tuple((worker, shard.sync.last_iteration(worker)) for worker in reasons)
+            described.append(ShardWaits(index, str(shard.sync.sync), pulls, tuple(reasons.values())))
+        return tuple(described)
+
+    def _require_known(self, change: Change) -> None:
+        """Refuse a change to what cannot run here, before a shard is half-way through it."""
+        try:
+            models = parse_shards(change.sync)
+            require_shards(models, self._job.servers)
+            for model in models:
+                model.require_runnable(self._job.workers)
+        except ConfigurationError as error:
+            raise ProtocolError(f"it changes to a sync model that cannot run here: {error}") from error
 
     def _decode_groups(self, encoded: bytes) -> tuple[HyperParameters, ...]:
         """Hyper-parameters as they came; those of the last push again, if they are the same."""
@@ -185,15 +230,14 @@ class Holdings:
         except Exception as error:  # torch raises what it likes here
             raise ProtocolError(f"hyper-parameters that the optimizer cannot use: {error!r}") from error
 
-    def leave(self, worker: int, *, finished: bool, answer: Answerer) -> None:
+    def leave(self, worker: int, *, finished: bool, perform: Perform) -> None:
         """A worker takes no further part. It may be heard of twice: once is enough."""
         if worker not in self.expected:
             return
         self.expected.remove(worker)
         kind = WorkerFinished if finished else WorkerLost
-        for index, shard in self.shards.items():
-            event = kind(now_s=self._job.now_s(), worker=worker)
-            shard.handle(event, None, lambda pull, index=index: answer(index, pull))  # type: ignore[misc]
+        for index in self.shards:
+            self._tell(index, kind(now_s=self._job.now_s(), worker=worker), perform)
 
     def snapshot(self, index: int) -> list[memoryview]:
         """A shard's weights and, with shard 0, the other tensors, pooled over the workers."""
@@ -215,6 +259,9 @@ class Holdings:
         if index not in self.shards:
             raise ProtocolError(f"shard {index} is not here, or has no weights yet")
         return self.shards[index]
+
+    def _tell(self, index: int, event: AnyEvent, perform: Perform) -> None:
+        self.shard(index).handle(event, None, lambda action: perform(index, action))
 
     def close(self) -> None:
         """Write the traces out."""

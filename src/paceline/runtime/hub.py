@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import selectors
 import socket
 import time
@@ -113,10 +114,12 @@ class Hub(Generic[P]):
         """Have `poll` also look at this, and call `heard` when there is something to read."""
         self._selector.register(source, selectors.EVENT_READ, heard)
 
-    def poll(self) -> None:
-        """Wait until something happens, and handle it."""
+    def poll(self, timeout_s: float | None = None) -> None:
+        """Wait until something happens, for `timeout_s` at most, and handle it."""
         silent = [peer for peer in self.peers if not peer.role]
-        for key, events in self._selector.select(GREETING_TIMEOUT_S if silent else None):
+        if silent:
+            timeout_s = min(GREETING_TIMEOUT_S, math.inf if timeout_s is None else timeout_s)
+        for key, events in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 self._accept()
             elif isinstance(key.data, Peer):

@@ -18,7 +18,8 @@ from typing import Literal
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from ..sync import AnySyncModel, parse
+from ..sync import SyncModel
+from ..sync.schedule import Schedule, read_schedule
 from ..wire.addresses import listen_tcp
 from ..wire.memory import shared_memory_available
 
@@ -37,7 +38,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         workers: how many.
         servers: how many; each holds one shard.
-        sync: the sync model.
+        sync: the sync model, or one for each shard, and when it changes.
         transport: "shm" (shared memory, one machine) or "tcp".
         seed: of the data's order, the jitter and whatever else is drawn.
         pace_s: for each worker, the least time of an iteration; () for none.
@@ -52,7 +53,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     workers: int
     servers: int
-    sync: AnySyncModel
+    sync: Schedule
     transport: Literal["shm", "tcp"]
     seed: int
     pace_s: tuple[float, ...]
@@ -94,7 +95,7 @@ def make_job(
     *,
     workers: int,
     servers: int | None = None,
-    sync: str | AnySyncModel = "bsp",
+    sync: str | SyncModel | Sequence[SyncModel] | Schedule = "bsp",
     transport: str = "auto",
     seed: int = 0,
     pace: Sequence[float] | None = None,
@@ -131,12 +132,13 @@ def make_job(
         listen_tcp(port=port)[0].close()  # refused here, if it is in use
     if run_dir is not None:
         require_usable(run_dir)
-    model = parse(sync) if isinstance(sync, str) else sync
-    model.require_workers(workers)
+    servers = _whole("servers", servers, least=1)
+    schedule = read_schedule(sync)
+    schedule.require_runnable(workers, servers)
     job = Job(
         workers=workers,
-        servers=_whole("servers", servers, least=1),
-        sync=model,
+        servers=servers,
+        sync=schedule,
         transport="shm" if transport == "shm" else "tcp",
         seed=_whole("seed", seed, least=0),
         pace_s=_per_worker("pace", pace, workers, least=0.0),

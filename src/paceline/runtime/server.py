@@ -11,16 +11,18 @@ import socket
 from collections.abc import Sequence
 
 from ..errors import PeerLostError, ProtocolError
-from ..shard import SliceTensors
-from ..sync.actions import AnswerPull
+from ..shard import ForHost, SliceTensors
+from ..sync.actions import AnswerPull, SetTimer
 from ..wire.addresses import connect, listen_tcp, listen_unix
 from ..wire.memory import Inbox
 from ..wire.messages import (
     Answer,
     Commit,
     CreateShards,
+    Faulted,
     FetchSnapshot,
     FetchState,
+    FetchWaits,
     Finished,
     FromCoordinatorToServer,
     FromPeerToServer,
@@ -28,16 +30,19 @@ from ..wire.messages import (
     InitialState,
     InitialWeights,
     Message,
+    PullAgain,
     Ready,
     Shutdown,
     Snapshot,
     State,
+    Waits,
     WorkerGone,
 )
 from ..wire.stream import Stream
 from .holdings import Holdings, byte_views
 from .hub import Hub, Peer
 from .job import Place
+from .timers import Timers
 
 __all__ = ["Server", "serve"]
 
@@ -69,6 +74,7 @@ class Server:
         self._coordinator = coordinator
         self._workers: dict[int, Caller] = {}  # those that have called and whose connection has not ended
         self._holdings: Holdings | None = None  # until training begins
+        self._timers: Timers[tuple[int, SetTimer]] = Timers()  # (shard, what it has set)
         self._running = True
         self._hub: Hub[Caller] = Hub(
             f"server {place.index}", place.job.token, listener, FromPeerToServer, Caller, self
@@ -79,7 +85,9 @@ class Server:
         """Serve until told to stop, or until the coordinator is gone."""
         try:
             while self._running:
-                self._hub.poll()
+                self._hub.poll(self._timers.left_s(self._job.now_s()))
+                for shard, timer in self._timers.take_due(self._job.now_s()):
+                    self._require_holdings().fire(timer.worker, shard, timer.iteration, self._perform)
         finally:
             if self._holdings is not None:
                 self._holdings.close()
@@ -118,7 +126,7 @@ class Server:
         peer.inboxes = holdings.inboxes(region)
         self._workers[peer.index] = peer
         for index in holdings.shards:
-            self._answer(index, AnswerPull(peer.index, -1))
+            self._perform(index, AnswerPull(peer.index, -1))
 
     def received(self, peer: Caller, message: Message) -> None:
         holdings = self._require_holdings()
@@ -126,7 +134,11 @@ class Server:
         match message:
             case Commit() if message.shard in peer.inboxes:
                 _, gradient = peer.inboxes[message.shard]
-                holdings.commit(peer.index, message, gradient, peer.payload, self._answer)
+                holdings.commit(peer.index, message, gradient, peer.payload, self._perform)
+            case PullAgain() if message.shard in peer.inboxes:
+                holdings.pull_again(peer.index, message.shard, message.iteration, self._perform)
+            case FetchWaits() if not peer.stream.backlog:
+                self._hub.send(peer, Waits(holdings.waits(), bool(self._timers)))
             case FetchSnapshot() if not peer.stream.backlog:  # one at a time, so that the queue stays bounded
                 parts = holdings.snapshot(message.shard)
                 version = holdings.shard(message.shard).version
@@ -139,7 +151,7 @@ class Server:
             case InitialWeights() if publishes:
                 holdings.start(message, peer.payload)
                 for worker in list(self._workers):
-                    self._answer(message.shard, AnswerPull(worker, -1))
+                    self._perform(message.shard, AnswerPull(worker, -1))
             case Finished() if peer.role == "worker":
                 self._leave(peer.index, finished=True)
             case _:
@@ -163,6 +175,16 @@ class Server:
 
     # -- workers ------------------------------------------------------------------------------------------
 
+    def _perform(self, shard: int, action: ForHost) -> None:
+        """Do what a shard asks of its host."""
+        match action:
+            case AnswerPull():
+                self._answer(shard, action)
+            case SetTimer():
+                self._timers.set(action.due_s, (shard, action))
+            case _:
+                self._coordinator.send(Faulted(shard, action.reason, action.traceback, action.sync))
+
     def _answer(self, shard: int, pull: AnswerPull) -> None:
         """Send a worker a shard's weights as they are now."""
         assert self._holdings is not None
@@ -176,7 +198,7 @@ class Server:
 
     def _leave(self, worker: int, *, finished: bool) -> None:
         if self._holdings is not None:
-            self._holdings.leave(worker, finished=finished, answer=self._answer)
+            self._holdings.leave(worker, finished=finished, perform=self._perform)
 
     def _require_holdings(self) -> Holdings:
         if self._holdings is None:

@@ -14,23 +14,27 @@ import torch
 
 from ..layout import ShardSlice
 from ..shard import Vectors
+from ..sync import SyncModel
+from ..sync.schedule import read_schedule
 from ..wire.messages import ModelSpec
 
-__all__ = ["Session", "current", "install"]
+__all__ = ["Session", "current", "install", "set_sync"]
 
 
 class Session(Protocol):
     """One worker's part in a run.
 
     The order of calls: `begin`, then `publish` on the publisher and `await_first_weights` on the others, then
-    `commit` once per iteration, then `finish`. `weights` change only inside these calls; `gradients` are the
-    caller's until `commit`, and again once it has returned.
+    `hold_back` and `commit` once per iteration, then `finish`. `weights` change only inside these calls and
+    `pull_again`; `gradients` are the caller's until `commit`, and again once it has returned.
 
     Attributes:
         worker: this worker's index.
         workers: how many there are.
         seed: the run's.
-        needs_significance: True if pushes are to carry |g| / |w|.
+        needs_significance: True if pushes are to carry |g| / |w|. May change from one iteration to the next.
+        may_restart: True if a computation may be dropped and started anew. Likewise.
+        counts_epochs: True if the session is to be told of each epoch that begins.
         skips_nan: True if a gradient with NaN or inf is to be left out instead of stopping the run.
         iteration: the number of iterations that this worker has committed.
         weights: dtype -> flat vector, from `begin` on.
@@ -41,6 +45,8 @@ class Session(Protocol):
     workers: int
     seed: int
     needs_significance: bool
+    may_restart: bool
+    counts_epochs: bool
     skips_nan: bool
     iteration: int
     weights: Vectors
@@ -60,6 +66,27 @@ class Session(Protocol):
 
     def await_first_weights(self) -> None:
         """Wait until `weights` holds the publisher's."""
+        ...
+
+    def restart_ordered(self) -> bool:
+        """True if the computation at hand is to be dropped. Cheap: asked between any two layers."""
+        ...
+
+    def hold_back(self) -> bool:
+        """The gradient is ready; where a slower machine is emulated, let time pass. False if the computation is to be
+        dropped instead, and started anew."""
+        ...
+
+    def pull_again(self) -> None:
+        """Pull, after the computation of this iteration was dropped."""
+        ...
+
+    def epoch_begins(self, epoch: int) -> None:
+        """This worker begins a pass over its part of the data, counted from 0."""
+        ...
+
+    def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
+        """Ask for a change of the sync model. See `set_sync`."""
         ...
 
     def commit(
@@ -110,3 +137,26 @@ def install(session: Session | None, *, for_thread: bool = False) -> None:
         _of_thread.session = session
     else:
         _of_process = session
+
+
+def set_sync(sync: str | SyncModel | Sequence[SyncModel], *, shard: int | None = None) -> None:
+    """Change the sync model of the run, from here on.
+
+    All workers run the same script, so each may call this where it gets to, or one of them alone: the n-th call of
+    any worker is the same change, made when the first one comes to it. Each worker ends the old model with its next
+    push; the new one begins when all have. No push is lost. In a script that runs by itself, nothing happens.
+
+    Args:
+        sync: a model, its notation ("ssp:staleness=3"), or a list of one for each shard.
+        shard: change this shard alone, from 0.
+
+    Raises:
+        ConfigurationError: no such model, or the run cannot have it.
+
+    Example:
+        >>> set_sync("elastic-bsp:lookahead=15")
+    """
+    read_schedule(sync)
+    session = current()
+    if session is not None:
+        session.request_sync(sync, shard)

@@ -1,8 +1,8 @@
 """A worker's session in a live run: its connections, its memory, and the emulation of unequal machines.
 
 One thread, the script's own. A commit sends every shard its slice at once and then waits until every shard has
-answered, in whatever order; the coordinator's plans are read in passing. What each iteration cost is written
-to `worker-<index>.jsonl` in the run directory.
+answered, in whatever order; the coordinator's plans, restarts and changes are read in passing. What each iteration
+cost is written to `worker-<index>.jsonl` in the run directory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import select
 import selectors
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,11 +25,16 @@ from ..buffers import pack
 from ..errors import ConfigurationError, PeerLostError, ProtocolError
 from ..layout import ShardSlice
 from ..shard import Vectors
-from ..sync.events import Stop
+from ..sync import AnySyncModel, SyncModel
+from ..sync.events import Change, Stop
+from ..sync.notation import notation, parse_shards, require_shards
+from ..sync.schedule import read_schedule
 from ..wire.addresses import connect
 from ..wire.memory import Region, cut
 from ..wire.messages import (
     Answer,
+    Begun,
+    Changing,
     Commit,
     Failed,
     FetchState,
@@ -41,8 +47,11 @@ from ..wire.messages import (
     Message,
     ModelSpec,
     Notify,
+    PullAgain,
     Refused,
     Register,
+    RequestSync,
+    Restart,
     Started,
     State,
     Status,
@@ -51,33 +60,12 @@ from ..wire.messages import (
 from ..wire.stream import Stream
 from .holdings import STATE_LIMIT_FACTOR, STATE_SLACK_BYTES, tensors_over
 from .job import Place
+from .records import IterationRecord
 
-__all__ = ["IterationRecord", "WorkerSession"]
+__all__ = ["WorkerSession"]
 
 STATUS_INTERVAL_S = 0.1
 GOODBYE_TIMEOUT_S = 5.0
-
-
-class IterationRecord(msgspec.Struct, frozen=True):
-    """What one iteration cost, in seconds since the run began.
-
-    Attributes:
-        iteration: from 0.
-        begun_s: the weights were here.
-        computed_s: the gradient was ready. Until `pushed_s` the worker slept, if it emulates a slower machine.
-        pushed_s: the push began.
-        answered_s: the last shard's weights were here.
-        loss: if the script's closure returned one.
-        superstep: set if the push was the last one before that superstep's barrier.
-    """
-
-    iteration: int
-    begun_s: float
-    computed_s: float
-    pushed_s: float
-    answered_s: float
-    loss: float | None
-    superstep: int | None
 
 
 class WorkerSession:
@@ -88,13 +76,24 @@ class WorkerSession:
         self.worker = place.index
         self.workers = job.workers
         self.seed = job.seed
-        self.needs_significance = job.sync.needs_significance
+        self.counts_epochs = any(step.epoch is not None for step in job.sync.steps)
         self.skips_nan = job.on_nan == "skip"
         self.iteration = 0
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
         self._job = job
-        self._plans = job.sync.at_coordinator() is not None  # is the coordinator to hear of each iteration
+        self._follow(job.sync.first)
+        self._steps = list(enumerate(job.sync.steps))[
+            1:
+        ]  # of the schedule, to be asked for when they are due
+        self._epoch = 0
+        self._wanted = job.sync.first  # what the run will have when all changes asked for so far are made
+        self._requests: list[RequestSync] = []  # made before training has begun
+        self._request_count = 0  # made by the script
+        self._changing: Change | None = None  # to be flagged on the next push
+        self._restart = -1  # the iteration that is to be started anew
+        self._restarted: tuple[float, float] | None = None  # when this one was dropped, and when started anew
+        self._computed_s = 0.0  # when the gradient at hand was ready
         self._jitter = random.Random(f"paceline jitter {job.seed} {place.index}")
         self._coordinator = coordinator
         self._selector = selectors.DefaultSelector()
@@ -138,6 +137,9 @@ class WorkerSession:
             self._servers.append(stream)
             self._selector.register(stream, selectors.EVENT_READ)
             self._send(stream, hello, descriptors=descriptors)
+        for request in self._requests:
+            self._send(self._coordinator, request)
+        self._requests = []
         return started.publisher == self.worker
 
     def publish(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
@@ -158,6 +160,70 @@ class WorkerSession:
         self._begun_s = self._job.now_s()
         self._show("computing", None)
 
+    def restart_ordered(self) -> bool:
+        self._hear_coordinator()
+        return self._restart == self.iteration
+
+    def hold_back(self) -> bool:
+        """Sleep until this iteration has taken as long as on the machine that is emulated."""
+        assert self._begun_s is not None
+        job = self._job
+        self._computed_s = now_s = job.now_s()
+        if job.pace_s or job.slowdown:
+            begun_s = self._restarted[1] if self._restarted is not None else self._begun_s
+            computed_s = now_s - begun_s
+            factor = 1 + job.jitter * self._jitter.uniform(-1, 1)
+            pace_s = job.pace_s[self.worker] if job.pace_s else 0.0
+            slowdown = job.slowdown[self.worker] if job.slowdown else 1.0
+            until_s = begun_s + max(computed_s, max(pace_s, computed_s * slowdown) * factor)
+            while now_s < until_s:
+                if not self.may_restart:
+                    time.sleep(until_s - now_s)
+                elif self.restart_ordered():
+                    return False
+                else:
+                    select.select([self._coordinator], [], [], until_s - now_s)
+                now_s = job.now_s()
+        return not (self.may_restart and self.restart_ordered())
+
+    def pull_again(self) -> None:
+        dropped_s = self._job.now_s()
+        self._restart = -1
+        for shard, stream in zip(self._shards, self._servers, strict=True):
+            self._send(stream, PullAgain(shard.index, self.iteration))
+        self._await_answers()
+        self._restarted = dropped_s, self._job.now_s()
+
+    def epoch_begins(self, epoch: int) -> None:
+        self._epoch = max(self._epoch, epoch)
+
+    def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
+        models = read_schedule(sync).first
+        shards = self._job.servers
+        if shard is not None:
+            if not 0 <= shard < shards or len(models) != 1:
+                raise ConfigurationError(
+                    f"shard is {shard}, expected a number from 0 to {shards - 1}, and one sync model for it."
+                )
+            every = list(self._wanted) * (shards if len(self._wanted) == 1 else 1)
+            every[shard] = models[0]
+            models = tuple(every)
+        require_shards(models, shards)
+        for model in models:
+            model.require_runnable(self.workers)
+            if "local:" in str(model):
+                raise ConfigurationError(
+                    f"{model} cannot be sent to the servers in mid-run: put its conditions into a module that "
+                    "they can import."
+                )
+        self._wanted = models
+        request = RequestSync("script", self._request_count, notation(models))
+        self._request_count += 1
+        if self._started is None:
+            self._requests.append(request)
+        else:
+            self._send(self._coordinator, request)
+
     def commit(
         self,
         present: bytes,
@@ -169,36 +235,45 @@ class WorkerSession:
         loss: float | None,
     ) -> None:
         assert self._region is not None
-        begun_s = self._begun_s
-        assert begun_s is not None
-        computed_s = self._job.now_s()
-        self._hold_back(computed_s - begun_s)
+        assert self._begun_s is not None
         self._hear_coordinator()
-        stop = self._take_stop()
+        self._ask_for_what_is_due()
+        change, self._changing = self._changing, None
+        stop = None if change is not None else self._take_stop()
         pushed_s = self._job.now_s()
         for shard, stream in zip(self._shards, self._servers, strict=True):
             mine = buffers if shard.index == 0 else {}
             payload = [] if empty else self._region.outgoing(shard)
             message = Commit(
-                shard.index, self.iteration, present, groups, empty, stop, significance, tuple(mine)
+                shard.index, self.iteration, present, groups, empty, stop, change, significance, tuple(mine)
             )
             self._send(stream, message, payload + pack(list(mine.values())), stable=True)
-        if self._plans:
-            self._send(self._coordinator, Notify(self.iteration, stop.superstep if stop else None))
+        superstep = stop.superstep if stop is not None else None
+        number = change.number if change is not None else None
+        if self._notifies or change is not None:
+            self._send(self._coordinator, Notify(self.iteration, superstep, number))
         self._await_answers(loss)
         answered_s = self._job.now_s()
+        dropped_s, restarted_s = self._restarted or (None, None)
         record = IterationRecord(
-            self.iteration,
-            begun_s,
-            computed_s,
-            pushed_s,
-            answered_s,
-            loss,
-            stop.superstep if stop else None,
+            iteration=self.iteration,
+            begun_s=self._begun_s,
+            computed_s=self._computed_s,
+            pushed_s=pushed_s,
+            answered_s=answered_s,
+            loss=loss,
+            superstep=superstep,
+            change=number,
+            dropped_s=dropped_s,
+            restarted_s=restarted_s,
         )
         self._log.write(msgspec.json.encode(record) + b"\n")
         self.iteration += 1
-        self._begun_s = answered_s
+        self._begun_s, self._restarted = answered_s, None
+        if change is not None:
+            self._follow(parse_shards(change.sync))
+        elif self.may_restart:
+            self._send(self._coordinator, Begun(self.iteration))
         self._show("computing", loss)
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
@@ -240,17 +315,33 @@ class WorkerSession:
             self._region.close()
         self._log.close()
 
-    # -- emulation ----------------------------------------------------------------------------------------
+    # -- the sync model -----------------------------------------------------------------------------------
 
-    def _hold_back(self, computed_s: float) -> None:
-        """Sleep until this iteration has taken as long as on the machine that is emulated."""
-        job = self._job
-        if not job.pace_s and not job.slowdown:
-            return
-        factor = 1 + job.jitter * self._jitter.uniform(-1, 1)
-        pace_s = job.pace_s[self.worker] if job.pace_s else 0.0
-        slowdown = job.slowdown[self.worker] if job.slowdown else 1.0
-        time.sleep(max(0.0, max(pace_s, computed_s * slowdown) * factor - computed_s))
+    def _follow(self, models: Sequence[AnySyncModel]) -> None:
+        """Do from now on what these models ask of a worker."""
+        self.needs_significance = any(model.needs_significance for model in models)
+        self.may_restart = any(model.needs_starts for model in models)
+        self._notifies = models[0].at_coordinator() is not None
+
+    def _ask_for_what_is_due(self) -> None:
+        """Ask for the schedule's next step, if this worker has come to it."""
+        while self._steps:
+            number, step = self._steps[0]
+            reached, due = (
+                (self.iteration, step.iteration) if step.epoch is None else (self._epoch, step.epoch)
+            )
+            if due is None or reached < due:
+                return
+            self._steps.pop(0)
+            self._wanted = step.models
+            self._send(self._coordinator, RequestSync("schedule", number, step.sync))
+
+    def _take_stop(self) -> Stop | None:
+        """The flag for this iteration's push, if it is the first at or past the planned one."""
+        if self._stopping is None or self.iteration < self._stopping.iteration:
+            return None
+        stop, self._stopping = self._stopping.stop, None
+        return stop
 
     # -- connections --------------------------------------------------------------------------------------
 
@@ -295,6 +386,11 @@ class WorkerSession:
             match message:
                 case Stopping():
                     self._stopping = message
+                case Restart():
+                    self._restart = message.iteration
+                case Changing():
+                    self._changing = message.change
+                    self._stopping = None
                 case Started():
                     self._started = message
                 case Refused():
@@ -336,13 +432,6 @@ class WorkerSession:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.backlog else 0)
         if self._selector.get_key(stream).events != wanted:
             self._selector.modify(stream, wanted)
-
-    def _take_stop(self) -> Stop | None:
-        """The flag for this iteration's push, if it is the first at or past the planned one."""
-        if self._stopping is None or self.iteration < self._stopping.iteration:
-            return None
-        stop, self._stopping = self._stopping.stop, None
-        return stop
 
     def _show(self, state: Literal["computing", "waiting", "pulling"], loss: float | None) -> None:
         """Tell the user what this worker does, at most every tenth of a second."""

@@ -4,6 +4,7 @@ Reference: Dean et al., "Large scale distributed deep networks", 2012; FluentPS,
 Admission: every pull is answered on arrival.
 State: c_p alone.
 Guarantee: no worker ever waits. Staleness is not bounded.
+Use: when machines differ and the model forgives staleness; at a smaller learning rate or without momentum.
 Deviations: each push is applied at scale 1, as in ElasticBSP's and SpecSync's ASP; FluentPS divides it by the
 number of workers (Algorithm 1, line 15), which is `push_scale="1/n"`.
 
@@ -19,15 +20,15 @@ number of workers (Algorithm 1, line 15), which is `push_scale="1/n"`.
 
 from __future__ import annotations
 
-from .conditions import ConditionMachine, ConditionModel
+from .conditions import ApplyingModel, ConditionMachine
 
 __all__ = ["ASP"]
 
 
-class ASP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="asp"):
+class ASP(ApplyingModel, frozen=True, repr_omit_defaults=True, tag="asp"):
     """Asynchronous parallel: each push is applied and each pull answered on arrival."""
 
     name = "asp"
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
-        return self.machine(lambda state: True)
+        return ConditionMachine(lambda state: True, scale_by_live=self.push_scale == "1/n")

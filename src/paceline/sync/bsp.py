@@ -6,6 +6,7 @@ Admission: a pull is answered iff progress < V_train, that is c_p = min c.
 State: the pushes of the current round, the pulls that wait for it.
 Guarantee: every gradient is computed on the newest weights (staleness 0); training equals one process on the
 joint batch. Live as long as each live worker pushes, finishes or is lost.
+Use: when machines are equally fast, and wherever results must be those of one process.
 Deviations: none. The round's mean is one optimizer step.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined

@@ -106,6 +106,11 @@ class ShardSync:
             case _:
                 return self._tell(event)
 
+    def last_iteration(self, worker: int) -> int:
+        """The label of a live worker's last push."""
+        at_boundary = self._to_pull | self._pulled
+        return at_boundary[worker] if worker in at_boundary else self.ledger.label(worker) - 1
+
     def waits(self) -> dict[int, str]:
         """For each pull that is delayed, what it waits for."""
         boundary = (

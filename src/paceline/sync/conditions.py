@@ -36,6 +36,7 @@ from .model import SyncModel
 __all__ = [
     "EXECUTIONS",
     "PUSH_SCALES",
+    "ApplyingModel",
     "ConditionMachine",
     "ConditionModel",
     "Execution",
@@ -131,23 +132,34 @@ def everybody(state: PushState) -> bool:
 PUSH_SCALES = ("1", "1/n")
 
 
-class ConditionModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """What the models that apply pushes on arrival and choose how delayed pulls are released have in common.
+class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """What the models that apply each push on arrival have in common.
 
     Attributes:
-        execution: of delayed pulls, "soft" (which alone meets SSP's "iff") or "lazy" (FluentPS's default).
         push_scale: what each gradient is multiplied with, "1" or, as in FluentPS's Algorithm 1, line 15, "1/n", where
             n is the number of live workers.
     """
 
-    execution: str = "soft"
     push_scale: str = "1"
 
     def __post_init__(self) -> None:
-        if self.execution not in EXECUTIONS:
-            raise unknown_name(f"execution of {self.name}", self.execution, EXECUTIONS)
         if self.push_scale not in PUSH_SCALES:
             raise unknown_name(f"push_scale of {self.name}", self.push_scale, PUSH_SCALES)
+
+
+class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """What those of them have in common that delay pulls.
+
+    Attributes:
+        execution: of delayed pulls, "soft" (which alone meets SSP's "iff") or "lazy" (FluentPS's default).
+    """
+
+    execution: str = "soft"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.execution not in EXECUTIONS:
+            raise unknown_name(f"execution of {self.name}", self.execution, EXECUTIONS)
 
     def machine(self, pull_condition: PullCondition) -> ConditionMachine:
         """A machine with this condition and the options above."""

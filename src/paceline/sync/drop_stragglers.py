@@ -5,6 +5,7 @@ Admission: a pull is answered iff progress < V_train; the round V_train is compl
 State: the pushes of the current round, the pulls that wait for it.
 Guarantee: every gradient that is applied was computed on the newest weights (staleness 0). Live as long as N_t
 workers are, or all that are live if those are fewer. N_t = N is BSP.
+Use: when a machine is very late now and then, and its data can be spared that round.
 Deviations: a late worker's push is dropped and its answer carries V_train: it goes on from there, as if it had pushed
 the rounds between.
 

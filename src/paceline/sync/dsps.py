@@ -7,6 +7,7 @@ clamped to [lower, upper]: as many iterations as the fastest worker does while t
 State: SSP's, and each worker's last interval.
 Guarantee: no worker starts an iteration more than `upper` ahead of the slowest live worker. Live. With lower = upper
 it is SSP(lower).
+Use: when machines differ by a ratio that is not known beforehand.
 Deviations: see above. Until every live worker has pushed, s is `lower`. A pull that is delayed waits for the next
 round to close (soft barrier), also if s has grown or shrunk since.
 

@@ -12,6 +12,8 @@ push is least, the fewest on ties; it has r to spend. Else it waits for a gap <=
 State: SSP's, each worker's last interval, what each has to spend.
 Guarantee: no worker starts an iteration more than `upper` ahead of the slowest live worker. Live. DSSP(s, s) is
 SSP(s).
+Use: when speeds change and no one staleness fits: between `lower`, where it waits, and `upper`, which it never
+passes.
 Deviations: the paper's controller looks at the slowest worker's next `upper` pushes; here at as many as it takes.
 
 >>> DSSP(lower=3, upper=15)

@@ -16,6 +16,8 @@ however late the plan arrives; and the planner is never on the path of a push or
 Admission: a pull after an unflagged push is answered on arrival; after a flagged one, when the superstep closes.
 Guarantee: a worker that has stopped waits only for members that have yet to stop. Within a superstep nobody
 runs further than its stop plus what it computed while the plan was on its way.
+Use: when machines differ steadily, so that their next end times can be predicted; most of ASP's speed, and
+averaging.
 Deviations: a worker that joins during a superstep runs as in ASP until the next one begins.
 
 >>> from paceline.sync.events import IterationFinished, WorkerJoined

@@ -84,12 +84,13 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         return None
 
     def __str__(self) -> str:
-        """As `parse` reads it. Words are left out at their default, numbers are shown unless there is none."""
+        """As `parse` reads it. Numbers are always shown, other things left out at their default."""
+        fields = msgspec.structs.fields(self)
+        values = [(field, getattr(self, field.name)) for field in fields]
         shown = [
-            f"{field.name}={_plain(getattr(self, field.name))}"
-            for field in msgspec.structs.fields(self)
-            if getattr(self, field.name) is not None
-            and (field.type is not str or getattr(self, field.name) != field.default)
+            f"{field.name}={_plain(value)}"
+            for field, value in values
+            if value != field.default or isinstance(value, int | float)
         ]
         return f"{self.name}:{','.join(shown)}" if shown else self.name
 

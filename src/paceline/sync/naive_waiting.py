@@ -4,6 +4,7 @@ Reference: SpecSync (Zhang et al., ICDCS 2018), section III-B, Figs. 4 and 5.
 Admission: a pull is answered d seconds after its arrival.
 State: the pulls that are being put off.
 Guarantee: each pull waits d seconds, whatever the others do. Staleness is not bounded. d = 0 is ASP.
+Use: to compare with: it shows what fresher weights are worth, and what waiting for them costs.
 Deviations: the paper's workers put off their requests; here the shard puts off its answers, which are as fresh.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, TimerFired, WorkerJoined

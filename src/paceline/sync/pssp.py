@@ -7,6 +7,7 @@ constant or the significance |g| / |w| of the push that came before the pull.
 State: c_p, the delayed pulls by round, each worker's last significance.
 Guarantee: P = 0 is ASP, P = 1 is SSP(s). In between staleness is bounded in expectation only: with the slowest worker
 stopped, the k at which another is first delayed under a constant c has mean s + 1/c - 1 (Theorem 1). Live.
+Use: when SSP makes too many wait at once: fewer delayed pulls for the same expected staleness.
 Deviations: the draw is keyed by (seed, worker, iteration), so that all shards agree; the paper's own way, a draw at
 each shard, is `draws="per-shard"`. The regret bounds of the paper are not checked by any test.
 

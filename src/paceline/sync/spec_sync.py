@@ -13,10 +13,11 @@ from D / T_i of the other m - 1 workers, so that the freshness gained is estimat
 which is largest where the delay ends with a push. ABORT_TIME is the best such D, ABORT_RATE is D (m - 1) / (T m).
 
 Admission: the base model's, ASP's or SSP's; the shards know nothing of speculation.
-State, at the coordinator: the pushes since the earliest start that can still matter, and each worker's current and
+State: at the coordinator, the pushes since the earliest start that can still matter, and each worker's current and
 last iteration.
 Guarantee: an iteration is restarted at most once, since only a finished one starts a timer; so every worker goes on.
 Staleness is bounded where the base model bounds it.
+Use: when computing is cheap beside the harm that staleness does, and pushes come in bursts.
 Deviations: an epoch ends when every live worker has pushed since the last tuning. D is at most the mean span T; on
 ties the shortest. There is no speculation before the first tuning, nor while the best F is not above 0.
 

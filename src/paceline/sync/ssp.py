@@ -6,6 +6,7 @@ Admission: a pull is answered iff progress < V_train + s, that is c_p - min c <=
 State: c_p, and the delayed pulls by the round at which they were delayed.
 Guarantee: no worker starts an iteration more than s ahead of the slowest live worker; while it waits it has
 pushed s + 1 more. s = 0 waits where BSP waits, s = inf never waits. Live as long as the slowest worker is.
+Use: when most machines are equally fast and some are late now and then: it bounds staleness and waits little.
 Deviations: none.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined

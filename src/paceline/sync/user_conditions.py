@@ -7,6 +7,7 @@ State: that of every model made of conditions, see `paceline.sync.conditions`.
 Guarantee: each push is applied exactly once. Nothing is promised about progress: conditions that never hold stall
 everybody, which the run finds out and reports. A condition that raises, or returns what is neither True nor False, is
 reported, and the shard goes back to the last model that worked (BSP, if there was none).
+Use: to try an idea of one's own.
 Deviations: none.
 
 >>> model = Conditions(pull=lambda state: state.gap <= 2)  # SSP(2), in one line
@@ -18,9 +19,9 @@ Conditions are looked up by name where they are needed, so a trace of them repla
 from __future__ import annotations
 
 import itertools
-import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -134,17 +135,23 @@ def _name_of(key: str, condition: object) -> str:
         )
     module = getattr(condition, "__module__", "") or ""
     path = getattr(condition, "__qualname__", type(condition).__qualname__)
-    found: object = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    if found is condition and module != "__main__":
-        return f"{module}:{path}"
+    with suppress(ImportError, AttributeError):
+        if module != "__main__" and _imported(module, path) is condition:
+            return f"{module}:{path}"
     for name, other in local_conditions.items():
         if other is condition:
             return name
     name = f"local:{path}-{next(_numbers)}"
     local_conditions[name] = condition
     return name
+
+
+def _imported(module: str, path: str) -> object:
+    """What is found under this name. Raises `ImportError` or `AttributeError`."""
+    found: object = import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def _find(name: str) -> Condition:
@@ -156,17 +163,18 @@ def _find(name: str) -> Condition:
     if not name or name in local_conditions:
         return local_conditions.get(name, everybody)
     module, _, path = name.partition(":")
-    try:
-        if module == "local":
-            raise ImportError("it was defined in a script or a notebook of another process")
-        found: object = import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    why = "it was defined in a script or a notebook of another process"
+    found: object = None
+    if module != "local":
+        try:
+            found = _imported(module, path)
+        except (ImportError, AttributeError) as error:
+            why = str(error)
+    if found is None:
         raise ConfigurationError(
-            f"conditions: {name!r} cannot be imported here: {error}. Put the function into a module that every "
-            "process of the run finds."
-        ) from error
+            f"conditions: {name!r} cannot be imported here: {why}. Put the function into a module that every process "
+            "of the run finds."
+        )
     if not callable(found):
         raise ConfigurationError(f"conditions: {name!r} is {found!r}, expected a function.")
     return found

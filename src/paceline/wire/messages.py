@@ -4,14 +4,14 @@ A message is a small MessagePack header; bulk data (slices of weights and gradie
 ever unpickled from a connection, and each side decodes only what its peer may send it: see the unions at the
 end.
 
-    worker -> coordinator   Hello, Register, Notify, Status, Finished, Failed
-    coordinator -> worker   Started, Refused, Stopping
-    server -> coordinator   Hello, Ready
+    worker -> coordinator   Hello, Register, Notify, Begun, RequestSync, Status, Finished, Failed
+    coordinator -> worker   Started, Refused, Stopping, Restart, Changing
+    server -> coordinator   Hello, Ready, Faulted
     coordinator -> server   CreateShards, WorkerGone, Shutdown
-    worker -> server        Hello, InitialState, InitialWeights, Commit, FetchState, Finished
+    worker -> server        Hello, InitialState, InitialWeights, Commit, PullAgain, FetchState, Finished
     server -> worker        Answer, State
-    reader -> server        Hello, FetchSnapshot, FetchState
-    server -> reader        Snapshot, State
+    reader -> server        Hello, FetchSnapshot, FetchState, FetchWaits
+    server -> reader        Snapshot, State, Waits
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ import msgspec
 from ..layout import Layout, ShardSlice
 from ..optimizers import OptimizerSpec
 from ..sync import AnySyncModel
-from ..sync.events import Stop
+from ..sync.events import Change, Stop
 
 __all__ = [
     "Answer",
+    "Begun",
     "BufferSpec",
+    "Changing",
     "Commit",
     "CreateShards",
     "Failed",
+    "Faulted",
     "FetchSnapshot",
     "FetchState",
+    "FetchWaits",
     "Finished",
     "FromCoordinatorToServer",
     "FromCoordinatorToWorker",
@@ -45,15 +49,20 @@ __all__ = [
     "Message",
     "ModelSpec",
     "Notify",
+    "PullAgain",
     "Ready",
     "Refused",
     "Register",
+    "RequestSync",
+    "Restart",
+    "ShardWaits",
     "Shutdown",
     "Snapshot",
     "Started",
     "State",
     "Status",
     "Stopping",
+    "Waits",
     "WorkerGone",
 ]
 
@@ -139,14 +148,14 @@ class CreateShards(Message, frozen=True, tag=True):
     Attributes:
         model: what is trained.
         shards: the slices that this server holds.
-        sync: the sync model.
+        syncs: for each of them, the sync model that it begins with.
         workers: who takes part from the start, in ascending order.
         publisher: the worker whose weights these shards start with.
     """
 
     model: ModelSpec
     shards: tuple[ShardSlice, ...]
-    sync: AnySyncModel
+    syncs: tuple[AnySyncModel, ...]
     workers: tuple[int, ...]
     publisher: int
 
@@ -189,6 +198,7 @@ class Commit(Message, frozen=True, tag=True):
         groups: msgpack of the groups' hyper-parameters.
         empty: True if the iteration's gradient was left out; the payload has no gradient then.
         stop: set if this is the worker's last push before its superstep's barrier.
+        change: set if it is the worker's last one before the sync model changes.
         significance: |g| / |w| over all parameters, if the sync model asks for it.
         buffers: for shard 0, the indices of those buffers that have changed and follow in the payload.
     """
@@ -199,8 +209,16 @@ class Commit(Message, frozen=True, tag=True):
     groups: bytes
     empty: bool = False
     stop: Stop | None = None
+    change: Change | None = None
     significance: float | None = None
     buffers: tuple[int, ...] = ()
+
+
+class PullAgain(Message, frozen=True, tag=True):
+    """A worker has dropped its computation of `iteration` and wants the weights to start it anew."""
+
+    shard: int
+    iteration: int
 
 
 class Answer(Message, frozen=True, tag=True):
@@ -236,11 +254,77 @@ class Snapshot(Message, frozen=True, tag=True):
     version: int
 
 
+class ShardWaits(msgspec.Struct, frozen=True):
+    """Who waits at one shard.
+
+    Attributes:
+        shard: its index.
+        sync: the sync model in force there.
+        pulls: (worker, iteration) of each delayed pull, in worker order.
+        reasons: for each, what it waits for, in words.
+    """
+
+    shard: int
+    sync: str
+    pulls: tuple[tuple[int, int], ...]
+    reasons: tuple[str, ...]
+
+
+class FetchWaits(Message, frozen=True, tag=True):
+    """A reader asks who waits for what at a server."""
+
+
+class Waits(Message, frozen=True, tag=True):
+    """Who waits at each of a server's shards. `timers` says that one is set: something will happen by itself."""
+
+    shards: tuple[ShardWaits, ...]
+    timers: bool
+
+
 class Notify(Message, frozen=True, tag=True):
-    """A worker has pushed an iteration to all shards; sent for sync models that plan at the coordinator."""
+    """A worker has pushed an iteration to all shards; sent for sync models that have a part at the coordinator.
+
+    `superstep` and `change` are set if the push was the worker's last one before that.
+    """
 
     iteration: int
     superstep: int | None = None
+    change: int | None = None
+
+
+class Begun(Message, frozen=True, tag=True):
+    """A worker has its weights and computes this iteration; sent for sync models that want to know."""
+
+    iteration: int
+
+
+class Restart(Message, frozen=True, tag=True):
+    """A worker is to drop its computation of this iteration, pull, and start it anew; unless it has pushed it."""
+
+    iteration: int
+
+
+class RequestSync(Message, frozen=True, tag=True):
+    """A worker has reached a point at which the sync model is to change: see `SyncRequested`."""
+
+    source: Literal["schedule", "script"]
+    number: int
+    sync: str
+
+
+class Changing(Message, frozen=True, tag=True):
+    """A worker is to flag its next push with this change. Plans made before are void."""
+
+    change: Change
+
+
+class Faulted(Message, frozen=True, tag=True):
+    """A user's condition has failed at a shard, which goes on with `sync`."""
+
+    shard: int
+    reason: str
+    traceback: str
+    sync: str
 
 
 class Stopping(Message, frozen=True, tag=True):
@@ -269,8 +353,20 @@ class Failed(Message, frozen=True, tag=True):
     traceback: str
 
 
-FromPeerToCoordinator = Hello | Ready | Register | Notify | Status | Finished | Failed
-FromCoordinatorToWorker = Started | Refused | Stopping
+FromPeerToCoordinator = (
+    Hello | Ready | Register | Notify | Begun | RequestSync | Faulted | Status | Finished | Failed
+)
+FromCoordinatorToWorker = Started | Refused | Stopping | Restart | Changing
 FromCoordinatorToServer = CreateShards | WorkerGone | Shutdown
-FromPeerToServer = Hello | InitialState | InitialWeights | Commit | FetchState | FetchSnapshot | Finished
-FromServer = Answer | State | Snapshot
+FromPeerToServer = (
+    Hello
+    | InitialState
+    | InitialWeights
+    | Commit
+    | PullAgain
+    | FetchState
+    | FetchSnapshot
+    | FetchWaits
+    | Finished
+)
+FromServer = Answer | State | Snapshot | Waits
