@@ -304,7 +304,7 @@ def test_demo_trains_judges_and_leaves_table_curves_and_picture(tmp_path: Path) 
     assert times_s[-1] >= 1.0
 
     assert (home / "comparison.png").stat().st_size > 50_000
-    for run in ("bsp-seed-0", "elastic-bsp-seed-0"):
+    for run in ("bsp-seed-0", "elastic-bsp-lookahead-5-seed-0"):
         assert (home / run / "worker-1.jsonl").exists()
         assert (home / run / "trace-shard-0.jsonl").exists()
     printed = text.getvalue().rstrip().splitlines()

@@ -212,6 +212,20 @@ def demo(
             "--tune", help="Find each model's best learning rate and momentum instead (about 45 minutes)."
         ),
     ] = False,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Under every sync model, with delayed pulls and aborts (about 7 minutes)."
+        ),
+    ] = False,
+    cherry_pick: Annotated[
+        bool,
+        typer.Option(
+            "--cherry-pick",
+            help="Find SpecSync's abort time and rate by trying a grid of them, and say what that cost "
+            "(about 4 minutes).",
+        ),
+    ] = False,
     run_dir: RunDir = None,
 ) -> None:
     """Four workers, one of them three times slower, learn handwritten digits under four sync models.
@@ -219,8 +233,11 @@ def demo(
     Takes under three minutes on two cores, and ends with a table and a picture.
     """
     from .runtime.job import require_usable
+    from .workloads import cherry_pick as picking
     from .workloads import demo as digits_demo
 
+    if tune + every + cherry_pick > 1:
+        raise ConfigurationError("--tune, --all and --cherry-pick are three commands; give one of them.")
     console = Console()
     home = None if run_dir is None else Path(run_dir)
     if run_dir is not None and not tune:
@@ -228,8 +245,12 @@ def demo(
     with _interruptible():
         if tune:
             digits_demo.tune(console=console, run_dir=home)
+        elif cherry_pick:
+            [spec_sync] = [s for s in digits_demo.EVERY_SETTING if s.sync == "spec-sync"]
+            picking.cherry_pick(spec_sync, console=console, run_dir=home)
         else:
-            digits_demo.run_demo(console=console, run_dir=home, seeds=tuple(range(seeds)))
+            settings = digits_demo.EVERY_SETTING if every else digits_demo.SETTINGS
+            digits_demo.run_demo(console=console, run_dir=home, seeds=tuple(range(seeds)), settings=settings)
 
 
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")

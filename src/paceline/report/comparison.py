@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import msgspec
@@ -29,6 +29,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         waiting_share: of all workers' time together, the share that they waited, from 0 to 1.
         mean_staleness: over (push, shard), in versions.
         max_staleness: likewise; of several runs, the largest.
+        delayed_share: of all pulls, per (worker, shard), those that were not answered on arrival, from 0 to 1.
+        restarts: computations that were dropped and started anew.
+        wasted_share: of all workers' time together, the share that went into these, from 0 to 1.
         emulated: how unequal machines were emulated, in words.
     """
 
@@ -43,6 +46,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     waiting_share: float
     mean_staleness: float
     max_staleness: int
+    delayed_share: float = 0.0
+    restarts: float = 0
+    wasted_share: float = 0.0
     emulated: str
 
 
@@ -62,12 +68,15 @@ def medians(outcomes: Sequence[Outcome]) -> Outcome:
         waiting_share=median(outcome.waiting_share for outcome in outcomes),
         mean_staleness=median(outcome.mean_staleness for outcome in outcomes),
         max_staleness=max(outcome.max_staleness for outcome in outcomes),
+        delayed_share=median(outcome.delayed_share for outcome in outcomes),
+        restarts=median(outcome.restarts for outcome in outcomes),
+        wasted_share=median(outcome.wasted_share for outcome in outcomes),
         emulated=first.emulated,
     )
 
 
-def comparison_table(outcomes: Sequence[Outcome]) -> Table:
-    """The table, one row per outcome; its caption says what was emulated."""
+def comparison_table(outcomes: Sequence[Outcome], *, every: bool = False) -> Table:
+    """The table, one row per outcome; its caption says what was emulated. `every` adds delayed pulls and aborts."""
     first = outcomes[0]
     runs = f"medians of {len(first.seeds)} seeds" if len(first.seeds) > 1 else f"seed {first.seeds[0]}"
     table = Table(
@@ -78,25 +87,28 @@ def comparison_table(outcomes: Sequence[Outcome]) -> Table:
         caption=f"{runs}; emulated: {first.emulated or 'nothing'}",
         caption_justify="left",
     )
-    table.add_column("sync", no_wrap=True, vertical="bottom")
-    for heading in (
-        "rate,\nmomentum",
-        f"s to\n{first.target_accuracy:.0%}",
-        "final\naccur.",
-        "updates\nper s",
-        "share\nwaited",
-        "staleness\nmean, max",
-    ):
+    columns: dict[str, Callable[[Outcome], str]] = {
+        "rate,\nmomentum": lambda o: f"{o.learning_rate:g}, {o.momentum:g}",
+        f"s to\n{first.target_accuracy:.0%}": lambda o: (
+            "never" if o.time_to_target_s is None else f"{o.time_to_target_s:.2f}"
+        ),
+        "final\naccur.": lambda o: f"{o.final_accuracy:.1%}",
+        "updates\nper s": lambda o: f"{o.updates_per_s:.1f}",
+        "share\nwaited": lambda o: f"{o.waiting_share:.1%}",
+        "staleness\nmean, max": lambda o: f"{o.mean_staleness:.1f}, {o.max_staleness}",
+    }
+    if every:
+        columns |= {
+            "pulls\ndelayed": lambda o: f"{o.delayed_share:.1%}",
+            "aborts,\nwasted": lambda o: f"{o.restarts:g}, {o.wasted_share:.1%}",
+        }
+    table.add_column("sync", no_wrap=not every, vertical="bottom")
+    for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
-        reached_s = outcome.time_to_target_s
+        # A long notation may be broken after a comma.
         table.add_row(
-            outcome.sync,
-            f"{outcome.learning_rate:g}, {outcome.momentum:g}",
-            "never" if reached_s is None else f"{reached_s:.2f}",
-            f"{outcome.final_accuracy:.1%}",
-            f"{outcome.updates_per_s:.1f}",
-            f"{outcome.waiting_share:.1%}",
-            f"{outcome.mean_staleness:.1f}, {outcome.max_staleness}",
+            outcome.sync.replace(",", ", ") if every else outcome.sync,
+            *(show(outcome) for show in columns.values()),
         )
     return table

@@ -44,13 +44,19 @@ class Session(Protocol):
     worker: int
     workers: int
     seed: int
-    needs_significance: bool
-    may_restart: bool
     counts_epochs: bool
     skips_nan: bool
-    iteration: int
     weights: Vectors
     gradients: Vectors
+
+    @property
+    def iteration(self) -> int: ...
+
+    @property
+    def needs_significance(self) -> bool: ...
+
+    @property
+    def may_restart(self) -> bool: ...
 
     def begin(self, model: ModelSpec) -> bool:
         """Say what is to be trained; wait for the others. True if this worker is the publisher.

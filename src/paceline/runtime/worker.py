@@ -25,9 +25,8 @@ from ..buffers import pack
 from ..errors import ConfigurationError, PeerLostError, ProtocolError
 from ..layout import ShardSlice
 from ..shard import Vectors
-from ..sync import AnySyncModel, SyncModel
-from ..sync.events import Change, Stop
-from ..sync.notation import notation, parse_shards, require_shards
+from ..sync import SyncModel
+from ..sync.following import WorkerSync
 from ..sync.schedule import read_schedule
 from ..wire.addresses import connect
 from ..wire.memory import Region, cut
@@ -78,20 +77,11 @@ class WorkerSession:
         self.seed = job.seed
         self.counts_epochs = any(step.epoch is not None for step in job.sync.steps)
         self.skips_nan = job.on_nan == "skip"
-        self.iteration = 0
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
         self._job = job
-        self._follow(job.sync.first)
-        self._steps = list(enumerate(job.sync.steps))[
-            1:
-        ]  # of the schedule, to be asked for when they are due
-        self._epoch = 0
-        self._wanted = job.sync.first  # what the run will have when all changes asked for so far are made
+        self._sync = WorkerSync(job.sync, job.servers)
         self._requests: list[RequestSync] = []  # made before training has begun
-        self._request_count = 0  # made by the script
-        self._changing: Change | None = None  # to be flagged on the next push
-        self._restart = -1  # the iteration that is to be started anew
         self._restarted: tuple[float, float] | None = None  # when this one was dropped, and when started anew
         self._computed_s = 0.0  # when the gradient at hand was ready
         self._jitter = random.Random(f"paceline jitter {job.seed} {place.index}")
@@ -104,7 +94,6 @@ class WorkerSession:
         self._awaited: set[int] = set()  # shards that have yet to answer
         self._states: dict[int, bytearray] = {}  # shard -> its optimizer state, while it is fetched
         self._started: Started | None = None  # the coordinator's word that training begins
-        self._stopping: Stopping | None = None  # the plan to follow, until it has been followed
         self._begun_s: float | None = None  # when this iteration's weights came; None before the first
         self._status_s = -math.inf
         self._shown = ""
@@ -160,9 +149,21 @@ class WorkerSession:
         self._begun_s = self._job.now_s()
         self._show("computing", None)
 
+    @property
+    def iteration(self) -> int:
+        return self._sync.iteration
+
+    @property
+    def needs_significance(self) -> bool:
+        return self._sync.needs_significance
+
+    @property
+    def may_restart(self) -> bool:
+        return self._sync.may_restart
+
     def restart_ordered(self) -> bool:
         self._hear_coordinator()
-        return self._restart == self.iteration
+        return self._sync.restart_ordered
 
     def hold_back(self) -> bool:
         """Sleep until this iteration has taken as long as on the machine that is emulated."""
@@ -188,37 +189,17 @@ class WorkerSession:
 
     def pull_again(self) -> None:
         dropped_s = self._job.now_s()
-        self._restart = -1
+        self._sync.restarted()
         for shard, stream in zip(self._shards, self._servers, strict=True):
             self._send(stream, PullAgain(shard.index, self.iteration))
         self._await_answers()
         self._restarted = dropped_s, self._job.now_s()
 
     def epoch_begins(self, epoch: int) -> None:
-        self._epoch = max(self._epoch, epoch)
+        self._sync.reach(epoch)
 
     def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
-        models = read_schedule(sync).first
-        shards = self._job.servers
-        if shard is not None:
-            if not 0 <= shard < shards or len(models) != 1:
-                raise ConfigurationError(
-                    f"shard is {shard}, expected a number from 0 to {shards - 1}, and one sync model for it."
-                )
-            every = list(self._wanted) * (shards if len(self._wanted) == 1 else 1)
-            every[shard] = models[0]
-            models = tuple(every)
-        require_shards(models, shards)
-        for model in models:
-            model.require_runnable(self.workers)
-            if "local:" in str(model):
-                raise ConfigurationError(
-                    f"{model} cannot be sent to the servers in mid-run: put its conditions into a module that "
-                    "they can import."
-                )
-        self._wanted = models
-        request = RequestSync("script", self._request_count, notation(models))
-        self._request_count += 1
+        request = RequestSync(*self._sync.ask(read_schedule(sync).first, self.workers, shard))
         if self._started is None:
             self._requests.append(request)
         else:
@@ -237,9 +218,9 @@ class WorkerSession:
         assert self._region is not None
         assert self._begun_s is not None
         self._hear_coordinator()
-        self._ask_for_what_is_due()
-        change, self._changing = self._changing, None
-        stop = None if change is not None else self._take_stop()
+        for request in self._sync.due():
+            self._send(self._coordinator, RequestSync(*request))
+        stop, change, notify = self._sync.push()
         pushed_s = self._job.now_s()
         for shard, stream in zip(self._shards, self._servers, strict=True):
             mine = buffers if shard.index == 0 else {}
@@ -250,7 +231,7 @@ class WorkerSession:
             self._send(stream, message, payload + pack(list(mine.values())), stable=True)
         superstep = stop.superstep if stop is not None else None
         number = change.number if change is not None else None
-        if self._notifies or change is not None:
+        if notify:
             self._send(self._coordinator, Notify(self.iteration, superstep, number))
         self._await_answers(loss)
         answered_s = self._job.now_s()
@@ -268,11 +249,8 @@ class WorkerSession:
             restarted_s=restarted_s,
         )
         self._log.write(msgspec.json.encode(record) + b"\n")
-        self.iteration += 1
         self._begun_s, self._restarted = answered_s, None
-        if change is not None:
-            self._follow(parse_shards(change.sync))
-        elif self.may_restart:
+        if self._sync.answered():
             self._send(self._coordinator, Begun(self.iteration))
         self._show("computing", loss)
 
@@ -314,34 +292,6 @@ class WorkerSession:
         if self._region is not None:
             self._region.close()
         self._log.close()
-
-    # -- the sync model -----------------------------------------------------------------------------------
-
-    def _follow(self, models: Sequence[AnySyncModel]) -> None:
-        """Do from now on what these models ask of a worker."""
-        self.needs_significance = any(model.needs_significance for model in models)
-        self.may_restart = any(model.needs_starts for model in models)
-        self._notifies = models[0].at_coordinator() is not None
-
-    def _ask_for_what_is_due(self) -> None:
-        """Ask for the schedule's next step, if this worker has come to it."""
-        while self._steps:
-            number, step = self._steps[0]
-            reached, due = (
-                (self.iteration, step.iteration) if step.epoch is None else (self._epoch, step.epoch)
-            )
-            if due is None or reached < due:
-                return
-            self._steps.pop(0)
-            self._wanted = step.models
-            self._send(self._coordinator, RequestSync("schedule", number, step.sync))
-
-    def _take_stop(self) -> Stop | None:
-        """The flag for this iteration's push, if it is the first at or past the planned one."""
-        if self._stopping is None or self.iteration < self._stopping.iteration:
-            return None
-        stop, self._stopping = self._stopping.stop, None
-        return stop
 
     # -- connections --------------------------------------------------------------------------------------
 
@@ -385,12 +335,11 @@ class WorkerSession:
         for message in self._coordinator.receive():
             match message:
                 case Stopping():
-                    self._stopping = message
+                    self._sync.plan(message.stop, message.iteration)
                 case Restart():
-                    self._restart = message.iteration
+                    self._sync.order_restart(message.iteration)
                 case Changing():
-                    self._changing = message.change
-                    self._stopping = None
+                    self._sync.announce(message.change)
                 case Started():
                     self._started = message
                 case Refused():

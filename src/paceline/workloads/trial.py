@@ -94,6 +94,9 @@ def run_trial(
     )
     times_s, accuracies = _judge(result, digits, problem.snapshot_every_s)
     reached_s = time_to_target(times_s, accuracies, problem.target_accuracy)
+    summary = result.summary
+    present_s = len(problem.pace_s) * summary["duration_s"]
+    pulls = sum(summary["iterations"].values()) * problem.servers
     outcome = Outcome(
         sync=setting.sync,
         learning_rate=setting.learning_rate,
@@ -102,9 +105,18 @@ def run_trial(
         target_accuracy=problem.target_accuracy,
         time_to_target_s=reached_s,
         final_accuracy=accuracy(result.state_dict, digits),
+        delayed_share=summary["delayed_pulls"] / pulls if pulls else 0.0,
+        wasted_share=summary["wasted_s"] / present_s if present_s else 0.0,
         **{
-            key: result.summary[key]
-            for key in ("updates_per_s", "waiting_share", "mean_staleness", "max_staleness", "emulated")
+            key: summary[key]
+            for key in (
+                "updates_per_s",
+                "waiting_share",
+                "mean_staleness",
+                "max_staleness",
+                "restarts",
+                "emulated",
+            )
         },
     )
     return Trial(outcome, Curve(setting.sync, times_s, accuracies, reached_s), run_dir)
