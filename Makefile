@@ -34,7 +34,8 @@ bench: $(READY)  ## measure the step against a memory copy and gloo all-reduce (
 tune: $(READY)  ## find each sync model's best learning rate and momentum for the demo (about 45 minutes)
 	$(BIN)/paceline demo --tune
 
-docs: $(READY)  ## run the examples in the documentation and regenerate its pictures
+docs: $(READY)  ## regenerate the page on sync models with its pictures, run the examples in the documentation
+	$(BIN)/python docs/make_sync_models.py
 	$(BIN)/python -m pytest docs README.md
 
 clean:  ## remove the environment and caches

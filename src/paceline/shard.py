@@ -37,7 +37,8 @@ from .sync.actions import (
     SetTimer,
 )
 from .sync.changes import ShardSync
-from .sync.events import AnyEvent, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
+from .sync.events import AnyEvent, PushReceived
+from .sync.versions import Versions
 from .trace import Entry, Recorder
 
 __all__ = ["ForHost", "Push", "Shard", "SliceTensors", "Vectors"]
@@ -93,7 +94,6 @@ class Shard:
         recorder: where each event and its actions go.
 
     Attributes:
-        version: how many updates have been applied.
         sync: the sync model through all its changes.
     """
 
@@ -108,12 +108,12 @@ class Shard:
     ) -> None:
         self.bounds = bounds
         self.weights = weights
-        self.version = 0
         self.sync = ShardSync(sync, seed, bounds.index)
         self._recorder = recorder
-        self._pulled_version: dict[int, int] = {}  # the version of the weights that each live worker has
-        # (worker, iteration) -> a push that is not yet done with, and the version it was computed on
-        self._pushes: dict[tuple[int, int], tuple[Push, int]] = {}
+        self._versions = Versions()
+        self._pushes: dict[
+            tuple[int, int], Push
+        ] = {}  # (worker, iteration) -> a push that is not yet done with
         self._staleness: list[tuple[int, int, int]] = []  # of the pushes that the event at hand had applied
         self._mean = SliceTensors(
             bounds, {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
@@ -130,6 +130,11 @@ class Shard:
                 for group in range(len(optimizer.groups))
             ],
         )
+
+    @property
+    def version(self) -> int:
+        """How many updates have been applied."""
+        return self._versions.version
 
     def handle(
         self,
@@ -182,19 +187,11 @@ class Shard:
             self._optimizer.state[parameters[index]][key] = value.clone()
 
     def _note(self, event: AnyEvent, push: Push | None) -> None:
-        match event:
-            case WorkerJoined():
-                self._pulled_version[event.worker] = self.version
-            case WorkerLost() | WorkerFinished():
-                del self._pulled_version[event.worker]
-            case PushReceived(empty=False):
-                if push is None:
-                    raise InternalError(
-                        f"a push of worker {event.worker} came without its gradient", (event,)
-                    )
-                self._pushes[event.worker, event.iteration] = push, self._pulled_version[event.worker]
-            case _:
-                pass
+        self._versions.note(event)
+        if isinstance(event, PushReceived) and not event.empty:
+            if push is None:
+                raise InternalError(f"a push of worker {event.worker} came without its gradient", (event,))
+            self._pushes[event.worker, event.iteration] = push
 
     def _perform(self, action: AnyAction, host: Callable[[ForHost], None]) -> None:
         match action:
@@ -204,23 +201,19 @@ class Shard:
                 self._apply(action.pushes, 1.0 / len(action.pushes))
             case DropPush():
                 self._pushes.pop((action.worker, action.iteration), None)
-            case AnswerPull():
-                self._pulled_version[action.worker] = self.version
-                host(action)
-            case SetTimer() | ReportFault():
-                host(action)
             case HoldPush():
                 pass  # kept in _pushes until an ApplyMean names it
+            case AnswerPull() | SetTimer() | ReportFault():
+                pass
             case _:
                 raise InternalError(f"a shard cannot {action}")
+        self._staleness += self._versions.carry_out(action)
+        if isinstance(action, ForHost):
+            host(action)
 
     def _apply(self, keys: Sequence[tuple[int, int]], scale: float) -> None:
         """One optimizer step with the sum of some pushes, in the order given, times `scale`."""
-        taken = [self._pushes.pop(key) for key in keys]
-        pushes = [push for push, _ in taken]
-        self._staleness += [
-            (*key, self.version - version) for key, (_, version) in zip(keys, taken, strict=True)
-        ]
+        pushes = [self._pushes.pop(key) for key in keys]
         newest = max(range(len(keys)), key=lambda i: (keys[i][1], -keys[i][0]))  # the most advanced worker's
         self._use_groups(pushes[newest].groups)
         if len(pushes) == 1 and scale == 1.0:
@@ -236,7 +229,6 @@ class Shard:
             parameter.grad = part if has_gradient else None
         fill_momentum(self._optimizer)
         self._optimizer.step()
-        self.version += 1
 
     def _use_groups(self, groups: tuple[HyperParameters, ...]) -> None:
         if groups is not self._groups and groups != self._groups:

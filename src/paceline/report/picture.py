@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from .accuracy import Curve, draw_accuracy
 from .canvas import new_figure
-from .timeline import COMPUTING, WAITING, Timeline, draw_timeline
+from .timeline import COMPUTING, DROPPED, WAITING, Timeline, draw_timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["comparison_picture"]
+__all__ = ["comparison_picture", "timeline_picture"]
 
 WIDTH_INCHES = 11.0
 CURVES_HEIGHT_INCHES = 4.6
@@ -57,21 +57,32 @@ def comparison_picture(
     return figure
 
 
+def timeline_picture(timeline: Timeline, until_s: float) -> Figure:
+    """One timeline alone, with what its colours mean."""
+    figure = new_figure(WIDTH_INCHES, STRIP_HEIGHT_INCHES + 0.7)
+    strip = figure.subplots()
+    draw_timeline(strip, timeline, until_s)
+    strip.set_xlabel("seconds")
+    _explain(strip)
+    return figure
+
+
 def _explain(strip: Axes) -> None:
-    """What the colours of the strips mean, above the first one."""
+    """What the colours of a strip mean, above it."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles = [
-        Patch(facecolor=COMPUTING, label="computing, one bar per iteration (with the emulating sleep)"),
+        Patch(facecolor=COMPUTING, label="computing, one bar per iteration"),
         Patch(facecolor=WAITING, label="waiting for the others, pulling"),
+        Patch(facecolor=DROPPED, label="computed in vain, started anew"),
         Line2D([], [], color="black", linewidth=1.3, label="barrier"),
     ]
     strip.legend(
         handles=handles,
         loc="lower right",
         bbox_to_anchor=(1.0, 1.0),
-        ncols=3,
+        ncols=4,
         frameon=False,
         fontsize=8.5,
         borderaxespad=0.2,

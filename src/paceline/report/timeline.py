@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..runtime.records import read_records
+from ..runtime.records import IterationRecord, read_records
 from ..sync.actions import ApplyMean
-from ..trace import read
+from ..trace import Trace, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COMPUTING", "WAITING", "Timeline", "draw_timeline", "read_timeline"]
+__all__ = ["COMPUTING", "DROPPED", "WAITING", "Timeline", "draw_timeline", "read_timeline", "timeline_of"]
 
 COMPUTING = "#56B4E9"
 WAITING = "#D55E00"
+DROPPED = "#F0E442"
 BAR_HEIGHT = 0.78
 
 Span = tuple[float, float]
@@ -30,25 +32,37 @@ class Timeline(msgspec.Struct, frozen=True):
     Attributes:
         computing: for each worker, its iterations, from the arrival of the weights to the push. Sleep that
             emulates a slower machine counts as computing.
+        dropped: for each worker, what it computed in vain, before it started an iteration anew.
         waiting: for each worker, from each push to the arrival of the new weights.
         barriers_s: when pushes that had been held were applied together.
     """
 
     computing: tuple[tuple[Span, ...], ...]
+    dropped: tuple[tuple[Span, ...], ...]
     waiting: tuple[tuple[Span, ...], ...]
     barriers_s: tuple[float, ...]
 
 
 def read_timeline(run_dir: Path) -> Timeline:
     """The timeline of a run, out of its directory."""
-    records = read_records(run_dir)
+    return timeline_of(read_records(run_dir), read(run_dir / "trace-shard-0.jsonl"))
+
+
+def timeline_of(records: Sequence[Sequence[IterationRecord]], shard: Trace) -> Timeline:
+    """The timeline of each worker's records and one shard's trace; its zero is when the first worker began."""
     zero_s = min(worker[0].begun_s for worker in records if worker)
+
+    def spans(of: Callable[[IterationRecord], Span | None]) -> tuple[tuple[Span, ...], ...]:
+        found = [[span for record in worker if (span := of(record)) is not None] for worker in records]
+        return tuple(tuple((start - zero_s, stop - zero_s) for start, stop in worker) for worker in found)
+
     return Timeline(
-        tuple(tuple((r.begun_s - zero_s, r.pushed_s - zero_s) for r in worker) for worker in records),
-        tuple(tuple((r.pushed_s - zero_s, r.answered_s - zero_s) for r in worker) for worker in records),
-        tuple(
+        computing=spans(lambda r: (r.begun_s if r.restarted_s is None else r.restarted_s, r.pushed_s)),
+        dropped=spans(lambda r: None if r.dropped_s is None else (r.begun_s, r.dropped_s)),
+        waiting=spans(lambda r: (r.pushed_s, r.answered_s)),
+        barriers_s=tuple(
             entry.event.now_s - zero_s
-            for entry in read(run_dir / "trace-shard-0.jsonl").entries
+            for entry in shard.entries
             if any(isinstance(action, ApplyMean) for action in entry.actions)
         ),
     )
@@ -56,9 +70,10 @@ def read_timeline(run_dir: Path) -> Timeline:
 
 def draw_timeline(axes: Axes, timeline: Timeline, until_s: float) -> None:
     """Draw the first seconds: one row of bars per worker, worker 0 on top, and a line for each barrier."""
-    for worker, (computing, waiting) in enumerate(zip(timeline.computing, timeline.waiting, strict=True)):
+    kinds = (timeline.computing, timeline.dropped, timeline.waiting)
+    for worker, row in enumerate(zip(*kinds, strict=True)):
         bottom = worker - BAR_HEIGHT / 2
-        for spans, colour in ((computing, COMPUTING), (waiting, WAITING)):
+        for spans, colour in zip(row, (COMPUTING, DROPPED, WAITING), strict=True):
             bars = [(start, stop - start) for start, stop in spans if start < until_s]
             axes.broken_barh(bars, (bottom, BAR_HEIGHT), facecolor=colour, edgecolor="white", linewidth=0.4)
     shown = [barrier_s for barrier_s in timeline.barriers_s if barrier_s <= until_s]

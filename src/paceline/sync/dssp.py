@@ -3,7 +3,7 @@ to shorten its wait.
 
 Reference: Zhao, An, Liu and Chen, "Dynamic stale synchronous parallel distributed training for deep learning", ICDCS
 2019; ElasticBSP, section 7 and Fig. 14.
-Admission, with the gap c_p - min c: at most `lower`: answered. Else, if the worker has iterations left to spend: it
+Admission: a gap c_p - min c of at most `lower` is answered. Else, if the worker has iterations left to spend, it
 spends one and is answered. Else, if it is the fastest and has not chosen since its gap was last at most `lower`: it
 chooses r in [0, upper - lower], the number of iterations after which its predicted wait for the slowest worker's next
 push is least, the fewest on ties; it has r to spend. Else it waits for a gap <= lower.

@@ -1,11 +1,9 @@
 """ElasticBSP: the barrier falls where the predicted waiting is least.
 
-Theory (Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model", Machine
-Learning, 2021, sections 3 to 5, Fig. 5). A superstep has two phases. *Monitoring*: until every member has
-pushed twice since the last barrier. *Prediction*: each member's next R end times are extrapolated from its last
-interval, ZipLine picks one per member such that the spread d_Z is least, and each member stops with its picked
-iteration. Between barriers pushes are applied as in ASP; the pushes that the members stop with are averaged and
-applied once, as in BSP, and then all go on.
+A superstep has two phases. *Monitoring*: until every member has pushed twice since the last barrier. *Prediction*:
+each member's next R end times are extrapolated from its last interval, ZipLine picks one per member such that the
+spread d_Z is least, and each member stops with its picked iteration. Between barriers pushes are applied as in ASP;
+the pushes that the members stop with are averaged and applied once, as in BSP, and then all go on.
 
 Two machines. The *planner* at the coordinator hears of each finished iteration and publishes one plan per
 superstep. The plan speaks in iterations and goes to the workers, each of which flags its first push at or past
@@ -13,7 +11,11 @@ its stop, identically to all shards. The *shard's* machine holds flagged pushes 
 the superstep when every member has sent its flagged push, has finished or is lost. No two shards can disagree,
 however late the plan arrives; and the planner is never on the path of a push or a pull.
 
+Reference: Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model", Machine
+Learning, 2021, sections 3 to 5, Fig. 5.
 Admission: a pull after an unflagged push is answered on arrival; after a flagged one, when the superstep closes.
+State: at a shard, the held pushes and the pulls of each superstep that is being closed; at the coordinator, each
+worker's last push and last interval.
 Guarantee: a worker that has stopped waits only for members that have yet to stop. Within a superstep nobody
 runs further than its stop plus what it computed while the plan was on its way.
 Use: when machines differ steadily, so that their next end times can be predicted; most of ASP's speed, and

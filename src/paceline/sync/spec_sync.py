@@ -1,17 +1,18 @@
 """SpecSync, speculative synchronization: a computation that has gone stale is dropped and started anew.
 
-Theory (Zhang, Tian, Wang and Yan, "Stay fresh: speculative synchronization for fast distributed machine learning",
-ICDCS 2018, sections IV and V, Algorithms 1 and 2). A worker starts its next iteration at once, and the coordinator
-watches on its behalf: if, within ABORT_TIME of the start, the others have pushed more than m * ABORT_RATE times, the
-worker is told to drop what it has computed, pull, and start the same batch again. Two numbers govern it. *Fixed*,
-they are given (found by a grid search, which the paper calls cherry-picking). *Adaptive*, they are tuned from what
-the last epoch showed: a delay D would have let worker i see u_i(D) more pushes, and would have hidden its own push
-from D / T_i of the other m - 1 workers, so that the freshness gained is estimated as
+A worker starts its next iteration at once, and the coordinator watches on its behalf: if, within ABORT_TIME of the
+start, the others have pushed more than m * ABORT_RATE times, the worker is told to drop what it has computed, pull,
+and start the same batch again. Two numbers govern it. *Fixed*, they are given (found by a grid search, which the
+paper calls cherry-picking). *Adaptive*, they are tuned from what the last epoch showed: a delay D would have let
+worker i see u_i(D) more pushes, and would have hidden its own push from D / T_i of the other m - 1 workers, so that
+the freshness gained is estimated as
 
     F(D) = sum over i of (u_i(D) - D (m - 1) / T_i)                                                      (Eq. 7)
 
 which is largest where the delay ends with a push. ABORT_TIME is the best such D, ABORT_RATE is D (m - 1) / (T m).
 
+Reference: Zhang, Tian, Wang and Yan, "Stay fresh: speculative synchronization for fast distributed machine
+learning", ICDCS 2018, sections IV and V, Algorithms 1 and 2.
 Admission: the base model's, ASP's or SSP's; the shards know nothing of speculation.
 State: at the coordinator, the pushes since the earliest start that can still matter, and each worker's current and
 last iteration.

@@ -1,0 +1,37 @@
+"""The documentation says what the code says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.report.models import LABELS, describe
+from paceline.sync import MODELS
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_page_on_sync_models_is_what_their_files_say() -> None:
+    ended = subprocess.run([sys.executable, ROOT / "docs" / "make_sync_models.py", "--check"])
+    assert ended.returncode == 0, "run: make docs"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_head_of_a_models_file_has_every_part(name: str) -> None:
+    page = describe(name)
+    assert set(page.parts) == set(LABELS)
+    assert page.title.endswith(".")
+    assert page.example.startswith(">>> ")
+    fields = {field for field, _ in page.parameters}
+    assert fields == set(re.findall(r"(\w+)=", page.notation)), "each parameter is explained"
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md"))])
+def test_links_between_files_lead_somewhere(page: str) -> None:
+    file = ROOT / page if page == "README.md" else ROOT / "docs" / page
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", file.read_text()):
+        assert (file.parent / target).exists(), f"{page} links to {target}"
