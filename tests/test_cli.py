@@ -14,6 +14,7 @@ import pytest
 
 import paceline
 from paceline import cli
+from paceline.sync import MODELS
 
 DEADLINE_S = 120.0  # a safety net: nothing here takes that long unless something hangs
 
@@ -463,3 +464,33 @@ def test_run_gives_the_script_its_arguments_and_shows_what_worker_0_prints(tmp_p
     assert lines[-1] == f"weights, traces and logs: {run_dir}"
     assert (run_dir / "worker-1.log").read_text().startswith(f"worker 1 of 2: {['train.py', *arguments]}\n")
     assert {"summary.json", "weights.safetensors", "trace-shard-0.jsonl"} <= set(contents(run_dir))
+
+
+# -- paceline sync, demo --------------------------------------------------------------------------------------
+
+
+def test_sync_lists_every_model(call: Call) -> None:
+    for arguments in (["sync"], ["sync", "--list"]):
+        ended = call(*arguments)
+        assert ended.code == 0
+        for name in MODELS:
+            assert re.search(rf"^{name}\b", ended.stdout, re.MULTILINE)
+
+
+def test_sync_explains_one_model(call: Call) -> None:
+    ended = call("sync", "dssp")
+    assert ended.code == 0
+    for words in ("DSSP, dynamic stale synchronous parallel", "Admission:", "Guarantee:", "Use:", "upper:"):
+        assert words in ended.stdout
+
+
+def test_sync_of_an_unknown_model_is_one_sentence(call: Call) -> None:
+    ended = call("sync", "spec-snyc")
+    assert ended.code == 2
+    assert ended.stderr.startswith("error: unknown sync model 'spec-snyc'; did you mean 'spec-sync'?")
+
+
+def test_demo_takes_one_of_its_commands(call: Call, tmp_path: Path) -> None:
+    ended = call("demo", "--all", "--tune")
+    assert ended.code == 2
+    assert "give one of them" in ended.stderr

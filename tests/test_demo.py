@@ -16,8 +16,9 @@ from rich.console import Console
 from paceline.errors import ConfigurationError
 from paceline.report.accuracy import Curve
 from paceline.report.comparison import Outcome
-from paceline.workloads import demo, tuning
-from paceline.workloads.demo import SETTINGS, run_demo
+from paceline.sync import MODELS, SpecSync, parse
+from paceline.workloads import cherry_pick, demo, tuning
+from paceline.workloads.demo import EVERY_SETTING, SETTINGS, run_demo
 from paceline.workloads.digits import Digits, DigitsNet, Recipe, accuracy, load, train
 from paceline.workloads.search import Point, Score, learning_rate, search
 from paceline.workloads.trial import Problem, Setting, Trial, time_to_target
@@ -344,3 +345,59 @@ def test_demo_refuses_no_seeds_and_a_directory_that_is_taken(tmp_path: Path) -> 
     (tmp_path / "summary.json").write_text("[]")
     with pytest.raises(ConfigurationError, match="holds a run already"):
         run_demo(console=console, run_dir=tmp_path)
+
+
+# -- every sync model, and SpecSync's grid search ------------------------------------------------------------
+
+
+def test_the_comparison_of_all_has_every_sync_model() -> None:
+    assert {type(parse(setting.sync)) for setting in EVERY_SETTING} == set(MODELS.values())
+    assert set(SETTINGS) <= set(EVERY_SETTING)
+
+
+def test_the_comparison_of_all_shows_delayed_pulls_and_aborts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "run_trial", FakeTrials())
+    monkeypatch.setattr(demo, "_save_picture", lambda *anything: None)
+    text = io.StringIO()
+    run_demo(console=Console(file=text, width=110), run_dir=tmp_path / "demo", settings=EVERY_SETTING)
+    printed = text.getvalue()
+    assert "aborts" in printed
+    assert "under 16 sync models" in printed
+    assert len({path.name for path in (tmp_path / "demo").iterdir()} - {"demo"}) >= 3
+
+
+def test_cherry_picking_tries_the_whole_grid_and_says_what_it_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeTrials()
+    monkeypatch.setattr(cherry_pick, "run_trial", fake)
+    text = io.StringIO()
+    setting = Setting("spec-sync:base=ssp:staleness=2", 0.1, 0.0)
+    found = cherry_pick.cherry_pick(
+        setting,
+        console=Console(file=text, width=100),
+        run_dir=tmp_path / "picked",
+        abort_times_s=(0.01, 0.02),
+        abort_rates=(0.0, 0.5, 1.0),
+    )
+    assert (found.trials, fake.count) == (6, 7)
+    adaptive, *grid = [parse(outcome.sync) for outcome in found.outcomes]
+    assert adaptive == parse(setting.sync)
+    assert {(model.abort_time_s, model.abort_rate) for model in grid if isinstance(model, SpecSync)} == {
+        (time_s, rate) for time_s in (0.01, 0.02) for rate in (0.0, 0.5, 1.0)
+    }
+    assert "6 trials: 2 abort times x 3 abort rates" in text.getvalue()
+    assert (tmp_path / "picked" / "cherry-pick.json").exists()
+
+
+def test_cherry_picking_refuses_an_impossible_point_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="abort_rate is -1"):
+        cherry_pick.cherry_pick(
+            Setting("spec-sync", 0.1, 0.0),
+            console=Console(file=io.StringIO()),
+            run_dir=tmp_path / "picked",
+            abort_rates=(-1.0,),
+        )
+    assert not (tmp_path / "picked").exists()
