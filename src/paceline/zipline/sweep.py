@@ -123,7 +123,8 @@ def _sort_promising(times: EndTimes, workers: Indices, every_first: np.float64) 
     # A later bucket must do better, an earlier one no worse.
     promising = bound < known[best]
     promising[: best + 1] = bound[: best + 1] <= known[best]
-    found = np.flatnonzero(promising[bucket])
+    # Of the last bucket only what is not later than `last_start`: it may hold most of all end times.
+    found = np.flatnonzero(promising[bucket] & (start <= last_start))
     if 2 * len(found) > start.size:
         return _sort_all(rows, every_first)
     order = found[start[found].argsort()]
@@ -139,9 +140,12 @@ def _narrowest(start: Floats, following: Floats, reached: np.float64 | Floats) -
     starts take a window, at least.
     """
     end = np.empty_like(start)
-    end[0] = -np.inf
     end[1:] = following[:-1]
-    np.maximum(end, reached, out=end)
+    if isinstance(reached, np.ndarray):
+        end[0] = -np.inf
+        np.maximum(end, reached, out=end)
+    else:
+        end[0] = reached
     np.maximum.accumulate(end, out=end)
     # argmin takes the first of equal ones, and `end` ascends: the earliest barrier.
     best = (end - start).argmin()
