@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help install demo check test bench docs tune clean
+.PHONY: help install demo check test check-models bench docs tune clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,9 @@ check: $(READY)  ## linter and type checker
 
 test: check  ## linter, type checker, all tests
 	$(BIN)/python -m pytest
+
+check-models: $(READY)  ## every interleaving of 3 workers, 2 shards, 4 iterations under every sync model (long; prints how far it is)
+	PACELINE_CHECK_MODELS=1 $(BIN)/python -m pytest -s tests/sync/test_exhaustive.py
 
 bench: $(READY)  ## measure the step against a memory copy and gloo all-reduce (about 3 minutes, quiet machine)
 	$(BIN)/python benchmarks/step.py

@@ -291,6 +291,24 @@ def bench_zipline(
         console.print(f"- {note}", highlight=False, markup=False)
 
 
+@bench.command("sync")
+def bench_sync(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+) -> None:
+    """What each sync model costs a shard per push and pull, with 10 and with 10,000 workers (a few seconds)."""
+    import msgspec
+
+    from .workloads import sync_bench
+
+    console = Console(stderr=True)
+    with _interruptible(), console.status("measuring") if console.is_terminal else contextlib.nullcontext():
+        rows = sync_bench.measure()
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
+    else:
+        Console().print(sync_bench.cost_table(rows))
+
+
 @app.command()
 def sync(
     name: Annotated[str | None, typer.Argument(help="Show all about this model.", show_default=False)] = None,

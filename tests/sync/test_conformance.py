@@ -19,19 +19,30 @@ from paceline.sync import (
     MODELS,
     PSSP,
     SSP,
+    AnySyncModel,
+    Conditions,
     DropStragglers,
     DynamicPSSP,
     ElasticBSP,
     Machine,
-    SyncModel,
+    NaiveWaiting,
+    PullState,
+    PushState,
+    ShardMachine,
+    SpecSync,
     parse,
 )
-from paceline.sync.actions import AnswerPull
+from paceline.sync.actions import AnswerPull, RestartWorker, SetTimer
+from paceline.sync.changes import JobSync, ShardSync
 from paceline.sync.events import (
     AnyEvent,
     IterationFinished,
+    IterationStarted,
+    PullRepeated,
     PullRequested,
     PushReceived,
+    SyncRequested,
+    TimerFired,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
@@ -39,26 +50,60 @@ from paceline.sync.events import (
 
 from .world import Life, freeze, walk
 
-TABLE: list[SyncModel] = [
+
+def within_one(state: PullState) -> bool:
+    return state.gap <= 1
+
+
+def behind(state: PullState) -> bool:
+    return state.progress < state.v_train
+
+
+def two_have_pushed(state: PushState) -> bool:
+    return state.pushed >= min(2, state.live)
+
+
+TABLE: list[AnySyncModel] = [
     BSP(),
     ASP(),
+    ASP(push_scale="1/n"),
     SSP(),
     SSP(staleness=0),
     SSP(staleness=1),
     SSP(staleness=math.inf),
     SSP(staleness=1, execution="lazy"),
+    SSP(staleness=1, execution="lazy", push_scale="1/n"),
     DSSP(),
     DSSP(lower=0, upper=2),
     DSPS(lower=0, upper=3),
+    DSPS(lower=0, upper=3, execution="lazy"),
     PSSP(staleness=1),
     PSSP(staleness=0, probability=1.0, execution="lazy", draws="per-shard"),
+    PSSP(staleness=0, execution="lazy", push_scale="1/n"),
     DynamicPSSP(staleness=1),
+    DynamicPSSP(staleness=0, alpha="significance", execution="lazy"),
     DropStragglers(quorum=2),
+    NaiveWaiting(delay_s=0.0),
+    NaiveWaiting(delay_s=0.5),
     ElasticBSP(),
     ElasticBSP(lookahead=1),
+    SpecSync(),
+    SpecSync(abort_time_s=0.5, abort_rate=0.25),
+    SpecSync(base=SSP(staleness=1)),
+    SpecSync(base=SSP(staleness=0, execution="lazy"), abort_time_s=0.5, abort_rate=0.0),
+    Conditions(pull=within_one),
+    Conditions(pull=within_one, execution="lazy", push_scale="1/n", significance="on"),
+    Conditions(pull=behind, push=two_have_pushed, pushes="average"),
+    Conditions(pull=lambda state: state.progress < state.v_train + 2),
 ]
 
+HOSTS: dict[str, Callable[[AnySyncModel], ShardMachine | ShardSync]] = {
+    "alone": lambda sync: sync.at_shard(),
+    "hosted": lambda sync: ShardSync(sync),
+}
+
 every_model = pytest.mark.parametrize("sync", TABLE, ids=str)
+every_host = pytest.mark.parametrize("host", HOSTS)
 every_model_without_times = pytest.mark.parametrize(
     "sync", [sync for sync in TABLE if not isinstance(sync, DSSP | DSPS)], ids=str
 )
@@ -89,10 +134,19 @@ REFUSED: dict[str, AnyEvent] = {
     "a second pull": PullRequested(now_s=9, worker=2, iteration=1),
 }
 
+REFUSED_BY_HOST: dict[str, AnyEvent] = REFUSED | {
+    "a repeated pull of a worker that never joined": PullRepeated(now_s=9, worker=4, iteration=0),
+    "a repeated pull of a worker that was lost": PullRepeated(now_s=9, worker=3, iteration=1),
+    "a repeated pull of a worker that has not pulled": PullRepeated(now_s=9, worker=1, iteration=2),
+    "a repeated pull for an iteration whose pull is under way": PullRepeated(now_s=9, worker=2, iteration=1),
+    "a repeated pull for an iteration that was pushed": PullRepeated(now_s=9, worker=0, iteration=0),
+    "a repeated pull for an iteration to come": PullRepeated(now_s=9, worker=0, iteration=2),
+}
 
-def begun(sync: SyncModel) -> Life:
+
+def begun(sync: AnySyncModel, host: str = "alone") -> Life:
     """Four workers, one whole iteration, and a little more: see `REFUSED`."""
-    life = Life(sync.at_shard())
+    life = Life(HOSTS[host](sync))
     world = life.world
     for _ in range(4):
         life.tell(world.join())
@@ -100,6 +154,7 @@ def begun(sync: SyncModel) -> Life:
         life.tell(world.push(worker))
     for worker in range(4):
         life.tell(world.pull(worker))
+    life.fire_timers()
     assert not world.waiting
     life.tell(world.leave(3, lost=True))
     for worker in (1, 2):
@@ -108,9 +163,9 @@ def begun(sync: SyncModel) -> Life:
     return life
 
 
-def after_a_random_life(sync: SyncModel, seed: int) -> Life:
+def after_a_random_life(sync: AnySyncModel, seed: int, host: str = "alone") -> Life:
     """Some fifty legal events, no two seeds alike."""
-    life = Life(sync.at_shard())
+    life = Life(HOSTS[host](sync))
     draw = random.Random(seed)
     walk(life, [draw.randrange(10_000) for _ in range(50)])
     return life
@@ -121,11 +176,14 @@ def test_the_table_has_every_model() -> None:
 
 
 @every_model
-@pytest.mark.parametrize("what", REFUSED)
-def test_is_refused_and_changes_nothing(sync: SyncModel, what: str) -> None:
-    life = begun(sync)
+@pytest.mark.parametrize(
+    ("host", "what"),
+    [*(("alone", what) for what in REFUSED), *(("hosted", what) for what in REFUSED_BY_HOST)],
+)
+def test_is_refused_and_changes_nothing(sync: AnySyncModel, host: str, what: str) -> None:
+    life = begun(sync, host)
     control = copy.deepcopy(life)
-    life.refuse(REFUSED[what])
+    life.refuse(REFUSED_BY_HOST[what])
     life.machine.validate()
     future: list[AnyEvent] = [life.world.push(0), life.world.pull(1)]
     for event in future:
@@ -133,17 +191,19 @@ def test_is_refused_and_changes_nothing(sync: SyncModel, what: str) -> None:
 
 
 @every_model
-def test_refusals_say_which_worker(sync: SyncModel) -> None:
-    machine = begun(sync).machine
-    for event in REFUSED.values():
+@every_host
+def test_refusals_say_which_worker(sync: AnySyncModel, host: str) -> None:
+    machine = begun(sync, host).machine
+    for event in (REFUSED if host == "alone" else REFUSED_BY_HOST).values():
         with pytest.raises(InvalidEventError, match=f"worker {event.worker}"):
             machine.handle(event)
 
 
 @every_model
-@pytest.mark.parametrize("seed", range(4))
-def test_is_refused_at_any_moment_of_a_life(sync: SyncModel, seed: int) -> None:
-    life = Life(sync.at_shard())
+@every_host
+@pytest.mark.parametrize("seed", range(3))
+def test_is_refused_at_any_moment_of_a_life(sync: AnySyncModel, host: str, seed: int) -> None:
+    life = Life(HOSTS[host](sync))
     draw = random.Random(seed)
     for _ in range(40):
         for event in life.world.refused():
@@ -152,29 +212,35 @@ def test_is_refused_at_any_moment_of_a_life(sync: SyncModel, seed: int) -> None:
 
 
 @every_model
-@pytest.mark.parametrize("seed", range(6))
+@every_host
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "finished"])
-def test_those_who_leave_never_block_the_last_one(sync: SyncModel, seed: int, lost: bool) -> None:
-    life = after_a_random_life(sync, seed)
+def test_those_who_leave_never_block_the_last_one(
+    sync: AnySyncModel, host: str, seed: int, lost: bool
+) -> None:
+    life = after_a_random_life(sync, seed, host)
     for survivor in list(life.world.phase):
         alone = copy.deepcopy(life)
         for other in [worker for worker in life.world.phase if worker != survivor]:
             alone.tell(alone.world.leave(other, lost=lost))
+        alone.fire_timers()
         assert not alone.world.waiting
 
 
 @every_model
-def test_who_leaves_is_never_answered_any_more(sync: SyncModel) -> None:
-    life = begun(sync)
+@every_host
+def test_who_leaves_is_never_answered_any_more(sync: AnySyncModel, host: str) -> None:
+    life = begun(sync, host)
     life.tell(life.world.leave(2, lost=True))
     actions = [*life.tell(life.world.push(0)), *life.tell(life.world.pull(0)), *life.tell(life.world.pull(1))]
+    actions += life.fire_timers()
     answered = {action.worker for action in actions if isinstance(action, AnswerPull)}
     assert answered == {0, 1}
 
 
 @every_model_without_times
 @pytest.mark.parametrize("seed", range(5))
-def test_time_may_stand_still_or_leap(sync: SyncModel, seed: int) -> None:
+def test_time_may_stand_still_or_leap(sync: AnySyncModel, seed: int) -> None:
     """What a shard decides does not hang on the clock: the same events at other times, the same actions."""
     draw = random.Random(seed)
     choices = [draw.randrange(10_000) for _ in range(60)]
@@ -188,7 +254,7 @@ def test_time_may_stand_still_or_leap(sync: SyncModel, seed: int) -> None:
 
 
 @every_model
-def test_machines_of_one_specification_share_nothing(sync: SyncModel) -> None:
+def test_machines_of_one_specification_share_nothing(sync: AnySyncModel) -> None:
     first, second = sync.at_shard(), sync.at_shard()
     fresh = freeze(second)
     first.handle(WorkerJoined(now_s=0.0, worker=0))
@@ -196,14 +262,15 @@ def test_machines_of_one_specification_share_nothing(sync: SyncModel) -> None:
 
 
 @every_model
-def test_the_same_events_give_the_same_actions(sync: SyncModel) -> None:
+def test_the_same_events_give_the_same_actions_alone_and_hosted(sync: AnySyncModel) -> None:
     life = after_a_random_life(sync, 1)
-    once, again = ([machine.handle(e) for e in life.events] for machine in (sync.at_shard(), sync.at_shard()))
-    assert once == again
+    machines = (sync.at_shard(), sync.at_shard(), ShardSync(sync))
+    once, again, hosted = ([machine.handle(event) for event in life.events] for machine in machines)
+    assert once == again == hosted
 
 
 @every_model
-def test_a_specification_is_a_value_that_reads_back(sync: SyncModel) -> None:
+def test_a_specification_is_a_value_that_reads_back(sync: AnySyncModel) -> None:
     assert parse(str(sync)) == sync
     assert hash(parse(str(sync))) == hash(sync)
     with pytest.raises(AttributeError):
@@ -211,90 +278,188 @@ def test_a_specification_is_a_value_that_reads_back(sync: SyncModel) -> None:
 
 
 @every_model
-def test_a_shard_that_is_told_what_only_the_coordinator_hears_is_our_bug(sync: SyncModel) -> None:
-    with pytest.raises(InternalError, match="IterationFinished"):
-        sync.at_shard().handle(IterationFinished(now_s=0.0, worker=0, iteration=0))
+@every_host
+@pytest.mark.parametrize(
+    "event",
+    [
+        IterationFinished(now_s=0.0, worker=0, iteration=0),
+        IterationStarted(now_s=0.0, worker=0, iteration=1),
+        SyncRequested(now_s=0.0, worker=0, source="script", number=0, sync="asp"),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_a_shard_that_is_told_what_only_the_coordinator_hears_is_our_bug(
+    sync: AnySyncModel, host: str, event: AnyEvent
+) -> None:
+    with pytest.raises(InternalError, match=type(event).__name__):
+        HOSTS[host](sync).handle(event)
 
 
 @every_model
+def test_a_repeated_pull_is_answered_at_once_and_changes_nothing(sync: AnySyncModel) -> None:
+    life = begun(sync, "hosted")
+    before = freeze(life.machine)
+    assert life.tell(life.world.repeat(0)) == [AnswerPull(0, 0)]
+    assert freeze(life.machine) == before
+
+
+@every_model
+def test_what_waits_is_said_in_words(sync: AnySyncModel) -> None:
+    for host in HOSTS:
+        life = begun(sync, host)
+        words = cast(ShardMachine | ShardSync, life.machine).waits()
+        assert words.keys() == life.world.waiting
+        assert all(words.values())
+
+
+@every_model
+@every_host
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "finished"])
-def test_who_joins_anew_takes_part_like_anybody(sync: SyncModel, lost: bool) -> None:
-    life = Life(sync.at_shard())
+def test_who_joins_anew_takes_part_like_anybody(sync: AnySyncModel, host: str, lost: bool) -> None:
+    life = Life(HOSTS[host](sync))
     world = life.world
     for _ in range(2):
         life.tell(world.join())
     for worker in range(2):
         life.tell(world.push(worker))
         life.tell(world.pull(worker))
+    life.fire_timers()
     life.tell(world.leave(1, lost=lost))
     life.tell(WorkerJoined(now_s=0.0, worker=1, iteration=1))
     updates = len(life.updates)
     for worker in range(2):
         life.tell(world.push(worker))
         life.tell(world.pull(worker))
+    life.fire_timers()
     assert not world.waiting
     assert len(life.updates) > updates
 
 
 # -- at the coordinator -----------------------------------------------------------------------------------
 
+COORDINATORS: dict[str, Callable[[AnySyncModel], Machine]] = {
+    "alone": lambda sync: cast(Machine, sync.at_coordinator()),
+    "hosted": lambda sync: JobSync(str(sync)),
+}
 
-def planner_of(sync: SyncModel) -> Machine:
-    """A planner with two workers that have finished an iteration each; worker 2 was lost."""
-    planner = cast(Machine, sync.at_coordinator())
+every_coordinator = pytest.mark.parametrize("host", COORDINATORS)
+
+
+def planner_of(sync: AnySyncModel, host: str) -> Machine:
+    """Two workers that have finished an iteration each; worker 1 has not begun its next, worker 2 was lost."""
+    planner = COORDINATORS[host](sync)
     for worker in range(3):
         planner.handle(WorkerJoined(now_s=0.0, worker=worker))
     for worker in range(2):
         planner.handle(IterationFinished(now_s=1.0, worker=worker, iteration=0))
+    if sync.needs_starts:
+        planner.handle(IterationStarted(now_s=1.0, worker=0, iteration=1))
     planner.handle(WorkerLost(now_s=1.0, worker=2))
     return planner
 
 
-REFUSED_BY_PLANNER: dict[str, AnyEvent] = {
+REFUSED_BY_COORDINATOR: dict[str, AnyEvent] = {
     "an iteration of a worker that never joined": IterationFinished(now_s=2.0, worker=7, iteration=0),
     "an iteration of a worker that was lost": IterationFinished(now_s=2.0, worker=2, iteration=0),
     "the loss of a worker that never joined": WorkerLost(now_s=2.0, worker=7),
     "a second loss": WorkerLost(now_s=2.0, worker=2),
     "the end of a worker that was lost": WorkerFinished(now_s=2.0, worker=2),
     "a second joining": WorkerJoined(now_s=2.0, worker=0),
-    "a stop that was not planned": IterationFinished(now_s=2.0, worker=0, iteration=1, superstep=0),
-    "a stop for another superstep": IterationFinished(now_s=2.0, worker=0, iteration=1, superstep=1),
     "the same iteration twice": IterationFinished(now_s=2.0, worker=0, iteration=0),
     "an iteration that leaves one out": IterationFinished(now_s=2.0, worker=0, iteration=5),
+}
+REFUSED_BY_PLANNER: dict[str, AnyEvent] = {
+    "a stop that was not planned": IterationFinished(now_s=2.0, worker=0, iteration=1, superstep=0),
+    "a stop for another superstep": IterationFinished(now_s=2.0, worker=0, iteration=1, superstep=1),
+}
+REFUSED_BY_SPECULATOR: dict[str, AnyEvent] = {
+    "an iteration that was not begun": IterationFinished(now_s=2.0, worker=1, iteration=1),
+    "a second beginning": IterationStarted(now_s=2.0, worker=0, iteration=1),
+    "a beginning of an iteration that is over": IterationStarted(now_s=2.0, worker=1, iteration=0),
+    "a beginning that leaves an iteration out": IterationStarted(now_s=2.0, worker=1, iteration=2),
+    "a beginning of a worker that never joined": IterationStarted(now_s=2.0, worker=7, iteration=0),
+    "a beginning of a worker that was lost": IterationStarted(now_s=2.0, worker=2, iteration=0),
 }
 
 
 @every_planned_model
-@pytest.mark.parametrize("what", REFUSED_BY_PLANNER)
-def test_is_refused_by_the_planner_and_changes_nothing(sync: SyncModel, what: str) -> None:
-    planner = planner_of(sync)
+@every_coordinator
+@pytest.mark.parametrize("what", REFUSED_BY_COORDINATOR | REFUSED_BY_PLANNER | REFUSED_BY_SPECULATOR)
+def test_is_refused_by_the_coordinator_and_changes_nothing(sync: AnySyncModel, host: str, what: str) -> None:
+    if what in (REFUSED_BY_PLANNER if sync.needs_starts else REFUSED_BY_SPECULATOR):
+        return  # not one of its own
+    event = (REFUSED_BY_COORDINATOR | REFUSED_BY_PLANNER | REFUSED_BY_SPECULATOR)[what]
+    planner = planner_of(sync, host)
     before = freeze(planner)
-    with pytest.raises(InvalidEventError, match="worker"):
-        planner.handle(REFUSED_BY_PLANNER[what])
+    with pytest.raises(InvalidEventError, match=rf"worker {event.worker}\b"):
+        planner.handle(event)
     assert freeze(planner) == before
     planner.validate()
 
 
 @every_planned_model
+@every_coordinator
 @pytest.mark.parametrize(
     "event",
-    [PushReceived(now_s=0.0, worker=0, iteration=0), PullRequested(now_s=0.0, worker=0, iteration=0)],
-    ids=["push", "pull"],
+    [
+        PushReceived(now_s=1.0, worker=0, iteration=1),
+        PullRequested(now_s=1.0, worker=0, iteration=0),
+        PullRepeated(now_s=1.0, worker=0, iteration=1),
+    ],
+    ids=lambda event: type(event).__name__,
 )
-def test_a_planner_that_is_told_what_only_shards_hear_is_our_bug(sync: SyncModel, event: AnyEvent) -> None:
+def test_a_coordinator_that_is_told_what_only_shards_hear_is_our_bug(
+    sync: AnySyncModel, host: str, event: AnyEvent
+) -> None:
     with pytest.raises(InternalError, match=type(event).__name__):
-        cast(Machine, sync.at_coordinator()).handle(event)
+        planner_of(sync, host).handle(event)
+
+
+@every_planned_model
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_events_give_the_same_actions_at_the_coordinator(sync: AnySyncModel, seed: int) -> None:
+    """Also of the job's machine that hosts it; and what is decided does not hang on the order of a set."""
+    machines = [COORDINATORS[host](sync) for host in COORDINATORS]
+    draw = random.Random(seed)
+    now_s = 0.0
+    timers: list[SetTimer] = []
+    events: list[AnyEvent] = [WorkerJoined(now_s=0.0, worker=worker) for worker in (5, 0, 3)]
+    following = dict.fromkeys((5, 0, 3), 0)
+    for _ in range(120):
+        while events:
+            event = events.pop(0)
+            actions, same = (machine.handle(event) for machine in machines)
+            assert actions == same
+            for machine in machines:
+                machine.validate()
+            timers += [action for action in actions if isinstance(action, SetTimer)]
+            restarts = [action for action in actions if isinstance(action, RestartWorker)]
+            assert not restarts or isinstance(event, TimerFired)
+        now_s += draw.choice([0.0, 0.125, 0.5])
+        if timers and timers[0].due_s <= now_s:
+            timer = timers.pop(0)
+            events.append(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
+            continue
+        worker = draw.choice([5, 0, 3])
+        events.append(IterationFinished(now_s=now_s, worker=worker, iteration=following[worker]))
+        following[worker] += 1
+        if sync.needs_starts:
+            events.append(IterationStarted(now_s=now_s, worker=worker, iteration=following[worker]))
 
 
 # -- validate() finds what is wrong -----------------------------------------------------------------------
 
-BROKEN: dict[str, tuple[SyncModel, Callable[[Machine], None]]] = {
+BROKEN: dict[str, tuple[AnySyncModel, Callable[[Machine], None]]] = {
     "a worker that nobody counts": (BSP(), lambda machine: vars(machine)["ledger"].count.update({9: 0})),
     "a slowest that is ahead of somebody": (
         SSP(),
         lambda machine: setattr(vars(machine)["ledger"], "slowest", 9),
     ),
     "a pull filed under no round": (BSP(), lambda machine: vars(machine)["_filed_under"].update({0: 7})),
+    "a pull that was put off and nobody asks for": (
+        NaiveWaiting(delay_s=0.5),
+        lambda machine: vars(machine)["_put_off"].update({0: 7}),
+    ),
     "a worker stopped at no barrier": (
         ElasticBSP(),
         lambda machine: vars(machine)["_stopped_at"].update({9: 0}),

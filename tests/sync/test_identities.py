@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.sync import ASP, BSP, DSPS, DSSP, PSSP, SSP, DropStragglers, SyncModel
+from paceline.sync import (
+    ASP,
+    BSP,
+    DSPS,
+    DSSP,
+    PSSP,
+    SSP,
+    Conditions,
+    DropStragglers,
+    NaiveWaiting,
+    SpecSync,
+    SyncModel,
+)
 from paceline.sync.actions import AnswerPull, AnyAction
+from paceline.sync.changes import ShardSync
+from paceline.sync.events import Change
 
 from .world import Life, walk
 
@@ -162,3 +177,110 @@ def test_the_lead_at_which_pssp_first_delays_has_mean_s_plus_1_over_c_minus_1() 
     deviation = math.sqrt((1 - c) / c**2 / trials)
     assert abs(sum(leads) / trials - mean) < 4 * deviation
     assert min(leads) == staleness
+
+
+@patiently
+@given(
+    CHOICES,
+    st.sampled_from([ASP(), ASP(push_scale="1/n"), SSP(staleness=1), SSP(staleness=0, execution="lazy")]),
+)
+def test_spec_syncs_shards_are_its_bases(choices: list[int], base: ASP | SSP) -> None:
+    for spec_sync, of_base in side_by_side(
+        SpecSync(base=base, abort_time_s=1.0, abort_rate=0.0), base, choices
+    ):
+        assert spec_sync == of_base
+
+
+@patiently
+@given(CHOICES)
+def test_naive_waiting_for_no_time_is_asp(choices: list[int]) -> None:
+    for naive, asp in side_by_side(NaiveWaiting(delay_s=0.0), ASP(), choices):
+        assert naive == asp
+
+
+@patiently
+@given(CHOICES, st.integers(0, 3), st.sampled_from(["soft", "lazy"]), st.sampled_from(["1", "1/n"]))
+def test_a_condition_of_ones_own_makes_ssp(
+    choices: list[int], s: int, execution: str, push_scale: str
+) -> None:
+    own = Conditions(
+        pull=lambda state: state.progress < state.v_train + s, execution=execution, push_scale=push_scale
+    )
+    ssp = SSP(staleness=s, execution=execution, push_scale=push_scale)
+    for one, other in side_by_side(own, ssp, choices):
+        assert one == other
+
+
+@patiently
+@given(CHOICES)
+def test_a_condition_on_the_gap_makes_ssp(choices: list[int]) -> None:
+    for one, other in side_by_side(Conditions(pull=lambda state: state.gap <= 2), SSP(staleness=2), choices):
+        assert one == other
+
+
+@patiently
+@given(CHOICES)
+def test_a_condition_that_always_holds_makes_asp(choices: list[int]) -> None:
+    for one, other in side_by_side(Conditions(pull=lambda state: True), ASP(), choices):
+        assert one == other
+
+
+@patiently
+@given(CHOICES)
+def test_conditions_that_average_make_bsp(choices: list[int]) -> None:
+    own = Conditions(pull=lambda state: state.progress < state.v_train, pushes="average")
+    for one, other in side_by_side(own, BSP(), choices):
+        assert one == other
+
+
+@patiently
+@given(CHOICES, st.integers(1, 3))
+def test_conditions_with_a_quorum_make_drop_stragglers(choices: list[int], quorum: int) -> None:
+    own = Conditions(
+        pull=lambda state: state.progress < state.v_train,
+        push=lambda state: state.pushed >= min(quorum, state.live),
+        pushes="average",
+    )
+    for one, other in side_by_side(own, DropStragglers(quorum=quorum), choices):
+        assert one == other
+
+
+@patiently
+@given(CHOICES, st.sampled_from([BSP(), SSP(staleness=1), DropStragglers(quorum=2)]))
+def test_after_a_change_a_shard_is_like_one_that_began_with_the_model(
+    choices: list[int], sync: SyncModel
+) -> None:
+    """But for the labels of those who were there."""
+    changed, fresh = Life(ShardSync(ASP())), Life(ShardSync(sync))  # type: ignore[arg-type]
+    for life in (changed, fresh):
+        for _ in range(2):
+            life.tell(life.world.join())
+    for worker in range(2):
+        changed.tell(changed.world.push(worker, change=Change(number=1, members=(0, 1), sync=str(sync))))
+        changed.tell(changed.world.pull(worker))
+    for choice in choices:
+        actions, same = (life.tell(life.world.pick(choice)) for life in (changed, fresh))
+        assert [type(action) for action in actions] == [type(action) for action in same]
+        assert changed.world.phase == fresh.world.phase
+
+
+@pytest.mark.xfail(
+    strict=True, reason="what it chose is forgotten only at a pull that finds the gap at most lower"
+)
+def test_dssp_chooses_anew_when_its_gap_has_come_down_to_lower() -> None:
+    """It takes 1 s for an iteration, the slowest 3 s. When it has waited for the slowest and goes on, its gap is 1;
+    with its next push it is 2 again, and to spend one or two iterations would shorten the next wait."""
+    life = Life(DSSP(lower=1, upper=4).at_shard())
+    for _ in range(2):
+        life.tell(life.world.join())
+    ends_s = {0: 1.0, 1: 3.0}
+    waits = 0
+    while life.world.now_s < 60.0:
+        worker = min(ends_s, key=lambda w: (ends_s[w], w))
+        life.world.now_s = ends_s.pop(worker)
+        actions = life.tell(life.world.push(worker)) + life.tell(life.world.pull(worker))
+        waits += worker in life.world.waiting
+        for action in releases(actions):
+            assert isinstance(action, AnswerPull)
+            ends_s[action.worker] = life.world.now_s + (1.0 if action.worker == 0 else 3.0)
+    assert waits < 15  # one iteration of the slowest, one wait: 20, is SSP(1)

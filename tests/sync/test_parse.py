@@ -7,7 +7,23 @@ import math
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.sync import ASP, BSP, MODELS, SSP, ElasticBSP, SyncModel, parse
+from paceline.sync import (
+    ASP,
+    BSP,
+    DSPS,
+    DSSP,
+    MODELS,
+    PSSP,
+    SSP,
+    Conditions,
+    DropStragglers,
+    DynamicPSSP,
+    ElasticBSP,
+    NaiveWaiting,
+    SpecSync,
+    SyncModel,
+    parse,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +39,20 @@ from paceline.sync import ASP, BSP, MODELS, SSP, ElasticBSP, SyncModel, parse
         ("ssp:staleness=inf", SSP(staleness=math.inf)),
         ("elastic-bsp", ElasticBSP(lookahead=15)),
         ("elastic-bsp:lookahead=1", ElasticBSP(lookahead=1)),
+        ("asp:push_scale=1/n", ASP(push_scale="1/n")),
+        ("ssp:execution=lazy", SSP(execution="lazy")),
+        ("dssp", DSSP(lower=3, upper=15)),
+        ("dssp:lower=1,upper=2", DSSP(lower=1, upper=2)),
+        ("dsps:lower=0,upper=9", DSPS(lower=0, upper=9)),
+        ("pssp:probability=0.25", PSSP(probability=0.25)),
+        ("pssp:draws=per-shard,staleness=0", PSSP(staleness=0, draws="per-shard")),
+        ("dynamic-pssp:alpha=2", DynamicPSSP(alpha=2.0)),
+        ("dynamic-pssp:alpha=significance", DynamicPSSP(alpha="significance")),
+        ("drop-stragglers:quorum=3", DropStragglers(quorum=3)),
+        ("naive-waiting:delay_s=0.5", NaiveWaiting(delay_s=0.5)),
+        ("naive-waiting:delay_s=0", NaiveWaiting(delay_s=0.0)),
+        ("spec-sync:base=ssp,staleness=4", SpecSync(base=SSP(staleness=4))),
+        ("conditions:pull=m:f,pushes=average", Conditions(pull="m:f", pushes="average")),
     ],
 )
 def test_reads(text: str, model: SyncModel) -> None:
@@ -50,6 +80,20 @@ def test_reads(text: str, model: SyncModel) -> None:
         ("elastic-bsp:lookahead=0", "lookahead is 0, expected a whole number >= 1"),
         ("elastic-bsp:lookahead=inf", "lookahead is inf"),
         ("elastic-bsp:lookahead=2.5", "lookahead is 2.5"),
+        ("ssp:execution=hard", "unknown execution of ssp 'hard'"),
+        ("ssp:push_scale=n", "unknown push_scale of ssp 'n'"),
+        ("dssp:lower=4,upper=3", "lower is 4 and upper is 3, expected lower <= upper"),
+        ("dsps:upper=inf", "upper is inf"),
+        ("pssp:probability=1.5", "probability is 1.5, expected a number >= 0 and <= 1"),
+        ("pssp:draws=mine", "unknown draws of pssp 'mine'"),
+        ("dynamic-pssp:alpha=signifcance", "did you mean 'significance'?"),
+        ("dynamic-pssp:alpha=-1", "alpha is -1"),
+        ("drop-stragglers", "needs quorum, as in 'drop-stragglers:quorum=2'"),
+        ("drop-stragglers:quorum=0", "quorum is 0, expected a whole number >= 1"),
+        ("naive-waiting", "needs delay_s, as in 'naive-waiting:delay_s=0.5'"),
+        ("naive-waiting:delay_s=-1", "delay_s is -1, expected a number >= 0"),
+        ("naive-waiting:delay_s=nan", "delay_s is nan"),
+        ("conditions", "needs pull, as in 'conditions:pull=module:function'"),
     ],
 )
 def test_refuses(text: str, complaint: str) -> None:

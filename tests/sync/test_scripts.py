@@ -3,13 +3,18 @@
 A line that starts with ">" is a command; the indented lines under it are what came of it. Everything else is prose.
 
     > shard SYNC | planner SYNC      a new machine; everything before it is forgotten
+    > job SYNC                       likewise: the coordinator's, through all changes
     > at SECONDS                     what later events carry as their time
     > join WORKER [iteration=N]
-    > push WORKER ITERATION [empty] [stop=SUPERSTEP members=W,W,...]
-    > pull WORKER ITERATION
-    > notify WORKER ITERATION [superstep=SUPERSTEP]
+    > push WORKER ITERATION [empty] [stop=SUPERSTEP members=W,W,...] [change=NUMBER to=SYNC members=W,W,...]
+    > pull WORKER ITERATION | again WORKER ITERATION
+    > timer WORKER ITERATION         one that was set is due
+    > notify WORKER ITERATION [superstep=SUPERSTEP] [change=NUMBER]
+    > started WORKER ITERATION
+    > request WORKER NUMBER SYNC
     > lose WORKER | finish WORKER
     > who waits                      of those who have asked for weights
+    > which model                    is in force
 
 PACELINE_REWRITE_SCRIPTS=1 writes what comes out now into the files. Commit the difference only if you understand why
 each line of it has changed.
@@ -32,14 +37,24 @@ from paceline.sync.actions import (
     ApplyPush,
     DropPush,
     HoldPush,
+    PublishChange,
     PublishPlan,
+    ReportFault,
+    RestartWorker,
+    SetTimer,
 )
+from paceline.sync.changes import JobSync, ShardSync
 from paceline.sync.events import (
     AnyEvent,
+    Change,
     IterationFinished,
+    IterationStarted,
+    PullRepeated,
     PullRequested,
     PushReceived,
     Stop,
+    SyncRequested,
+    TimerFired,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
@@ -61,7 +76,11 @@ class Stage:
         match command.split():
             case ["shard", sync]:
                 self.__init__()  # type: ignore[misc]
-                self._machine = parse(sync).at_shard()
+                self._machine = ShardSync(parse(sync))
+                return []
+            case ["job", sync]:
+                self.__init__()  # type: ignore[misc]
+                self._machine = JobSync(sync)
                 return []
             case ["planner", sync]:
                 self.__init__()  # type: ignore[misc]
@@ -75,6 +94,9 @@ class Stage:
                 return [
                     f"{worker} after {iteration}" for worker, iteration in sorted(self._waiting.items())
                 ] or ["nobody"]
+            case ["which", "model"]:
+                assert isinstance(self._machine, ShardSync | JobSync)
+                return [str(self._machine.sync)]
             case [verb, *words]:
                 return self._tell(self._event(verb, words))
             case _:
@@ -83,22 +105,41 @@ class Stage:
     def _event(self, verb: str, words: list[str]) -> AnyEvent:
         now_s = self._now_s
         numbers = [int(word) for word in words if word.isdigit()]
-        options = dict(word.split("=") for word in words if "=" in word)
+        options = dict(word.split("=", 1) for word in words if "=" in word)
+        members = tuple(map(int, options["members"].split(","))) if "members" in options else ()
+        number = int(options["change"]) if "change" in options else None
         match verb, numbers:
             case "join", [worker]:
                 return WorkerJoined(now_s=now_s, worker=worker, iteration=int(options.get("iteration", 0)))
             case "push", [worker, iteration]:
                 stop = None
                 if "stop" in options:
-                    members = tuple(map(int, options["members"].split(",")))
                     stop = Stop(superstep=int(options["stop"]), members=members)
-                empty = "empty" in words
-                return PushReceived(now_s=now_s, worker=worker, iteration=iteration, empty=empty, stop=stop)
+                return PushReceived(
+                    now_s=now_s,
+                    worker=worker,
+                    iteration=iteration,
+                    empty="empty" in words,
+                    stop=stop,
+                    change=Change(number=number, members=members, sync=options["to"]) if number else None,
+                )
             case "pull", [worker, iteration]:
                 return PullRequested(now_s=now_s, worker=worker, iteration=iteration)
+            case "again", [worker, iteration]:
+                return PullRepeated(now_s=now_s, worker=worker, iteration=iteration)
+            case "timer", [worker, iteration]:
+                return TimerFired(now_s=now_s, worker=worker, iteration=iteration)
             case "notify", [worker, iteration]:
                 superstep = int(options["superstep"]) if "superstep" in options else None
-                return IterationFinished(now_s=now_s, worker=worker, iteration=iteration, superstep=superstep)
+                return IterationFinished(
+                    now_s=now_s, worker=worker, iteration=iteration, superstep=superstep, change=number
+                )
+            case "started", [worker, iteration]:
+                return IterationStarted(now_s=now_s, worker=worker, iteration=iteration)
+            case "request", [worker, count]:
+                return SyncRequested(
+                    now_s=now_s, worker=worker, source="script", number=count, sync=words[-1]
+                )
             case "lose", [worker]:
                 return WorkerLost(now_s=now_s, worker=worker)
             case "finish", [worker]:
@@ -119,7 +160,7 @@ class Stage:
         if isinstance(event, WorkerLost | WorkerFinished):
             self._waiting.pop(event.worker, None)
         for action in actions:
-            if isinstance(action, AnswerPull):
+            if isinstance(action, AnswerPull) and not isinstance(event, PullRepeated):
                 assert self._waiting.pop(action.worker) == action.iteration
         return [_text(action) for action in actions] or ["nothing"]
 
@@ -139,6 +180,15 @@ def _text(action: AnyAction) -> str:
         case PublishPlan(plan):
             stops = ", ".join(f"{worker} stops with {iteration}" for worker, iteration in plan.stops)
             return f"plan superstep {plan.superstep}: {stops}; wait {plan.wait_s:g} s, barrier {plan.barrier_s:g} s"
+        case SetTimer(worker, iteration, due_s):
+            return f"timer for {worker}:{iteration} at {due_s:g} s"
+        case RestartWorker(worker, iteration):
+            return f"restart {worker}:{iteration}"
+        case PublishChange(change):
+            members = ",".join(map(str, change.members))
+            return f"change {change.number} to {change.sync}, members {members}"
+        case ReportFault(reason, _, sync):
+            return f"fault: {reason}; from now on {sync}"
         case _:
             assert_never(action)
 
@@ -173,5 +223,9 @@ def test_there_are_stories_of_every_model() -> None:
         "ssp",
         "elastic-bsp-shard",
         "elastic-bsp-planner",
+        "naive-waiting",
+        "spec-sync",
+        "change-at-a-shard",
+        "change-at-the-coordinator",
     }
     assert all("refused:" in path.read_text() for path in SCRIPTS)

@@ -8,14 +8,18 @@ promises are checked:
 - a push is applied, held or dropped by its own event, first of all its actions; a held one is applied later, as
   part of one mean, in worker order; an empty one is dropped;
 - only a pull that was asked for is answered, once, and never before the worker's own push has been applied;
-- there is always a live worker that is not waiting, and nothing is held for those who have all left;
+- there is always a live worker that is not waiting, or a timer; and nothing is held for those who have all left;
+- a pull that is repeated is answered at once, and nothing else comes of it;
 - a refused event leaves the machine as it was.
+
+A `ShardSync` keeps the same promises as the machine in it, through all changes.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Literal, assert_never
 
@@ -30,13 +34,21 @@ from paceline.sync.actions import (
     ApplyPush,
     DropPush,
     HoldPush,
+    PublishChange,
     PublishPlan,
+    ReportFault,
+    RestartWorker,
+    SetTimer,
 )
+from paceline.sync.changes import ShardSync
 from paceline.sync.events import (
     AnyEvent,
+    Change,
+    PullRepeated,
     PullRequested,
     PushReceived,
     Stop,
+    TimerFired,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
@@ -55,10 +67,14 @@ class World:
         phase: what each live worker is doing.
         label: the iteration that each live worker's next push carries.
         gone: workers that have left.
+        timers: those that are set and have not fired.
+        repeats: whether the host of the machine takes pulls that are repeated.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, repeats: bool = False) -> None:
         self.now_s = 0.0
+        self.repeats = repeats
+        self.timers: list[SetTimer] = []
         self.phase: dict[int, Phase] = {}
         self.label: dict[int, int] = {}
         self.gone: list[int] = []
@@ -76,14 +92,38 @@ class World:
         """Somebody new."""
         return WorkerJoined(now_s=self.now_s, worker=len(self.phase) + len(self.gone), iteration=iteration)
 
-    def push(self, worker: int, *, empty: bool = False, stop: Stop | None = None) -> PushReceived:
+    def push(
+        self,
+        worker: int,
+        *,
+        empty: bool = False,
+        stop: Stop | None = None,
+        change: Change | None = None,
+        significance: float | None = None,
+    ) -> PushReceived:
         """The push that this worker owes."""
-        label = self.label[worker]
-        return PushReceived(now_s=self.now_s, worker=worker, iteration=label, empty=empty, stop=stop)
+        return PushReceived(
+            now_s=self.now_s,
+            worker=worker,
+            iteration=self.label[worker],
+            empty=empty,
+            stop=stop,
+            change=change,
+            significance=significance,
+        )
 
     def pull(self, worker: int) -> PullRequested:
         """The pull that follows its push."""
         return PullRequested(now_s=self.now_s, worker=worker, iteration=self.label[worker] - 1)
+
+    def repeat(self, worker: int) -> PullRepeated:
+        """Another pull for the iteration that it computes."""
+        return PullRepeated(now_s=self.now_s, worker=worker, iteration=self.label[worker])
+
+    def fire(self, timer: SetTimer) -> TimerFired:
+        """The end of a timer, on time or late."""
+        now_s = max(self.now_s, timer.due_s)
+        return TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration)
 
     def leave(self, worker: int, *, lost: bool) -> WorkerLost | WorkerFinished:
         """The end of a worker."""
@@ -99,8 +139,10 @@ class World:
             for worker, phase in self.phase.items():
                 if phase == "computing":
                     events += [self.push(worker), self.push(worker), self.push(worker, empty=True)]
+                    events += [self.repeat(worker)] * self.repeats
                 elif phase == "pushed":
                     events += [self.pull(worker)] * 3
+            events += [self.fire(timer) for timer in self.timers]
         if not events or (kind == 1 and len(self.phase) < MOST_WORKERS):
             events = [self.join()]
         return events[choice % len(events)]
@@ -117,6 +159,7 @@ class World:
                 WorkerLost(now_s=now_s, worker=worker),
                 WorkerFinished(now_s=now_s, worker=worker),
             ]
+            events += [PullRepeated(now_s=now_s, worker=worker, iteration=0)] * self.repeats
         for worker, phase in self.phase.items():
             label = self.label[worker]
             events += [
@@ -131,10 +174,15 @@ class World:
                 events.append(PushReceived(now_s=now_s, worker=worker, iteration=label))
             if phase != "pushed":
                 events.append(PullRequested(now_s=now_s, worker=worker, iteration=label - 1))
+            if self.repeats:
+                events.append(PullRepeated(now_s=now_s, worker=worker, iteration=label + 1))
+                if phase != "computing":
+                    events.append(PullRepeated(now_s=now_s, worker=worker, iteration=label))
         return events
 
     def take(self, event: AnyEvent) -> None:
         """Note an event that happened."""
+        self.now_s = max(self.now_s, event.now_s)
         match event:
             case WorkerJoined():
                 self.phase[event.worker] = "computing"
@@ -149,6 +197,11 @@ class World:
             case WorkerLost() | WorkerFinished():
                 del self.phase[event.worker], self.label[event.worker]
                 self.gone.append(event.worker)
+            case TimerFired():
+                fired = event.worker, event.iteration
+                self.timers = [timer for timer in self.timers if (timer.worker, timer.iteration) != fired]
+            case PullRepeated():
+                pass
             case _:
                 raise AssertionError(f"no shard is told of {event}")
 
@@ -162,31 +215,43 @@ class Life:
         events: all that it has taken.
         updates: all updates that it has asked for.
         held: pushes that await their mean, (worker, iteration).
+        faults: what was reported of a user's conditions.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.world = World()
+        self.world = World(repeats=isinstance(machine, ShardSync))
+        self.faults: list[ReportFault] = []
         self.events: list[AnyEvent] = []
         self.updates: list[ApplyPush | ApplyMean] = []
         self.held: set[tuple[int, int]] = set()
 
     def tell(self, event: AnyEvent) -> list[AnyAction]:
         """Have the machine take a legal event; check its promises; return its actions."""
-        v_train = getattr(self.machine, "v_train", 0)
+        v_train = getattr(self._inner(), "v_train", 0)
         actions = self.machine.handle(event)
         self.machine.validate()
         self.world.take(event)
         self.events.append(event)
+        if isinstance(event, PullRepeated):
+            assert actions == [AnswerPull(event.worker, event.iteration - 1)]
+            return actions
+        fates = [action for action in actions if isinstance(action, ApplyPush | HoldPush | DropPush)]
+        assert len(fates) == isinstance(event, PushReceived), f"{event} was dealt with {len(fates)} times"
         if isinstance(event, PushReceived):
             self._check_fate(event, actions[0], v_train)
         for action in actions:
             self._perform(event, action)
         if self.world.phase:
-            assert self.world.waiting != self.world.phase.keys(), f"everybody waits after {event}"
+            everybody_waits = self.world.waiting == self.world.phase.keys()
+            assert not everybody_waits or self.world.timers, f"everybody waits after {event}"
         else:
             assert not self.held, f"all have left, and nobody will apply {self.held}"
         return actions
+
+    def fire_timers(self) -> list[AnyAction]:
+        """Let all timers that are set fire, in the order of being set."""
+        return [action for timer in self.world.timers for action in self.tell(self.world.fire(timer))]
 
     def refuse(self, event: AnyEvent) -> None:
         """Have the machine refuse an event; check that nothing has come of it."""
@@ -195,8 +260,15 @@ class Life:
             self.machine.handle(event)
         assert freeze(self.machine) == before, f"{event} was refused and yet changed something"
 
+    def _inner(self) -> Machine:
+        """The machine of the model, whoever hosts it."""
+        return self.machine._machine if isinstance(self.machine, ShardSync) else self.machine
+
     def _check_fate(self, push: PushReceived, action: AnyAction, v_train: int) -> None:
-        late = v_train and self.machine.ledger.count[push.worker] <= v_train  # type: ignore[attr-defined]
+        counts = self.machine.ledger.count  # type: ignore[attr-defined]
+        late = (
+            v_train and counts.get(push.worker, 0) <= v_train
+        )  # with its last push before a change it has left
         assert isinstance(action, ApplyPush | HoldPush | DropPush)
         assert isinstance(action, DropPush) if push.empty else late or not isinstance(action, DropPush)
         assert (action.worker, action.iteration) == (push.worker, push.iteration)
@@ -222,7 +294,14 @@ class Life:
                 assert iteration == self.world.label[worker] - 1
                 assert (worker, iteration) not in self.held, f"{action} before its push was applied"
                 self.world.phase[worker] = "computing"
-            case PublishPlan():
+            case SetTimer(worker, iteration, due_s):
+                assert self.world.phase[worker] == "waiting", f"{action}, but nobody waits for it"
+                assert iteration == self.world.label[worker] - 1
+                assert due_s >= event.now_s
+                self.world.timers.append(action)
+            case ReportFault():
+                self.faults.append(action)
+            case PublishPlan() | PublishChange() | RestartWorker():
                 raise AssertionError(f"a shard cannot {action}")
             case _:
                 assert_never(action)
@@ -233,7 +312,7 @@ def freeze(thing: object) -> Hashable:
     match thing:
         case dict():
             return tuple((key, freeze(value)) for key, value in thing.items())
-        case list() | tuple():
+        case list() | tuple() | deque():
             return tuple(freeze(item) for item in thing)
         case set():
             return frozenset(thing)

@@ -1,0 +1,93 @@
+"""Visits all states of a `Cluster`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from .cluster import Cluster
+from .cluster_state import State, Step
+
+__all__ = ["explore", "survey"]
+
+
+def explore(
+    cluster: Cluster,
+    most_states: int = 5_000_000,
+    *,
+    whole: bool = False,
+    ends: set[State] | None = None,
+) -> int:
+    """Visit every state that can be reached, nearest first; return how many there are.
+
+    A check that fails is raised with the shortest way there (the shards' names may change on it, see
+    `Cluster.canonical`). `whole` does without the reductions of `Cluster.reduced_steps`; `ends` receives the last
+    states.
+    """
+    came_from: dict[State, tuple[State, str] | None] = {cluster.first: None}
+    todo = deque([cluster.first])
+    while todo:
+        state = todo.popleft()
+        label = ""
+        try:
+            steps, losses = cluster.steps(state) if whole else cluster.reduced_steps(state)
+            if not steps:
+                cluster.check_end(state)
+                if ends is not None:
+                    ends.add(state)
+            for label, take in steps + losses:
+                after = cluster.canonical(take())
+                if after not in came_from:
+                    came_from[after] = state, label
+                    todo.append(after)
+        except Exception as error:
+            raise AssertionError("\n".join([*_way_to(state, came_from), label, repr(error)])) from error
+        assert len(came_from) <= most_states, "too big to be searched whole"
+    return len(came_from)
+
+
+def survey(cluster: Cluster, progress: Callable[[int], None]) -> int:
+    """As `explore`, in little memory: deepest first, with 64 bits kept of each state.
+
+    Two states out of n have the same 64 bits with a probability of about n^2 / 2^65 (10^-4 for 60 million), and then
+    the later one's future is not looked at. The way to a check that fails is not the shortest.
+    """
+    known = {cluster.digest(cluster.first)}
+    way: list[str] = []
+    stack: list[Iterator[Step]] = []
+    state = cluster.first
+    try:
+        while True:
+            steps, losses = cluster.reduced_steps(state)
+            if not steps:
+                cluster.check_end(state)
+            stack.append(iter(steps + losses))
+            way.append("")
+            while stack:
+                label, take = next(stack[-1], ("", None))
+                way[-1] = label
+                if take is None:
+                    stack.pop()
+                    way.pop()
+                    continue
+                state = cluster.canonical(take())
+                number = cluster.digest(state)
+                if number not in known:
+                    known.add(number)
+                    if len(known) % 200_000 == 0:
+                        progress(len(known))
+                    break
+            else:
+                return len(known)
+    except Exception as error:
+        raise AssertionError("\n".join([*way, repr(error)])) from error
+
+
+def _way_to(state: State, came_from: dict[State, tuple[State, str] | None]) -> list[str]:
+    labels: list[str] = []
+    link = came_from[state]
+    while link is not None:
+        before, label = link
+        labels.append(label)
+        link = came_from[before]
+    return labels[::-1]
