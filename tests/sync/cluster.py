@@ -84,6 +84,9 @@ __all__ = ["Cluster", "MustWait", "State", "more_ahead_than", "nobody", "stopped
 
 Item = TypeVar("Item")
 
+Answer = tuple[int, int | None]
+"""To a worker, with the round to go on from, if its push came too late."""
+
 MustWait = Admission
 """An admission rule."""
 
@@ -147,7 +150,7 @@ class Cluster:
         self._pool: Pool[Shard] = Pool()
         self._workers: Pool[Worker] = Pool()
         self._coordinators: Pool[Coordinator] = Pool()
-        self._shard_after: dict[tuple[float, Shard, int, Message], tuple[Shard, tuple[int, ...]]] = {}
+        self._shard_after: dict[tuple[float, Shard, int, Message], tuple[Shard, tuple[Answer, ...]]] = {}
         self._sent: dict[tuple[Shard, int, Message], Shard] = {}
         self._labels: dict[tuple[Shard, int], list[tuple[str, int, Message | None]]] = {}
         self._quiet: dict[int, bool] = {}
@@ -177,7 +180,7 @@ class Cluster:
             state = self._join(state, worker)
             for shard in range(shards):
                 state = self._deliver_to_shard(state, worker, shard)
-            if self._hosted:
+            while state.coordinator.queues[worker]:
                 state = self._deliver_to_coordinator(state, worker)
         self.first = state
 
@@ -362,20 +365,24 @@ class Cluster:
         return state._replace(workers=workers, losses=state.losses - 1)
 
     def _join(self, state: State, worker: int) -> State:
+        """Every shard is told the same c_p: near the slowest worker's, as one of them has it."""
+        told = state.shards[0].told
+        count = min((its.pushed for its in told.seen if its.state == "live"), default=told.round)
         its = self._workers(state.workers[worker]._replace(phase="waiting"))
         state = state._replace(workers=_put(state.workers, worker, its))
-        state = self._send(state, worker, Message("join"))
-        return self._send_coordinator(state, worker, Message("join"))
+        return self._send(state, worker, Message("join", progress=count))
 
     def _push(self, state: State, worker: int, its: Worker) -> State:
         iteration, change = its.iteration, its.change
         stop = its.planned.what if its.planned is not None and iteration >= its.planned.iteration else None
         assert stop is None or isinstance(stop, Stop)
         notifies = change is not None or self._coordinator_of(its.sync) is not None
+        progress = its.progress
         its = its._replace(
             phase="waiting",
             iteration=iteration + 1,
             anew=False,
+            progress=None,
             planned=its.planned if stop is None else None,
             heard_not=tuple(o for o in its.heard_not if o.what != "restart"),
         )
@@ -386,8 +393,8 @@ class Cluster:
         if notifies:
             state = self._send_coordinator(state, worker, Message("notify", iteration, stop, change))
         if self._commits:
-            return self._send(state, worker, Message("commit", iteration, stop, change))
-        state = self._send(state, worker, Message("push", iteration, stop, change))
+            return self._send(state, worker, Message("commit", iteration, stop, change, progress))
+        state = self._send(state, worker, Message("push", iteration, stop, change, progress))
         return self._send(state, worker, Message("pull", iteration))
 
     def _start_anew(self, state: State, worker: int, its: Worker) -> State:
@@ -453,11 +460,11 @@ class Cluster:
             self._shard_after[key] = self._pool(at), tuple(answered)
         at, of = self._shard_after[key]
         state = state._replace(shards=_put(state.shards, shard, at))
-        for other in of:
-            state = self._answer(state, other)
+        for other, v_train in of:
+            state = self._answer(state, other, v_train)
         return state
 
-    def _take(self, at: Shard, worker: int, message: Message, shard: int) -> tuple[Shard, list[int]]:
+    def _take(self, at: Shard, worker: int, message: Message, shard: int) -> tuple[Shard, list[Answer]]:
         """What becomes of a shard that takes one message, and whom it answers."""
         if message.kind == "timer":
             at = at._replace(timers=at.timers - {(worker, message.iteration)})
@@ -466,29 +473,33 @@ class Cluster:
         messages = [message]
         if message.kind == "commit":
             messages = [message._replace(kind="push"), Message("pull", message.iteration)]
-        answered: list[int] = []
+        answered: list[Answer] = []
         for part in messages:
             at, more = self._take_one(at, worker, part, shard)
             answered += more
         if message.kind == "join":
-            answered.append(worker)  # with the first weights
-        return at._replace(owes=at.owes - set(answered)), answered
+            answered.append((worker, None))  # with the first weights
+        return at._replace(owes=at.owes - {of for of, _ in answered}), answered
 
-    def _take_one(self, at: Shard, worker: int, message: Message, shard: int) -> tuple[Shard, list[int]]:
+    def _take_one(self, at: Shard, worker: int, message: Message, shard: int) -> tuple[Shard, list[Answer]]:
         told, its = at.told, at.told.seen[worker]
         now_s, iteration = self.now_s, message.iteration
         event: AnyEvent
         match message.kind:
             case "join":
-                event = WorkerJoined(now_s=now_s, worker=worker)
-                slowest = min((other.pushed for other in told.seen if other.state == "live"), default=0)
+                event = WorkerJoined(now_s=now_s, worker=worker, count=message.progress)
                 flagged = max((other.last_stop for other in told.seen), default=-1)
-                its = Seen("live", max(slowest, told.round), last_stop=flagged)
+                its = Seen("live", message.progress or 0, last_stop=flagged)
             case "push":
                 event = PushReceived(
-                    now_s=now_s, worker=worker, iteration=iteration, stop=message.stop, change=message.change
+                    now_s=now_s,
+                    worker=worker,
+                    iteration=iteration,
+                    stop=message.stop,
+                    change=message.change,
+                    progress=message.progress,
                 )
-                its = its._replace(pushed=its.pushed + 1, stop=message.stop)
+                its = its._replace(pushed=max(its.pushed, message.progress or 0) + 1, stop=message.stop)
                 if message.stop is not None:
                     its = its._replace(last_stop=message.stop.superstep)
                 if message.change is not None and message.change.number > told.changed:
@@ -516,7 +527,7 @@ class Cluster:
         """The shard with the next model, if all members of the change have ended the old one."""
         change = told.change
         if change is None or any(told.seen[member].state == "live" for member in change.members):
-            return told._replace(round=self._round(told)) if self._admission(told).quorum else told
+            return told._replace(round=self._round(told))
         models = parse_shards(change.sync)
         seen = (
             Seen("live", asks=its.asks) if its.state in ("live", "boundary") else its for its in told.seen
@@ -526,18 +537,17 @@ class Cluster:
     def _round(self, told: Told) -> int:
         """V_train: how many rounds enough of the workers have pushed."""
         counts = sorted((its.pushed for its in told.seen if its.state == "live"), reverse=True)
-        quorum = self._admission(told).quorum
-        assert quorum is not None
+        quorum = self._admission(told).quorum or len(counts)
         return max(told.round, counts[min(quorum, len(counts)) - 1]) if counts else told.round
 
     def _admission(self, told: Told) -> Admission:
         first = self._rule is not None and told.sync is self._first_model
         return self._rule if first and self._rule is not None else admission(told.sync)
 
-    def _perform(self, at: Shard, event: AnyEvent, actions: list[AnyAction]) -> tuple[Shard, list[int]]:
+    def _perform(self, at: Shard, event: AnyEvent, actions: list[AnyAction]) -> tuple[Shard, list[Answer]]:
         told = at.told
         seen, held, means, timers = list(told.seen), set(at.held), set(at.means), set(at.timers)
-        answered: list[int] = []
+        answered: list[Answer] = []
         fates = 0
         for action in actions:
             match action:
@@ -552,20 +562,19 @@ class Cluster:
                     held -= set(pushes)
                     if self._agree:
                         means.add(pushes)
-                case AnswerPull(worker, iteration):
+                case AnswerPull(worker, iteration, v_train):
                     assert seen[worker].asks, f"{action}, which was not asked for"
                     assert (worker, iteration) not in held, f"{action} before its push was applied"
-                    pushed = seen[worker].pushed
-                    pushed = max(pushed, told.round) if self._admission(told).quorum else pushed
-                    seen[worker] = seen[worker]._replace(asks=False, put_off=False, pushed=pushed)
-                    answered.append(worker)
+                    seen[worker] = seen[worker]._replace(asks=False, put_off=False)
+                    answered.append((worker, v_train))
                 case SetTimer(worker, iteration):
                     timers.add((worker, iteration))
                 case ReportFault():
                     worked = told.worked
                     if isinstance(worked, NaiveWaiting | ElasticBSP):  # of which nothing can be taken over
                         worked = ASP()
-                    told = told._replace(sync=worked, worked=BSP())
+                    slowest = min((its.pushed for its in told.seen if its.state == "live"), default=0)
+                    told = told._replace(sync=worked, worked=BSP(), round=slowest)
                     assert action.sync == str(told.sync), f"{action}, but {told.sync} is what worked"
                 case _:
                     raise AssertionError(f"a shard cannot {action}")
@@ -573,7 +582,7 @@ class Cluster:
         told = told._replace(seen=tuple(seen))
         at = at._replace(told=told, held=frozenset(held), means=frozenset(means), timers=frozenset(timers))
         if self._watch:
-            self._check_waiting(at, event, answered)
+            self._check_waiting(at, event, [worker for worker, _ in answered])
         return at, answered
 
     def _check_waiting(self, at: Shard, event: AnyEvent, answered: list[int]) -> None:
@@ -592,19 +601,39 @@ class Cluster:
             + f", after {event}"
         )
 
-    def _answer(self, state: State, worker: int) -> State:
+    def _answer(self, state: State, worker: int, v_train: int | None) -> State:
         """A shard's weights reach a worker; with the last of them it goes on, or leaves if it has done its work."""
         its = state.workers[worker]
-        if its.phase == "lost" or any(worker in shard.owes for shard in state.shards):
+        if its.phase == "lost":
             return state
+        if v_train is not None:
+            its = self._workers(its._replace(progress=max(v_train, its.progress or 0)))
+            state = state._replace(workers=_put(state.workers, worker, its))
+        if any(worker in shard.owes for shard in state.shards):
+            return state
+        model = None if its.first or its.anew else self._coordinator_of(its.sync)
+        starts = its.changed > 0 if its.first else model is not None and model.needs_starts
+        if (
+            not its.changed
+            and its.first
+            and its.iteration == 0
+            and self._hosted
+            and not _has_joined(state, worker)
+        ):
+            state = self._send_coordinator(
+                state, worker, Message("join")
+            )  # every shard has heard of it by now
         if its.iteration == self._iterations:
+            if its.first and starts:
+                state = self._send_coordinator(state, worker, Message("start", its.iteration))
             workers = _put(state.workers, worker, self._workers(Worker("finished", changed=its.changed)))
             state = self._send(state._replace(workers=workers), worker, Message("finish"))
             return self._send_coordinator(state, worker, Message("finish"))
-        model = None if its.first or its.anew else self._coordinator_of(its.sync)
-        its = self._workers(its._replace(phase="computing", first=False))
+        its = self._workers(
+            its._replace(phase="computing", first=False, progress=None if its.first else its.progress)
+        )
         state = state._replace(workers=_put(state.workers, worker, its))
-        if model is not None and model.needs_starts:
+        if starts:
             return self._send_coordinator(state, worker, Message("start", its.iteration))
         return state
 
@@ -690,6 +719,11 @@ class Cluster:
 
 def _put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
     return (*items[:index], item, *items[index + 1 :])
+
+
+def _has_joined(state: State, worker: int) -> bool:
+    """The coordinator has been told that it is there, or will be."""
+    return state.coordinator.notified[worker] >= 0 or bool(state.coordinator.queues[worker])
 
 
 def _is_in(shard: Shard, worker: int) -> bool:

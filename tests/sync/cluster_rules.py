@@ -78,17 +78,16 @@ def nobody_at_all(told: Told) -> set[int]:
 
 
 def beyond(gap: float) -> Workers:
-    """Who asks with c_p - min c > gap."""
+    """Who asks with c_p - V_train > gap. V_train is min c, but for a late worker that others saw less far."""
 
     def workers(told: Told) -> set[int]:
-        slowest = min((its.pushed for its in told.seen if its.state == "live"), default=0)
-        return {w for w, its in enumerate(told.seen) if its.asks and its.pushed - slowest > gap}
+        return {w for w, its in enumerate(told.seen) if its.asks and its.pushed - told.round > gap}
 
     return workers
 
 
 def more_ahead_than(staleness: float) -> Admission:
-    """SSP: whoever asks with c_p - min c > s waits."""
+    """SSP: whoever asks with c_p - V_train > s waits."""
     return Admission(beyond(staleness), beyond(staleness))
 
 
@@ -150,7 +149,7 @@ def admission(sync: SyncModel) -> Admission:
             return stopped
         case SpecSync():
             return admission(sync.base)
-        case Conditions():
-            return more_ahead_than(1)
+        case Conditions():  # a gap is measured from min c, which a late worker may pull below V_train
+            return Admission(beyond(1), anybody_ahead)
         case _:
             raise AssertionError(f"no rule is written for {sync}")

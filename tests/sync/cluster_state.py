@@ -38,6 +38,7 @@ class Message(NamedTuple):
     iteration: int = 0
     stop: Stop | None = None
     change: Change | None = None
+    progress: int | None = None  # of a push, the round to go on from; of a late joining, its c_p
 
 
 class Order(NamedTuple):
@@ -82,6 +83,7 @@ class Worker(NamedTuple):
     planned: Order | None = None  # it stops with its first push at or past this
     change: Change | None = None  # to flag its next push with
     changed: int = 0  # the last one that it has flagged a push with
+    progress: int | None = None  # the latest round that a shard has told it to go on from
     heard_not: tuple[Order, ...] = ()  # on the way to it
 
 

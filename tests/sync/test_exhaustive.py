@@ -234,23 +234,9 @@ def test_no_interleaving_with_a_loss_deadlocks_or_breaks_the_bound(name: str) ->
 
 small = pytest.mark.skipif(bool(LARGE), reason="the small sizes are visited by every run of the tests")
 
-RENUMBERED = pytest.mark.xfail(
-    raises=AssertionError,
-    strict=True,
-    reason="each shard counts a late worker from its own round, and they wait for one another",
-)
-
 
 @small
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=RENUMBERED)
-        if name in ("dssp-0", "dssp-1", "conditions-failing", "mixed")
-        else name
-        for name in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_no_interleaving_with_a_late_worker_deadlocks_or_breaks_the_bound(name: str) -> None:
     alone = isinstance(
         MODELS[name], ElasticBSP | SpecSync
@@ -271,26 +257,17 @@ def test_no_interleaving_of_two_supersteps_deadlocks() -> None:
     assert explore(cluster_of("elastic-bsp", workers=2, shards=1, iterations=6)) > 2_000
 
 
-def test_a_quorum_of_three_workers_deadlocks_two_shards() -> None:
-    """Each shard renumbers a late worker to its own V_train, so they disagree about how far it is."""
-    cluster = Cluster(DropStragglers(quorum=2), workers=3, shards=2, iterations=3, commits=True, agree=False)
-    with pytest.raises(AssertionError, match="deadlock"):
-        explore(cluster)
+@small
+@pytest.mark.parametrize("iterations", [3, 4])
+def test_no_interleaving_of_a_quorum_of_three_workers_deadlocks(iterations: int) -> None:
+    """Two shards may disagree about who is late, and by how much; the worker goes on from the later round at both."""
+    cluster = Cluster(
+        DropStragglers(quorum=2), workers=3, shards=2, iterations=iterations, commits=True, agree=False
+    )
+    assert explore(cluster) > 1_000
 
 
 # -- changes of model ---------------------------------------------------------------------------------------
-
-STALE_TIMER = pytest.mark.xfail(
-    raises=AssertionError,
-    strict=True,
-    reason="a timer of the old model fires under the new one, which refuses it",
-)
-
-STALE_REQUEST = pytest.mark.xfail(
-    raises=AssertionError,
-    strict=True,
-    reason="the last worker leaves while a request waits for the change under way, and the coordinator keeps it",
-)
 
 CHANGES = [
     ("asp", ["bsp"], 3, 1),
@@ -301,21 +278,21 @@ CHANGES = [
     ("bsp", ["elastic-bsp"], 3, 1),
     ("asp", [str(SPEC_SYNC)], 3, 1),
     ("spec-sync", ["ssp:staleness=1"], 2, 1),
-    pytest.param("spec-sync", ["elastic-bsp"], 2, 0, marks=STALE_TIMER),
+    ("spec-sync", ["elastic-bsp"], 2, 0),
     ("drop-stragglers", ["ssp:staleness=1"], 3, 1),
     ("bsp", ["drop-stragglers:quorum=1"], 3, 0),
     ("naive-waiting", ["bsp"], 3, 0),
-    pytest.param("naive-waiting", ["bsp"], 3, 1, marks=STALE_TIMER),
+    ("naive-waiting", ["bsp"], 3, 1),
     ("ssp", ["ssp:staleness=1,execution=lazy|bsp"], 3, 1),
     ("mixed", ["elastic-bsp"], 3, 0),
     ("conditions-failing", ["ssp:staleness=1"], 3, 1),
     ("ssp", [str(FAILING)], 3, 1),
     ("elastic-bsp", [str(FAILING)], 3, 0),
     ("pssp-per-shard", ["dsps:lower=0,upper=1"], 3, 0),
-    pytest.param("asp", ["bsp", "ssp:staleness=1"], 3, 0, marks=STALE_REQUEST),
-    pytest.param("bsp", ["asp", "bsp"], 3, 0, marks=STALE_REQUEST),
-    pytest.param("elastic-bsp", ["bsp", "elastic-bsp"], 3, 0, marks=STALE_REQUEST),
-    pytest.param("asp", [str(SPEC_SYNC), "bsp"], 2, 0, marks=STALE_REQUEST),
+    ("asp", ["bsp", "ssp:staleness=1"], 3, 0),
+    ("bsp", ["asp", "bsp"], 3, 0),
+    ("elastic-bsp", ["bsp", "elastic-bsp"], 3, 0),
+    ("asp", [str(SPEC_SYNC), "bsp"], 2, 0),
 ]
 """(before, after, iterations, losses); a second one that follows may be asked for while the first is under way."""
 

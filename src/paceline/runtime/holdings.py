@@ -165,6 +165,7 @@ class Holdings:
             stop=message.stop,
             change=message.change,
             significance=message.significance,
+            progress=message.progress,
         )
         push = None if message.empty else Push(gradient, message.present, self._decode_groups(message.groups))
         shard.handle(event, push, lambda action: perform(message.shard, action))

@@ -194,7 +194,7 @@ class Server:
         inbox, _ = peer.inboxes[shard]
         held = self._holdings.shards[shard]
         payload = inbox.deliver(byte_views(held.weights))
-        self._hub.send(peer, Answer(shard, pull.iteration, held.version), payload)
+        self._hub.send(peer, Answer(shard, pull.iteration, held.version, pull.v_train), payload)
 
     def _leave(self, worker: int, *, finished: bool) -> None:
         if self._holdings is not None:

@@ -220,13 +220,22 @@ class WorkerSession:
         self._hear_coordinator()
         for request in self._sync.due():
             self._send(self._coordinator, RequestSync(*request))
-        stop, change, notify = self._sync.push()
+        stop, change, notify, progress = self._sync.push()
         pushed_s = self._job.now_s()
         for shard, stream in zip(self._shards, self._servers, strict=True):
             mine = buffers if shard.index == 0 else {}
             payload = [] if empty else self._region.outgoing(shard)
             message = Commit(
-                shard.index, self.iteration, present, groups, empty, stop, change, significance, tuple(mine)
+                shard.index,
+                self.iteration,
+                present,
+                groups,
+                empty=empty,
+                stop=stop,
+                change=change,
+                significance=significance,
+                progress=progress,
+                buffers=tuple(mine),
             )
             self._send(stream, message, payload + pack(list(mine.values())), stable=True)
         superstep = stop.superstep if stop is not None else None
@@ -326,7 +335,10 @@ class WorkerSession:
     def _hear_server(self, messages: Iterable[Message]) -> None:
         for message in messages:
             match message:
-                case Answer() | State():
+                case Answer():
+                    self._sync.hear_answer(message.v_train)
+                    self._awaited.discard(message.shard)
+                case State():
                     self._awaited.discard(message.shard)
                 case _:
                     raise ProtocolError(f"a server sent {type(message).__name__}")

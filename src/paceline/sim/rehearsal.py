@@ -182,8 +182,9 @@ class _Job:
         if its.flags.notify:
             self._send(partial(self._take_notify, worker, its.sync.iteration, its.flags))
 
-    def _answered(self, worker: int, shard: int) -> None:
+    def _answered(self, worker: int, shard: int, v_train: int | None) -> None:
         its = self.workers[worker]
+        its.sync.hear_answer(v_train)
         its.awaited.discard(shard)
         if its.awaited:
             return
@@ -192,7 +193,7 @@ class _Job:
             its.restarted, its.dropped_s = (its.dropped_s, now_s), None
             self._compute(worker)
             return
-        stop, change, _ = its.flags
+        stop, change, *_ = its.flags
         dropped_s, restarted_s = its.restarted or (None, None)
         its.records.append(
             IterationRecord(
@@ -233,7 +234,12 @@ class _Job:
         self._at_shard(
             shard,
             PushReceived(
-                now_s=now_s, worker=worker, iteration=iteration, stop=flags.stop, change=flags.change
+                now_s=now_s,
+                worker=worker,
+                iteration=iteration,
+                stop=flags.stop,
+                change=flags.change,
+                progress=flags.progress,
             ),
         )
         self._at_shard(shard, PullRequested(now_s=now_s, worker=worker, iteration=iteration))
@@ -253,7 +259,7 @@ class _Job:
             staleness += host.versions.carry_out(action)
             match action:
                 case AnswerPull():
-                    self._send(partial(self._answered, action.worker, shard))
+                    self._send(partial(self._answered, action.worker, shard, action.v_train))
                 case SetTimer():
                     self.kernel.at(action.due_s, partial(self._fire_at_shard, shard, action), TIMER)
                 case ReportFault():

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-class Action(msgspec.Struct, frozen=True, tag=True):
+class Action(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A request to the host."""
 
 
@@ -62,11 +62,16 @@ class DropPush(Action, frozen=True, tag=True):
     iteration: int
 
 
-class AnswerPull(Action, frozen=True, tag=True):
-    """Send the weights as they are now to this worker, which asked for them after `iteration`."""
+class AnswerPull(Action, frozen=True, tag=True, repr_omit_defaults=True):
+    """Send the weights as they are now to this worker, which asked for them after `iteration`.
+
+    `v_train` is set where its push came too late for its round. It goes on from the latest such round that any shard
+    names, and says so with its next push, to all shards alike.
+    """
 
     worker: int
     iteration: int
+    v_train: int | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,10 @@ its next push with it, identically to all shards, and has thereby ended the old 
                 what it had pushed is applied, averaged or dropped as ever. Its pull waits here. When every member has
                 sent its flagged push, has finished or is lost, whoever the old model still knows leaves it too, all
                 join the new model, with equal counts, and the pulls are answered
-    JobSync     orders the changes, one at a time: the next is published when every member has passed this one
+    JobSync     orders the changes, one at a time: the next is published when this one is complete everywhere. A
+                worker that has passed and starts its next iteration shows it: every shard has answered it. If all
+                who had passed are lost before that, nobody knows which shards have changed; if somebody has joined
+                meanwhile, they do not know of it. It is published anew then, to all
 
 Neither knows more of the models than the contract in `model`. A flagged push arrives with the boundary in it, so no
 two shards can disagree, however late the coordinator's word, and the coordinator is on the path of no push or pull.
@@ -71,6 +74,9 @@ class ShardSync:
         self._change: Change | None = None  # under way
         self._changed = 0  # number of the last change that was completed here
         self._remaining: set[int] = set()  # its live members whose flagged push has not come
+        self._joined_after: dict[
+            int, int
+        ] = {}  # live worker -> number of the last change published before it joined
         # Workers at the boundary, with the iteration of their flagged push: those that have yet to pull, and those
         # whose pull waits. The first may outlast the change; the second never do.
         self._to_pull: dict[int, int] = {}
@@ -88,6 +94,10 @@ class ShardSync:
                 return self._arrive(event, event.change)
             return self._tell(event)
         match event:
+            case PullRepeated() if event.worker in self._to_pull:
+                raise InvalidEventError(
+                    f"worker {event.worker} pulled again before the pull after its last push"
+                )
             case PullRepeated():
                 self.ledger.repeated(event)
                 return [AnswerPull(event.worker, event.iteration - 1)]
@@ -101,6 +111,10 @@ class ShardSync:
                 return self._pull_at_boundary(event)
             case WorkerJoined() if event.worker in self._to_pull or event.worker in self._pulled:
                 raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
+            case WorkerJoined():
+                actions = self._tell(event)
+                self._joined_after[event.worker] = event.change
+                return actions
             case WorkerLost() | WorkerFinished():
                 return self._leave(event)
             case _:
@@ -159,16 +173,20 @@ class ShardSync:
             raise InvalidEventError(
                 f"worker {push.worker} ended the model for change {change.number}, whose members are {change.members}"
             )
-        if self._change is not None and self._change.number != change.number:
+        if self._change is not None and change.number < self._change.number:
             raise InvalidEventError(
                 f"worker {push.worker} ended the model for change {change.number} during {self._change.number}"
             )
         if change.number <= self._changed:  # completed without it: nobody waits for it any more
             return self._tell(push)
         actions = self._tell(push)
-        if self._change is None:
+        if self._change is None or self._change.number < change.number:
+            # Published anew, since all members of the earlier one are gone, though it is not known here yet.
             self._change = change
-            self._remaining = {member for member in change.members if member in self.ledger.count}
+            self._remaining = {
+                m for m in change.members if self._joined_after.get(m, change.number) < change.number
+            }
+            self._remaining &= self.ledger.count.keys()
         self._to_pull[push.worker] = push.iteration
         actions += self._end_old(push.worker, push.now_s)
         return actions + self._complete(push.now_s)
@@ -192,6 +210,7 @@ class ShardSync:
         actions = [] if at_boundary else self._tell(event)
         self._to_pull.pop(worker, None)
         self._pulled.pop(worker, None)
+        self._joined_after.pop(worker, None)
         self._remaining.discard(worker)
         return actions + (self._complete(event.now_s) if self._change is not None else [])
 
@@ -226,7 +245,7 @@ class ShardSync:
         return actions
 
 
-_ORDINARY = {PushReceived, PullRequested, TimerFired, WorkerJoined}
+_ORDINARY = {PushReceived, PullRequested, TimerFired}
 """Events that need no second look while no change is under way, the first two above all."""
 
 
@@ -238,7 +257,7 @@ class JobSync:
         seed: the run's.
 
     Attributes:
-        sync: what is in force, or will be when the change under way is complete.
+        sync: what is in force, or will be when the change under way is complete; "" if nobody knows any more.
     """
 
     def __init__(self, sync: str, seed: int = 0) -> None:
@@ -248,11 +267,17 @@ class JobSync:
         self._live: set[int] = set()
         self._seen: set[tuple[str, int]] = set()  # requests that somebody has made already
         self._requested: deque[str] = deque()  # and that have yet to be published
-        self._change: Change | None = None  # under way
         self._changes = 0  # how many have been published
+        self._change: Change | None = None  # under way
+        self._certain = False  # is it known that every shard has made it, or will
         self._remaining: set[int] = set()  # its members of whom it is not known that they have passed
         self._passed: dict[int, WorkerJoined] = {}  # the others: as what each will join the new model
-        self._early: list[AnyEvent] = []  # what is known of these under the new model, until it is there
+        self._labels: dict[int, int] = {}  # the iteration that each of these will finish next
+        self._early: list[AnyEvent] = []  # what is known of them under the new model, until it is there
+        self._joined: set[int] = set()  # those who are no members
+        self._to_start: dict[
+            int, int
+        ] = {}  # worker that has passed a change -> its first iteration after it, unstarted
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it. Raises `InvalidEventError`, state unchanged."""
@@ -261,6 +286,14 @@ class JobSync:
                 return self._request(event)
             case IterationFinished() if event.change is not None:
                 return self._pass(event, event.change)
+            case IterationStarted() if event.worker in self._to_start:
+                return self._start(event)
+            case IterationFinished() if event.worker in self._to_start:
+                raise InvalidEventError(
+                    f"worker {event.worker} finished iteration {event.iteration}, which it has yet to start"
+                )
+            case WorkerLost() | WorkerFinished():
+                return self._leave(event)
             case TimerFired() if self._change is not None:
                 return []  # the old model's
             case _ if self._change is not None:
@@ -268,12 +301,7 @@ class JobSync:
             case WorkerJoined():
                 actions = self._tell(event)
                 self._live.add(event.worker)
-                return actions
-            case WorkerLost() | WorkerFinished():
-                self._require_live(event, event.worker)
-                actions = self._tell(event)
-                self._live.remove(event.worker)
-                return actions
+                return actions + self._publish_next()
             case _:
                 return self._tell(event)
 
@@ -281,10 +309,15 @@ class JobSync:
         """Cross-check the collections derived from one another."""
         if self._machine is not None:
             self._machine.validate()
-        if self._change is None and (self._remaining or self._passed or self._early or self._requested):
+        if not self._to_start.keys() <= self._live:
+            raise InternalError(f"{self._to_start} have yet to start, but {self._live} are live")
+        waiting = self._remaining or self._passed or self._joined or self._early or self._labels
+        if self._change is None and (waiting or (self._requested and self._live)):
             raise InternalError("no change is under way, and yet something waits for one")
         if self._change is not None and (
-            not self._remaining <= self._live or self._remaining & self._passed.keys() or not self._remaining
+            self._remaining | self._passed.keys() | self._joined != self._live
+            or self._remaining & self._passed.keys()
+            or self._labels.keys() != self._passed.keys()
         ):
             raise InternalError(f"the change {self._change} waits for {self._remaining} of {self._live}")
 
@@ -296,10 +329,9 @@ class JobSync:
         if self._machine is not None:
             return self._machine.handle(event)
         if isinstance(event, WorkerJoined):
-            if event.worker in self._live:
-                raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
+            self._require_new(event)
         elif not isinstance(event, TimerFired):
-            self._require_live(event, event.worker)
+            self._require_live(event)
         if isinstance(event, PushReceived | PullRequested | PullRepeated):
             raise InternalError(f"no coordinator is told of a {type(event).__name__}")
         return []
@@ -307,7 +339,7 @@ class JobSync:
     # -- changes ------------------------------------------------------------------------------------------
 
     def _request(self, event: SyncRequested) -> list[AnyAction]:
-        self._require_live(event, event.worker)
+        self._require_live(event)
         if (event.source, event.number) in self._seen:
             return []
         self._seen.add((event.source, event.number))
@@ -317,63 +349,101 @@ class JobSync:
     def _publish_next(self) -> list[AnyAction]:
         while self._requested and self._change is None and self._live:
             sync = self._requested.popleft()
-            if sync == self.sync:
-                continue
-            self.sync = sync
-            self._changes += 1
-            self._change = Change(number=self._changes, members=tuple(sorted(self._live)), sync=sync)
-            self._remaining = set(self._live)
-            self._machine = None  # whatever it still plans comes too late
-            return [PublishChange(self._change)]
+            if sync != self.sync:
+                return self._publish(sync)
         return []
 
+    def _publish(self, sync: str) -> list[AnyAction]:
+        self.sync = sync
+        self._changes += 1
+        self._change = Change(number=self._changes, members=tuple(sorted(self._live)), sync=sync)
+        self._remaining = set(self._live)
+        self._certain = False
+        self._machine = None  # whatever it still plans comes too late
+        return [PublishChange(self._change)]
+
     def _pass(self, event: IterationFinished, number: int) -> list[AnyAction]:
+        """A member has ended the old model."""
         if self._change is None or number != self._change.number or event.worker not in self._remaining:
             raise InvalidEventError(
                 f"worker {event.worker} ended the model for change {number}, which does not wait for it"
             )
-        self._remaining.remove(event.worker)
-        self._passed[event.worker] = WorkerJoined(
-            now_s=event.now_s, worker=event.worker, iteration=event.iteration + 1
-        )
+        worker, following = event.worker, event.iteration + 1
+        self._remaining.remove(worker)
+        self._passed[worker] = WorkerJoined(now_s=event.now_s, worker=worker, iteration=following)
+        self._labels[worker] = self._to_start[worker] = following
+        return self._complete()
+
+    def _start(self, event: IterationStarted) -> list[AnyAction]:
+        """It has been answered by every shard. The new model is not told: nobody started its first iteration late."""
+        if event.iteration != self._to_start[event.worker]:
+            raise InvalidEventError(
+                f"worker {event.worker} started iteration {event.iteration}, expected {self._to_start[event.worker]}"
+            )
+        del self._to_start[event.worker]
+        if self._change is None:
+            return []
+        self._certain = True
+        return self._complete()
+
+    def _leave(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
+        worker = event.worker
+        self._require_live(event)
+        actions = self._tell(event) if self._change is None else []
+        self._live.remove(worker)
+        self._to_start.pop(worker, None)
+        if self._change is None:
+            return actions
+        self._remaining.discard(worker)
+        self._joined.discard(worker)
+        self._passed.pop(worker, None)
+        self._labels.pop(worker, None)
+        self._early = [early for early in self._early if early.worker != worker]
         return self._complete()
 
     def _during_change(self, event: AnyEvent) -> list[AnyAction]:
         match event:
             case WorkerJoined():
-                if event.worker in self._live:
-                    raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
+                self._require_new(event)
                 self._live.add(event.worker)
-                self._passed[event.worker] = event
-                return []
-            case WorkerLost() | WorkerFinished():
-                self._require_live(event, event.worker)
-                self._live.remove(event.worker)
-                self._remaining.discard(event.worker)
-                self._passed.pop(event.worker, None)
-                self._early = [early for early in self._early if early.worker != event.worker]
-                return self._complete()
+                self._joined.add(event.worker)
             case IterationFinished() | IterationStarted():
-                self._require_live(event, event.worker)
-                if event.worker in self._passed:
-                    self._early.append(event)
-                return []
+                self._require_live(event)
+                if event.worker not in self._passed:
+                    return []  # under the old model
+                if event.iteration != self._labels[event.worker]:
+                    raise InvalidEventError(
+                        f"{type(event).__name__} of worker {event.worker}, iteration {event.iteration}, expected "
+                        f"{self._labels[event.worker]}"
+                    )
+                self._labels[event.worker] += isinstance(event, IterationFinished)
+                self._early.append(event)
             case _:
                 raise InternalError(f"no coordinator is told of a {type(event).__name__}")
+        return []
 
     def _complete(self) -> list[AnyAction]:
-        """Begin with the new model, if every member has passed or left."""
-        if self._remaining:
+        """Begin with the new model, if every member has passed or left and every shard will have it."""
+        if self._remaining or (self._passed and not self._certain):
             return []
-        self._machine = self._new_machine(self.sync)
         passed, early = self._passed, self._early
-        self._change, self._passed, self._early = None, {}, []
+        anew = self._joined or not self._certain
+        self._change, self._passed, self._joined, self._early, self._labels = None, {}, set(), [], {}
+        if anew:
+            sync, self.sync = self.sync, ""
+            self._requested.appendleft(sync)
+            return self._publish_next()
+        self._machine = self._new_machine(self.sync)
         actions: list[AnyAction] = []
         if self._machine is not None:
             for event in [*(passed[worker] for worker in sorted(passed)), *early]:
                 actions += self._machine.handle(event)
         return actions + self._publish_next()
 
-    def _require_live(self, event: AnyEvent, worker: int) -> None:
-        if worker not in self._live:
-            raise InvalidEventError(f"{type(event).__name__} of worker {worker}, which is not live")
+    def _require_live(self, event: AnyEvent) -> None:
+        if event.worker not in self._live:
+            raise InvalidEventError(f"{type(event).__name__} of worker {event.worker}, which is not live")
+
+    def _require_new(self, event: WorkerJoined) -> None:
+        if event.worker in self._live:
+            raise InvalidEventError(f"worker {event.worker} joined, but it is live already")

@@ -29,7 +29,15 @@ import msgspec
 
 from ..errors import InternalError, unknown_name
 from .actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
-from .events import AnyEvent, PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
+from .events import (
+    AnyEvent,
+    PullRequested,
+    PushReceived,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
 from .ledger import Ledger
 from .model import SyncModel
 
@@ -187,7 +195,7 @@ class ConditionMachine:
         pull_condition: evaluated once, when a pull arrives.
         push_condition: evaluated in a loop, after each push and each departure.
         average: hold the pushes of a round and apply their mean when it is complete; a push of a round that is
-            complete already is dropped, and its worker goes on from V_train. Otherwise each push is applied on
+            complete already is dropped, and its worker is told to go on from V_train. Otherwise each push is applied on
             arrival.
         execution: the round under which a delayed pull is filed.
         scale_by_live: scale each push that is applied on arrival by 1 / live workers.
@@ -226,19 +234,24 @@ class ConditionMachine:
         """Take one event; return what follows from it."""
         match event:
             case PushReceived():
+                before = self.ledger.count.get(event.worker, 0)
                 self.ledger.pushed(event)
-                return [self._receive(event), *self._close_rounds()]
+                return [self._receive(event, before), *self._close_rounds()]
             case PullRequested():
                 self.ledger.pulled(event)
                 return self._answer_or_delay(event)
             case WorkerJoined():
-                self.ledger.joined(event, self.v_train)
+                count = self.v_train if event.count is None else event.count
+                self.ledger.joined(event, count)
+                self._pushed += count > self.v_train
                 return []
             case WorkerLost() | WorkerFinished():
                 self._pushed -= self.ledger.left(event) > self.v_train
                 self._significance.pop(event.worker, None)
                 self._forget_pull(event.worker)
                 return self._close_rounds()
+            case TimerFired():
+                return []  # a former model's
             case _:
                 raise InternalError(f"no shard is told of a {type(event).__name__}")
 
@@ -277,9 +290,9 @@ class ConditionMachine:
         if pushed != self._pushed:
             raise InternalError(f"Count[{self.v_train}] is {pushed}, not {self._pushed}")
 
-    def _receive(self, push: PushReceived) -> AnyAction:
+    def _receive(self, push: PushReceived, before: int) -> AnyAction:
         progress = self.ledger.count[push.worker] - 1
-        self._pushed += progress == self.v_train
+        self._pushed += before <= self.v_train <= progress
         if push.significance is not None:
             self._significance[push.worker] = push.significance
         if push.empty or (self._average and progress < self.v_train):
@@ -325,10 +338,8 @@ class ConditionMachine:
 
     def _answer(self, worker: int, iteration: int) -> AnyAction:
         self.ledger.answered(worker)
-        if self._average and self.ledger.count[worker] < self.v_train:
-            self.ledger.catch_up(
-                worker, self.v_train
-            )  # what it would have pushed until then is dropped anyway
+        if self._average and self.ledger.count[worker] < self.v_train:  # its next push would be late, too
+            return AnswerPull(worker, iteration, self.v_train)
         return AnswerPull(worker, iteration)
 
     def _forget_pull(self, worker: int) -> None:

@@ -7,7 +7,8 @@ Guarantee: every gradient that is applied was computed on the newest weights (st
 workers are, or all that are live if those are fewer. N_t = N is BSP.
 Use: when a machine is very late now and then, and its data can be spared that round.
 Deviations: a late worker's push is dropped and its answer carries V_train: it goes on from there, as if it had pushed
-the rounds between.
+the rounds between. Of several shards' answers the latest counts, and the worker's next push says so to all: were each
+shard to move the worker on by itself, two of them could come to wait for each other.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = DropStragglers(quorum=1).at_shard()

@@ -89,6 +89,7 @@ class SpendingMachine(ConditionMachine):
         if self._left.get(worker, 0) > 0 and state.gap <= self._model.upper:
             self._left[worker] -= 1
             return True
+        self._left.pop(worker, None)  # it waits until its gap is `lower`; past that, it may choose anew
         return False
 
     def _choose(self, worker: int) -> int:

@@ -46,6 +46,7 @@ from .events import (
     PullRequested,
     PushReceived,
     Stop,
+    TimerFired,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
@@ -124,13 +125,15 @@ class ElasticShard:
                     return []
                 return [self._answer(event.worker, event.iteration)]
             case WorkerJoined():
-                self.ledger.joined(event, self.ledger.slowest)
+                self.ledger.joined(event, self.ledger.slowest if event.count is None else event.count)
                 self._first[event.worker] = event.superstep
                 return []
             case WorkerLost() | WorkerFinished():
                 self.ledger.left(event)
                 del self._first[event.worker]
                 return self._forget(event.worker)
+            case TimerFired():
+                return []  # a former model's
             case _:
                 raise InternalError(f"no shard is told of a {type(event).__name__}")
 
@@ -268,6 +271,8 @@ class Planner:
                 if self._remaining is not None:
                     self._remaining.discard(event.worker)
                 return self._proceed()
+            case TimerFired():
+                return []  # a former model's
             case _:
                 raise InternalError(f"the planner is not told of a {type(event).__name__}")
 

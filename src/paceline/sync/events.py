@@ -57,22 +57,27 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     sync: str
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """A fact. `now_s` never decreases from one event to the next of the same host."""
 
     now_s: float
 
 
 class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):
-    """A worker is live from now on.
+    """A worker is live from now on. Every shard hears of it before the coordinator's machine does.
 
-    Its next push is labelled `iteration`. Where barriers are planned, `superstep` is the first one that it is a
-    member of; so a worker that was lost and has joined anew is not waited for by plans made for its former life.
+    Its next push is labelled `iteration`. Where there are several shards and others have pushed already, `count` is
+    its c_p, the same at all of them, near the slowest live worker's; None for the slowest's at this shard. Where
+    barriers are planned, `superstep` is the first one that it is a member of; `change` is the number of changes of
+    model that had been published when it joined. So a worker that was lost and has joined anew is not waited for by
+    plans or changes made for its former life.
     """
 
     worker: int
     iteration: int = 0
+    count: int | None = None
     superstep: int = 0
+    change: int = 0
 
 
 class WorkerLost(Event, frozen=True, kw_only=True, tag=True):
@@ -92,7 +97,8 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
 
     `empty` says that the push counts as progress but carries no gradient (the worker skipped it); `stop` is
     set on the push with which the worker arrives at its superstep's barrier, `change` on its last one before the
-    sync model changes; `significance` is |g| / |w|, where the model has asked for it.
+    sync model changes; `significance` is |g| / |w|, where the model has asked for it. `progress` is set by a worker
+    that was told to go on from a later round: this push is for that round, and c_p becomes one more.
     """
 
     worker: int
@@ -101,6 +107,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
     stop: Stop | None = None
     change: Change | None = None
     significance: float | None = None
+    progress: int | None = None
 
 
 class PullRequested(Event, frozen=True, kw_only=True, tag=True):
@@ -141,8 +148,8 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
 
 
 class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
-    """Told to the coordinator: a worker has its weights and computes `iteration`. Not sent for its first one, nor
-    when it starts one anew."""
+    """Told to the coordinator: a worker has its weights and computes `iteration`. Sent where the model asks for it, for
+    each but the worker's first, and always for the first one after a change; not when one is started anew."""
 
     worker: int
     iteration: int

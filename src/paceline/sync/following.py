@@ -24,11 +24,13 @@ class Flags(NamedTuple):
         stop: the barrier that the worker arrives at with it.
         change: the change of model before which it is the last one.
         notify: is the coordinator to hear of it.
+        progress: the round that it is for, if a shard has told the worker to go on from a later one.
     """
 
     stop: Stop | None
     change: Change | None
     notify: bool
+    progress: int | None = None
 
 
 class Request(NamedTuple):
@@ -63,6 +65,7 @@ class WorkerSync:
         self._flagged: Change | None = None  # flagged on the push that awaits its answers
         self._plan: tuple[Stop, int] | None = None  # stop with the first push at or past this
         self._restart = -1  # the iteration that is to be started anew
+        self._progress: int | None = None  # the latest round that a shard has told it to go on from
         self._follow(schedule.first)
 
     # -- what it hears ------------------------------------------------------------------------------------
@@ -78,6 +81,11 @@ class WorkerSync:
     def order_restart(self, iteration: int) -> None:
         """The coordinator wants an iteration started anew."""
         self._restart = iteration
+
+    def hear_answer(self, v_train: int | None) -> None:
+        """A shard has answered, perhaps with the round to go on from."""
+        if v_train is not None:
+            self._progress = max(v_train, self._progress or 0)
 
     def reach(self, epoch: int) -> None:
         """This worker begins a pass over its data."""
@@ -141,7 +149,8 @@ class WorkerSync:
         stop = None
         if self._plan is not None and self._flagged is None and self.iteration >= self._plan[1]:
             stop, self._plan = self._plan[0], None
-        return Flags(stop, self._flagged, self._notifies or self._flagged is not None)
+        progress, self._progress = self._progress, None
+        return Flags(stop, self._flagged, self._notifies or self._flagged is not None, progress)
 
     def answered(self) -> bool:
         """Every shard has answered: the next iteration begins. True if the coordinator is to hear that."""
@@ -149,8 +158,8 @@ class WorkerSync:
         if self._flagged is None:
             return self.may_restart
         self._follow(parse_shards(self._flagged.sync))
-        self._flagged = None
-        return False
+        self._flagged = self._progress = None  # rounds are counted anew
+        return True
 
     def _follow(self, models: Sequence[AnySyncModel]) -> None:
         self.needs_significance = any(model.needs_significance for model in models)

@@ -104,7 +104,8 @@ class Ledger:
         """Count a push."""
         self._require_live(event, event.worker)
         self._require_step("push", event.worker, event.iteration, expected=self._label[event.worker])
-        self._move(event.worker, self.count[event.worker] + 1)
+        count = self.count[event.worker]
+        self._move(event.worker, (count if event.progress is None else max(count, event.progress)) + 1)
         self._label[event.worker] += 1
         self._phase[event.worker] = STEPS["push"][1]
 
@@ -134,10 +135,6 @@ class Ledger:
         if self._phase.get(worker) != needed:
             raise InternalError(f"a pull of worker {worker} was answered that it had not asked for")
         self._phase[worker] = then
-
-    def catch_up(self, worker: int, count: int) -> None:
-        """Let a worker go on from a higher count, as if it had pushed what is between."""
-        self._move(worker, count)
 
     def validate(self) -> None:
         """Cross-check the derived collections against c_p; raise `InternalError` where they differ."""

@@ -85,7 +85,7 @@ class DelayingMachine:
             case TimerFired():
                 return self._answer(event.worker, event.iteration)
             case WorkerJoined():
-                self.ledger.joined(event, self.ledger.slowest)
+                self.ledger.joined(event, self.ledger.slowest if event.count is None else event.count)
             case WorkerLost() | WorkerFinished():
                 self.ledger.left(event)
                 self._put_off.pop(event.worker, None)

@@ -81,6 +81,11 @@ def read_schedule(sync: str | SyncModel | Sequence[SyncModel] | Schedule) -> Sch
     if isinstance(sync, SyncModel):
         return Schedule((Step((_known(sync),)),))
     if not isinstance(sync, str):
+        if not isinstance(sync, Sequence):
+            raise ConfigurationError(
+                f"sync is {sync!r}, expected a sync model such as paceline.sync.SSP(staleness=3), a list of one for "
+                "each shard, or text such as 'ssp:staleness=3'."
+            )
         if not sync:
             raise ConfigurationError("sync is empty, expected a sync model or one for each shard.")
         return Schedule((Step(tuple(_known(model) for model in sync)),))
@@ -99,10 +104,10 @@ def read_schedule(sync: str | SyncModel | Sequence[SyncModel] | Schedule) -> Sch
         )
     if steps[0].iteration != 0:
         raise ConfigurationError(f"sync {sync!r}: the first model begins at 0, as in 'bsp@0,asp@100'.")
-    for earlier, later in itertools.pairwise(steps):
-        for unit in ("iteration", "epoch"):
-            before, after = getattr(earlier, unit), getattr(later, unit)
-            if before is not None and after is not None and before >= after:
+    for unit in ("iteration", "epoch"):
+        times = [time for step in steps if (time := getattr(step, unit)) is not None]
+        for before, after in itertools.pairwise(times):
+            if before >= after:
                 raise ConfigurationError(f"sync {sync!r}: {unit} {after} does not come after {before}.")
     return Schedule(tuple(steps))
 

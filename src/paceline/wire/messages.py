@@ -200,6 +200,7 @@ class Commit(Message, frozen=True, tag=True):
         stop: set if this is the worker's last push before its superstep's barrier.
         change: set if it is the worker's last one before the sync model changes.
         significance: |g| / |w| over all parameters, if the sync model asks for it.
+        progress: the round that it is for, if a shard has told the worker to go on from a later one.
         buffers: for shard 0, the indices of those buffers that have changed and follow in the payload.
     """
 
@@ -211,6 +212,7 @@ class Commit(Message, frozen=True, tag=True):
     stop: Stop | None = None
     change: Change | None = None
     significance: float | None = None
+    progress: int | None = None
     buffers: tuple[int, ...] = ()
 
 
@@ -222,11 +224,15 @@ class PullAgain(Message, frozen=True, tag=True):
 
 
 class Answer(Message, frozen=True, tag=True):
-    """A pull is answered. Payload: the slice of the weights (not over shared memory)."""
+    """A pull is answered. Payload: the slice of the weights (not over shared memory).
+
+    `v_train` is set if the worker came too late for its round, and is to go on from that one.
+    """
 
     shard: int
     iteration: int
     version: int
+    v_train: int | None = None
 
 
 class FetchState(Message, frozen=True, tag=True):
@@ -293,7 +299,7 @@ class Notify(Message, frozen=True, tag=True):
 
 
 class Begun(Message, frozen=True, tag=True):
-    """A worker has its weights and computes this iteration; sent for sync models that want to know."""
+    """A worker has its weights and computes this iteration. Sent for sync models that ask for it, and after a change."""
 
     iteration: int
 
