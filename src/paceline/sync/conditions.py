@@ -195,7 +195,7 @@ class ConditionMachine:
         pull_condition: evaluated once, when a pull arrives.
         push_condition: evaluated in a loop, after each push and each departure.
         average: hold the pushes of a round and apply their mean when it is complete; a push of a round that is
-            complete already is dropped, and its worker is told to go on from V_train. Otherwise each push is applied on
+            complete already is dropped, and its worker told to go on from V_train. Otherwise each push is applied on
             arrival.
         execution: the round under which a delayed pull is filed.
         scale_by_live: scale each push that is applied on arrival by 1 / live workers.

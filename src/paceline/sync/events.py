@@ -148,8 +148,11 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
 
 
 class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
-    """Told to the coordinator: a worker has its weights and computes `iteration`. Sent where the model asks for it, for
-    each but the worker's first, and always for the first one after a change; not when one is started anew."""
+    """Told to the coordinator: a worker has its weights and computes `iteration`.
+
+    Sent where the model asks for it, for each iteration but the worker's first, and always for the first one after a
+    change; not when one is started anew.
+    """
 
     worker: int
     iteration: int

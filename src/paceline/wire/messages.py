@@ -299,7 +299,7 @@ class Notify(Message, frozen=True, tag=True):
 
 
 class Begun(Message, frozen=True, tag=True):
-    """A worker has its weights and computes this iteration. Sent for sync models that ask for it, and after a change."""
+    """A worker has its weights and computes this iteration. For sync models that ask for it, and after a change."""
 
     iteration: int
 

@@ -1,0 +1,33 @@
+"""What a sync model costs: every model is measured, and the table shows it. No test fails by the clock."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from paceline import cli
+from paceline.sync import MODELS
+from paceline.workloads import sync_bench
+
+
+def test_every_model_is_measured_with_few_and_with_many_workers() -> None:
+    assert {type(model) for model in sync_bench.MODELS} == set(MODELS.values())
+    rows = sync_bench.measure(pushes=300)
+    assert len(rows) == len(sync_bench.MODELS) * len(sync_bench.GOALS_US)
+    assert all(row.median_us > 0 for row in rows)
+    text = io.StringIO()
+    Console(file=text, width=120).print(sync_bench.cost_table(rows))
+    for model in sync_bench.MODELS:
+        assert str(model) in text.getvalue()
+
+
+def test_json_has_one_row_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = sync_bench.CostRow("bsp", 10, 3.5, 6.0)
+    monkeypatch.setattr(sync_bench, "measure", lambda: [row])
+    result = CliRunner().invoke(cli.app, ["bench", "sync", "--json"])
+    assert result.exit_code == 0
+    assert msgspec.json.decode(result.stdout, type=list[sync_bench.CostRow]) == [row]
