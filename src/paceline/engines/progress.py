@@ -83,7 +83,7 @@ class Progress:
     def _title(self) -> Text:
         job = self._coordinator.job
         lines = [
-            f"{job.sync}, {_many(job.workers, 'worker')}, {_many(job.servers, 'server')}, {job.now_s():.0f} s"
+            f"{self._coordinator.sync}, {_many(job.workers, 'worker')}, {_many(job.servers, 'server')}, {job.now_s():.0f} s"
         ]
         if job.emulated:
             lines.append(f"emulated: {job.emulated}")

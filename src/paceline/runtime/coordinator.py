@@ -151,6 +151,11 @@ class Coordinator:
             return "lost"
         return "finished" if worker in self._left else ""
 
+    @property
+    def sync(self) -> str:
+        """The sync model in force, or the next one while it is being changed."""
+        return self._sync.sync
+
     def stop(self) -> None:
         """Tell the servers to write their traces and exit; end the thread."""
         self._running = False

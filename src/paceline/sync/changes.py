@@ -74,9 +74,7 @@ class ShardSync:
         self._change: Change | None = None  # under way
         self._changed = 0  # number of the last change that was completed here
         self._remaining: set[int] = set()  # its live members whose flagged push has not come
-        self._joined_after: dict[
-            int, int
-        ] = {}  # live worker -> number of the last change published before it joined
+        self._joined_after: dict[int, int] = {}  # live worker -> the last change published before it joined
         # Workers at the boundary, with the iteration of their flagged push: those that have yet to pull, and those
         # whose pull waits. The first may outlast the change; the second never do.
         self._to_pull: dict[int, int] = {}
@@ -275,9 +273,7 @@ class JobSync:
         self._labels: dict[int, int] = {}  # the iteration that each of these will finish next
         self._early: list[AnyEvent] = []  # what is known of them under the new model, until it is there
         self._joined: set[int] = set()  # those who are no members
-        self._to_start: dict[
-            int, int
-        ] = {}  # worker that has passed a change -> its first iteration after it, unstarted
+        self._to_start: dict[int, int] = {}  # worker that has passed -> its first iteration, yet to start
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it. Raises `InvalidEventError`, state unchanged."""

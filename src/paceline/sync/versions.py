@@ -23,9 +23,7 @@ class Versions:
     def __init__(self) -> None:
         self.version = 0
         self._pulled: dict[int, int] = {}  # live worker -> the version of the weights that it has
-        self._computed_on: dict[
-            Key, int
-        ] = {}  # a push that is neither applied nor dropped -> the same of its gradient
+        self._computed_on: dict[Key, int] = {}  # the same of each push that is neither applied nor dropped
 
     def note(self, event: AnyEvent) -> None:
         """Take in an event that the model has accepted, before its actions."""
