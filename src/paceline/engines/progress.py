@@ -82,9 +82,8 @@ class Progress:
 
     def _title(self) -> Text:
         job = self._coordinator.job
-        lines = [
-            f"{self._coordinator.sync}, {_many(job.workers, 'worker')}, {_many(job.servers, 'server')}, {job.now_s():.0f} s"
-        ]
+        counts = f"{_many(job.workers, 'worker')}, {_many(job.servers, 'server')}"
+        lines = [f"{self._coordinator.sync}, {counts}, {job.now_s():.0f} s"]
         if job.emulated:
             lines.append(f"emulated: {job.emulated}")
         return Text("\n".join(lines))
