@@ -24,9 +24,8 @@ from paceline.workloads.zipline_bench import (
     Report,
     measure,
     plain_sort,
-    shown_progress,
-    tables,
 )
+from paceline.workloads.zipline_tables import shown_progress, tables
 from paceline.zipline import METHODS, bsp_barrier, solve
 
 PAPER_METHODS = ["zipline", "zipline-opt", "zipline-opt-bs", "full-grid-scan", "grid-scan"]

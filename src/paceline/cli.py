@@ -277,15 +277,15 @@ def bench_zipline(
     """
     import msgspec
 
-    from .workloads import zipline_bench
+    from .workloads import zipline_bench, zipline_tables
 
-    with _interruptible(), zipline_bench.shown_progress(Console(stderr=True)) as tell:
+    with _interruptible(), zipline_tables.shown_progress(Console(stderr=True)) as tell:
         report = zipline_bench.measure(rounds=rounds, quick=quick, tell=tell)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
         return
     console = Console()
-    for table in zipline_bench.tables(report):
+    for table in zipline_tables.tables(report):
         console.print(table, "")
     for note in report.notes:
         console.print(f"- {note}", highlight=False, markup=False)
