@@ -88,6 +88,8 @@ class WorkerSession:
         self._coordinator = coordinator
         self._selector = selectors.DefaultSelector()
         self._selector.register(coordinator, selectors.EVENT_READ)
+        self._orders = select.poll()  # for the coordinator's alone
+        self._orders.register(coordinator, select.POLLIN)
         self._servers: list[Stream[FromServer]] = []  # one for each shard, in order
         self._shards: tuple[ShardSlice, ...] = ()
         self._region: Region | None = None
@@ -183,7 +185,7 @@ class WorkerSession:
                 elif self.restart_ordered():
                     return False
                 else:
-                    select.select([self._coordinator], [], [], until_s - now_s)
+                    self._orders.poll((until_s - now_s) * 1000)
                 now_s = job.now_s()
         return not (self.may_restart and self.restart_ordered())
 
@@ -395,8 +397,9 @@ class WorkerSession:
             self._selector.modify(stream, wanted)
 
     def _show(self, state: Literal["computing", "waiting", "pulling"], loss: float | None) -> None:
-        """Tell the user what this worker does, at most every tenth of a second."""
+        """Tell the user what this worker does, at most every tenth of a second; but never leave it at waiting."""
         now_s = self._job.now_s()
-        if now_s - self._status_s >= STATUS_INTERVAL_S and (state != self._shown or state == "computing"):
+        due = now_s - self._status_s >= STATUS_INTERVAL_S
+        if (state != self._shown and (due or state == "computing")) or (due and state == "computing"):
             self._send(self._coordinator, Status(self.iteration, loss, state))
             self._status_s, self._shown = now_s, state
