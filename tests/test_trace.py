@@ -256,6 +256,7 @@ def test_the_coordinator_of_a_job_whose_shards_differ_has_a_trace_too(tmp_path: 
         WorkerJoined(now_s=0.0, worker=0),
         SyncRequested(now_s=1.0, worker=0, source="schedule", number=0, sync="elastic-bsp:lookahead=1"),
         IterationFinished(now_s=2.0, worker=0, iteration=0, change=1),
+        IterationStarted(now_s=2.0, worker=0, iteration=1),
         IterationFinished(now_s=3.0, worker=0, iteration=1),
         IterationFinished(now_s=4.0, worker=0, iteration=2),
     ]

@@ -23,7 +23,7 @@ from paceline.sync import (
 )
 from paceline.sync.actions import AnswerPull, AnyAction
 from paceline.sync.changes import ShardSync
-from paceline.sync.events import Change
+from paceline.sync.events import Change, WorkerJoined
 
 from .world import Life, walk
 
@@ -265,8 +265,24 @@ def test_after_a_change_a_shard_is_like_one_that_began_with_the_model(
 
 
 @pytest.mark.xfail(
-    strict=True, reason="what it chose is forgotten only at a pull that finds the gap at most lower"
+    strict=True,
+    reason="its gap is counted from the slowest, but the round that a pull waits for is at least V_train",
 )
+def test_dssp_goes_on_with_who_joined_behind_the_rounds_that_are_complete() -> None:
+    """Its count is the slowest's at another shard, which this one is ahead of."""
+    life = Life(DSSP(lower=0, upper=2).at_shard())
+    life.tell(life.world.join())
+    life.tell(life.world.push(0))
+    life.tell(WorkerJoined(now_s=0.0, worker=1, count=0))
+    life.tell(life.world.pull(0))
+    for _ in range(3):
+        life.tell(life.world.push(1))
+        life.tell(life.world.pull(1))
+        for worker in set(life.world.in_phase("computing")) & {0}:
+            life.tell(life.world.push(worker))
+            life.tell(life.world.pull(worker))
+
+
 def test_dssp_chooses_anew_when_its_gap_has_come_down_to_lower() -> None:
     """It takes 1 s for an iteration, the slowest 3 s. When it has waited for the slowest and goes on, its gap is 1;
     with its next push it is 2 again, and to spend one or two iterations would shorten the next wait."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -25,6 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from paceline.errors import InvalidEventError
 from paceline.sync import (
     ASP,
     BSP,
@@ -257,6 +259,8 @@ def spending(lower: int, upper: int) -> Oracle:
                 answered[worker] = gap <= lower or (left.get(worker, 0) > 0 and gap <= upper)
                 if gap > lower and answered[worker]:
                     left[worker] -= 1
+                elif gap > lower:  # it waits, and may choose anew when its gap has been `lower`
+                    left.pop(worker, None)
         return {
             worker
             for worker, its in (known[-1].workers if known else {}).items()
@@ -316,7 +320,7 @@ def by_conditions(
     pull: Callable[[Numbers], bool], push: Callable[[Numbers], bool], *, average: bool, lazy: bool = False
 ) -> Oracle:
     """Rounds close by a push condition; with `average`, a push that is late for its round is dropped and its worker
-    goes on from V_train."""
+    goes on from V_train, as it says with its next push."""
 
     def run(events: Events) -> tuple[set[int], list[ApplyPush | ApplyMean]]:
         count: dict[int, int] = {}
@@ -328,10 +332,6 @@ def by_conditions(
         def numbers(progress: int = -1) -> Numbers:
             return Numbers(progress, v_train, sum(c > v_train for c in count.values()), len(count))
 
-        def go_on(worker: int) -> None:
-            waiting.pop(worker, None)
-            count[worker] = max(count[worker], v_train) if average else count[worker]
-
         for event in events:
             updates = []
             worker = event.worker
@@ -342,16 +342,14 @@ def by_conditions(
                     del count[worker]
                     waiting.pop(worker, None)
                 case PushReceived():
-                    count[worker] += 1
+                    count[worker] = max(count[worker], event.progress or 0) + 1
                     if not average and not event.empty:
                         updates.append(ApplyPush(worker, event.iteration))
                     elif not event.empty and count[worker] > v_train:
                         held.append((worker, event.iteration))
                 case PullRequested():
                     progress = count[worker] - 1
-                    if pull(numbers(progress)):
-                        go_on(worker)
-                    else:
+                    if not pull(numbers(progress)):
                         waiting[worker] = max(progress, v_train) if lazy else v_train
             while (
                 numbers().pushed and push(numbers()) and not isinstance(event, PullRequested | WorkerJoined)
@@ -361,7 +359,7 @@ def by_conditions(
                     held = []
                 v_train += 1
                 for other in [w for w, rnd in waiting.items() if rnd < v_train]:
-                    go_on(other)
+                    del waiting[other]
             if held and not count:
                 updates.append(ApplyMean(tuple(sorted(held))))
                 held = []
@@ -670,6 +668,8 @@ class JobWorker:
         self.awaited: set[int] = set()  # shards that have yet to answer
         self.stop: tuple[int, Stop] | None = None  # the plan to follow
         self.change: Change | None = None  # to be flagged on the next push
+        self.flagged = False  # the push whose answers it awaits
+        self.progress: int | None = None  # the latest round that a shard has told it to go on from
         self.tells_starts = False
         self.starts = False  # the iteration that it waits for is to be told of when it starts
         self.asked = 0  # requests that it has made: all workers make the same in the same order
@@ -695,8 +695,11 @@ class JobLife(RuleBasedStateMachine):
         self.timers: list[SetTimer] = []  # the coordinator's
         self.script: list[str] = []
         self.change = 0  # the last that was published
-        self.members: set[int] = set()  # its members
-        self.joined_during = 0  # the last that was under way when somebody joined
+        self.journal: list[str] = []  # who was told what, and what came of it
+        self.superstep = -1  # the last that was planned since
+        self.gone: dict[
+            int, int
+        ] = {}  # who has left and of whom nothing is on its way -> a label not used yet
 
     @initialize(
         sync=st.sampled_from(SYNCS),
@@ -717,6 +720,8 @@ class JobLife(RuleBasedStateMachine):
     def go_on(self, picks: list[int]) -> None:
         """Something happens to some workers: a message arrives, or an iteration ends."""
         for pick in picks:
+            if not self.workers:
+                return
             pick, nth = divmod(pick, max(1, len(self.workers)))
             worker = list(self.workers)[nth]
             its = self.workers[worker]
@@ -748,9 +753,7 @@ class JobLife(RuleBasedStateMachine):
     def ask(self, worker: int) -> None:
         """A worker comes to a point of the script at which the model is to change."""
         its = self.workers[worker]
-        # Who joined during a change may be faster at the next one than the others at a shard: not here, see
-        # `test_changes.py`.
-        if its.asked < len(self.script) and self.everywhere() >= self.joined_during:
+        if its.asked < len(self.script):
             sync = self.script[its.asked]
             its.to_coordinator.append(
                 SyncRequested(now_s=0.0, worker=worker, source="script", number=its.asked, sync=sync)
@@ -760,41 +763,55 @@ class JobLife(RuleBasedStateMachine):
     @precondition(lambda self: len(self.workers) < MOST_WORKERS)
     @rule()
     def come(self) -> None:
-        """Somebody new, whom all hear of at once; during a change, if it is the last one that was asked for."""
-        changes = self.change - self.everywhere()
-        if changes <= 1 and not self.requests_wait():
-            self.joined_during = self.change
-            its = self.workers[self.joined] = JobWorker()
-            its.asked = len(self.script)
-            its.tells_starts = any(model.needs_starts for model in parse_shards(self.job.sync))
-            event = WorkerJoined(now_s=self.now_s, worker=self.joined)
-            self.joined += 1
-            self.tell_coordinator(event)
-            for shard in range(SHARDS):
-                self.shards[shard].world.now_s = self.now_s
-                self.shards[shard].tell(event)
+        """Somebody new."""
+        self.enter(self.joined, 0)
+        self.joined += 1
 
-    @precondition(lambda self: len(self.workers) > 1)
+    @precondition(lambda self: self.gone and len(self.workers) < MOST_WORKERS)
+    @rule(pick=PICK)
+    def come_back(self, pick: int) -> None:
+        """Somebody who was lost, or had finished, with nothing left of its former life."""
+        worker = list(self.gone)[pick % len(self.gone)]
+        self.enter(worker, self.gone.pop(worker))
+
+    def enter(self, worker: int, iteration: int) -> None:
+        """All hear of a worker at once, the coordinator's machine last."""
+        its = JobWorker()
+        its.iteration = iteration
+        its.tells_starts = bool(self.job.sync) and any(m.needs_starts for m in parse_shards(self.job.sync))
+        count = min((life.machine.ledger.slowest for life in self.shards if life.world.phase), default=None)  # type: ignore[attr-defined]
+        event = WorkerJoined(
+            now_s=self.now_s,
+            worker=worker,
+            iteration=iteration,
+            count=count,
+            superstep=self.superstep + 1,
+            change=self.change,
+        )
+        self.workers[worker] = its
+        for shard in range(SHARDS):
+            self.shards[shard].world.now_s = self.now_s
+            self.tell_shard(shard, event)
+        self.tell_coordinator(event)
+
+    @precondition(lambda self: any(its.leaves is None for its in self.workers.values()))
     @rule(pick=PICK, lost=st.booleans(), rarely=PICK, cut=st.lists(st.integers(0, 4), min_size=3, max_size=3))
     def leave(self, pick: int, lost: bool, rarely: int, cut: list[int]) -> None:
         """A worker ends its work, or dies: then only the first of its messages may still arrive."""
         stay = [w for w, its in self.workers.items() if its.leaves is None]
         worker = stay[pick % len(stay)]
-        # The last member of a change does not leave before all shards have made it: see `test_changes.py`.
-        needed = self.everywhere() != self.change and not (self.members - {worker}) & set(stay)
-        if rarely < 3 and len(stay) > 1 and not needed and (lost or not self.workers[worker].awaited):
+        if rarely < 3 and (lost or not self.workers[worker].awaited):
             self.go(worker, lost=lost, cut=cut if lost else None)
 
     @rule(pick=PICK)
     def fire(self, pick: int) -> None:
         """A timer fires, on time or late."""
         for life in self.shards:
-            # A timer that has outlived its model is not fired here: see `test_changes.py`.
-            if life.world.timers and isinstance(self.model_of(life), NaiveWaiting):
+            if life.world.timers:
                 timer = life.world.timers[pick % len(life.world.timers)]
                 self.now_s = max(self.now_s, timer.due_s)
                 self.tell_shard(self.shards.index(life), life.world.fire(timer))
-        if self.timers and not self.job.sync.startswith("elastic"):  # likewise
+        if self.timers:
             timer = self.timers.pop(pick % len(self.timers))
             self.now_s = max(self.now_s, timer.due_s)
             fired = TimerFired(now_s=self.now_s, worker=timer.worker, iteration=timer.iteration)
@@ -813,8 +830,10 @@ class JobLife(RuleBasedStateMachine):
             self.settle()
             behind = [w for w, its in self.workers.items() if its.iteration < goal[w]]
             free = [w for w, its in self.workers.items() if not its.awaited]
+            if not self.workers:
+                return
             assert free, f"everybody is stuck: {[vars(its) for its in self.workers.values()]}"
-            if not behind and self.everywhere() == self.change and not self.requests_wait():
+            if not behind and not self.changes():
                 break
             for worker in free:
                 self.now_s += 0.25
@@ -842,7 +861,10 @@ class JobLife(RuleBasedStateMachine):
         stop = None
         if change is None and its.stop is not None and its.iteration >= its.stop[0]:
             stop, its.stop = its.stop[1], None
-        push = PushReceived(now_s=0.0, worker=worker, iteration=its.iteration, stop=stop, change=change)
+        progress, its.progress = its.progress, None
+        push = PushReceived(
+            now_s=0.0, worker=worker, iteration=its.iteration, stop=stop, change=change, progress=progress
+        )
         for queue in its.to_shards:
             queue += [push, PullRequested(now_s=0.0, worker=worker, iteration=its.iteration)]
         its.to_coordinator.append(
@@ -856,7 +878,8 @@ class JobLife(RuleBasedStateMachine):
         )
         its.iteration += 1
         its.awaited = set(range(SHARDS))
-        its.starts = change is None and its.tells_starts
+        its.starts = change is not None or its.tells_starts
+        its.flagged = change is not None
         if change is not None:
             its.tells_starts = any(model.needs_starts for model in parse_shards(change.sync))
 
@@ -894,31 +917,54 @@ class JobLife(RuleBasedStateMachine):
             self.tell_shard(where, event)
         if its.leaves is not None and not any([*its.to_shards, its.to_coordinator]):
             del self.workers[worker]
+            self.gone[worker] = its.iteration + 1
 
     def tell_shard(self, shard: int, event: AnyEvent) -> None:
-        for action in self.shards[shard].tell(event):
+        its = self.workers[event.worker] if event.worker in self.workers else JobWorker()
+        self.journal.append(f"shard {shard}: {event}")
+        try:
+            actions = self.shards[shard].tell(event)
+        except InvalidEventError:
+            # A flag of somebody lost, for a change that was published anew: the shard hears no more of it.
+            old = isinstance(event, PushReceived) and event.change and event.change.number < self.change
+            if not (old and its.leaves is not None):
+                raise
+            its.to_shards[shard] = deque([its.leaves])
+            return
+        self.journal += [f"    {action}" for action in actions]
+        for action in actions:
             if isinstance(action, AnswerPull) and action.worker in self.workers:
-                its = self.workers[action.worker]
-                its.awaited.discard(shard)
-                if not its.awaited and its.starts and its.leaves is None:
-                    its.to_coordinator.append(
-                        IterationStarted(now_s=0.0, worker=action.worker, iteration=its.iteration)
-                    )
-                    its.starts = False
+                self.answer(shard, action)
+
+    def answer(self, shard: int, action: AnswerPull) -> None:
+        its = self.workers[action.worker]
+        its.awaited.discard(shard)
+        if action.v_train is not None:
+            its.progress = max(action.v_train, its.progress or 0)
+        if not its.awaited and its.flagged:
+            its.flagged, its.progress = False, None  # rounds are counted anew
+        if not its.awaited and its.starts and its.leaves is None:
+            its.to_coordinator.append(
+                IterationStarted(now_s=0.0, worker=action.worker, iteration=its.iteration)
+            )
+            its.starts = False
 
     def tell_coordinator(self, event: AnyEvent) -> None:
+        self.journal.append(f"coordinator: {event}")
         actions = self.job.handle(event)
         self.job.validate()
+        self.journal += [f"    {action}" for action in actions]
         for action in actions:
             match action:
                 case SetTimer():
                     self.timers.append(action)
                     continue
                 case PublishPlan(plan):
+                    self.superstep = plan.superstep
                     receivers: Sequence[int] = plan.members
                 case PublishChange(change):
                     assert change.number == self.change + 1, "changes are published in order"
-                    self.change, self.members = change.number, set(change.members)
+                    self.change, self.superstep = change.number, -1
                     receivers = change.members
                 case RestartWorker(worker):
                     receivers = [worker]
@@ -940,12 +986,13 @@ class JobLife(RuleBasedStateMachine):
         if any(any([*its.to_shards, its.to_coordinator]) for its in self.workers.values()):
             self.settle()
 
-    def requests_wait(self) -> bool:
-        """Somebody has asked for a change that has yet to be published."""
+    def changes(self) -> bool:
+        """A change is under way, or somebody has asked for one that has yet to be published."""
         underway = any(
             isinstance(e, SyncRequested) for its in self.workers.values() for e in its.to_coordinator
         )
-        return underway or bool(vars(self.job)["_requested"])
+        unsure = vars(self.job)["_change"] is not None or self.everywhere() != self.change
+        return underway or unsure or bool(vars(self.job)["_requested"])
 
     def everywhere(self) -> int:
         """The number of the last change that all shards have made."""
@@ -964,6 +1011,59 @@ def test_a_job_goes_on_through_all_changes_of_its_model() -> None:
             stateful_step_count=60,
             derandomize=True,
             deadline=None,
+            phases=[Phase.generate],  # what it finds is too long to be made short in any time
+            report_multiple_bugs=False,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),
     )
+
+
+def live_at_random(seed: int) -> None:
+    """One life of a job, with more happening in it than a search that begins with the simplest would have."""
+    rng = random.Random(seed)
+    job = JobLife()
+
+    def pick() -> int:
+        return rng.randrange(12)
+
+    try:
+        job.begin(
+            sync=rng.choice(SYNCS),
+            workers=rng.randint(1, MOST_WORKERS),
+            script=rng.choices(SYNCS, k=rng.randint(1, 4)),
+        )
+        job.journal.append(f"script: {job.script}")
+        for _ in range(rng.choice([10, 30, 80])):
+            room = len(job.workers) < MOST_WORKERS and rng.random() < 0.5
+            match rng.choice(
+                ["go on"] * 3 + ["deliver"] * 4 + ["come", "back", "leave", "leave", "fire", "time"]
+            ):
+                case "go on":
+                    job.go_on(picks=[rng.randrange(1000) for _ in range(rng.randint(1, 20))])
+                case "deliver":
+                    job.deliver(pick=pick(), where=pick(), messages=rng.randint(1, 4))
+                    job.listen(pick=pick())
+                case "come" if room:
+                    job.come()
+                case "back" if room and job.gone:
+                    job.come_back(pick=pick())
+                case "leave" if any(its.leaves is None for its in job.workers.values()):
+                    cut = [rng.randrange(5) for _ in range(3)]
+                    job.leave(pick=pick(), lost=rng.random() < 0.5, rarely=pick(), cut=cut)
+                case "fire":
+                    job.fire(pick=pick())
+                case "time":
+                    job.pass_time(step_s=rng.choice(EXACT_STEPS_S))
+        job.teardown()
+    except Exception as error:
+        story = "\n".join(job.journal)
+        raise AssertionError(f"seed {seed}: {error!r} at the end of\n{story}") from error
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a pull that is on its way when the next change begins is not answered; the others are in test_changes.py",
+)
+def test_a_job_goes_on_whatever_happens() -> None:
+    for seed in range(1000):
+        live_at_random(seed)

@@ -300,7 +300,8 @@ def test_conditions_that_work_are_gone_back_to() -> None:
 
 
 def test_late_workers_are_taken_over_with_their_counts() -> None:
-    """Worker 2's push was dropped, and its pull has yet to come, when the condition fails."""
+    """Worker 1's push was dropped, and its next one, for the round that it was told of, has yet to come, when the
+    condition fails."""
 
     def one_is_enough(state: PushState) -> bool:
         if state.slowest:
@@ -312,9 +313,11 @@ def test_late_workers_are_taken_over_with_their_counts() -> None:
         iterate(life, 0)
     dropped, *rest = life.tell(life.world.push(1))
     assert dropped == DropPush(1, 0)
-    assert life.tell(life.world.pull(1)) == [*rest, AnswerPull(1, 0)]
+    assert life.tell(life.world.pull(1)) == [*rest, AnswerPull(1, 0, v_train=3)]
+    assert not life.faults
     for _ in range(2):
         iterate(life, 0)
+        assert [fault.sync for fault in life.faults] == ["bsp"]
         iterate(life, 1)
         assert not life.world.waiting
     assert not life.held

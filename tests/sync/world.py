@@ -8,6 +8,7 @@ promises are checked:
 - a push is applied, held or dropped by its own event, first of all its actions; a held one is applied later, as
   part of one mean, in worker order; an empty one is dropped;
 - only a pull that was asked for is answered, once, and never before the worker's own push has been applied;
+  who is told of a later round goes on from there with its next push;
 - there is always a live worker that is not waiting, or a timer; and nothing is held for those who have all left;
 - a pull that is repeated is answered at once, and nothing else comes of it;
 - a refused event leaves the machine as it was.
@@ -66,6 +67,7 @@ class World:
         now_s: the time that the next event carries.
         phase: what each live worker is doing.
         label: the iteration that each live worker's next push carries.
+        progress: the round that it is for, for those that were told to go on from a later one.
         gone: workers that have left.
         timers: those that are set and have not fired.
         repeats: whether the host of the machine takes pulls that are repeated.
@@ -77,6 +79,7 @@ class World:
         self.timers: list[SetTimer] = []
         self.phase: dict[int, Phase] = {}
         self.label: dict[int, int] = {}
+        self.progress: dict[int, int] = {}
         self.gone: list[int] = []
 
     @property
@@ -88,9 +91,10 @@ class World:
         """Live workers that are doing this, in order of joining."""
         return [worker for worker, its in self.phase.items() if its == phase]
 
-    def join(self, iteration: int = 0) -> WorkerJoined:
-        """Somebody new."""
-        return WorkerJoined(now_s=self.now_s, worker=len(self.phase) + len(self.gone), iteration=iteration)
+    def join(self, iteration: int = 0, *, change: int = 0) -> WorkerJoined:
+        """Somebody new, after so many changes of model were published."""
+        worker = len(self.phase) + len(self.gone)
+        return WorkerJoined(now_s=self.now_s, worker=worker, iteration=iteration, change=change)
 
     def push(
         self,
@@ -110,6 +114,7 @@ class World:
             stop=stop,
             change=change,
             significance=significance,
+            progress=self.progress.get(worker),
         )
 
     def pull(self, worker: int) -> PullRequested:
@@ -192,10 +197,12 @@ class World:
             case PushReceived():
                 self.phase[event.worker] = "pushed"
                 self.label[event.worker] += 1
+                self.progress.pop(event.worker, None)
             case PullRequested():
                 self.phase[event.worker] = "waiting"
             case WorkerLost() | WorkerFinished():
                 del self.phase[event.worker], self.label[event.worker]
+                self.progress.pop(event.worker, None)
                 self.gone.append(event.worker)
             case TimerFired():
                 fired = event.worker, event.iteration
@@ -289,11 +296,13 @@ class Life:
                 assert self.held >= set(pushes), f"{action} of pushes that are not held: {self.held}"
                 self.held -= set(pushes)
                 self.updates.append(action)
-            case AnswerPull(worker, iteration):
+            case AnswerPull(worker, iteration, v_train):
                 assert self.world.phase[worker] == "waiting", f"{action}, which was not asked for"
                 assert iteration == self.world.label[worker] - 1
                 assert (worker, iteration) not in self.held, f"{action} before its push was applied"
                 self.world.phase[worker] = "computing"
+                if v_train is not None:
+                    self.world.progress[worker] = v_train
             case SetTimer(worker, iteration, due_s):
                 assert self.world.phase[worker] == "waiting", f"{action}, but nobody waits for it"
                 assert iteration == self.world.label[worker] - 1
