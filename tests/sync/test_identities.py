@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -264,10 +263,6 @@ def test_after_a_change_a_shard_is_like_one_that_began_with_the_model(
         assert changed.world.phase == fresh.world.phase
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="its gap is counted from the slowest, but the round that a pull waits for is at least V_train",
-)
 def test_dssp_goes_on_with_who_joined_behind_the_rounds_that_are_complete() -> None:
     """Its count is the slowest's at another shard, which this one is ahead of."""
     life = Life(DSSP(lower=0, upper=2).at_shard())

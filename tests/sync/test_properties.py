@@ -1060,10 +1060,6 @@ def live_at_random(seed: int) -> None:
         raise AssertionError(f"seed {seed}: {error!r} at the end of\n{story}") from error
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a pull that is on its way when the next change begins is not answered; the others are in test_changes.py",
-)
 def test_a_job_goes_on_whatever_happens() -> None:
     for seed in range(1000):
         live_at_random(seed)

@@ -206,18 +206,7 @@ def play(script: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-early = pytest.mark.xfail(
-    strict=True, reason="who starts after the first change is taken to start after the second"
-)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[early] * (path.stem == "change-at-the-coordinator"), id=path.stem)
-        for path in SCRIPTS
-    ],
-)
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_the_story_goes_as_written(path: Path) -> None:
     script = path.read_text()
     played = play(script)

@@ -7,8 +7,9 @@ its next push with it, identically to all shards, and has thereby ended the old 
 
     ShardSync   takes a flagged push by the old model, which then sees the worker leave: so nobody waits for it, and
                 what it had pushed is applied, averaged or dropped as ever. Its pull waits here. When every member has
-                sent its flagged push, has finished or is lost, whoever the old model still knows leaves it too, all
-                join the new model, with equal counts, and the pulls are answered
+                sent its flagged push, has finished or is lost, the members join the new model, with equal counts,
+                and the pulls are answered. Whoever has joined while the change was under way is a *guest*: it lives
+                by no model, waits for nobody and is waited for by nobody, until it passes a change itself
     JobSync     orders the changes, one at a time: the next is published when this one is complete everywhere. A
                 worker that has passed and starts its next iteration shows it: every shard has answered it. If all
                 who had passed are lost before that, nobody knows which shards have changed; if somebody has joined
@@ -28,7 +29,7 @@ from __future__ import annotations
 from collections import deque
 
 from ..errors import InternalError, InvalidEventError
-from .actions import AnswerPull, AnyAction, PublishChange, ReportFault
+from .actions import AnswerPull, AnyAction, ApplyPush, DropPush, PublishChange, ReportFault
 from .asp import ASP
 from .bsp import BSP
 from .conditions import ConditionMachine
@@ -75,6 +76,7 @@ class ShardSync:
         self._changed = 0  # number of the last change that was completed here
         self._remaining: set[int] = set()  # its live members whose flagged push has not come
         self._joined_after: dict[int, int] = {}  # live worker -> the last change published before it joined
+        self._guests = Ledger()  # those who have joined during a change, see above
         # Workers at the boundary, with the iteration of their flagged push: those that have yet to pull, and those
         # whose pull waits. The first may outlast the change; the second never do.
         self._to_pull: dict[int, int] = {}
@@ -87,7 +89,7 @@ class ShardSync:
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it. Raises `InvalidEventError`, state unchanged."""
-        if self._change is None and not self._to_pull and type(event) in _ORDINARY:
+        if self._change is None and not self._to_pull and not self._guests.count and type(event) in _ORDINARY:
             if type(event) is PushReceived and event.change is not None:
                 return self._arrive(event, event.change)
             return self._tell(event)
@@ -97,7 +99,7 @@ class ShardSync:
                     f"worker {event.worker} pulled again before the pull after its last push"
                 )
             case PullRepeated():
-                self.ledger.repeated(event)
+                (self._guests if event.worker in self._guests.count else self.ledger).repeated(event)
                 return [AnswerPull(event.worker, event.iteration - 1)]
             case PushReceived() if event.worker in self._to_pull or event.worker in self._pulled:
                 raise InvalidEventError(
@@ -107,21 +109,22 @@ class ShardSync:
                 return self._arrive(event, event.change)
             case PullRequested() if event.worker in self._to_pull or event.worker in self._pulled:
                 return self._pull_at_boundary(event)
-            case WorkerJoined() if event.worker in self._to_pull or event.worker in self._pulled:
-                raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
             case WorkerJoined():
-                actions = self._tell(event)
-                self._joined_after[event.worker] = event.change
-                return actions
+                return self._join(event)
             case WorkerLost() | WorkerFinished():
                 return self._leave(event)
+            case PushReceived() if event.worker in self._guests.count:
+                return [self._take_from_guest(event)]
+            case PullRequested() if event.worker in self._guests.count:
+                self._guests.pulled(event)
+                self._guests.answered(event.worker)
+                return [AnswerPull(event.worker, event.iteration)]
             case _:
                 return self._tell(event)
 
     def last_iteration(self, worker: int) -> int:
-        """The label of a live worker's last push."""
-        at_boundary = self._to_pull | self._pulled
-        return at_boundary[worker] if worker in at_boundary else self.ledger.label(worker) - 1
+        """The label of the last push of a live worker that waits."""
+        return self._pulled[worker] if worker in self._pulled else self.ledger.label(worker) - 1
 
     def waits(self) -> dict[int, str]:
         """For each pull that is delayed, what it waits for."""
@@ -136,14 +139,20 @@ class ShardSync:
         """Cross-check the collections derived from one another."""
         self._machine.validate()
         live = self.ledger.count.keys()
-        if self._change is None and (self._pulled or self._remaining or not self._to_pull.keys() <= live):
-            raise InternalError(f"no change is under way, and yet {self._pulled} wait for {self._remaining}")
-        if self._change is not None and (
-            not self._remaining
-            or not self._remaining <= live
-            or live & (self._to_pull.keys() | self._pulled.keys())
+        guests = self._guests.count.keys()
+        self._guests.validate()
+        if self._change is None and (
+            self._pulled or self._remaining or not self._to_pull.keys() <= live | guests
         ):
-            raise InternalError(f"the change {self._change} waits for {self._remaining} of {set(live)}")
+            raise InternalError(f"no change is under way, and yet {self._pulled} wait for {self._remaining}")
+        if self._change is not None and (not self._remaining or not self._remaining <= live | guests):
+            raise InternalError(
+                f"the change {self._change} waits for {self._remaining} of {set(live | guests)}"
+            )
+        if live & guests or self._pulled.keys() & (live | guests | self._to_pull.keys()):
+            raise InternalError(
+                f"{set(live)}, guests {set(guests)} and those at the boundary {self._pulled} overlap"
+            )
 
     def _tell(self, event: AnyEvent) -> list[AnyAction]:
         """Hand an event to the model in force. If a condition fails over it, go back to what worked."""
@@ -175,18 +184,24 @@ class ShardSync:
             raise InvalidEventError(
                 f"worker {push.worker} ended the model for change {change.number} during {self._change.number}"
             )
+        guest = push.worker in self._guests.count
+        actions = [self._take_from_guest(push)] if guest else self._tell(push)
         if change.number <= self._changed:  # completed without it: nobody waits for it any more
-            return self._tell(push)
-        actions = self._tell(push)
+            return actions
         if self._change is None or self._change.number < change.number:
             # Published anew, since all members of the earlier one are gone, though it is not known here yet.
             self._change = change
             self._remaining = {
                 m for m in change.members if self._joined_after.get(m, change.number) < change.number
             }
-            self._remaining &= self.ledger.count.keys()
+            self._remaining &= self.ledger.count.keys() | self._guests.count.keys()
         self._to_pull[push.worker] = push.iteration
-        actions += self._end_old(push.worker, push.now_s)
+        self._remaining.discard(push.worker)
+        left = WorkerFinished(now_s=push.now_s, worker=push.worker)
+        if guest:
+            self._guests.left(left)
+        else:  # the old model sees it leave: it waits for it no more, and forgets none of its pushes
+            actions += self._tell(left)
         return actions + self._complete(push.now_s)
 
     def _pull_at_boundary(self, pull: PullRequested) -> list[AnyAction]:
@@ -197,46 +212,67 @@ class ShardSync:
                 + (f"{self._to_pull[worker]}" if worker in self._to_pull else "none: it waits already")
             )
         del self._to_pull[worker]
-        if self._change is None:  # all have passed; the new model has known it from the start
-            return [AnswerPull(worker, pull.iteration)]
+        if self._change is None or worker in self.ledger.count or worker in self._guests.count:
+            return [AnswerPull(worker, pull.iteration)]  # the change that it has passed is complete
         self._pulled[worker] = pull.iteration
         return []
 
     def _leave(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
         worker = event.worker
-        at_boundary = self._change is not None and (worker in self._to_pull or worker in self._pulled)
-        actions = [] if at_boundary else self._tell(event)
+        actions: list[AnyAction] = []
+        if worker in self._guests.count:
+            self._guests.left(event)
+        elif worker in self.ledger.count or not (worker in self._to_pull or worker in self._pulled):
+            actions = self._tell(event)
         self._to_pull.pop(worker, None)
         self._pulled.pop(worker, None)
         self._joined_after.pop(worker, None)
         self._remaining.discard(worker)
         return actions + (self._complete(event.now_s) if self._change is not None else [])
 
-    def _end_old(self, worker: int, now_s: float) -> list[AnyAction]:
-        """The old model sees a worker leave: it waits for it no more, and forgets none of its pushes."""
-        self._remaining.discard(worker)
-        return self._tell(WorkerFinished(now_s=now_s, worker=worker))
+    def _join(self, event: WorkerJoined) -> list[AnyAction]:
+        worker = event.worker
+        if worker in self._to_pull or worker in self._pulled or worker in self._guests.count:
+            raise InvalidEventError(f"worker {worker} joined, but it is live already")
+        actions: list[AnyAction] = []
+        if event.change > self._changed:
+            self._guests.joined(event, 0)
+        else:
+            actions = self._tell(event)
+        self._joined_after[worker] = event.change
+        return actions
+
+    def _take_from_guest(self, push: PushReceived) -> AnyAction:
+        self._guests.pushed(push)
+        return (DropPush if push.empty else ApplyPush)(push.worker, push.iteration)
 
     def _complete(self, now_s: float) -> list[AnyAction]:
         """Pass to the new model, if every member is at the boundary or has left."""
         if self._remaining:
             return []
-        change, ledger = self._change, self.ledger
+        change, old = self._change, self.ledger
         assert change is not None
         actions: list[AnyAction] = []
-        labels = {worker: last + 1 for worker, last in (self._to_pull | self._pulled).items()}
-        for worker in list(ledger.count):  # those who have joined since the change was published
-            labels[worker] = ledger.label(worker)
-            if ledger.phase(worker) == "pushed":
-                self._to_pull[worker] = labels[worker] - 1
-            elif ledger.phase(worker) == "waiting":
-                self._pulled[worker] = labels[worker] - 1
-            actions += self._end_old(worker, now_s)
+        members = {
+            worker: last + 1
+            for worker, last in (self._to_pull | self._pulled).items()
+            if worker not in old.count and worker not in self._guests.count
+        }
+        for worker in list(old.count):  # no members: they have joined since the change was published
+            label, phase = old.label(worker), old.phase(worker)
+            self._guests.joined(WorkerJoined(now_s=now_s, worker=worker, iteration=label), 0)
+            if phase == "pushed":
+                self._to_pull[worker] = label - 1
+            elif phase == "waiting":
+                actions.append(AnswerPull(worker, label - 1))
+            left = self._tell(WorkerFinished(now_s=now_s, worker=worker))
+            actions = [*(action for action in left if not isinstance(action, AnswerPull)), *actions]
+            actions += [action for action in left if isinstance(action, AnswerPull)]
         models = parse_shards(change.sync)
         self._worked, self.sync = self.sync, models[self._shard if len(models) > 1 else 0]
         self._machine = self.sync.at_shard(self._seed, self._shard)
-        for worker in sorted(labels):
-            actions += self._tell(WorkerJoined(now_s=now_s, worker=worker, iteration=labels[worker]))
+        for worker in sorted(members):
+            actions += self._tell(WorkerJoined(now_s=now_s, worker=worker, iteration=members[worker]))
         actions += [AnswerPull(worker, self._pulled[worker]) for worker in sorted(self._pulled)]
         self._pulled = {}
         self._change, self._changed = None, change.number
@@ -377,7 +413,7 @@ class JobSync:
                 f"worker {event.worker} started iteration {event.iteration}, expected {self._to_start[event.worker]}"
             )
         del self._to_start[event.worker]
-        if self._change is None:
+        if event.worker not in self._passed:  # of an earlier change
             return []
         self._certain = True
         return self._complete()

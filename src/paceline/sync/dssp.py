@@ -80,13 +80,14 @@ class SpendingMachine(ConditionMachine):
         return super().inherit(other, now_s)
 
     def _answers(self, state: PullState) -> bool:
-        worker = state.worker
-        if state.gap <= self._model.lower:
+        # From V_train: it is min c, but for a worker that has joined behind it, and is not to be waited for.
+        worker, gap = state.worker, state.progress + 1 - state.v_train
+        if gap <= self._model.lower:
             self._left.pop(worker, None)
             return True
         if worker not in self._left and state.progress + 1 == state.fastest:
             self._left[worker] = self._choose(worker)
-        if self._left.get(worker, 0) > 0 and state.gap <= self._model.upper:
+        if self._left.get(worker, 0) > 0 and gap <= self._model.upper:
             self._left[worker] -= 1
             return True
         self._left.pop(worker, None)  # it waits until its gap is `lower`; past that, it may choose anew
