@@ -76,7 +76,10 @@ def medians(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def comparison_table(outcomes: Sequence[Outcome], *, every: bool = False) -> Table:
-    """The table, one row per outcome; its caption says what was emulated. `every` adds delayed pulls and aborts."""
+    """The table, one row per outcome; its caption says what was emulated.
+
+    `every` shows delayed pulls and aborts instead of the settings and the updates, and breaks long names.
+    """
     first = outcomes[0]
     runs = f"medians of {len(first.seeds)} seeds" if len(first.seeds) > 1 else f"seed {first.seeds[0]}"
     table = Table(
@@ -98,11 +101,12 @@ def comparison_table(outcomes: Sequence[Outcome], *, every: bool = False) -> Tab
         "staleness\nmean, max": lambda o: f"{o.mean_staleness:.1f}, {o.max_staleness}",
     }
     if every:
+        del columns["rate,\nmomentum"], columns["updates\nper s"]
         columns |= {
             "pulls\ndelayed": lambda o: f"{o.delayed_share:.1%}",
             "aborts,\nwasted": lambda o: f"{o.restarts:g}, {o.wasted_share:.1%}",
         }
-    table.add_column("sync", no_wrap=not every, vertical="bottom")
+    table.add_column("sync", no_wrap=not every, vertical="bottom", min_width=26 if every else None)
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
