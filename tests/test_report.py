@@ -18,7 +18,7 @@ from paceline.report.accuracy import Curve, draw_accuracy
 from paceline.report.canvas import new_figure, save
 from paceline.report.comparison import Outcome, comparison_table, medians
 from paceline.report.picture import comparison_picture
-from paceline.report.timeline import COMPUTING, WAITING, Timeline, draw_timeline, read_timeline
+from paceline.report.timeline import COMPUTING, DROPPED, WAITING, Timeline, draw_timeline, read_timeline
 from paceline.runtime.records import IterationRecord
 from paceline.sync.actions import ApplyMean, ApplyPush
 from paceline.sync.events import PushReceived
@@ -29,7 +29,7 @@ BSP_CURVE = Curve("bsp", (0.0, 1.0, 2.0, 3.0), (0.1, 0.7, 0.95, 0.96), 3.0)
 ASP_CURVE = Curve("asp", (0.0, 1.0, 2.0, 3.0), (0.1, 0.8, 0.9, 0.9), None)
 TIMELINE = Timeline(
     computing=(((0.0, 0.1), (0.3, 0.4)), ((0.0, 0.3), (0.31, 0.6))),
-    dropped=((), ()),
+    dropped=(((0.3, 0.35),), ()),
     waiting=(((0.1, 0.3), (0.4, 0.61)), ((0.3, 0.31), (0.6, 0.61))),
     barriers_s=(0.3, 0.6),
 )
@@ -142,8 +142,8 @@ def test_runs_with_several_seeds_share_a_colour_and_an_entry() -> None:
 def test_timeline_draws_bars_where_workers_computed_and_waited_and_a_line_at_each_barrier() -> None:
     axes = new_figure(6, 2).subplots()
     draw_timeline(axes, TIMELINE, until_s=0.5)
-    kinds = {COMPUTING.lower(): "computing", WAITING.lower(): "waiting"}
-    bars: dict[str, list[tuple[float, float, int]]] = {"computing": [], "waiting": []}
+    kinds = {COMPUTING.lower(): "computing", WAITING.lower(): "waiting", DROPPED.lower(): "dropped"}
+    bars: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in kinds.values()}
     for collection in axes.collections:
         if not isinstance(collection, PolyCollection):
             continue
@@ -157,6 +157,7 @@ def test_timeline_draws_bars_where_workers_computed_and_waited_and_a_line_at_eac
         (0.4, 0.61, 0),
         (0.3, 0.31, 1),
     ]  # what begins after 0.5 s is left out
+    assert bars["dropped"] == [(0.3, 0.35, 0)]
     [barriers] = [c for c in axes.collections if isinstance(c, LineCollection)]
     assert [segment[0][0] for segment in barriers.get_segments()] == [0.3]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["worker 0", "worker 1"]
@@ -205,6 +206,7 @@ def test_whole_picture_is_saved_with_a_strip_for_each_sync_model(tmp_path: Path)
     assert [text.get_text().split(",")[0] for text in legend.get_texts()] == [
         "computing",
         "waiting for the others",
+        "computed in vain",
         "barrier",
     ]
     save(figure, tmp_path / "picture.png")

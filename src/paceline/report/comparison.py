@@ -106,13 +106,13 @@ def comparison_table(outcomes: Sequence[Outcome], *, every: bool = False) -> Tab
             "pulls\ndelayed": lambda o: f"{o.delayed_share:.1%}",
             "aborts,\nwasted": lambda o: f"{o.restarts:g}, {o.wasted_share:.1%}",
         }
-    table.add_column("sync", no_wrap=not every, vertical="bottom", min_width=26 if every else None)
+    if every:
+        table.add_column("sync", overflow="fold", vertical="bottom", min_width=23)
+    else:
+        table.add_column("sync", no_wrap=True, vertical="bottom")
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
-        # A long notation may be broken after a comma.
-        table.add_row(
-            outcome.sync.replace(",", ", ") if every else outcome.sync,
-            *(show(outcome) for show in columns.values()),
-        )
+        name = outcome.sync.replace(",", ", ").replace(":", ": ") if every else outcome.sync  # breaks there
+        table.add_row(name, *(show(outcome) for show in columns.values()))
     return table
