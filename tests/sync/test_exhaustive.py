@@ -41,7 +41,14 @@ from paceline.sync.conditions import ConditionMachine
 from paceline.sync.draws import uniform
 from paceline.sync.dsps import AdaptiveMachine
 from paceline.sync.dssp import SpendingMachine
-from paceline.sync.events import AnyEvent, IterationFinished, PushReceived, WorkerLost
+from paceline.sync.events import (
+    AnyEvent,
+    IterationFinished,
+    PushReceived,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
 from paceline.sync.spec_sync import Speculation, Speculator
 
 from .cluster import Cluster
@@ -436,7 +443,12 @@ def test_the_search_finds_the_deadlock_of_shards_that_change_each_at_its_own_mom
 
         def _complete(self, now_s: float) -> list[AnyAction]:
             self._remaining.clear()
-            return super()._complete(now_s)
+            actions = super()._complete(now_s)
+            for worker in list(self._guests.count):
+                label = self._guests.label(worker)
+                self._guests.left(WorkerFinished(now_s=now_s, worker=worker))
+                actions += self._tell(WorkerJoined(now_s=now_s, worker=worker, iteration=label))
+            return actions
 
     cluster = Cluster(
         ASP(),
