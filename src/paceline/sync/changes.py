@@ -162,9 +162,7 @@ class ShardSync:
             fault = machine.fault
             replacement = self._worked.at_shard(self._seed, self._shard)
             self.sync = self._worked
-            if not isinstance(
-                replacement, ConditionMachine
-            ):  # its counts cannot be taken over, nor a plan for it made
+            if not isinstance(replacement, ConditionMachine):  # it cannot go on from counts, or needs plans
                 replacement, self.sync = ASP().at_shard(), ASP()
             self._machine = replacement
             actions.append(ReportFault(fault.reason, fault.traceback, str(self.sync)))
@@ -266,6 +264,7 @@ class ShardSync:
             elif phase == "waiting":
                 actions.append(AnswerPull(worker, label - 1))
             left = self._tell(WorkerFinished(now_s=now_s, worker=worker))
+            # What is held is applied before anybody is answered.
             actions = [*(action for action in left if not isinstance(action, AnswerPull)), *actions]
             actions += [action for action in left if isinstance(action, AnswerPull)]
         models = parse_shards(change.sync)

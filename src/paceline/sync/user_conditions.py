@@ -105,9 +105,7 @@ class UserMachine(ConditionMachine):
                 return False
             try:
                 verdict = condition(state)
-            except (
-                Exception
-            ) as error:  # whatever it is, it is the user's, and reported with their own traceback
+            except Exception as error:  # whatever it is, it is the user's: reported with their own traceback
                 own = error.__traceback__.tb_next if error.__traceback__ is not None else None
                 text = "".join(traceback.format_exception(type(error), error, own))
                 self.fault = Fault(f"{what} raised {type(error).__name__}: {error}", text)
