@@ -250,7 +250,8 @@ class ShardSync:
             return []
         change, old = self._change, self.ledger
         assert change is not None
-        actions: list[AnyAction] = []
+        updates: list[AnyAction] = []
+        answers: list[AnyAction] = []  # after all updates
         members = {
             worker: last + 1
             for worker, last in (self._to_pull | self._pulled).items()
@@ -262,20 +263,18 @@ class ShardSync:
             if phase == "pushed":
                 self._to_pull[worker] = label - 1
             elif phase == "waiting":
-                actions.append(AnswerPull(worker, label - 1))
-            left = self._tell(WorkerFinished(now_s=now_s, worker=worker))
-            # What is held is applied before anybody is answered.
-            actions = [*(action for action in left if not isinstance(action, AnswerPull)), *actions]
-            actions += [action for action in left if isinstance(action, AnswerPull)]
+                answers.append(AnswerPull(worker, label - 1))
+            for action in self._tell(WorkerFinished(now_s=now_s, worker=worker)):
+                (answers if isinstance(action, AnswerPull) else updates).append(action)
         models = parse_shards(change.sync)
         self._worked, self.sync = self.sync, models[self._shard if len(models) > 1 else 0]
         self._machine = self.sync.at_shard(self._seed, self._shard)
         for worker in sorted(members):
-            actions += self._tell(WorkerJoined(now_s=now_s, worker=worker, iteration=members[worker]))
-        actions += [AnswerPull(worker, self._pulled[worker]) for worker in sorted(self._pulled)]
+            self._tell(WorkerJoined(now_s=now_s, worker=worker, iteration=members[worker]))
+        answers += [AnswerPull(worker, self._pulled[worker]) for worker in sorted(self._pulled)]
         self._pulled = {}
         self._change, self._changed = None, change.number
-        return actions
+        return updates + answers
 
 
 _ORDINARY = {PushReceived, PullRequested, TimerFired}
