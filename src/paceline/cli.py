@@ -26,6 +26,8 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
+NOTHING_LEFT = "nothing has been measured to its end, and nothing is left running"
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -279,7 +281,7 @@ def bench_zipline(
 
     from .workloads import zipline_bench, zipline_tables
 
-    with _interruptible(), zipline_tables.shown_progress(Console(stderr=True)) as tell:
+    with _interruptible(NOTHING_LEFT), zipline_tables.shown_progress(Console(stderr=True)) as tell:
         report = zipline_bench.measure(rounds=rounds, quick=quick, tell=tell)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
@@ -301,7 +303,10 @@ def bench_sync(
     from .workloads import sync_bench
 
     console = Console(stderr=True)
-    with _interruptible(), console.status("measuring") if console.is_terminal else contextlib.nullcontext():
+    with (
+        _interruptible(NOTHING_LEFT),
+        console.status("measuring") if console.is_terminal else contextlib.nullcontext(),
+    ):
         rows = sync_bench.measure()
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
@@ -339,12 +344,12 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends a run in order, and says so."""
+def _interruptible(then: str = "every process of the run has been ended") -> Iterator[None]:
+    """Ctrl-C ends what runs in order, and says so."""
     try:
         yield
     except KeyboardInterrupt:
-        print("interrupted: every process of the run has been ended", file=sys.stderr)
+        print(f"interrupted: {then}", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
