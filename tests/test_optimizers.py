@@ -68,7 +68,7 @@ def test_every_class_of_torch_is_either_in_the_table_or_refused() -> None:
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_class_of_the_table_is_taken(name: str) -> None:
-    kind, _ = ELEMENTWISE[name]
+    kind = ELEMENTWISE[name]
     assert require_elementwise(kind(a_matrix(), lr=0.1)) == name  # type: ignore[call-arg]
 
 
@@ -95,7 +95,7 @@ def train(parts: list[torch.Tensor], name: str, groups: tuple[HyperParameters, .
 def test_on_slices_it_gives_what_it_gives_on_the_whole(
     name: str, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    kind, _ = ELEMENTWISE[name]
+    kind = ELEMENTWISE[name]
     groups = read_groups(kind([weights(dtype)], lr=0.01))  # type: ignore[call-arg]
     whole = train([weights(dtype)], name, groups)
     sliced = train([part.clone() for part in weights(dtype).split(list(sizes))], name, groups)
@@ -105,7 +105,7 @@ def test_on_slices_it_gives_what_it_gives_on_the_whole(
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_it_gives_what_the_users_own_would(name: str) -> None:
-    kind, _ = ELEMENTWISE[name]
+    kind = ELEMENTWISE[name]
     users = weights(torch.float64)
     optimizer = kind([users], lr=0.01)  # type: ignore[call-arg]
     ours = train([weights(torch.float64)], name, read_groups(optimizer))

@@ -21,6 +21,7 @@ ROOMS = [
     "layout",
     "sync",
     "optimizers",
+    "slice_optimizers",
     "trace",
     "measures",
     "shard",

@@ -12,8 +12,8 @@ from paceline.errors import InvalidEventError, ProtocolError
 from paceline.layout import Layout, Parameter
 from paceline.measures import measure
 from paceline.optimizers import ELEMENTWISE, HyperParameters, OptimizerSpec, read_groups, require_elementwise
-from paceline.shard import ForHost, Push, Shard, SliceTensors, Vectors
-from paceline.sync import ASP, BSP, SSP, AnySyncModel, ElasticBSP
+from paceline.shard import ForHost, Push, Shard, Vectors
+from paceline.sync import ASP, BSP, SSP, AnySyncModel, Conditions, ElasticBSP, PullState, PushState
 from paceline.sync.actions import AnswerPull
 from paceline.sync.events import (
     AnyEvent,
@@ -142,7 +142,7 @@ class Job:
         pushes = []
         for bounds in self.slices:
             mine = {d: flat[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
-            pushes.append(Push(SliceTensors(bounds, mine), present, groups or self.groups))
+            pushes.append(Push(mine, present, groups or self.groups))
         self.tell(PushReceived(now_s=0.0, worker=worker, iteration=iteration, stop=stop), pushes)
         if pull:
             self.tell(PullRequested(now_s=0.0, worker=worker, iteration=iteration))
@@ -152,10 +152,8 @@ class Job:
         """The model's tensors, put together from the shards."""
         parts: list[list[torch.Tensor]] = [[] for _ in self.layout.parameters]
         for bounds, shard in zip(self.slices, self.shards, strict=True):
-            for segment, part in zip(
-                bounds.segments, SliceTensors(bounds, shard.weights).segments, strict=True
-            ):
-                parts[segment.parameter].append(part)
+            for segment in bounds.segments:
+                parts[segment.parameter].append(shard.weights[segment.dtype][segment.start : segment.stop])
         return [
             torch.cat(part).reshape(parameter.shape)
             for part, parameter in zip(parts, self.layout.parameters, strict=True)
@@ -294,9 +292,29 @@ def test_a_pushed_gradient_is_read_and_never_written(name: str) -> None:
         for iteration in range(2):
             pushes = [job.push(worker, iteration, gradients(worker)) for worker in range(2)]
             for worker, [push] in enumerate(pushes):
-                assert torch.equal(
-                    push.gradient.vectors["float64"], job.flatten(gradients(worker))["float64"]
-                )
+                assert torch.equal(push.gradient["float64"], job.flatten(gradients(worker))["float64"])
+
+
+def test_a_held_push_whose_pull_is_answered_survives_the_workers_next_one() -> None:
+    """A user's conditions may hold a push for a mean and let its worker go on, which uses its memory again."""
+    sync = Conditions(pull=always, push=when_both_have_pushed, pushes="average")
+    job, control = (Job(sync, OPTIMIZERS["SGD"]) for _ in range(2))
+    for one in (job, control):
+        [push] = one.push(0, 0, gradients(0))
+        assert one.answers == [(0, 0, 0, 0)]
+        if one is job:
+            push.gradient["float64"].fill_(7.0)
+        one.push(1, 0, gradients(1))
+        assert one.shards[0].version == 1
+    assert_equal(job.weights(), control.weights())
+
+
+def always(state: PullState) -> bool:
+    return True
+
+
+def when_both_have_pushed(state: PushState) -> bool:
+    return state.pushed == 2
 
 
 def test_elastic_bsp_applies_the_mean_of_the_stopping_pushes_once() -> None:

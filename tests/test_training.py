@@ -205,7 +205,7 @@ def test_every_supported_optimizer_computes_on_slices_what_it_computes_on_whole_
     run_on_threads: RunOnThreads, name: str
 ) -> None:
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        kind: Any = ELEMENTWISE[name][0]
+        kind: Any = ELEMENTWISE[name]
         optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.01)
         return optimizer
 

@@ -21,7 +21,7 @@ import msgspec
 
 from .errors import ConfigurationError
 
-__all__ = ["ALIGNMENT_BYTES", "ITEM_BYTES", "Layout", "Parameter", "Segment", "ShardSlice"]
+__all__ = ["ALIGNMENT_BYTES", "ITEM_BYTES", "Layout", "Parameter", "Segment", "ShardSlice", "aligned"]
 
 ALIGNMENT_BYTES = 64
 
@@ -113,7 +113,7 @@ class Layout(msgspec.Struct, frozen=True):
                     f"expected one of {', '.join(ITEM_BYTES)}."
                 )
             offsets.append(sizes.get(parameter.dtype, 0))
-            sizes[parameter.dtype] = _aligned(offsets[-1] + parameter.size, parameter.dtype)
+            sizes[parameter.dtype] = aligned(offsets[-1] + parameter.size, parameter.dtype)
         return cls(tuple(parameters), tuple(offsets), dict(sorted(sizes.items())))
 
     @property
@@ -146,7 +146,8 @@ def _block(dtype: str) -> int:
     return ALIGNMENT_BYTES // ITEM_BYTES[dtype]
 
 
-def _aligned(size: int, dtype: str) -> int:
+def aligned(size: int, dtype: str) -> int:
+    """So many elements, rounded up to where the next parameter may start."""
     block = _block(dtype)
     return -(-size // block) * block
 

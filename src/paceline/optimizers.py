@@ -23,8 +23,6 @@ __all__ = [
     "PER_PARAMETER_STATE",
     "HyperParameters",
     "OptimizerSpec",
-    "fill_momentum",
-    "implementation",
     "make_optimizer",
     "read_groups",
     "rehearse",
@@ -34,19 +32,18 @@ __all__ = [
 HyperParameters = dict[str, float | int | bool | tuple[float, float] | None]
 """One parameter group's settings: `lr`, `momentum`, `betas`, ..."""
 
-# name -> (class, whether its fused kernel runs on the CPU: one pass, no temporaries)
-ELEMENTWISE: dict[str, tuple[type[torch.optim.Optimizer], bool]] = {
-    "SGD": (torch.optim.SGD, True),
-    "Adam": (torch.optim.Adam, True),
-    "AdamW": (torch.optim.AdamW, True),
-    "Adagrad": (torch.optim.Adagrad, False),
-    "Adadelta": (torch.optim.Adadelta, False),
-    "Adamax": (torch.optim.Adamax, False),
-    "ASGD": (torch.optim.ASGD, False),
-    "NAdam": (torch.optim.NAdam, False),
-    "RAdam": (torch.optim.RAdam, False),
-    "RMSprop": (torch.optim.RMSprop, False),
-    "Rprop": (torch.optim.Rprop, False),
+ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
+    "SGD": torch.optim.SGD,
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": torch.optim.RMSprop,
+    "Rprop": torch.optim.Rprop,
 }
 
 # State that is one number per parameter, the same for each of its slices; all other state is element by element.
@@ -77,7 +74,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> str:
         ConfigurationError: it is not one of them, by name, with the reason.
     """
     kind = type(optimizer)
-    if kind is ELEMENTWISE.get(kind.__name__, (None, False))[0]:
+    if kind is ELEMENTWISE.get(kind.__name__):
         return kind.__name__
     raise ConfigurationError(
         f"{kind.__module__}.{kind.__qualname__} cannot run on the servers: each server holds a slice of the "
@@ -97,25 +94,11 @@ def make_optimizer(
     name: str, groups: Sequence[HyperParameters], parameters: Sequence[list[torch.Tensor]]
 ) -> torch.optim.Optimizer:
     """The real optimizer over some tensors, one list per group; groups may be empty."""
-    kind, _ = ELEMENTWISE[name]
-    settings: Any = [
-        {**group, **implementation(name, group, tensors), "params": tensors}
-        for group, tensors in zip(groups, parameters, strict=True)
-    ]
+    kind = ELEMENTWISE[name]
+    settings: Any = [{**group, "params": tensors} for group, tensors in zip(groups, parameters, strict=True)]
     # Of these torch reads some in the constructor only.
     defaults: Any = {key: groups[0][key] for key in ("lr", "initial_accumulator_value") if key in groups[0]}
     return kind(settings, **defaults)
-
-
-def implementation(name: str, group: HyperParameters, tensors: Sequence[torch.Tensor]) -> dict[str, bool]:
-    """How torch is to compute a group: by the fused kernel where that gives the same result.
-
-    With dampening, SGD's first step is an exception that the fused kernel makes for all parameters or for none; and
-    in half precision it leaves weights as they are.
-    """
-    _, fused = ELEMENTWISE[name]
-    exact = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tensors)
-    return {"fused": exact and not group.get("dampening")} if fused else {}
 
 
 def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[HyperParameters]) -> None:
@@ -128,24 +111,9 @@ def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[Hyper
     optimizer = make_optimizer(name, before, [[parameter] for parameter in parameters])
     for settings in (before, after):
         for group, one, parameter in zip(optimizer.param_groups, settings, parameters, strict=True):
-            group.update(one | implementation(name, one, [parameter]))
+            group.update(one)
             parameter.grad = torch.ones(1)
-        fill_momentum(optimizer)
         optimizer.step()
-
-
-def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter that is about to be stepped a momentum buffer: torch's fused SGD takes all or none.
-
-    Starting from zeros gives what torch's own first step does, a buffer equal to the gradient, since a group with
-    dampening is not fused.
-    """
-    for group in optimizer.param_groups:
-        if group.get("fused") and group.get("momentum"):
-            for parameter in group["params"]:
-                state = optimizer.state[parameter]
-                if parameter.grad is not None and state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _plain(key: str, value: object) -> float | int | bool | tuple[float, float] | None:

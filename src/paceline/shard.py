@@ -13,18 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
-import torch
 
-from .errors import InternalError, InvalidEventError, ProtocolError
-from .layout import ITEM_BYTES, ShardSlice
-from .optimizers import (
-    PER_PARAMETER_STATE,
-    HyperParameters,
-    OptimizerSpec,
-    fill_momentum,
-    implementation,
-    make_optimizer,
-)
+from .errors import InternalError, InvalidEventError
+from .layout import ShardSlice
+from .optimizers import HyperParameters, OptimizerSpec
+from .slice_optimizers import Vectors, optimizer_of_slice
 from .sync import AnySyncModel
 from .sync.actions import (
     AnswerPull,
@@ -41,30 +34,10 @@ from .sync.events import AnyEvent, PushReceived
 from .sync.versions import Versions
 from .trace import Entry, Recorder
 
-__all__ = ["ForHost", "Push", "Shard", "SliceTensors", "Vectors"]
-
-Vectors = dict[str, torch.Tensor]
-"""dtype -> a flat vector: a shard's slice of weights, or of a gradient."""
+__all__ = ["ForHost", "Push", "Shard", "Vectors"]
 
 ForHost = AnswerPull | SetTimer | ReportFault
 """What a shard leaves to its host."""
-
-CHUNK_BYTES = 256 * 1024  # of a mean: what is summed stays in the cache until it is divided
-
-
-class SliceTensors:
-    """A shard's slice of some flat vectors, and the same memory cut into the shard's segments.
-
-    Attributes:
-        vectors: dtype -> the slice.
-        segments: one view for each segment of the shard, in order.
-    """
-
-    __slots__ = ("segments", "vectors")
-
-    def __init__(self, bounds: ShardSlice, vectors: Vectors) -> None:
-        self.vectors = vectors
-        self.segments = [vectors[s.dtype][s.start : s.stop] for s in bounds.segments]
 
 
 class Push(msgspec.Struct, frozen=True):
@@ -72,14 +45,19 @@ class Push(msgspec.Struct, frozen=True):
 
     Attributes:
         gradient: the slice of the gradient. Read, never written; it must stay as it is until the push is
-            applied or dropped.
+            applied or dropped, or a pull of its worker is answered.
         present: for each parameter of the layout, 1 if it had a gradient, 0 if it had none.
         groups: the parameter groups' hyper-parameters at the time of the push.
     """
 
-    gradient: SliceTensors
+    gradient: Vectors
     present: bytes
     groups: tuple[HyperParameters, ...]
+
+    def copied(self) -> Push:
+        """The same push in memory of its own."""
+        gradient = {dtype: vector.clone() for dtype, vector in self.gradient.items()}
+        return msgspec.structs.replace(self, gradient=gradient)
 
 
 class Shard:
@@ -115,21 +93,7 @@ class Shard:
             tuple[int, int], Push
         ] = {}  # (worker, iteration) -> a push that is not yet done with
         self._staleness: list[tuple[int, int, int]] = []  # of the pushes that the event at hand had applied
-        self._mean = SliceTensors(
-            bounds, {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
-        )
-        self._parameters = SliceTensors(bounds, weights).segments
-        self._name = optimizer.name
-        self._groups = optimizer.groups  # the hyper-parameters that the optimizer has now
-        group_of = [optimizer.group_of[segment.parameter] for segment in bounds.segments]
-        self._optimizer = make_optimizer(
-            optimizer.name,
-            optimizer.groups,
-            [
-                [p for p, of in zip(self._parameters, group_of, strict=True) if of == group]
-                for group in range(len(optimizer.groups))
-            ],
-        )
+        self._optimizer = optimizer_of_slice(optimizer, bounds, weights)
 
     @property
     def version(self) -> int:
@@ -165,26 +129,11 @@ class Shard:
 
     def optimizer_state(self) -> Vectors:
         """The optimizer's state: "<segment>/<key>" -> its tensor."""
-        return {
-            f"{index}/{key}": value
-            for index, parameter in enumerate(self._parameters)
-            for key, value in self._optimizer.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor)
-        }
+        return self._optimizer.state()
 
     def load_optimizer_state(self, state: Vectors) -> None:
-        """Restore what `optimizer_state` gave.
-
-        Raises:
-            ProtocolError: it is not for these segments.
-        """
-        parameters = {str(index): parameter for index, parameter in enumerate(self._parameters)}
-        for name, value in state.items():
-            index, _, key = name.partition("/")
-            shape = () if key in PER_PARAMETER_STATE else getattr(parameters.get(index), "shape", None)
-            if index not in parameters or tuple(value.shape) != shape:
-                raise ProtocolError(f"state {name!r} of shape {list(value.shape)} fits no segment")
-            self._optimizer.state[parameters[index]][key] = value.clone()
+        """Restore what `optimizer_state` gave. Raises `ProtocolError` if it is not for these segments."""
+        self._optimizer.load_state(state)
 
     def _note(self, event: AnyEvent, push: Push | None) -> None:
         self._versions.note(event)
@@ -203,7 +152,11 @@ class Shard:
                 self._pushes.pop((action.worker, action.iteration), None)
             case HoldPush():
                 pass  # kept in _pushes until an ApplyMean names it
-            case AnswerPull() | SetTimer() | ReportFault():
+            case AnswerPull():
+                key = action.worker, action.iteration
+                if key in self._pushes:  # still held, and the worker will use its memory again
+                    self._pushes[key] = self._pushes[key].copied()
+            case SetTimer() | ReportFault():
                 pass
             case _:
                 raise InternalError(f"a shard cannot {action}")
@@ -215,38 +168,14 @@ class Shard:
         """One optimizer step with the sum of some pushes, in the order given, times `scale`."""
         pushes = [self._pushes.pop(key) for key in keys]
         newest = max(range(len(keys)), key=lambda i: (keys[i][1], -keys[i][0]))  # the most advanced worker's
-        self._use_groups(pushes[newest].groups)
-        if len(pushes) == 1 and scale == 1.0:
-            gradient = pushes[0].gradient
-        else:
-            gradient = self._mean
-            for dtype, out in gradient.vectors.items():
-                _scaled_sum(out, [push.gradient.vectors[dtype] for push in pushes], scale, ITEM_BYTES[dtype])
-        for parameter, part, segment in zip(
-            self._parameters, gradient.segments, self.bounds.segments, strict=True
-        ):
-            has_gradient = any(push.present[segment.parameter] for push in pushes)
-            parameter.grad = part if has_gradient else None
-        fill_momentum(self._optimizer)
-        self._optimizer.step()
-
-    def _use_groups(self, groups: tuple[HyperParameters, ...]) -> None:
-        if groups is not self._groups and groups != self._groups:
-            for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
-                group.update(settings | implementation(self._name, settings, group["params"]))
-            self._groups = groups
+        self._optimizer.step(
+            [push.gradient for push in pushes],
+            scale,
+            lambda parameter: any(push.present[parameter] for push in pushes),
+            pushes[newest].groups,
+        )
 
     def _record(self, event: AnyEvent, actions: Sequence[AnyAction], refused: str | None = None) -> None:
         if self._recorder is not None:
             self._recorder.record(Entry(event, list(actions), refused, self.version, self._staleness))
         self._staleness = []
-
-
-def _scaled_sum(out: torch.Tensor, terms: Sequence[torch.Tensor], scale: float, item_bytes: int) -> None:
-    """out = scale * sum(terms), summed in the order given, one pass in chunks, without temporaries."""
-    step = CHUNK_BYTES // item_bytes
-    for start in range(0, out.numel(), step):
-        chunk = out[start : start + step]
-        torch.mul(terms[0][start : start + step], scale, out=chunk)
-        for term in terms[1:]:
-            chunk.add_(term[start : start + step], alpha=scale)

@@ -18,7 +18,7 @@ from ..buffers import bytes_of, pack, packed_bytes, pool, torch_dtype, unpack
 from ..errors import ConfigurationError, ProtocolError
 from ..layout import ITEM_BYTES
 from ..optimizers import HyperParameters, rehearse
-from ..shard import ForHost, Push, Shard, SliceTensors, Vectors
+from ..shard import ForHost, Push, Shard, Vectors
 from ..sync.events import (
     AnyEvent,
     Change,
@@ -70,12 +70,12 @@ class Holdings:
         self._slots: dict[int, dict[str, torch.Tensor]] = {}  # each worker's buffers
         self._first_buffers: dict[str, torch.Tensor] = {}  # the publisher's: what every slot starts with
 
-    def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, SliceTensors]]:
+    def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
         """For each shard, where a worker's pushes lie: in its own region, or in memory of the server's."""
         made = {}
         for index, shard in self._slices.items():
             inbox: Inbox = SharedInbox(region, shard) if region is not None else StreamedInbox(shard)
-            made[index] = inbox, SliceTensors(shard, tensors_over(inbox.gradient))
+            made[index] = inbox, tensors_over(inbox.gradient)
         return made
 
     def attach(self, descriptor: int) -> Region:
@@ -147,7 +147,7 @@ class Holdings:
         self,
         worker: int,
         message: Commit,
-        gradient: SliceTensors,
+        gradient: Vectors,
         payload: Sequence[bytearray],
         perform: Perform,
     ) -> None:

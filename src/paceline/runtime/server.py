@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 
 from ..errors import PeerLostError, ProtocolError
-from ..shard import ForHost, SliceTensors
+from ..shard import ForHost, Vectors
 from ..sync.actions import AnswerPull, SetTimer
 from ..wire.addresses import connect, listen_tcp, listen_unix
 from ..wire.memory import Inbox
@@ -54,7 +54,7 @@ class Caller(Peer):
 
     def __init__(self, stream: Stream[Message]) -> None:
         super().__init__(stream)
-        self.inboxes: dict[int, tuple[Inbox, SliceTensors]] = {}  # shard -> where this worker's pushes lie
+        self.inboxes: dict[int, tuple[Inbox, Vectors]] = {}  # shard -> where this worker's pushes lie
         self.payload: list[bytearray] = []  # of the message being received, besides what goes to an inbox
 
 

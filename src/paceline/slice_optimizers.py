@@ -1,0 +1,340 @@
+"""The user's optimizer on one shard's slice: one update out of one push, or out of the mean of several.
+
+Two ways to run it, with the same results:
+
+    `FusedOptimizer`  SGD and Adam in all their variants, in single and double precision. The state is flat vectors
+                      like the weights; an update goes through the slice once, in chunks that stay in the cache from
+                      the mean's first term to the last write, without temporaries
+    `TorchOptimizer`  every other class of the table (see `optimizers`), by its own code, one tensor per segment
+
+An optimizer tells a parameter that has no gradient from one whose gradient is zero: it leaves the former alone, its
+momentum and its step count too. So the fused way keeps *runs*: neighbouring segments of one group that have been
+stepped equally often are one stretch of memory, and are split when a push has a gradient for some of them only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+
+from .errors import ProtocolError
+from .layout import ITEM_BYTES, ShardSlice, aligned
+from .optimizers import PER_PARAMETER_STATE, HyperParameters, OptimizerSpec, make_optimizer
+
+__all__ = ["FusedOptimizer", "SliceOptimizer", "TorchOptimizer", "Vectors", "optimizer_of_slice"]
+
+Vectors = dict[str, torch.Tensor]
+"""dtype -> a flat vector: a shard's slice of weights, or of a gradient."""
+
+Presence = Callable[[int], bool]
+"""Has the parameter of this index a gradient, in at least one of the pushes?"""
+
+Kernel = Callable[..., object]
+"""(weights, gradient, *state): updates a chunk of the weights and of the state in place."""
+
+CHUNK_BYTES = 512 * 1024  # of a mean and its update: what is summed stays in the cache until it is used
+
+
+class SliceOptimizer(Protocol):
+    """What a shard asks of its optimizer."""
+
+    def step(
+        self,
+        gradients: Sequence[Vectors],
+        scale: float,
+        present: Presence,
+        groups: tuple[HyperParameters, ...],
+    ) -> None:
+        """One update with `scale` times the sum of some gradients, in the order given, which are only read.
+
+        Args:
+            gradients: of each push, the slice.
+            scale: 1 / n for a mean.
+            present: which parameters have a gradient.
+            groups: the hyper-parameters.
+        """
+        ...
+
+    def state(self) -> Vectors:
+        """The state: "<segment>/<key>" -> its tensor."""
+        ...
+
+    def load_state(self, state: Vectors) -> None:
+        """Restore what `state` gave. Raises `ProtocolError` if it is not for these segments."""
+        ...
+
+
+def optimizer_of_slice(spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> SliceOptimizer:
+    """The optimizer of a slice, whose weights it updates in place."""
+    if spec.name in KERNELS and weights.keys() <= {"float32", "float64"}:
+        return FusedOptimizer(spec, bounds, weights)
+    return TorchOptimizer(spec, bounds, weights)
+
+
+# -- fused --------------------------------------------------------------------------------------------------
+
+
+def _sgd_state(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("momentum_buffer",) if settings["momentum"] else ()
+
+
+def _sgd(settings: Mapping[str, Any], steps: int) -> Kernel:
+    lr = settings["lr"]
+    if not settings["momentum"] and not settings["weight_decay"]:
+        alpha = lr if settings["maximize"] else -lr
+        return lambda weights, gradient: weights.add_(gradient, alpha=alpha)
+    rest = {key: settings[key] for key in ("weight_decay", "momentum", "dampening", "nesterov", "maximize")}
+
+    def kernel(weights: torch.Tensor, gradient: torch.Tensor, *momentum: torch.Tensor) -> None:
+        torch._fused_sgd_([weights], [gradient], list(momentum), lr=lr, is_first_step=steps == 0, **rest)
+
+    return kernel
+
+
+def _adam_state(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if settings["amsgrad"] else ()))
+
+
+def _adam(settings: Mapping[str, Any], steps: int) -> Kernel:
+    decoupled = settings.get("decoupled_weight_decay", False)
+    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    beta1, beta2 = settings["betas"]
+    rest = {key: settings[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    step = torch.tensor(steps + 1.0)
+
+    def kernel(
+        weights: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, *squares: torch.Tensor
+    ) -> None:
+        square, *most = squares
+        fused([weights], [gradient], [mean], [square], most, [step], beta1=beta1, beta2=beta2, **rest)
+
+    return kernel
+
+
+# name -> (the vectors of state that some hyper-parameters ask for, the kernel for a step, whether steps are counted)
+KERNELS: dict[
+    str,
+    tuple[
+        Callable[[Mapping[str, Any]], tuple[str, ...]],
+        Callable[[Mapping[str, Any], int], Kernel],
+        bool,
+    ],
+] = {
+    "SGD": (_sgd_state, _sgd, False),
+    "Adam": (_adam_state, _adam, True),
+    "AdamW": (
+        _adam_state,
+        lambda settings, steps: _adam({**settings, "decoupled_weight_decay": True}, steps),
+        True,
+    ),
+}
+
+
+class Run:
+    """Neighbouring segments of one group that have been stepped equally often: one stretch of a vector.
+
+    Attributes:
+        segments: the positions of its segments in the shard.
+        steps: how many steps its state has seen.
+    """
+
+    __slots__ = ("dtype", "group", "segments", "start", "steps", "stop", "views")
+
+    def __init__(self, bounds: ShardSlice, segments: Sequence[int], group: int, steps: int) -> None:
+        first, last = bounds.segments[segments[0]], bounds.segments[segments[-1]]
+        self.segments = segments
+        self.dtype, self.start = first.dtype, first.start
+        # With the padding, which is zeros and stays so: kernels round otherwise where less than a vector is left, and
+        # slicing would change the last bit.
+        self.stop = aligned(last.stop, first.dtype)
+        self.group = group
+        self.steps = steps
+        self.views: dict[str, Sequence[torch.Tensor]] = {}  # of the weights ("") and the state, in chunks
+
+    def chunks(self, vector: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Its part of a vector of its dtype, in chunks."""
+        size = CHUNK_BYTES // ITEM_BYTES[self.dtype]
+        part = vector[self.start : self.stop]
+        return (part,) if self.stop - self.start <= size else part.split(size)
+
+
+class FusedOptimizer:
+    """See the module."""
+
+    def __init__(self, spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> None:
+        self._bounds = bounds
+        self._weights = weights
+        self._keys, self._kernel, self._counts = KERNELS[spec.name]
+        self._group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
+        self._groups = spec.groups
+        self._state: dict[
+            tuple[str, str], torch.Tensor
+        ] = {}  # (key, dtype) -> a vector as long as the weights'
+        self._scratch = {
+            dtype: torch.empty(min(vector.numel(), CHUNK_BYTES // ITEM_BYTES[dtype]), dtype=vector.dtype)
+            for dtype, vector in weights.items()
+        }
+        self._runs = self._divide([0] * len(bounds.segments))
+
+    def step(
+        self,
+        gradients: Sequence[Vectors],
+        scale: float,
+        present: Presence,
+        groups: tuple[HyperParameters, ...],
+    ) -> None:
+        self._groups = groups
+        if not all(map(present, {segment.parameter for segment in self._bounds.segments})):
+            self._split(present)
+        for run in self._runs:
+            if present(self._bounds.segments[run.segments[0]].parameter):
+                self._step_run(run, gradients, scale, groups[run.group])
+
+    def state(self) -> Vectors:
+        state: Vectors = {}
+        for run in self._runs:
+            for position in run.segments if run.steps else ():
+                if self._counts:
+                    state[f"{position}/step"] = torch.tensor(float(run.steps))
+                for key in self._keys(self._groups[run.group]):
+                    state[f"{position}/{key}"] = self._of_segment(key, position)
+        return state
+
+    def load_state(self, state: Vectors) -> None:
+        steps = [0] * len(self._bounds.segments)
+        for name, (position, key) in _places(state, self._bounds).items():
+            value = state[name]
+            if key == "step":
+                steps[position] = int(value)
+            else:
+                self._of_segment(key, position).copy_(value)
+                steps[position] = max(steps[position], 1)
+        self._runs = self._divide(steps)
+
+    def _step_run(
+        self, run: Run, gradients: Sequence[Vectors], scale: float, settings: HyperParameters
+    ) -> None:
+        keys = self._keys(settings)
+        kernel = self._kernel(settings, run.steps)
+        if keys:
+            run.steps += 1
+        if "" not in run.views:
+            run.views[""] = run.chunks(self._weights[run.dtype])
+        for key in keys:
+            if key not in run.views:
+                run.views[key] = run.chunks(self._vector(key, run.dtype))
+        targets = zip(run.views[""], *(run.views[key] for key in keys), strict=True)
+        terms = [run.chunks(vectors[run.dtype]) for vectors in gradients]
+        if len(terms) == 1 and scale == 1.0:
+            for gradient, (weights, *state) in zip(terms[0], targets, strict=True):
+                kernel(weights, gradient, *state)
+            return
+        scratch = self._scratch[run.dtype]
+        for (first, *others), (weights, *state) in zip(zip(*terms, strict=True), targets, strict=True):
+            total = scratch[: first.numel()]
+            torch.mul(first, scale, out=total)
+            for other in others:
+                total.add_(other, alpha=scale)
+            kernel(weights, total, *state)
+
+    def _split(self, present: Presence) -> None:
+        """Have each run be of segments that all have a gradient, or all have none."""
+        segments = self._bounds.segments
+        runs = []
+        for run in self._runs:
+            parts = [list(p) for _, p in groupby(run.segments, key=lambda p: present(segments[p].parameter))]
+            runs += [run] if len(parts) == 1 else [Run(self._bounds, p, run.group, run.steps) for p in parts]
+        self._runs = runs
+
+    def _divide(self, steps: Sequence[int]) -> list[Run]:
+        """The longest runs, given how often each segment has been stepped."""
+        kinds = groupby(
+            range(len(steps)), key=lambda p: (self._bounds.segments[p].dtype, self._group_of[p], steps[p])
+        )
+        return [Run(self._bounds, list(positions), group, count) for (_, group, count), positions in kinds]
+
+    def _vector(self, key: str, dtype: str) -> torch.Tensor:
+        if (key, dtype) not in self._state:
+            self._state[key, dtype] = torch.zeros_like(self._weights[dtype])
+        return self._state[key, dtype]
+
+    def _of_segment(self, key: str, position: int) -> torch.Tensor:
+        segment = self._bounds.segments[position]
+        return self._vector(key, segment.dtype)[segment.start : segment.stop]
+
+
+# -- by torch's own code ------------------------------------------------------------------------------------
+
+
+class TorchOptimizer:
+    """See the module."""
+
+    def __init__(self, spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> None:
+        self._bounds = bounds
+        self._parameters = _of_segments(bounds, weights)
+        self._mean = {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
+        self._groups = spec.groups  # the hyper-parameters that the optimizer has now
+        group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
+        self._optimizer = make_optimizer(
+            spec.name,
+            spec.groups,
+            [
+                [p for p, of in zip(self._parameters, group_of, strict=True) if of == group]
+                for group in range(len(spec.groups))
+            ],
+        )
+
+    def step(
+        self,
+        gradients: Sequence[Vectors],
+        scale: float,
+        present: Presence,
+        groups: tuple[HyperParameters, ...],
+    ) -> None:
+        if groups is not self._groups and groups != self._groups:
+            for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
+                group.update(settings)
+            self._groups = groups
+        gradient = gradients[0]
+        if len(gradients) > 1 or scale != 1.0:
+            gradient = self._mean
+            for dtype, total in gradient.items():
+                torch.mul(gradients[0][dtype], scale, out=total)
+                for other in gradients[1:]:
+                    total.add_(other[dtype], alpha=scale)
+        parts = _of_segments(self._bounds, gradient)
+        for parameter, part, segment in zip(self._parameters, parts, self._bounds.segments, strict=True):
+            parameter.grad = part if present(segment.parameter) else None
+        self._optimizer.step()
+
+    def state(self) -> Vectors:
+        return {
+            f"{position}/{key}": value
+            for position, parameter in enumerate(self._parameters)
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def load_state(self, state: Vectors) -> None:
+        for name, (position, key) in _places(state, self._bounds).items():
+            self._optimizer.state[self._parameters[position]][key] = state[name].clone()
+
+
+def _of_segments(bounds: ShardSlice, vectors: Vectors) -> list[torch.Tensor]:
+    return [vectors[s.dtype][s.start : s.stop] for s in bounds.segments]
+
+
+def _places(state: Vectors, bounds: ShardSlice) -> dict[str, tuple[int, str]]:
+    """Name -> the segment and the key that it is for. Raises `ProtocolError` if it fits none."""
+    places = {}
+    sizes = {str(position): s.stop - s.start for position, s in enumerate(bounds.segments)}
+    for name, value in state.items():
+        position, _, key = name.partition("/")
+        shape = () if key in PER_PARAMETER_STATE else (sizes.get(position),)
+        if position not in sizes or tuple(value.shape) != shape:
+            raise ProtocolError(f"state {name!r} of shape {list(value.shape)} fits no segment")
+        places[name] = int(position), key
+    return places
