@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import unknown_name
 from . import sweep
-from .end_times import EndTimes, Floats, Matrix, checked_progressions, checked_times
+from .end_times import EndTimes, Floats, Matrix, checked_matrix, checked_progressions
 from .grid_scan import full_grid_scan, grid_scan
 from .naive import naive
 from .solution import Solution
@@ -63,7 +63,8 @@ def solve(times: ArrayLike, method: str = "auto") -> Solution:
     """
     if method not in METHODS:
         raise unknown_name("ZipLine method", method, METHODS)
-    return METHODS[method](checked_times(times))
+    matrix = checked_matrix(times)
+    return _auto(matrix) if method == "auto" else METHODS[method](matrix.times)
 
 
 def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solution:

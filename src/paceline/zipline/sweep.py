@@ -60,14 +60,15 @@ class Window(NamedTuple):
 
 def narrowest_window(times: EndTimes) -> Window:
     """The narrowest window of all workers."""
-    n, size = len(times.first), len(times.first) * times.lookahead
-    every_first = times.first.max()
+    first = times.first
+    n, size = len(first), len(first) * times.lookahead
+    every_first = first.max()
     if size <= FEW:
         return _sort_all(times.rows(slice(None)), every_first)
     # The first end times are a window, too, so the answer is no wider. If it is less than a bucket wide, no bucket
     # can be told from another; if it leaves out few workers, the answer will leave out fewer.
-    first_width = every_first - times.first.min()
-    if first_width * size < (times.last.min() - times.first.min()) * PER_BUCKET:
+    first_width = every_first - first.min()
+    if first_width * size < (times.last.min() - first.min()) * PER_BUCKET:
         return _sort_all(times.rows(slice(None)), every_first)
     gaps = times.gaps()
     if np.count_nonzero(gaps >= first_width) > n // 2:
