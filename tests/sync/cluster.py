@@ -30,22 +30,38 @@ What keeps the number of states small, and why nothing is missed:
   uses something up.) A shard is checked by what it has been told alone, so each of its checks is made all the same.
 - *Stale timers.* One that would do nothing never does anything again under the same model, and is forgotten where the
   model does not change.
+- *Deliveries at once* (`_in_any_order`; ElasticBSP and SpecSync, nobody late, no changes). What two workers send to
+  a shard may be taken in either order: the same comes of it, and neither keeps the other from anything. So a shard
+  takes a message at once, unless its sender is lost just then (or has been, and it may be dropped). A loss that comes
+  later commutes with all between it and the push: nobody listens to the answers. That the order is of no matter is
+  tested for itself, in every state of small jobs.
+- *Notifications at once, and patience* (`_apart`; SpecSync upon ASP). There a push is felt by the others only when
+  the coordinator takes its notification. A restart that the coordinator orders in between is ignored, as is one that
+  is not heard before the push. So the push may as well come right before the notification is taken, and after all
+  that the coordinator takes of this worker before; if a worker is lost before that, nobody feels the push at all.
 - *Shards in no order* (`canonical`). Those of one model that draw the same numbers differ in name only.
+- *Workers' names* (`canonical`). Workers differ in name only, too, unless the model draws for each, or breaks ties by
+  name, as plans do that are followed as they are, or somebody is late. Of all states that differ in names one is
+  kept. A machine is renamed without a look into it: by going the way to it anew, with renamed events.
+- *Shards that all have left* (where deliveries come at once). What these know is of no use to anybody.
 - *Means.* One that all shards have applied says nothing about their agreement, and is forgotten. (No push is in two
   means, so no two means can be mistaken for each other.)
 - *Machines* are interned: each state of a machine is made once, and its answer to each event is computed once. The
-  order of a dict reaches at most the order of answers within one event, and the labels of those who have left matter
-  only to somebody who joins anew: neither tells two states apart.
+  order of a dict reaches at most the order of answers within one event, the labels of those who have left matter
+  only to somebody who joins anew, and held pushes are summed in worker order: none of these tells two states apart.
+  Of SpecSync's coordinator only that is kept which may yet decide a restart: how many pushes came since a start that
+  is still watched, counted no further than enough. That the same follows is tested for itself, too.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import permutations, product
 from typing import TypeVar
 
-from paceline.sync import ASP, BSP, AnySyncModel, ElasticBSP, NaiveWaiting, SyncModel, parse
+from paceline.sync import ASP, BSP, SSP, AnySyncModel, ElasticBSP, NaiveWaiting, SpecSync, SyncModel, parse
 from paceline.sync.actions import (
     AnswerPull,
     AnyAction,
@@ -78,7 +94,7 @@ from paceline.sync.events import (
 from paceline.sync.notation import notation, parse_shards
 
 from .cluster_rules import Admission, Key, Seen, Told, admission, more_ahead_than, nobody, stopped
-from .cluster_state import Coordinator, Interned, Message, Order, Pool, Shard, State, Step, Worker
+from .cluster_state import Coordinator, Interned, Message, Order, Pool, Renaming, Shard, State, Step, Worker
 
 __all__ = ["Cluster", "MustWait", "State", "more_ahead_than", "nobody", "stopped"]
 
@@ -145,6 +161,25 @@ class Cluster:
         else:
             models = tuple(sync)
         self._first_model = models[0]
+        all_models = (models, *map(parse_shards, changes))
+        # Shards differ if their models do, or if they draw apart; or if somebody late is told a count by the first.
+        self._alike = not late and all(
+            len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
+        )
+        # Workers differ if a draw is made for each, or if a plan is: ties are broken by their names; or if some join
+        # late: machines that have forgotten who has left may take a namesake for one of these.
+        self._namesakes = not late and not any(
+            hasattr(model, "draws") or (isinstance(model, ElasticBSP) and not any_plan)
+            for step in all_models
+            for model in step
+        )
+        # Orders in which a shard takes what several workers have sent it differ in nothing.
+        self._unordered = not changes and commits and self._namesakes
+        self._unordered = self._unordered and all(map(_in_any_order, models))
+        # What a worker does is felt by others at the coordinator only.
+        self._apart = self._unordered and all(
+            isinstance(model, SpecSync) and isinstance(model.base, ASP) for model in models
+        )
         self._machines: Interned[ShardSync] = Interned()
         self._jobs: Interned[JobSync] = Interned()
         self._pool: Pool[Shard] = Pool()
@@ -158,16 +193,15 @@ class Cluster:
         if len(set(models)) == 1 and type(parse(str(models[0]))) is not type(models[0]):
             job._machine = models[0].at_coordinator(seed)  # a test's own
         self._hosted = job._machine is not None or bool(changes)
-        # Shards differ if their models do, or if they draw apart.
-        self._alike = all(
-            len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared"
-            for step in (models, *map(parse_shards, changes))
-        )
         everybody = range(workers + late)
         told = Told(models[0], BSP(), tuple(Seen() for _ in everybody))
         empty: tuple[tuple[Message, ...], ...] = tuple(() for _ in everybody)
         first = (
-            Shard(self._machines.add(shard_host(model, seed, shard)), told._replace(sync=model), empty)
+            Shard(
+                self._machines.add(shard_host(model, seed, 0 if self._alike else shard)),
+                told._replace(sync=model),
+                empty,
+            )
             for shard, model in enumerate(models)
         )
         state = State(
@@ -182,6 +216,10 @@ class Cluster:
                 state = self._deliver_to_shard(state, worker, shard)
             while state.coordinator.queues[worker]:
                 state = self._deliver_to_coordinator(state, worker)
+        self._renamings = []
+        if self._namesakes:
+            pools = self._machines, self._jobs, self._pool, self._workers, self._coordinators
+            self._renamings = [Renaming(names, *pools) for names in permutations(everybody)]
         self.first = state
 
     def steps(self, state: State) -> tuple[list[Step], list[Step]]:
@@ -191,6 +229,16 @@ class Cluster:
 
     def reduced_steps(self, state: State) -> tuple[list[Step], list[Step]]:
         """Enough of these to see all that can come of it, see above."""
+        if self._unordered:
+            for index, worker in product(range(len(state.shards)), range(len(state.workers))):
+                steps = list(self.steps_of(state, index, worker))
+                if steps:
+                    waits = state.workers[worker].phase == "waiting"
+                    return steps, list(self._loss(state, worker)) if waits else []
+        if self._apart:
+            for worker, queue in enumerate(state.coordinator.queues):
+                if queue and queue[0].kind == "notify":
+                    return list(self._steps_at_coordinator(state, worker)), []
         if self._is_quiet(state):
             for worker, its in enumerate(state.workers):
                 if its.phase == "computing" and not its.heard_not:
@@ -205,18 +253,68 @@ class Cluster:
                     if steps:
                         return steps, []
         waiting = [worker for worker, its in enumerate(state.workers) if its.phase == "waiting"]
-        return list(self._steps(state)), [step for worker in waiting for step in self._loss(state, worker)]
+        return list(self._steps(state, self._apart)), [
+            step for worker in waiting for step in self._loss(state, worker)
+        ]
 
-    def canonical(self, state: State) -> State:
-        """One state for all that differ in the shards' order, or in means that all shards have."""
+    def plain(self, state: State) -> State:
+        """One state for all that differ in means that all shards have, or at a shard that all have left."""
         if self._agree and (common := frozenset.intersection(*(shard.means for shard in state.shards))):
             shards = (self._pool(shard._replace(means=shard.means - common)) for shard in state.shards)
             state = state._replace(shards=tuple(shards))
+        if self._unordered:
+            for index, shard in enumerate(state.shards):
+                left = all(its.state == "left" for its in shard.told.seen) and not any(shard.queues)
+                if left and (shard.machine or shard.told.round):
+                    shard = self._pool(shard._replace(machine=0, told=shard.told._replace(round=0)))
+                    state = state._replace(shards=_put(state.shards, index, shard))
+        return state
+
+    def canonical(self, state: State) -> State:
+        """One state for all that differ in the shards' order or the workers' names besides."""
+        state = self.plain(state)
+        if self._renamings:
+            return self._named(state)
         if self._alike:
             in_order = tuple(sorted(state.shards, key=self._pool.number.__getitem__))
             if in_order != state.shards:
                 return state._replace(shards=in_order)
         return state
+
+    def _named(self, state: State) -> State:
+        """The state by those names of the workers that make its numbers least."""
+        number = self._workers.number
+        least: list[int] = []
+        best: list[tuple[tuple[Worker, ...], Renaming]] = []
+        for renaming in self._renamings:
+            workers = renaming.workers(state.workers)
+            numbers = [number[worker] for worker in workers]
+            if not best or numbers < least:
+                least, best = numbers, [(workers, renaming)]
+            elif numbers == least:
+                best.append((workers, renaming))
+        found: State | None = None
+        for workers, renaming in best:
+            shards = [renaming.shard[shard] for shard in state.shards]
+            if self._alike:
+                shards.sort(key=self._pool.number.__getitem__)
+            coordinator = renaming.coordinator[state.coordinator]
+            numbers = [self._coordinators.number[coordinator], *map(self._pool.number.__getitem__, shards)]
+            if found is None or numbers < least:
+                least = numbers
+                found = State(workers, tuple(shards), coordinator, state.losses, state.asked)
+        assert found is not None
+        return found
+
+    def apart_from_shards(self, state: State) -> set[Hashable]:
+        """Where each worker is, and the coordinator's machine, one for all names."""
+        machine = state.coordinator.machine
+        least = min((renaming.job(machine) for renaming in self._renamings), default=machine)
+        return {least, *((its.phase, its.iteration, its.anew, its.changed) for its in state.workers)}
+
+    def coordinator_differs(self) -> str:
+        """See `Interned.difference`."""
+        return self._jobs.difference()
 
     def digest(self, state: State) -> int:
         """64 bits that stand for a state."""
@@ -256,29 +354,33 @@ class Cluster:
 
     # -- steps --------------------------------------------------------------------------------------------
 
-    def _steps(self, state: State) -> Iterator[Step]:
+    def _steps(self, state: State, patient: bool = False) -> Iterator[Step]:
+        """All but losses; if patient, without pushes of those of whom the coordinator has yet to take a message."""
         for worker, its in enumerate(state.workers):
             if its.phase == "absent":
                 yield f"worker {worker} joins", lambda w=worker: self._join(state, w)  # type: ignore[misc]
-            elif its.phase == "computing":
+            elif its.phase == "computing" and not (patient and state.coordinator.queues[worker]):
                 yield from self._pushes(state, worker)
                 if self._may_ask(state):
                     label = f"worker {worker} asks for {self._changes[state.asked]}"
                     yield label, lambda w=worker: self._ask(state, w)  # type: ignore[misc]
-            elif its.phase == "lost" and self._hosted and self._known(state.coordinator, worker):
-                label = f"the coordinator hears no more of worker {worker}"
-                yield label, lambda w=worker: self._end_at_coordinator(state, w)  # type: ignore[misc]
-            if state.coordinator.queues[worker]:
-                label = (
-                    f"the coordinator takes {_text(state.coordinator.queues[worker][0])} of worker {worker}"
-                )
-                yield label, lambda w=worker: self._deliver_to_coordinator(state, w)  # type: ignore[misc]
+            yield from self._steps_at_coordinator(state, worker)
         for index in range(len(state.shards)):
             yield from self._steps_at(state, index)
         for worker, iteration in sorted(state.coordinator.timers):
             timer = Message("timer", iteration)
             label = f"the coordinator's timer fires for {iteration} of worker {worker}"
             yield label, lambda w=worker, t=timer: self._tell_coordinator(state, w, t)  # type: ignore[misc]
+
+    def _steps_at_coordinator(self, state: State, worker: int) -> Iterator[Step]:
+        """It takes the next message of one worker, or hears that it is gone."""
+        if state.workers[worker].phase == "lost" and self._hosted and self._known(state.coordinator, worker):
+            label = f"the coordinator hears no more of worker {worker}"
+            yield label, lambda: self._end_at_coordinator(state, worker)
+        queue = state.coordinator.queues[worker]
+        if queue:
+            label = f"the coordinator takes {_text(queue[0])} of worker {worker}"
+            yield label, lambda: self._deliver_to_coordinator(state, worker)
 
     def _steps_at(self, state: State, index: int) -> Iterator[Step]:
         """Those of one shard."""
@@ -298,10 +400,22 @@ class Cluster:
                 yield label, lambda w=worker: self._deliver_to_shard(state, w, index)  # type: ignore[misc]
             else:
                 yield label, lambda w=worker, t=timer: self._tell_shard(state, w, index, t)  # type: ignore[misc]
-        for worker, its in enumerate(state.workers):
-            if its.phase == "lost" and (_is_in(shard, worker) or shard.queues[worker]):
-                label = f"shard {index} hears no more of worker {worker}"
-                yield label, lambda w=worker: self._end_at_shard(state, w, index)  # type: ignore[misc]
+        for worker in range(len(state.workers)):
+            yield from self._end_of(state, index, worker)
+
+    def steps_of(self, state: State, index: int, worker: int) -> Iterator[Step]:
+        """Those of one shard that take the next message of one worker, or hear that it is gone."""
+        queue = state.shards[index].queues[worker]
+        if queue:
+            label = f"shard {index} takes {_text(queue[0])} of worker {worker}"
+            yield label, lambda: self._deliver_to_shard(state, worker, index)
+        yield from self._end_of(state, index, worker)
+
+    def _end_of(self, state: State, index: int, worker: int) -> Iterator[Step]:
+        shard = state.shards[index]
+        if state.workers[worker].phase == "lost" and (_is_in(shard, worker) or shard.queues[worker]):
+            label = f"shard {index} hears no more of worker {worker}"
+            yield label, lambda: self._end_at_shard(state, worker, index)
 
     def _pushes(self, state: State, worker: int) -> Iterator[Step]:
         """A computing worker pushes, or starts anew, having heard some of what was sent to it."""
@@ -724,6 +838,15 @@ def _put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
 def _has_joined(state: State, worker: int) -> bool:
     """The coordinator has been told that it is there, or will be."""
     return state.coordinator.notified[worker] >= 0 or bool(state.coordinator.queues[worker])
+
+
+def _in_any_order(model: AnySyncModel) -> bool:
+    """What several workers send to a shard may be taken in any order, and nothing else comes of it."""
+    match model:
+        case SpecSync(base=SSP(execution="lazy")):
+            return False
+        case _:
+            return isinstance(model, ElasticBSP | SpecSync)
 
 
 def _is_in(shard: Shard, worker: int) -> bool:

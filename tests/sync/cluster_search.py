@@ -17,26 +17,31 @@ def explore(
     *,
     whole: bool = False,
     ends: set[State] | None = None,
+    visit: Callable[[State], object] | None = None,
 ) -> int:
     """Visit every state that can be reached, nearest first; return how many there are.
 
-    A check that fails is raised with the shortest way there (the shards' names may change on it, see
-    `Cluster.canonical`). `whole` does without the reductions of `Cluster.reduced_steps`; `ends` receives the last
-    states.
+    A check that fails is raised with the shortest way there (the names of shards and workers may change on it, see
+    `Cluster.canonical`). `whole` does without the reductions of `Cluster.reduced_steps` and without other names;
+    `ends` receives the last states, one for all that differ in names; `visit` is called with every state.
     """
-    came_from: dict[State, tuple[State, str] | None] = {cluster.first: None}
-    todo = deque([cluster.first])
+    one_for_all = cluster.plain if whole else cluster.canonical
+    first = one_for_all(cluster.first)
+    came_from: dict[State, tuple[State, str] | None] = {first: None}
+    todo = deque([first])
     while todo:
         state = todo.popleft()
         label = ""
         try:
+            if visit is not None:
+                visit(state)
             steps, losses = cluster.steps(state) if whole else cluster.reduced_steps(state)
             if not steps:
                 cluster.check_end(state)
                 if ends is not None:
-                    ends.add(state)
+                    ends.add(cluster.canonical(state))
             for label, take in steps + losses:
-                after = cluster.canonical(take())
+                after = one_for_all(take())
                 if after not in came_from:
                     came_from[after] = state, label
                     todo.append(after)
@@ -52,10 +57,10 @@ def survey(cluster: Cluster, progress: Callable[[int], None]) -> int:
     Two states out of n have the same 64 bits with a probability of about n^2 / 2^65 (10^-4 for 60 million), and then
     the later one's future is not looked at. The way to a check that fails is not the shortest.
     """
-    known = {cluster.digest(cluster.first)}
+    state = cluster.canonical(cluster.first)
+    known = {cluster.digest(state)}
     way: list[str] = []
     stack: list[Iterator[Step]] = []
-    state = cluster.first
     try:
         while True:
             steps, losses = cluster.reduced_steps(state)

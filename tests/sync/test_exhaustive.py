@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from itertools import combinations, product
 from typing import ClassVar
 
 import pytest
@@ -54,7 +55,7 @@ from paceline.sync.spec_sync import Speculation, Speculator
 from .cluster import Cluster
 from .cluster_rules import Admission, Told, more_ahead_than
 from .cluster_search import explore, survey
-from .cluster_state import State
+from .cluster_state import State, Step
 
 LARGE = os.environ.get("PACELINE_CHECK_MODELS", "")
 
@@ -271,7 +272,7 @@ def test_no_interleaving_of_a_quorum_of_three_workers_deadlocks(iterations: int)
     cluster = Cluster(
         DropStragglers(quorum=2), workers=3, shards=2, iterations=iterations, commits=True, agree=False
     )
-    assert explore(cluster) > 1_000
+    assert explore(cluster) > 500
 
 
 # -- changes of model ---------------------------------------------------------------------------------------
@@ -327,37 +328,111 @@ def test_no_interleaving_with_a_change_of_model_deadlocks_or_breaks_a_bound(
 # -- the search itself --------------------------------------------------------------------------------------
 
 
+HALF = SpecSync(abort_time_s=1.0, abort_rate=0.5)
+SPEC_SYNC_SSP = SpecSync(base=SSP(staleness=0), abort_time_s=1.0, abort_rate=0.0)
+
+
 @small
 @pytest.mark.parametrize(
-    ("sync", "changes", "losses"),
+    ("sync", "changes", "size"),
     [
-        (SSP(staleness=1), [], 1),
-        (NaiveWaiting(delay_s=1.0), [], 1),
-        (ElasticBSP(), [], 1),
-        (SPEC_SYNC, [], 0),
-        (ASP(), ["bsp"], 1),
-        (ElasticBSP(), ["ssp:staleness=1"], 0),
+        (SSP(staleness=1), [], "2,2,2,1"),
+        (SSP(staleness=1), [], "3,1,2,1"),
+        (DropStragglers(quorum=2), [], "3,1,2,1"),
+        (NaiveWaiting(delay_s=1.0), [], "2,2,2,1"),
+        (ElasticBSP(), [], "2,2,2,1"),
+        (ElasticBSP(), [], "2,1,4,1"),
+        (ElasticBSP(), [], "3,1,2,0"),
+        (SPEC_SYNC, [], "2,2,2,0"),
+        (SPEC_SYNC, [], "2,1,3,1"),
+        (SPEC_SYNC, [], "3,1,2,0"),
+        (HALF, [], "3,1,2,0"),
+        (SPEC_SYNC_SSP, [], "2,2,2,1"),
+        (adaptive_spec_sync(0, ASP()), [], "2,1,3,1"),
+        (ASP(), ["bsp"], "2,2,2,1"),
+        (ElasticBSP(), ["ssp:staleness=1"], "2,2,2,0"),
     ],
     ids=str,
 )
-def test_the_reductions_lose_no_end(sync: SyncModel, changes: list[str], losses: int) -> None:
-    def ends(whole: bool) -> tuple[int, set[State]]:
-        found: set[State] = set()
-        return explore(cluster, whole=whole, ends=found), found
+def test_the_reductions_lose_no_end(sync: SyncModel, changes: list[str], size: str) -> None:
+    """Nor anything that the coordinator or a worker comes to know on the way."""
 
+    def search(whole: bool) -> tuple[int, set[State], set[Hashable]]:
+        ends: set[State] = set()
+        known: set[Hashable] = set()
+        states = explore(
+            cluster,
+            whole=whole,
+            ends=ends,
+            visit=lambda state: known.update(cluster.apart_from_shards(state)),
+        )
+        return states, ends, known
+
+    workers, shards, iterations, losses = map(int, size.split(","))
     cluster = Cluster(
         sync,
-        workers=2,
-        shards=2,
-        iterations=2,
+        workers=workers,
+        shards=shards,
+        iterations=iterations,
         losses=losses,
         changes=changes,
         commits=True,
         any_plan=True,
+        agree=not isinstance(sync, DropStragglers),
     )
-    (reduced, some), (whole, every) = ends(whole=False), ends(whole=True)
-    assert some == every
-    assert reduced < whole
+    reduced, whole = search(whole=False), search(whole=True)
+    assert reduced[1:] == whole[1:]
+    assert reduced[0] < whole[0]
+
+
+@small
+@pytest.mark.parametrize(
+    "name", ["spec-sync", "spec-sync-half", "spec-sync-adaptive-0", "spec-sync-adaptive-1"]
+)
+def test_machines_that_count_for_the_same_do_the_same(name: str) -> None:
+    cluster = cluster_of(name, workers=2, shards=1, iterations=3, losses=1)
+    explore(cluster)
+    assert not cluster.coordinator_differs()
+
+
+@small
+@pytest.mark.parametrize(
+    ("sync", "size"),
+    [
+        (ElasticBSP(), "3,1,2,1"),
+        (ElasticBSP(), "2,1,5,1"),
+        (SPEC_SYNC, "2,1,2,1"),
+        (SPEC_SYNC_SSP, "2,1,2,1"),
+    ],
+    ids=str,
+)
+def test_it_does_not_matter_in_which_order_a_shard_takes_what_two_workers_have_sent(
+    sync: SyncModel, size: str
+) -> None:
+    def in_both_orders(state: State) -> None:
+        for one, other in combinations(range(workers), 2):
+            for (a, first), (b, second) in product(steps(state, one), steps(state, other)):
+                ab = [take() for label, take in steps(first(), other) if label == b]
+                ba = [take() for label, take in steps(second(), one) if label == a]
+                pairs.add((a, b))
+                assert list(map(cluster.plain, ab)) == list(map(cluster.plain, ba)), f"{a}, {b}"
+
+    def steps(state: State, worker: int) -> list[Step]:
+        return list(cluster.steps_of(state, 0, worker))
+
+    workers, shards, iterations, losses = map(int, size.split(","))
+    cluster = Cluster(
+        sync,
+        workers=workers,
+        shards=shards,
+        iterations=iterations,
+        losses=losses,
+        commits=True,
+        any_plan=True,
+    )
+    pairs: set[tuple[str, str]] = set()
+    explore(cluster, whole=True, visit=in_both_orders)
+    assert len(pairs) > 10
 
 
 class Bent(ConditionMachine):
