@@ -31,8 +31,8 @@ test: check  ## linter, type checker, all tests
 check-models: $(READY)  ## every interleaving of 3 workers, 2 shards, 4 iterations under every sync model (long; prints how far it is)
 	PACELINE_CHECK_MODELS=1 $(BIN)/python -m pytest -s tests/sync/test_exhaustive.py
 
-bench: $(READY)  ## measure the step against a memory copy and gloo all-reduce (about 3 minutes, quiet machine)
-	$(BIN)/python benchmarks/step.py
+bench: $(READY)  ## measure the step against bare copies, bare sockets and gloo all-reduce (about 11 minutes, quiet machine)
+	$(BIN)/paceline bench transport
 
 tune: $(READY)  ## find each sync model's best learning rate and momentum for the demo (about 45 minutes)
 	$(BIN)/paceline demo --tune

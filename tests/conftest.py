@@ -20,9 +20,6 @@ from paceline.runtime.reader import Reader
 from paceline.runtime.server import Server
 from paceline.runtime.worker import WorkerSession
 from paceline.trace import Trace
-from paceline.wire.addresses import connect, listen_tcp, listen_unix
-from paceline.wire.messages import FromCoordinatorToServer, Hello
-from paceline.wire.stream import Stream
 
 
 @dataclass
@@ -62,13 +59,8 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
 
         def serve(index: int) -> None:
             place = Place(job=job, role="server", index=index, coordinator=coordinator.address)
-            listener, address = listen_unix() if job.transport == "shm" else listen_tcp()
-            stream: Stream[FromCoordinatorToServer] = Stream(
-                connect(coordinator.address), FromCoordinatorToServer
-            )
-            stream.send(Hello(token=job.token, role="server", index=index, address=address))
             try:
-                Server(place, listener, stream).run()
+                Server.connect(place).run()
             except BaseException as error:
                 crashes.append(error)
 

@@ -11,11 +11,12 @@ import enum
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand
 
 from . import __version__
 from .errors import ConfigurationError, PacelineError, UsageError
@@ -314,6 +315,66 @@ def bench_sync(
         Console().print(sync_bench.cost_table(rows))
 
 
+class _SpacedLists(TyperCommand):
+    """A command whose lists may have spaces in them, as it takes no arguments: `--sizes 1 25` is `--sizes 1,25`."""
+
+    LISTS = ("--sizes", "--workers", "--systems")
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        joined: list[str] = []
+        for arg in args:
+            if len(joined) >= 2 and joined[-2] in self.LISTS and not arg.startswith("-"):
+                joined[-1] += f",{arg}"
+            else:
+                joined.append(arg)
+        return super().parse_args(ctx, joined)
+
+
+@bench.command("transport", cls=_SpacedLists)
+def bench_transport(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of tables.")] = False,
+    sizes: Annotated[
+        str, typer.Option("--sizes", metavar="MB ...", help="Sizes of the model, in 2**20 bytes.")
+    ] = "0.004,1,25,100",
+    workers: Annotated[str, typer.Option("--workers", metavar="N ...", help="How many workers.")] = "2,4",
+    servers: Annotated[int, typer.Option("--servers", help="How many servers.")] = 2,
+    rounds: Annotated[int, typer.Option("--rounds", help="How often to measure everything; medians.")] = 3,
+    systems: Annotated[
+        str,
+        typer.Option(
+            "--systems", metavar="NAME ...", help="Which of floor, socket, gloo, paceline and optimizer."
+        ),
+    ] = "floor,socket,gloo,paceline,optimizer",
+) -> None:
+    """What a step costs by shared memory and by TCP, against bare copies, bare sockets and gloo all-reduce.
+
+    Takes about 11 minutes; run it on a machine that has nothing else to do.
+    """
+    import msgspec
+
+    from .workloads import transport_bench
+    from .workloads.zipline_tables import shown_progress
+
+    plan = transport_bench.Plan(
+        sizes_mb=tuple(_numbers("sizes", sizes) or ()),
+        workers=tuple(_whole("workers", number) for number in _numbers("workers", workers) or ()),
+        servers=servers,
+        rounds=rounds,
+        systems=tuple(systems.split(",")),
+    )
+    plan.require_sound()
+    console = Console(stderr=True)
+    minutes = transport_bench.estimate_s(plan) / 60
+    console.print(f"about {minutes:.0f} min on two cores" if minutes >= 1 else "less than a minute or so")
+    with _interruptible(NOTHING_LEFT), shown_progress(console) as tell:
+        rows = transport_bench.measure(plan, tell)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
+        return
+    for table in transport_bench.tables(rows, rounds):
+        Console().print(table, "")
+
+
 @app.command()
 def sync(
     name: Annotated[str | None, typer.Argument(help="Show all about this model.", show_default=False)] = None,
@@ -362,6 +423,12 @@ def _numbers(name: str, text: str | None) -> list[float] | None:
         raise ConfigurationError(
             f"{name} is {text!r}, expected numbers with commas between, as in 1,1,1,3."
         ) from None
+
+
+def _whole(name: str, number: float) -> int:
+    if not number.is_integer():
+        raise ConfigurationError(f"{name} is {number:g}, expected a whole number >= 1.")
+    return int(number)
 
 
 def _print_pairs(pairs: dict[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 Owns the arithmetic and nothing else: no tensor, no torch. A model's parameters are laid one after another
 into one flat vector per dtype, each parameter starting on a 64-byte boundary. Elastic Parameter Slicing
-(FluentPS, section III) then cuts each vector into equal parts, whatever the sizes of the layers: every shard
+(EPS; FluentPS, section III) then cuts each vector into equal parts, whatever the sizes of the layers: every shard
 gets the same number of elements, and a layer may lie on several shards. A slice of the vector *is* the message.
 
 >>> layout = Layout.of([Parameter(("w",), (4, 5), "float32"), Parameter(("b",), (4,), "float32")])
@@ -16,12 +16,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from .errors import ConfigurationError
 
-__all__ = ["ALIGNMENT_BYTES", "ITEM_BYTES", "Layout", "Parameter", "Segment", "ShardSlice", "aligned"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "ITEM_BYTES",
+    "Layout",
+    "Parameter",
+    "Piece",
+    "Segment",
+    "ShardSlice",
+    "aligned",
+]
 
 ALIGNMENT_BYTES = 64
 
@@ -69,6 +79,15 @@ class Segment(msgspec.Struct, frozen=True):
     offset: int
 
 
+class Piece(NamedTuple):
+    """[start, stop) of a shard's slice of one vector, in elements, and the parameters that lie in it."""
+
+    dtype: str
+    start: int
+    stop: int
+    parameters: frozenset[int]
+
+
 class ShardSlice(msgspec.Struct, frozen=True):
     """What one shard holds: [start, stop) of the vector of each dtype, in elements, and the segments in it."""
 
@@ -80,6 +99,21 @@ class ShardSlice(msgspec.Struct, frozen=True):
     def size_bytes(self) -> int:
         """Bytes of one push or pull of this shard."""
         return sum((stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in self.bounds.items())
+
+    def pieces(self, size_bytes: int) -> tuple[Piece, ...]:
+        """The slice in pieces of at most so many bytes, in order: what is sent as soon as it is there."""
+        made = []
+        for dtype, (low, high) in self.bounds.items():
+            step = max(1, size_bytes // ITEM_BYTES[dtype])
+            for start in range(0, high - low, step):
+                stop = min(start + step, high - low)
+                inside = {
+                    s.parameter
+                    for s in self.segments
+                    if s.dtype == dtype and s.start < stop and start < s.stop
+                }
+                made.append(Piece(dtype, start, stop, frozenset(inside)))
+        return tuple(made)
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -130,6 +164,31 @@ class Layout(msgspec.Struct, frozen=True):
             }
             for shard in range(shards)
         ]
+        return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
+
+    def slice_by_parameter(self, shards: int) -> tuple[ShardSlice, ...]:
+        """Give every shard an equal number of neighbouring parameters, whatever their sizes.
+
+        This is the default slicing of PS-Lite, which divides the range of keys: a shard with the largest layer holds
+        most of the model (FluentPS, section III). Here to be compared with.
+
+        Raises:
+            ConfigurationError: there are fewer parameters than shards.
+        """
+        count = len(self.parameters)
+        if shards > count:
+            raise ConfigurationError(
+                f"{shards} shards for {count} parameters: sliced by parameter, each shard needs one at least. Ask "
+                f"for {count} shards or fewer, or for even slicing."
+            )
+        bounds: list[dict[str, tuple[int, int]]] = []
+        ends = dict.fromkeys(self.sizes, 0)
+        for shard in range(shards):
+            starts = dict(ends)
+            for index in range(count * shard // shards, count * (shard + 1) // shards):
+                parameter = self.parameters[index]
+                ends[parameter.dtype] = self.offsets[index] + aligned(parameter.size, parameter.dtype)
+            bounds.append({dtype: (starts[dtype], ends[dtype]) for dtype in self.sizes})
         return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
 
     def _segments(self, bounds: dict[str, tuple[int, int]]) -> tuple[Segment, ...]:

@@ -15,7 +15,6 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, TypeVar, overload
 
 import msgspec
@@ -198,24 +197,31 @@ class Trained:
 
     def bind(self, session: Session, publisher: bool, state: Mapping[Any, Mapping[str, Any]]) -> bool:
         """Move the parameters into the flat vectors. True if this worker's weights were replaced."""
-        self._weights = self._places(session.weights)
         self._gradients = self._places(session.gradients)
         if publisher:
-            for parameter, place in zip(self._parameters, self._weights, strict=True):
+            for parameter, place in zip(self._parameters, self._places(session.weights), strict=True):
                 place.copy_(parameter.detach())
             session.publish(self._buffers.all(), lambda shard: self._slice_state(shard, state))
         else:
             session.await_first_weights()
-        pairs = list(zip(self._parameters, self._weights, strict=True))
+        pairs = zip(self._parameters, self._places(session.weights), strict=True)
         replaced = not all(torch.equal(_bits(parameter), _bits(place)) for parameter, place in pairs)
-        for parameter, place in pairs:
-            parameter.data = place
+        self._use(session.weights)
+        session.on_moved = lambda: self._use(session.weights)
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._adopter(index))
+                parameter.register_post_accumulate_grad_hook(self._adopter(index, session))
         self._buffers.changed()  # what they are now has been published
-        self._remember(session)
+        self._remember()
         return replaced
+
+    def _use(self, weights: Vectors) -> None:
+        """Have the parameters be views of these vectors."""
+        self._weights = self._places(weights)
+        for parameter, place in zip(self._parameters, self._weights, strict=True):
+            parameter.data = place
+        some = [_bits(v)[:: -(-v.numel() // PROBE_SIZE)] for v in weights.values() if v.numel()]
+        self._probes = [(part, part.clone()) for part in some]
 
     def compute(self, session: Session, closure: Callable[[], Any]) -> Any:
         """Run a closure; more than once, if its computation is dropped. Weights are new each time."""
@@ -224,8 +230,7 @@ class Trained:
             session.hold_back()
             return result
         if self._restartable is None:
-            pulled = partial(self._remember, session)
-            self._restartable = Restartable(self._model, self._parameters, session, pulled)
+            self._restartable = Restartable(self._model, self._parameters, session, self._remember)
         return self._restartable.run(closure)
 
     def commit(
@@ -252,7 +257,7 @@ class Trained:
             buffers=self._buffers.changed(),
             loss=loss,
         )
-        self._remember(session)
+        self._remember()
 
     def assemble_state(
         self, fetched: Iterable[tuple[ShardSlice, Vectors]]
@@ -308,9 +313,11 @@ class Trained:
             parameter.grad = place
         return True
 
-    def _adopter(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _adopter(self, index: int, session: Session) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             self._adopt(index)
+            if session.sends_early:
+                session.gradient_ready(index)
 
         return hook
 
@@ -327,14 +334,11 @@ class Trained:
                 return parameter.names[0]
         return None
 
-    def _remember(self, session: Session) -> None:
+    def _remember(self) -> None:
         """Note what the weights are, so that an edit from outside is found before the next push."""
         for parameter in self._parameters:
             torch.autograd.graph.increment_version(parameter)  # for autograd: the weights are new
         self._versions = [parameter._version for parameter in self._parameters]
-        if not self._probes:
-            some = [_bits(v)[:: -(-v.numel() // PROBE_SIZE)] for v in session.weights.values() if v.numel()]
-            self._probes = [(part, part.clone()) for part in some]
         for part, copy in self._probes:
             copy.copy_(part)
 

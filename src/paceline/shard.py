@@ -70,6 +70,7 @@ class Shard:
         sync: the sync model to begin with.
         seed: the run's, from which the sync model draws.
         recorder: where each event and its actions go.
+        before_update: called when the weights are about to change.
 
     Attributes:
         sync: the sync model through all its changes.
@@ -83,11 +84,13 @@ class Shard:
         sync: AnySyncModel,
         seed: int = 0,
         recorder: Recorder | None = None,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.bounds = bounds
         self.weights = weights
         self.sync = ShardSync(sync, seed, bounds.index)
         self._recorder = recorder
+        self._before_update = before_update
         self._versions = Versions()
         self._pushes: dict[
             tuple[int, int], Push
@@ -167,6 +170,7 @@ class Shard:
     def _apply(self, keys: Sequence[tuple[int, int]], scale: float) -> None:
         """One optimizer step with the sum of some pushes, in the order given, times `scale`."""
         pushes = [self._pushes.pop(key) for key in keys]
+        self._before_update()
         newest = max(range(len(keys)), key=lambda i: (keys[i][1], -keys[i][0]))  # the most advanced worker's
         self._optimizer.step(
             [push.gradient for push in pushes],

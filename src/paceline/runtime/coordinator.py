@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailedError
-from ..layout import ShardSlice
+from ..layout import Layout, ShardSlice
 from ..sync.actions import AnyAction, PublishChange, PublishPlan, RestartWorker, SetTimer
 from ..sync.changes import JobSync
 from ..sync.events import (
@@ -33,7 +33,9 @@ from ..sync.events import (
 from ..sync.notation import notation, parse_shards, require_shards
 from ..trace import Entry, Header, Recorder
 from ..wire.addresses import listen_tcp, listen_unix
+from ..wire.memory import MASTER, Region
 from ..wire.messages import (
+    AllCommitted,
     Begun,
     Changing,
     CreateShards,
@@ -42,6 +44,7 @@ from ..wire.messages import (
     Finished,
     FromPeerToCoordinator,
     Hello,
+    MayPull,
     Message,
     ModelSpec,
     Notify,
@@ -64,6 +67,8 @@ from .timers import Timers
 __all__ = ["Coordinator", "first_difference"]
 
 log = logging.getLogger("paceline.coordinator")
+
+_SLICE = {"even": Layout.slice_evenly, "by-parameter": Layout.slice_by_parameter}
 
 
 class Member(Peer):
@@ -117,6 +122,8 @@ class Coordinator:
         self._recorder = Recorder.to_path(Path(job.run_dir, "trace-coordinator.jsonl"), header)
         self._begun = False  # the servers have been told of their shards
         self._publisher = -1  # the worker whose weights are everybody's, once training has begun
+        self._master: Region | None = None  # over shared memory, while training begins
+        self._committed: dict[int, int] = {}  # without overlap: worker -> the iteration that it waits to pull
         self._running = True
         self._bell, self._bell_end = socket.socketpair()
         self._hub: Hub[Member] = Hub(
@@ -132,7 +139,7 @@ class Coordinator:
         Raises:
             ConfigurationError: the port cannot be listened on.
         """
-        return cls(job, *(listen_unix() if job.transport == "shm" else listen_tcp(port=job.port)))
+        return cls(job, *(listen_tcp(port=job.port) if job.transport == "tcp" else listen_unix()))
 
     # -- for other threads --------------------------------------------------------------------------------
 
@@ -181,6 +188,8 @@ class Coordinator:
         finally:
             self._recorder.close()
             self._hub.close()
+            if self._master is not None:
+                self._master.close()
             self._bell.close()
             self._bell_end.close()
 
@@ -211,6 +220,9 @@ class Coordinator:
             case Register() if peer.role == "worker" and peer.model is None and not self._begun:
                 peer.model = message.model
                 self._begin_if_complete()
+            case AllCommitted() if peer.role == "worker" and self.job.overlap == "off":
+                self._committed[peer.index] = message.iteration
+                self._release_if_complete()
             case Notify() | Begun() | RequestSync() if peer.role == "worker":
                 self._tell(self._event(peer.index, message))
             case Faulted() if peer.role == "server":
@@ -245,6 +257,7 @@ class Coordinator:
         if len(self._left) == self.job.workers:
             self.over.set()
         self._begin_if_complete()
+        self._release_if_complete()
 
     # -- the beginning ------------------------------------------------------------------------------------
 
@@ -264,25 +277,28 @@ class Coordinator:
             assert worker.model is not None
             difference = first_difference(first, worker.model)
             if difference:
-                reason = f"its model differs from {registered[0]}'s: {difference}"
-                self._hub.send(worker, Refused(reason))
-                self.fail(RunFailedError(str(worker), reason))
+                self._refuse(worker, f"its model differs from {registered[0]}'s: {difference}")
                 return
+        try:
+            slices = _SLICE[self.job.slicing](first.layout, self.job.shards)
+        except ConfigurationError as error:
+            self._refuse(registered[0], str(error))
+            return
         self._begun = True
         self._publisher = registered[0].index
         self.model = first
-        slices = first.layout.slice_evenly(self.job.servers)
-        self.shards = [(shard, server.address) for shard, server in zip(slices, servers, strict=True)]
-        for shard, server in zip(slices, servers, strict=True):
+        if self.job.transport == "shm":
+            self._master = Region.create(first.layout, MASTER, shared=True)
+        count = len(servers)
+        self.shards = [(shard, servers[shard.index % count].address) for shard in slices]
+        members = tuple(worker.index for worker in registered)
+        for index, server in enumerate(servers):
+            mine = slices[index::count]
+            syncs = tuple(self.job.sync.at_shard(shard.index) for shard in mine)
             self._hub.send(
                 server,
-                CreateShards(
-                    first,
-                    (shard,),
-                    (self.job.sync.at_shard(shard.index),),
-                    tuple(w.index for w in registered),
-                    self._publisher,
-                ),
+                CreateShards(first, mine, syncs, members, self._publisher),
+                descriptors=self._descriptors,
             )
         for worker in registered:
             self._tell(WorkerJoined(now_s=self.job.now_s(), worker=worker.index))
@@ -294,7 +310,31 @@ class Coordinator:
         for worker in workers:
             slices = tuple(shard for shard, _ in self.shards)
             addresses = tuple(address for _, address in self.shards)
-            self._hub.send(worker, Started(slices, addresses, self._publisher))
+            started = Started(slices, addresses, self._publisher)
+            self._hub.send(worker, started, descriptors=self._descriptors)
+        if self._master is not None:
+            self._master.close()  # everybody has its descriptor, or will find it in a message that has left
+
+    @property
+    def _descriptors(self) -> list[int]:
+        """What comes with the word to begin: the master, over shared memory."""
+        descriptor = self._master.descriptor if self._master is not None else None
+        return [] if descriptor is None else [descriptor]
+
+    def _refuse(self, worker: Member, reason: str) -> None:
+        self._hub.send(worker, Refused(reason))
+        self.fail(RunFailedError(str(worker), reason))
+
+    # -- without overlap ----------------------------------------------------------------------------------
+
+    def _release_if_complete(self) -> None:
+        """Without overlap: when every worker's push of an iteration has been taken everywhere, all may pull."""
+        training = {w.index for w in self._of_role("worker") if w.model is not None} - self._left
+        waiting = {worker: done for worker, done in self._committed.items() if worker in training}
+        if training and waiting.keys() == training:
+            self._committed.clear()
+            for worker, iteration in waiting.items():
+                self._send(worker, MayPull(iteration))
 
     # -- the sync model -----------------------------------------------------------------------------------
 
@@ -313,7 +353,7 @@ class Coordinator:
                 return IterationStarted(now_s=now_s, worker=worker, iteration=message.iteration)
             case RequestSync():
                 try:
-                    require_shards(parse_shards(message.sync), self.job.servers)
+                    require_shards(parse_shards(message.sync), self.job.shards)
                 except ConfigurationError as error:
                     raise ProtocolError(f"it asks for a sync model that there is not: {error}") from error
                 return SyncRequested(

@@ -30,9 +30,10 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from ..sync.model import SyncModel
 from ..sync.notation import parse_shards, require_shards
 from ..trace import Header, Recorder
-from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox
+from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut
 from ..wire.messages import Commit, CreateShards, InitialState, InitialWeights, Message, ShardWaits
 from .job import Job
 
@@ -50,18 +51,35 @@ Perform = Callable[[int, ForHost], None]
 class Holdings:
     """The shards of one server.
 
+    Args:
+        created: which, of what.
+        job: the run.
+        master: where the weights lie over shared memory; None for memory of its own.
+        before_update: called with a shard's index before its weights change.
+
     Attributes:
         expected: who takes part and has not left.
         publisher: the worker whose weights the shards start with.
         shards: those whose weights have come, by index.
     """
 
-    def __init__(self, created: CreateShards, job: Job) -> None:
+    def __init__(
+        self,
+        created: CreateShards,
+        job: Job,
+        master: Region | None,
+        before_update: Callable[[int], None],
+    ) -> None:
         self.expected = set(created.workers)
         self.publisher = created.publisher
         self.shards: dict[int, Shard] = {}
         self._created = created
         self._job = job
+        self._master = master
+        self._before_update = before_update
+        # Number of a change (0: the beginning) -> are the weights read in place from there on. A user's condition
+        # that fails leaves one shard with another model than the rest: what counts is what all were to have.
+        self._in_place = {0: self._is_in_place(job.sync.first)}
         self._slices = {shard.index: shard for shard in created.shards}
         self._group_kinds = [_kinds(group) for group in created.model.optimizer.groups]
         self._groups: tuple[bytes, tuple[HyperParameters, ...]] = b"", ()  # as they came last, and decoded
@@ -124,6 +142,9 @@ class Holdings:
         weights = tensors_over(
             {dtype: memoryview(part) for dtype, part in zip(bounds.bounds, payload, strict=False)}
         )
+        if self._master is not None:
+            for dtype, place in tensors_over(cut(self._master.weights, bounds)).items():
+                weights[dtype] = place.copy_(weights[dtype])
         models = {
             shard.index: sync for shard, sync in zip(self._created.shards, self._created.syncs, strict=True)
         }
@@ -131,7 +152,15 @@ class Holdings:
         header = Header(sync=str(sync), host="shard", index=index, seed=seed, emulated=self._job.emulated)
         recorder = Recorder.to_path(Path(self._job.run_dir, f"trace-shard-{index}.jsonl"), header)
         self._recorders.append(recorder)
-        shard = Shard(bounds, weights, self._created.model.optimizer, sync, seed, recorder)
+        shard = Shard(
+            bounds,
+            weights,
+            self._created.model.optimizer,
+            sync,
+            seed,
+            recorder,
+            before_update=lambda: self._before_update(index),
+        )
         shard.load_optimizer_state(self._states.pop(index, {}))
         if index == 0:
             specs = self._created.model.buffers
@@ -151,7 +180,7 @@ class Holdings:
         payload: Sequence[bytearray],
         perform: Perform,
     ) -> None:
-        """A worker's push to one shard, and its pull. Raises `InvalidEventError`."""
+        """A worker's push to one shard and, unless it comes later, its pull. Raises `InvalidEventError`."""
         shard = self.shard(message.shard)
         if len(message.present) != len(self._created.model.layout.parameters):
             raise ProtocolError("a commit does not say for each parameter whether it has a gradient")
@@ -174,8 +203,13 @@ class Holdings:
             for index, part in zip(message.buffers, payload, strict=True):
                 spec = self._created.model.buffers[index]
                 slot[spec.name] = unpack(spec, part)
-        pulled = PullRequested(now_s=self._job.now_s(), worker=worker, iteration=message.iteration)
-        self._tell(message.shard, pulled, perform)
+        if message.pulls:
+            self.pull(worker, message.shard, message.iteration, perform)
+
+    def pull(self, worker: int, shard: int, iteration: int, perform: Perform) -> None:
+        """A worker's pull after its push. Raises `InvalidEventError`."""
+        event = PullRequested(now_s=self._job.now_s(), worker=worker, iteration=iteration)
+        self._tell(shard, event, perform)
 
     def pull_again(self, worker: int, shard: int, iteration: int, perform: Perform) -> None:
         """A worker starts an iteration anew. Raises `InvalidEventError`."""
@@ -200,11 +234,19 @@ class Holdings:
         """Refuse a change to what cannot run here, before a shard is half-way through it."""
         try:
             models = parse_shards(change.sync)
-            require_shards(models, self._job.servers)
+            require_shards(models, self._job.shards)
             for model in models:
                 model.require_runnable(self._job.workers)
         except ConfigurationError as error:
             raise ProtocolError(f"it changes to a sync model that cannot run here: {error}") from error
+        self._in_place[change.number] = self._is_in_place(models)
+
+    def _is_in_place(self, models: Sequence[SyncModel]) -> bool:
+        return self._master is not None and all(model.lockstep for model in models)
+
+    def in_place(self, index: int) -> bool:
+        """True if workers read the shard's weights where they are, and need no copy."""
+        return self._in_place[self.shards[index].sync.changed]
 
     def _decode_groups(self, encoded: bytes) -> tuple[HyperParameters, ...]:
         """Hyper-parameters as they came; those of the last push again, if they are the same."""

@@ -14,7 +14,7 @@ import math
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import PeerLostError, ProtocolError
@@ -133,10 +133,18 @@ class Hub(Generic[P]):
             if not peer.role and time.monotonic() - peer.since_s > GREETING_TIMEOUT_S:
                 self._drop(peer, "it has not shown the run's token in time")
 
-    def send(self, peer: P, message: Message, payload: Sequence[memoryview] = ()) -> None:
-        """Send a message; never blocks, never raises."""
+    def send(
+        self,
+        peer: P,
+        message: Message,
+        payload: Sequence[memoryview] = (),
+        descriptors: Sequence[int] = (),
+        *,
+        lent: Hashable = None,
+    ) -> None:
+        """Send a message, see `Stream.send`; never blocks, never raises."""
         try:
-            peer.stream.send(message, payload)
+            peer.stream.send(message, payload, descriptors, lent=lent)
             self._watch_peer(peer)
         except PeerLostError as error:
             self._broken.append((peer, str(error)))
@@ -154,7 +162,9 @@ class Hub(Generic[P]):
         except OSError as error:  # out of descriptors, or the caller has gone already
             log.warning("%s could not accept a connection: %s", self._name, error)
             return
-        stream: Stream[Message] = Stream(sock, self._accepts, trusted=False)
+        stream: Stream[Message] = Stream(
+            sock, self._accepts, trusted=False, takes_descriptor=sock.family == socket.AF_UNIX
+        )
         peer = self._make_peer(stream)
         stream.sink = lambda message, size_bytes: (
             self._host.payload_targets(peer, message, size_bytes) if peer.role else []
@@ -183,7 +193,7 @@ class Hub(Generic[P]):
         if not isinstance(message, Hello) or not hmac.compare_digest(message.token.encode(), self._token):
             raise ProtocolError("it did not show the run's token")
         self._host.greeted(peer, message)
-        peer.stream.trusted = True
+        peer.stream.trusted, peer.stream.takes_descriptor = True, False
 
     def _drop(self, peer: P, reason: str) -> None:
         if peer not in self.peers:

@@ -28,7 +28,9 @@ __all__ = ["JOB_VARIABLE", "TRANSPORTS", "Job", "Place", "describe", "make_job",
 JOB_VARIABLE = "PACELINE_PLACE"
 """The environment variable by which a process of a run learns its `Place` in it: MessagePack in hexadecimal."""
 
-TRANSPORTS = ("auto", "shm", "tcp")
+TRANSPORTS = ("auto", "shm", "unix", "tcp")
+SLICINGS = ("even", "by-parameter")
+OVERLAPS = ("shards", "off")
 ON_NAN = ("stop", "skip")
 
 
@@ -37,9 +39,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         workers: how many.
-        servers: how many; each holds one shard.
+        servers: how many; each holds the shards whose index, modulo their number, is its own.
+        shards: how many slices the parameters are cut into.
+        slicing: "even", whatever the layers' sizes (EPS), or "by-parameter".
+        overlap: "shards", each answers for itself, or "off", nobody pulls until everybody has pushed everything.
         sync: the sync model, or one for each shard, and when it changes.
-        transport: "shm" (shared memory, one machine) or "tcp".
+        transport: "shm" (shared memory, one machine), "unix" (sockets, one machine) or "tcp".
         seed: of the data's order, the jitter and whatever else is drawn.
         pace_s: for each worker, the least time of an iteration; () for none.
         slowdown: for each worker, the factor by which its measured compute time is stretched; () for none.
@@ -53,8 +58,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     workers: int
     servers: int
+    shards: int
+    slicing: Literal["even", "by-parameter"]
+    overlap: Literal["shards", "off"]
     sync: Schedule
-    transport: Literal["shm", "tcp"]
+    transport: Literal["shm", "unix", "tcp"]
     seed: int
     pace_s: tuple[float, ...]
     slowdown: tuple[float, ...]
@@ -95,6 +103,9 @@ def make_job(
     *,
     workers: int,
     servers: int | None = None,
+    shards: int | None = None,
+    slicing: str = "even",
+    overlap: str = "shards",
     sync: str | SyncModel | Sequence[SyncModel] | Schedule = "bsp",
     transport: str = "auto",
     seed: int = 0,
@@ -116,14 +127,21 @@ def make_job(
     workers = _whole("workers", workers, least=1)
     if servers is None:
         servers = max(1, (os.cpu_count() or 1) - workers)  # the cores that the workers leave over
-    if transport not in TRANSPORTS:
-        raise unknown_name("transport", transport, TRANSPORTS)
-    if on_nan not in ON_NAN:
-        raise unknown_name("on_nan", on_nan, ON_NAN)
+    for name, value, choices in (
+        ("transport", transport, TRANSPORTS),
+        ("slicing", slicing, SLICINGS),
+        ("overlap", overlap, OVERLAPS),
+        ("on_nan", on_nan, ON_NAN),
+    ):
+        if value not in choices:
+            raise unknown_name(name, value, choices)
     if transport == "auto":
-        transport = "shm" if shared_memory_available() else "tcp"
+        transport = "shm" if shared_memory_available() else "unix"
     if transport == "shm" and not shared_memory_available():
-        raise ConfigurationError("transport 'shm' needs memfd, which this system lacks; use 'tcp'.")
+        raise ConfigurationError(
+            "transport 'shm' needs memfd, which this system lacks or forbids; use 'unix', or 'auto' for the best "
+            "there is."
+        )
     if not 0 <= jitter < 1:
         raise ConfigurationError(f"jitter is {jitter}, expected a number in [0, 1), for example 0.2.")
     if not 0 <= port <= 65535:
@@ -133,13 +151,27 @@ def make_job(
     if run_dir is not None:
         require_usable(run_dir)
     servers = _whole("servers", servers, least=1)
+    shards = _whole("shards", servers if shards is None else shards, least=1)
+    if shards < servers:
+        raise ConfigurationError(
+            f"shards is {shards} and servers {servers}: each server needs one at least. Ask for {servers} shards or "
+            "more."
+        )
     schedule = read_schedule(sync)
-    schedule.require_runnable(workers, servers)
+    schedule.require_runnable(workers, shards)
+    if overlap == "off" and not all(model.lockstep for step in schedule.steps for model in step.models):
+        raise ConfigurationError(
+            f"overlap is 'off', where nobody pulls until everybody has pushed: that is for the sync model bsp, not "
+            f"{schedule}."
+        )
     job = Job(
         workers=workers,
         servers=servers,
+        shards=shards,
+        slicing="even" if slicing == "even" else "by-parameter",
+        overlap="shards" if overlap == "shards" else "off",
         sync=schedule,
-        transport="shm" if transport == "shm" else "tcp",
+        transport="shm" if transport == "shm" else "unix" if transport == "unix" else "tcp",
         seed=_whole("seed", seed, least=0),
         pace_s=_per_worker("pace", pace, workers, least=0.0),
         slowdown=_per_worker("slowdown", slowdown, workers, least=1.0),
@@ -153,13 +185,27 @@ def make_job(
     return job if dry_run else msgspec.structs.replace(job, run_dir=str(_make_run_dir(run_dir)))
 
 
+_SLICED = {"even": "evenly (even)", "by-parameter": "by parameter (by-parameter)"}
+_OVERLAPPED = {
+    "shards": "each shard answers for itself (shards)",
+    "off": "nobody pulls until everybody has pushed everything (off)",
+}
+_CARRIED = {
+    "shm": "shared memory (shm)",
+    "unix": "sockets of this machine (unix)",
+    "tcp": "TCP on loopback (tcp)",
+}
+
+
 def describe(job: Job) -> dict[str, str]:
     """What a run is, in words: what `--dry-run` shows."""
     return {
         "sync model": str(job.sync),
         "workers": str(job.workers),
-        "servers": f"{job.servers}, each with one shard of the parameters",
-        "transport": {"shm": "shared memory (shm)", "tcp": "TCP on loopback (tcp)"}[job.transport],
+        "servers": str(job.servers),
+        "shards": f"{job.shards} of the parameters, sliced {_SLICED[job.slicing]}",
+        "overlap": _OVERLAPPED[job.overlap],
+        "transport": _CARRIED[job.transport],
         "emulated": job.emulated or "nothing: each worker runs as fast as it can",
         "on NaN": job.on_nan,
         "seed": str(job.seed),

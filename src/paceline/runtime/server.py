@@ -11,13 +11,15 @@ import socket
 from collections.abc import Sequence
 
 from ..errors import PeerLostError, ProtocolError
+from ..layout import Layout
 from ..shard import ForHost, Vectors
 from ..sync.actions import AnswerPull, SetTimer
 from ..wire.addresses import connect, listen_tcp, listen_unix
-from ..wire.memory import Inbox
+from ..wire.memory import MASTER, Inbox, Region
 from ..wire.messages import (
     Answer,
     Commit,
+    Committed,
     CreateShards,
     Faulted,
     FetchSnapshot,
@@ -30,10 +32,12 @@ from ..wire.messages import (
     InitialState,
     InitialWeights,
     Message,
+    Pull,
     PullAgain,
     Ready,
     Shutdown,
     Snapshot,
+    Stage,
     State,
     Waits,
     WorkerGone,
@@ -81,6 +85,17 @@ class Server:
         )
         self._hub.watch(coordinator, self._hear_coordinator)
 
+    @classmethod
+    def connect(cls, place: Place) -> Server:
+        """A server that listens, and whose coordinator knows where. Raises `PeerLostError`."""
+        job = place.job
+        listener, address = listen_tcp() if job.transport == "tcp" else listen_unix()
+        coordinator: Stream[FromCoordinatorToServer] = Stream(
+            connect(place.coordinator), FromCoordinatorToServer, takes_descriptor=job.transport == "shm"
+        )
+        coordinator.send(Hello(token=job.token, role="server", index=place.index, address=address))
+        return cls(place, listener, coordinator)
+
     def run(self) -> None:
         """Serve until told to stop, or until the coordinator is gone."""
         try:
@@ -99,7 +114,9 @@ class Server:
             for message in self._coordinator.receive():
                 match message:
                     case CreateShards():
-                        self._holdings = Holdings(message, self._job)
+                        self._holdings = Holdings(
+                            message, self._job, self._attach_master(message.model.layout), self._keep
+                        )
                         self._coordinator.send(Ready())
                     case WorkerGone() if message.worker not in self._workers:
                         self._leave(message.worker, finished=False)
@@ -132,9 +149,17 @@ class Server:
         holdings = self._require_holdings()
         publishes = peer.role == "worker" and peer.index == holdings.publisher
         match message:
+            case Stage() if message.shard in peer.inboxes:
+                peer.inboxes[message.shard][0].take(message.pieces)
             case Commit() if message.shard in peer.inboxes:
-                _, gradient = peer.inboxes[message.shard]
+                inbox, gradient = peer.inboxes[message.shard]
+                inbox.take(message.pieces)
+                inbox.close(empty=message.empty)
                 holdings.commit(peer.index, message, gradient, peer.payload, self._perform)
+                if not message.pulls:
+                    self._hub.send(peer, Committed(message.shard, message.iteration))
+            case Pull() if message.shard in peer.inboxes:
+                holdings.pull(peer.index, message.shard, message.iteration, self._perform)
             case PullAgain() if message.shard in peer.inboxes:
                 holdings.pull_again(peer.index, message.shard, message.iteration, self._perform)
             case FetchWaits() if not peer.stream.backlog:
@@ -163,9 +188,9 @@ class Server:
             return []
         peer.payload = [bytearray(size) for size in self._holdings.payload_sizes(message, size_bytes)]
         targets = [memoryview(part) for part in peer.payload]
-        if isinstance(message, Commit) and not message.empty and message.shard in peer.inboxes:
+        if isinstance(message, Stage | Commit) and message.pieces and message.shard in peer.inboxes:
             inbox, _ = peer.inboxes[message.shard]
-            return [*inbox.sinks(), *targets]
+            return [*inbox.places(message.pieces), *targets]
         return targets
 
     def gone(self, peer: Caller, reason: str) -> None:
@@ -186,15 +211,36 @@ class Server:
                 self._coordinator.send(Faulted(shard, action.reason, action.traceback, action.sync))
 
     def _answer(self, shard: int, pull: AnswerPull) -> None:
-        """Send a worker a shard's weights as they are now."""
-        assert self._holdings is not None
+        """Let a worker have a shard's weights as they are now."""
+        holdings = self._require_holdings()
         peer = self._workers.get(pull.worker)
         if peer is None:
             return  # expected, but it has not called yet or its connection has ended
         inbox, _ = peer.inboxes[shard]
-        held = self._holdings.shards[shard]
-        payload = inbox.deliver(byte_views(held.weights))
-        self._hub.send(peer, Answer(shard, pull.iteration, held.version, pull.v_train), payload)
+        in_place = holdings.in_place(shard)
+        payload: Sequence[memoryview] = ()
+        if not in_place:
+            weights = byte_views(holdings.shards[shard].weights)
+            if inbox.weights is None:
+                payload = list(weights.values())
+            else:
+                for dtype, place in inbox.weights.items():
+                    place[:] = weights[dtype]
+        answer = Answer(shard, pull.iteration, holdings.shards[shard].version, pull.v_train, in_place)
+        self._hub.send(peer, answer, payload, lent=shard)
+
+    def _keep(self, shard: int) -> None:
+        """A shard's weights are about to change: what is still on its way of them must not."""
+        for peer in self._workers.values():
+            if peer.stream.backlog:
+                peer.stream.keep(shard)
+
+    def _attach_master(self, layout: Layout) -> Region | None:
+        if self._job.transport != "shm":
+            return None
+        if not self._coordinator.descriptors:
+            raise ProtocolError("the coordinator did not pass the weights' memory")
+        return Region.attach(layout, self._coordinator.descriptors.pop(), MASTER)
 
     def _leave(self, worker: int, *, finished: bool) -> None:
         if self._holdings is not None:
@@ -208,8 +254,4 @@ class Server:
 
 def serve(place: Place) -> None:
     """Be a server: listen, tell the coordinator where, and run."""
-    job = place.job
-    listener, address = listen_unix() if job.transport == "shm" else listen_tcp()
-    coordinator: Stream[FromCoordinatorToServer] = Stream(connect(place.coordinator), FromCoordinatorToServer)
-    coordinator.send(Hello(token=job.token, role="server", index=place.index, address=address))
-    Server(place, listener, coordinator).run()
+    Server.connect(place).run()

@@ -26,7 +26,8 @@ class Session(Protocol):
 
     The order of calls: `begin`, then `publish` on the publisher and `await_first_weights` on the others, then
     `hold_back` and `commit` once per iteration, then `finish`. `weights` change only inside these calls and
-    `pull_again`; `gradients` are the caller's until `commit`, and again once it has returned.
+    `pull_again`, and `finish` may move them; `gradients` are the caller's until `commit`, and again once it has
+    returned.
 
     Attributes:
         worker: this worker's index.
@@ -39,6 +40,8 @@ class Session(Protocol):
         iteration: the number of iterations that this worker has committed.
         weights: dtype -> flat vector, from `begin` on.
         gradients: dtype -> flat vector, likewise.
+        on_moved: called when `weights` has become other memory, which holds the weights from now on.
+        sends_early: True if the session is to be told of gradients as they come, by `gradient_ready`.
     """
 
     worker: int
@@ -48,6 +51,10 @@ class Session(Protocol):
     skips_nan: bool
     weights: Vectors
     gradients: Vectors
+    on_moved: Callable[[], None]
+
+    @property
+    def sends_early(self) -> bool: ...
 
     @property
     def iteration(self) -> int: ...
@@ -72,6 +79,10 @@ class Session(Protocol):
 
     def await_first_weights(self) -> None:
         """Wait until `weights` holds the publisher's."""
+        ...
+
+    def gradient_ready(self, parameter: int) -> None:
+        """The gradient of a parameter of the layout lies in `gradients`; it may still change until `commit`."""
         ...
 
     def restart_ordered(self) -> bool:

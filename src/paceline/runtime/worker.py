@@ -1,8 +1,8 @@
 """A worker's session in a live run: its connections, its memory, and the emulation of unequal machines.
 
-One thread, the script's own. A commit sends every shard its slice at once and then waits until every shard has
-answered, in whatever order; the coordinator's plans, restarts and changes are read in passing. What each iteration
-cost is written to `worker-<index>.jsonl` in the run directory.
+One thread, the script's own. A commit sends every shard what it does not have yet of its slice, and then waits until
+every shard has answered, in whatever order; the coordinator's plans, restarts and changes are read in passing. What
+each iteration cost is written to `worker-<index>.jsonl` in the run directory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from ..layout import ShardSlice
 from ..shard import Vectors
 from ..sync import SyncModel
 from ..sync.following import WorkerSync
+from ..sync.notation import notation
 from ..sync.schedule import read_schedule
 from ..wire.addresses import connect
-from ..wire.memory import Region, cut
+from ..wire.memory import MASTER, Region, cut
 from ..wire.messages import (
+    AllCommitted,
     Answer,
     Begun,
     Changing,
     Commit,
+    Committed,
     Failed,
     FetchState,
     Finished,
@@ -43,9 +46,11 @@ from ..wire.messages import (
     Hello,
     InitialState,
     InitialWeights,
+    MayPull,
     Message,
     ModelSpec,
     Notify,
+    Pull,
     PullAgain,
     Refused,
     Register,
@@ -59,6 +64,7 @@ from ..wire.messages import (
 from ..wire.stream import Stream
 from .holdings import STATE_LIMIT_FACTOR, STATE_SLACK_BYTES, tensors_over
 from .job import Place
+from .outbox import Outbox
 from .records import IterationRecord
 
 __all__ = ["WorkerSession"]
@@ -80,7 +86,8 @@ class WorkerSession:
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
         self._job = job
-        self._sync = WorkerSync(job.sync, job.servers)
+        self.on_moved: Callable[[], None] = lambda: None
+        self._sync = WorkerSync(job.sync, job.shards)
         self._requests: list[RequestSync] = []  # made before training has begun
         self._restarted: tuple[float, float] | None = None  # when this one was dropped, and when started anew
         self._computed_s = 0.0  # when the gradient at hand was ready
@@ -90,10 +97,16 @@ class WorkerSession:
         self._selector.register(coordinator, selectors.EVENT_READ)
         self._orders = select.poll()  # for the coordinator's alone
         self._orders.register(coordinator, select.POLLIN)
-        self._servers: list[Stream[FromServer]] = []  # one for each shard, in order
+        self._servers: list[Stream[FromServer]] = []
+        self._server_of: list[Stream[FromServer]] = []  # for each shard
         self._shards: tuple[ShardSlice, ...] = ()
-        self._region: Region | None = None
+        self._region: Region | None = None  # this worker's own
+        self._master: Region | None = None  # the weights that the servers update, over shared memory
+        self._outbox: Outbox | None = None  # of what must be sent; over shared memory the servers see it
         self._awaited: set[int] = set()  # shards that have yet to answer
+        self._in_place = False  # are `weights` the master's
+        self._answered_in_place = False  # are they to be, by the latest answers
+        self._may_pull = -1  # without overlap, the latest iteration that all have committed
         self._states: dict[int, bytearray] = {}  # shard -> its optimizer state, while it is fetched
         self._started: Started | None = None  # the coordinator's word that training begins
         self._begun_s: float | None = None  # when this iteration's weights came; None before the first
@@ -105,7 +118,9 @@ class WorkerSession:
     @classmethod
     def connect(cls, place: Place) -> WorkerSession:
         """A session whose coordinator knows that this worker is alive. Raises `PeerLostError`."""
-        stream: Stream[FromCoordinatorToWorker] = Stream(connect(place.coordinator), FromCoordinatorToWorker)
+        stream: Stream[FromCoordinatorToWorker] = Stream(
+            connect(place.coordinator), FromCoordinatorToWorker, takes_descriptor=place.job.transport == "shm"
+        )
         stream.send(Hello(place.job.token, "worker", place.index))
         return cls(place, stream)
 
@@ -117,17 +132,28 @@ class WorkerSession:
         self._shards = started.shards
         shared = self._job.transport == "shm"
         self._region = region = Region.create(model.layout, shared=shared)
+        if shared:
+            if not self._coordinator.descriptors:
+                raise ProtocolError("the coordinator did not pass the weights' memory")
+            descriptor = self._coordinator.descriptors.pop()
+            self._master = Region.attach(model.layout, descriptor, MASTER, follow=True)
+        else:
+            early = self._job.overlap == "shards"
+            self._outbox = Outbox(started.shards, region.gradients, self._send_to_shard, early=early)
         self.weights = tensors_over(region.weights)
         self.gradients = tensors_over(region.gradients)
         descriptors = [region.descriptor] if region.descriptor is not None else []
         hello = Hello(
             self._job.token, "worker", self.worker, memory_bytes=region.size_bytes if descriptors else 0
         )
-        for address in started.addresses:
+        streams: dict[str, Stream[FromServer]] = {}
+        for address in dict.fromkeys(started.addresses):
             stream: Stream[FromServer] = Stream(connect(address), FromServer, self._payload_targets)
+            streams[address] = stream
             self._servers.append(stream)
             self._selector.register(stream, selectors.EVENT_READ)
             self._send(stream, hello, descriptors=descriptors)
+        self._server_of = [streams[address] for address in started.addresses]
         for request in self._requests:
             self._send(self._coordinator, request)
         self._requests = []
@@ -135,15 +161,15 @@ class WorkerSession:
 
     def publish(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
         assert self._region is not None
-        for shard, stream in zip(self._shards, self._servers, strict=True):
+        for shard in self._shards:
             state = state_of(shard)
             if state:
                 blob = safetensors.torch.save({key: value.contiguous() for key, value in state.items()})
-                self._send(stream, InitialState(shard.index), [memoryview(blob)])
+                self._send_to_shard(shard.index, InitialState(shard.index), [memoryview(blob)])
             payload = list(cut(self._region.weights, shard).values())
             if shard.index == 0:
                 payload += pack(buffers)
-            self._send(stream, InitialWeights(shard.index), payload, stable=True)
+            self._send_to_shard(shard.index, InitialWeights(shard.index), payload)
         self.await_first_weights()
 
     def await_first_weights(self) -> None:
@@ -154,6 +180,14 @@ class WorkerSession:
     @property
     def iteration(self) -> int:
         return self._sync.iteration
+
+    @property
+    def sends_early(self) -> bool:
+        return self._outbox is not None and self._outbox.early
+
+    def gradient_ready(self, parameter: int) -> None:
+        if self._outbox is not None:
+            self._outbox.ready(parameter)
 
     @property
     def needs_significance(self) -> bool:
@@ -192,8 +226,10 @@ class WorkerSession:
     def pull_again(self) -> None:
         dropped_s = self._job.now_s()
         self._sync.restarted()
-        for shard, stream in zip(self._shards, self._servers, strict=True):
-            self._send(stream, PullAgain(shard.index, self.iteration))
+        if self._outbox is not None:
+            self._outbox.begin()
+        for shard in self._shards:
+            self._send_to_shard(shard.index, PullAgain(shard.index, self.iteration))
         self._await_answers()
         self._restarted = dropped_s, self._job.now_s()
 
@@ -201,7 +237,12 @@ class WorkerSession:
         self._sync.reach(epoch)
 
     def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
-        request = RequestSync(*self._sync.ask(read_schedule(sync).first, self.workers, shard))
+        models = read_schedule(sync).first
+        if self._job.overlap == "off" and not all(model.lockstep for model in models):
+            raise ConfigurationError(
+                f"overlap is 'off', which is for the sync model bsp, not {notation(models)}."
+            )
+        request = RequestSync(*self._sync.ask(models, self.workers, shard))
         if self._started is None:
             self._requests.append(request)
         else:
@@ -224,27 +265,39 @@ class WorkerSession:
             self._send(self._coordinator, RequestSync(*request))
         stop, change, notify, progress = self._sync.push()
         pushed_s = self._job.now_s()
-        for shard, stream in zip(self._shards, self._servers, strict=True):
+        overlaps = self._job.overlap == "shards"
+        for shard in reversed(self._shards):  # the last layers' are there first, at every worker
             mine = buffers if shard.index == 0 else {}
-            payload = [] if empty else self._region.outgoing(shard)
+            pieces: tuple[int, ...] = ()
+            payload: list[memoryview] = []
+            if self._outbox is not None and not empty:
+                pieces, payload = self._outbox.rest(shard.index)
             message = Commit(
                 shard.index,
                 self.iteration,
                 present,
                 groups,
+                pieces=pieces,
                 empty=empty,
                 stop=stop,
                 change=change,
                 significance=significance,
                 progress=progress,
                 buffers=tuple(mine),
+                pulls=overlaps,
             )
-            self._send(stream, message, payload + pack(list(mine.values())), stable=True)
+            self._send_to_shard(shard.index, message, payload + pack(list(mine.values())))
         superstep = stop.superstep if stop is not None else None
         number = change.number if change is not None else None
         if notify:
             self._send(self._coordinator, Notify(self.iteration, superstep, number))
+        if not overlaps:
+            self._await_turn(loss)
+            for shard in self._shards:
+                self._send_to_shard(shard.index, Pull(shard.index, self.iteration))
         self._await_answers(loss)
+        if self._outbox is not None:
+            self._outbox.committed()
         answered_s = self._job.now_s()
         dropped_s, restarted_s = self._restarted or (None, None)
         record = IterationRecord(
@@ -267,8 +320,8 @@ class WorkerSession:
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
         self._awaited = {shard.index for shard in self._shards}
-        for shard, stream in zip(self._shards, self._servers, strict=True):
-            self._send(stream, FetchState(shard.index))
+        for shard in self._shards:
+            self._send_to_shard(shard.index, FetchState(shard.index))
         while self._awaited:
             self._hear(timeout_s=None)
         fetched = [
@@ -281,6 +334,11 @@ class WorkerSession:
         if self._finished:
             return
         self._finished = True
+        if self._in_place and self._master is not None and self._region is not None:
+            # The others go on without this worker; its script may yet look at its weights.
+            for dtype, place in self._region.weights.items():
+                place[:] = self._master.weights[dtype]
+            self._move(in_place=False)
         for stream in self._streams():
             with contextlib.suppress(PeerLostError):  # whoever is gone need not be told
                 stream.send(Finished())
@@ -300,8 +358,9 @@ class WorkerSession:
         for stream in self._streams():
             stream.close()
         self._selector.close()
-        if self._region is not None:
-            self._region.close()
+        for region in (self._region, self._master):
+            if region is not None:
+                region.close()
         self._log.close()
 
     # -- connections --------------------------------------------------------------------------------------
@@ -313,10 +372,32 @@ class WorkerSession:
 
     def _await_answers(self, loss: float | None = None) -> None:
         """Wait until every shard has answered."""
+        self._await_shards(loss)
+        if self._answered_in_place != self._in_place:
+            self._move(in_place=self._answered_in_place)
+
+    def _await_turn(self, loss: float | None) -> None:
+        """Without overlap: wait until every shard has every worker's push, and the coordinator says so."""
+        self._await_shards(loss)
+        self._send(self._coordinator, AllCommitted(self.iteration))
+        while self._may_pull < self.iteration:
+            if not self._hear(timeout_s=STATUS_INTERVAL_S):
+                self._show("waiting", loss)
+
+    def _await_shards(self, loss: float | None) -> None:
+        """Wait for a word of every shard."""
         self._awaited = {shard.index for shard in self._shards}
         while self._awaited:
             if not self._hear(timeout_s=STATUS_INTERVAL_S) and self._begun_s is not None:
                 self._show("waiting" if len(self._awaited) == len(self._shards) else "pulling", loss)
+
+    def _move(self, *, in_place: bool) -> None:
+        """Have the weights be the master's, or this worker's own."""
+        region = self._master if in_place else self._region
+        assert region is not None
+        self._in_place = in_place
+        self.weights = tensors_over(region.weights)
+        self.on_moved()
 
     def _hear(self, timeout_s: float | None) -> bool:
         """Handle what arrives within the time; False if nothing did."""
@@ -339,8 +420,9 @@ class WorkerSession:
             match message:
                 case Answer():
                     self._sync.hear_answer(message.v_train)
+                    self._answered_in_place = message.in_place
                     self._awaited.discard(message.shard)
-                case State():
+                case Committed() | State():
                     self._awaited.discard(message.shard)
                 case _:
                     raise ProtocolError(f"a server sent {type(message).__name__}")
@@ -354,8 +436,11 @@ class WorkerSession:
                     self._sync.order_restart(message.iteration)
                 case Changing():
                     self._sync.announce(message.change)
+                case MayPull():
+                    self._may_pull = message.iteration
                 case Started():
                     self._started = message
+                    self._coordinator.takes_descriptor = False
                 case Refused():
                     raise ConfigurationError(message.reason)
 
@@ -365,18 +450,23 @@ class WorkerSession:
         message: Message,
         payload: Sequence[memoryview] = (),
         descriptors: Sequence[int] = (),
-        *,
-        stable: bool = False,
     ) -> None:
-        stream.send(message, payload, descriptors, stable=stable)
+        stream.send(message, payload, descriptors, lent="this worker's")  # it stays until it is answered
         self._watch(stream)
+
+    def _send_to_shard(self, shard: int, message: Message, payload: Sequence[memoryview] = ()) -> None:
+        stream = self._server_of[shard]
+        stream.flush()
+        self._send(stream, message, payload)
 
     def _payload_targets(self, message: Message, size_bytes: int) -> list[memoryview]:
         assert self._region is not None
         shards = {shard.index: shard for shard in self._shards}
         match message:
             case Answer() if message.shard in self._awaited:
-                return self._region.incoming(shards[message.shard])
+                if self._job.transport == "shm":
+                    return []
+                return list(cut(self._region.weights, shards[message.shard]).values())
             case State() if message.shard in self._awaited:
                 limit_bytes = STATE_LIMIT_FACTOR * shards[message.shard].size_bytes + STATE_SLACK_BYTES
                 if size_bytes > limit_bytes:

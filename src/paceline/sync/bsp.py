@@ -34,5 +34,9 @@ class BSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="bsp"):
 
     name = "bsp"
 
+    @property
+    def lockstep(self) -> bool:
+        return True
+
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
         return ConditionMachine(lambda state: state.progress < state.v_train, average=True)

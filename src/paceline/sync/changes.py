@@ -64,6 +64,7 @@ class ShardSync:
 
     Attributes:
         sync: the model in force.
+        changed: number of the last change that was completed here; 0 for none.
     """
 
     def __init__(self, sync: AnySyncModel, seed: int = 0, shard: int = 0) -> None:
@@ -73,7 +74,7 @@ class ShardSync:
         self._machine: ShardMachine = sync.at_shard(seed, shard)
         self._worked: AnySyncModel = BSP()  # what a condition that fails is replaced with
         self._change: Change | None = None  # under way
-        self._changed = 0  # number of the last change that was completed here
+        self.changed = 0
         self._remaining: set[int] = set()  # its live members whose flagged push has not come
         self._joined_after: dict[int, int] = {}  # live worker -> the last change published before it joined
         self._guests = Ledger()  # those who have joined during a change, see above
@@ -184,7 +185,7 @@ class ShardSync:
             )
         guest = push.worker in self._guests.count
         actions = [self._take_from_guest(push)] if guest else self._tell(push)
-        if change.number <= self._changed:  # completed without it: nobody waits for it any more
+        if change.number <= self.changed:  # completed without it: nobody waits for it any more
             return actions
         if self._change is None or self._change.number < change.number:
             # Published anew, since all members of the earlier one are gone, though it is not known here yet.
@@ -233,7 +234,7 @@ class ShardSync:
         if worker in self._to_pull or worker in self._pulled or worker in self._guests.count:
             raise InvalidEventError(f"worker {worker} joined, but it is live already")
         actions: list[AnyAction] = []
-        if event.change > self._changed:
+        if event.change > self.changed:
             self._guests.joined(event, 0)
         else:
             actions = self._tell(event)
@@ -273,7 +274,7 @@ class ShardSync:
             self._tell(WorkerJoined(now_s=now_s, worker=worker, iteration=members[worker]))
         answers += [AnswerPull(worker, self._pulled[worker]) for worker in sorted(self._pulled)]
         self._pulled = {}
-        self._change, self._changed = None, change.number
+        self._change, self.changed = None, change.number
         return updates + answers
 
 

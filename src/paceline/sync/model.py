@@ -68,6 +68,11 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         return False
 
     @property
+    def lockstep(self) -> bool:
+        """True if nothing is applied while a live worker computes: all may then compute on the same memory."""
+        return False
+
+    @property
     def needs_starts(self) -> bool:
         """True if the coordinator is to be told when a worker starts an iteration, and may have it started anew."""
         return False

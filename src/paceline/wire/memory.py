@@ -1,4 +1,4 @@
-"""The memory in which a worker's weights and gradients lie, and the two ways in which a shard reaches it.
+"""The memory in which weights and gradients lie, and the two ways in which a shard reaches a worker's.
 
 A worker has one region: its weights, one vector per dtype, then its gradients, likewise. A shard works on a
 slice of each. Over **shared memory** the region is a sealed memfd whose descriptor travels with the worker's
@@ -8,8 +8,13 @@ weights where the worker reads them, so a push and a pull move no bytes but thos
 worker's weights change only inside its own `step()`: the server writes only while a pull is outstanding.
 Over a **stream** the same slices travel as the payload of the messages.
 
-`Region` is the worker's end. `Inbox` is the server's, one for each worker and shard; its two forms are the two
-ways. Bytes only: neither knows what a tensor is.
+Where all workers go in lockstep not even the weights are copied. Over shared memory there is one more region, the
+*master*: the weights that the servers update, one vector per dtype, made by the coordinator and mapped by all. While
+nothing is applied that any worker could be computing on, a pull is answered *in place*: the workers read the master.
+They only follow it: a script that edits its weights, which is an error, edits a copy of its own.
+
+`Region` is memory and what lies where in it. `Inbox` is the server's end of a worker's, one for each worker and
+shard; its two forms are the two ways. Bytes only: neither knows what a tensor is.
 """
 
 from __future__ import annotations
@@ -17,13 +22,23 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, Protocol
 
 from ..errors import ProtocolError
-from ..layout import ITEM_BYTES, Layout, ShardSlice
+from ..layout import ITEM_BYTES, Layout, Piece, ShardSlice
 
-__all__ = ["Inbox", "Region", "SharedInbox", "StreamedInbox", "shared_memory_available"]
+__all__ = [
+    "MASTER",
+    "PIECE_BYTES",
+    "Inbox",
+    "Region",
+    "SharedInbox",
+    "StreamedInbox",
+    "cut",
+    "cut_piece",
+    "shared_memory_available",
+]
 
 PAGE_BYTES = mmap.PAGESIZE
 SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: the size is final
@@ -32,65 +47,74 @@ Vectors = Mapping[str, memoryview]
 """dtype -> the bytes of a flat vector, or of a slice of one."""
 
 
+Kind = Literal["weights", "gradients"]
+WORKERS: Final[tuple[Kind, ...]] = ("weights", "gradients")
+MASTER: Final[tuple[Kind, ...]] = ("weights",)
+
+PIECE_BYTES = 1024 * 1024  # of what travels at once, as soon as it is there
+
+
 def shared_memory_available() -> bool:
-    """True where this system has memfd (Linux)."""
-    return hasattr(os, "memfd_create")
+    """True where this system has memfd (Linux) and lets it be used."""
+    try:
+        Region(Layout((), (), {}), ("weights",), _new_memfd(PAGE_BYTES)).close()
+    except (AttributeError, OSError):  # there is none, or a sandbox forbids it
+        return False
+    return True
 
 
 class Region:
-    """Weights and gradients of one worker, one after another.
+    """Vectors of some kinds, one after another, in a memfd or in private memory.
+
+    Args:
+        layout: what there is of each kind.
+        kinds: which; "weights" and "gradients" for a worker's, "weights" for the master.
+        descriptor: of the memfd, owned by the region from now on; None for private memory, zeroed.
+        follow: see what the others write, and let nobody see what is written here.
 
     Attributes:
-        descriptor: of the memfd, or None for private memory. Stays open as long as the region.
+        descriptor: of the memfd. Stays open until `close`.
         size_bytes: of the whole region.
         weights: dtype -> the whole vector's bytes.
         gradients: the same.
     """
 
-    def __init__(self, layout: Layout, memory: mmap.mmap, descriptor: int | None) -> None:
+    def __init__(
+        self, layout: Layout, kinds: Sequence[Kind], descriptor: int | None, *, follow: bool = False
+    ) -> None:
         self.descriptor = descriptor
-        self.size_bytes = len(memory)
-        places, _ = _places(layout)
-        view = memoryview(memory)
+        places, self.size_bytes = _places(layout, kinds)
+        access = mmap.ACCESS_COPY if follow else mmap.ACCESS_WRITE
+        view = memoryview(mmap.mmap(-1 if descriptor is None else descriptor, self.size_bytes, access=access))
         self.weights = {dtype: view[a:b] for (kind, dtype), (a, b) in places.items() if kind == "weights"}
         self.gradients = {dtype: view[a:b] for (kind, dtype), (a, b) in places.items() if kind == "gradients"}
 
     @classmethod
-    def create(cls, layout: Layout, *, shared: bool) -> Region:
+    def create(cls, layout: Layout, kinds: Sequence[Kind] = WORKERS, *, shared: bool) -> Region:
         """New memory, zeroed; as a memfd if it is to be shared."""
-        _, size_bytes = _places(layout)
-        if not shared:
-            return cls(layout, mmap.mmap(-1, size_bytes), None)
-        descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, size_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-        return cls(layout, mmap.mmap(descriptor, size_bytes), descriptor)
+        return cls(layout, kinds, _new_memfd(_places(layout, kinds)[1]) if shared else None)
 
     @classmethod
-    def attach(cls, layout: Layout, descriptor: int) -> Region:
-        """Map a region that another process created. Takes the descriptor over.
+    def attach(
+        cls, layout: Layout, descriptor: int, kinds: Sequence[Kind] = WORKERS, *, follow: bool = False
+    ) -> Region:
+        """Map a region that another process created. Takes the descriptor over, and closes it.
 
         Raises:
             ProtocolError: it has another size than the layout asks for, or its size is not final.
         """
-        _, size_bytes = _places(layout)
+        _, size_bytes = _places(layout, kinds)
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
             if not sealed or os.fstat(descriptor).st_size != size_bytes:
                 raise ProtocolError(f"shared memory must be sealed and of {size_bytes} bytes")
-            return cls(layout, mmap.mmap(descriptor, size_bytes), None)
+            region = cls(layout, kinds, descriptor, follow=follow)
+            region.descriptor = None
+            return region
         except OSError as error:
             raise ProtocolError(f"shared memory cannot be mapped: {error}") from error
         finally:
             os.close(descriptor)
-
-    def outgoing(self, shard: ShardSlice) -> list[memoryview]:
-        """What a push of one shard must carry: nothing, if the server sees this memory."""
-        return [] if self.descriptor is not None else list(cut(self.gradients, shard).values())
-
-    def incoming(self, shard: ShardSlice) -> list[memoryview]:
-        """Where the answer to a pull of one shard puts what it carries."""
-        return [] if self.descriptor is not None else list(cut(self.weights, shard).values())
 
     def close(self) -> None:
         """Close the descriptor. The memory goes with its last user."""
@@ -104,16 +128,22 @@ class Inbox(Protocol):
 
     Attributes:
         gradient: dtype -> the bytes of the slice that the worker has pushed.
+        weights: dtype -> the bytes of the slice of weights that it reads; None if they must be sent.
     """
 
     gradient: dict[str, memoryview]
+    weights: dict[str, memoryview] | None
 
-    def sinks(self) -> list[memoryview]:
-        """Where the gradient that a push carries goes: nowhere, if it lies there already."""
+    def places(self, pieces: Sequence[int]) -> list[memoryview]:
+        """Where some pieces of a gradient go. Raises `ProtocolError` if there are no such ones."""
         ...
 
-    def deliver(self, weights: Vectors) -> list[memoryview]:
-        """Put a slice of weights where the worker finds it; return what the answer must carry."""
+    def take(self, pieces: Sequence[int]) -> None:
+        """These have come."""
+        ...
+
+    def close(self, *, empty: bool) -> None:
+        """The iteration is committed. Raises `ProtocolError` if something of its gradient has not come."""
         ...
 
 
@@ -122,31 +152,55 @@ class SharedInbox:
 
     def __init__(self, region: Region, shard: ShardSlice) -> None:
         self.gradient = cut(region.gradients, shard)
-        self._weights = cut(region.weights, shard)
+        self.weights: dict[str, memoryview] | None = cut(region.weights, shard)
 
-    def sinks(self) -> list[memoryview]:
+    def places(self, pieces: Sequence[int]) -> list[memoryview]:
+        if pieces:
+            raise ProtocolError("a gradient that lies in shared memory came with pieces")
         return []
 
-    def deliver(self, weights: Vectors) -> list[memoryview]:
-        for dtype, target in self._weights.items():
-            target[:] = weights[dtype]
-        return []
+    def take(self, pieces: Sequence[int]) -> None:
+        pass
+
+    def close(self, *, empty: bool) -> None:
+        pass
 
 
 class StreamedInbox:
-    """An inbox in the server's memory, filled from the stream."""
+    """An inbox in the server's memory, filled from the stream, piece by piece.
+
+    Attributes:
+        pieces: what a gradient comes in, in order.
+        missing: those of the iteration at hand that have not come.
+    """
 
     def __init__(self, shard: ShardSlice) -> None:
         self.gradient = {
             dtype: memoryview(bytearray((stop - start) * ITEM_BYTES[dtype]))
             for dtype, (start, stop) in shard.bounds.items()
         }
+        self.weights: dict[str, memoryview] | None = None
+        self.pieces = [cut_piece(self.gradient, piece) for piece in shard.pieces(PIECE_BYTES)]
+        self.missing = set(range(len(self.pieces)))
 
-    def sinks(self) -> list[memoryview]:
-        return list(self.gradient.values())
+    def places(self, pieces: Sequence[int]) -> list[memoryview]:
+        if not all(0 <= piece < len(self.pieces) for piece in pieces):
+            raise ProtocolError(f"pieces {pieces} of {len(self.pieces)}")
+        return [self.pieces[piece] for piece in pieces]
 
-    def deliver(self, weights: Vectors) -> list[memoryview]:
-        return list(weights.values())
+    def take(self, pieces: Sequence[int]) -> None:
+        self.missing.difference_update(pieces)
+
+    def close(self, *, empty: bool) -> None:
+        if self.missing and not empty:
+            raise ProtocolError(f"a commit without {len(self.missing)} of its {len(self.pieces)} pieces")
+        self.missing.update(range(len(self.pieces)))
+
+
+def cut_piece(vectors: Vectors, piece: Piece) -> memoryview:
+    """A piece of some slices."""
+    size_bytes = ITEM_BYTES[piece.dtype]
+    return vectors[piece.dtype][piece.start * size_bytes : piece.stop * size_bytes]
 
 
 def cut(vectors: Vectors, shard: ShardSlice) -> dict[str, memoryview]:
@@ -157,11 +211,18 @@ def cut(vectors: Vectors, shard: ShardSlice) -> dict[str, memoryview]:
     }
 
 
-def _places(layout: Layout) -> tuple[dict[tuple[str, str], tuple[int, int]], int]:
+def _new_memfd(size_bytes: int) -> int:
+    descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    return descriptor
+
+
+def _places(layout: Layout, kinds: Sequence[Kind]) -> tuple[dict[tuple[Kind, str], tuple[int, int]], int]:
     """(kind, dtype) -> where its bytes lie in the region, each on a page of its own; and the region's size."""
     places = {}
     end = 0
-    for kind in ("weights", "gradients"):
+    for kind in kinds:
         for dtype, size in layout.sizes.items():
             size_bytes = size * ITEM_BYTES[dtype]
             places[kind, dtype] = (end, end + size_bytes)

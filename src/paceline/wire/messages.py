@@ -4,12 +4,12 @@ A message is a small MessagePack header; bulk data (slices of weights and gradie
 ever unpickled from a connection, and each side decodes only what its peer may send it: see the unions at the
 end.
 
-    worker -> coordinator   Hello, Register, Notify, Begun, RequestSync, Status, Finished, Failed
-    coordinator -> worker   Started, Refused, Stopping, Restart, Changing
+    worker -> coordinator   Hello, Register, Notify, Begun, AllCommitted, RequestSync, Status, Finished, Failed
+    coordinator -> worker   Started, Refused, Stopping, Restart, Changing, MayPull
     server -> coordinator   Hello, Ready, Faulted
     coordinator -> server   CreateShards, WorkerGone, Shutdown
-    worker -> server        Hello, InitialState, InitialWeights, Commit, PullAgain, FetchState, Finished
-    server -> worker        Answer, State
+    worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, Pull, PullAgain, FetchState, Finished
+    server -> worker        Committed, Answer, State
     reader -> server        Hello, FetchSnapshot, FetchState, FetchWaits
     server -> reader        Snapshot, State, Waits
 """
@@ -26,11 +26,13 @@ from ..sync import AnySyncModel
 from ..sync.events import Change, Stop
 
 __all__ = [
+    "AllCommitted",
     "Answer",
     "Begun",
     "BufferSpec",
     "Changing",
     "Commit",
+    "Committed",
     "CreateShards",
     "Failed",
     "Faulted",
@@ -46,9 +48,11 @@ __all__ = [
     "Hello",
     "InitialState",
     "InitialWeights",
+    "MayPull",
     "Message",
     "ModelSpec",
     "Notify",
+    "Pull",
     "PullAgain",
     "Ready",
     "Refused",
@@ -58,6 +62,7 @@ __all__ = [
     "ShardWaits",
     "Shutdown",
     "Snapshot",
+    "Stage",
     "Started",
     "State",
     "Status",
@@ -123,7 +128,7 @@ class Register(Message, frozen=True, tag=True):
 
 
 class Started(Message, frozen=True, tag=True):
-    """Training begins.
+    """Training begins. Over shared memory the master's descriptor comes with this.
 
     Attributes:
         shards: the slices, in order.
@@ -143,7 +148,7 @@ class Refused(Message, frozen=True, tag=True):
 
 
 class CreateShards(Message, frozen=True, tag=True):
-    """A server gets its shards, whose weights the publisher will send.
+    """A server gets its shards, whose weights the publisher will send. The master's descriptor as with `Started`.
 
     Attributes:
         model: what is trained.
@@ -186,34 +191,63 @@ class InitialWeights(Message, frozen=True, tag=True):
     shard: int
 
 
+class Stage(Message, frozen=True, tag=True):
+    """Some of the gradient that is being computed, ahead of its commit. Payload: the pieces, in order.
+
+    It counts for nothing until the commit. What is sent twice counts as it came last.
+    """
+
+    shard: int
+    pieces: tuple[int, ...]
+
+
 class Commit(Message, frozen=True, tag=True):
     """A worker's finished iteration for one shard: a push, and the pull that follows it.
 
-    Payload: the slice of the gradient (not over shared memory, where it lies already), then the buffers.
+    Payload: the pieces of the gradient that were not staged (none over shared memory, where it lies already), then
+    the buffers.
 
     Attributes:
         shard: its index.
         iteration: the worker's, from 0.
         present: for each parameter, 1 if it had a gradient, 0 if not.
         groups: msgpack of the groups' hyper-parameters.
+        pieces: those in the payload.
         empty: True if the iteration's gradient was left out; the payload has no gradient then.
         stop: set if this is the worker's last push before its superstep's barrier.
         change: set if it is the worker's last one before the sync model changes.
         significance: |g| / |w| over all parameters, if the sync model asks for it.
         progress: the round that it is for, if a shard has told the worker to go on from a later one.
         buffers: for shard 0, the indices of those buffers that have changed and follow in the payload.
+        pulls: False if the pull comes later, see `Pull`.
     """
 
     shard: int
     iteration: int
     present: bytes
     groups: bytes
+    pieces: tuple[int, ...] = ()
     empty: bool = False
     stop: Stop | None = None
     change: Change | None = None
     significance: float | None = None
     progress: int | None = None
     buffers: tuple[int, ...] = ()
+    pulls: bool = True
+
+
+class Committed(Message, frozen=True, tag=True):
+    """A shard has taken a push whose pull comes later."""
+
+    shard: int
+    iteration: int
+
+
+class Pull(Message, frozen=True, tag=True):
+    """The pull that a commit left out."""
+
+    shard: int
+    iteration: int
 
 
 class PullAgain(Message, frozen=True, tag=True):
@@ -226,13 +260,15 @@ class PullAgain(Message, frozen=True, tag=True):
 class Answer(Message, frozen=True, tag=True):
     """A pull is answered. Payload: the slice of the weights (not over shared memory).
 
-    `v_train` is set if the worker came too late for its round, and is to go on from that one.
+    `v_train` is set if the worker came too late for its round, and is to go on from that one. `in_place` says that
+    the weights are to be read where the servers keep them, until the next commit.
     """
 
     shard: int
     iteration: int
     version: int
     v_train: int | None = None
+    in_place: bool = False
 
 
 class FetchState(Message, frozen=True, tag=True):
@@ -298,6 +334,18 @@ class Notify(Message, frozen=True, tag=True):
     change: int | None = None
 
 
+class AllCommitted(Message, frozen=True, tag=True):
+    """Every shard has taken a worker's push of this iteration. Without overlap, for the coordinator."""
+
+    iteration: int
+
+
+class MayPull(Message, frozen=True, tag=True):
+    """Every shard has taken every worker's push of this iteration: without overlap, the word to pull."""
+
+    iteration: int
+
+
 class Begun(Message, frozen=True, tag=True):
     """A worker has its weights and computes this iteration. For sync models that ask for it, and after a change."""
 
@@ -360,19 +408,31 @@ class Failed(Message, frozen=True, tag=True):
 
 
 FromPeerToCoordinator = (
-    Hello | Ready | Register | Notify | Begun | RequestSync | Faulted | Status | Finished | Failed
+    Hello
+    | Ready
+    | Register
+    | Notify
+    | Begun
+    | AllCommitted
+    | RequestSync
+    | Faulted
+    | Status
+    | Finished
+    | Failed
 )
-FromCoordinatorToWorker = Started | Refused | Stopping | Restart | Changing
+FromCoordinatorToWorker = Started | Refused | Stopping | Restart | Changing | MayPull
 FromCoordinatorToServer = CreateShards | WorkerGone | Shutdown
 FromPeerToServer = (
     Hello
     | InitialState
     | InitialWeights
+    | Stage
     | Commit
+    | Pull
     | PullAgain
     | FetchState
     | FetchSnapshot
     | FetchWaits
     | Finished
 )
-FromServer = Answer | State | Snapshot | Waits
+FromServer = Committed | Answer | State | Snapshot | Waits

@@ -3,14 +3,17 @@
 A frame is a prefix (magic, length of the header, length of the payload), the header in MessagePack, and the
 payload raw. Lengths are checked before anything is allocated: the header against a fixed bound, the payload
 against what the receiver, who has seen the header, says it expects. The payload is received straight into the
-memory that the receiver names.
+memory that the receiver names; what follows it, into a small buffer, with the same system call.
 
 Sending never blocks: what the socket does not take at once is queued, so a peer that reads slowly holds up
-nobody else. Whoever queues keeps the queue bounded, by having at most one bulk message under way per peer.
+nobody else. Whoever queues keeps the queue bounded, by having at most one bulk message under way per peer and shard.
+A payload is not copied if it is *lent*: it leaves from where it lies, and its owner asks to `keep` what is still
+queued of it before that memory changes. Most often nothing is queued any more.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import select
@@ -18,8 +21,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
@@ -39,7 +42,9 @@ MAGIC = b"PCL1"
 HEADER_LIMIT_BYTES = 64 * 1024 * 1024  # a layout of a million parameters fits
 GREETING_LIMIT_BYTES = 4096  # for a peer that has not shown its token
 BUFFERS_PER_CALL = 512  # of one sendmsg; the system's limit is 1024
-DESCRIPTORS_PER_CALL = 4
+BUFFER_BYTES = 64 * 1024  # of what is received: the headers of many messages
+ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)  # for a few descriptors
+OWN: Final = object()  # of the stream: nobody else has lent it
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -57,25 +62,36 @@ class Stream(Generic[T]):
         accepts: the type, or union, of messages that the peer may send.
         sink: says where payloads go.
         trusted: False until the peer has shown its token: only a small header is read from it.
+        takes_descriptor: True while the peer may pass one file descriptor (AF_UNIX only).
 
     Attributes:
-        descriptors: file descriptors that the peer has passed (AF_UNIX only), oldest first.
+        descriptors: file descriptors that the peer has passed, oldest first.
     """
 
     def __init__(
-        self, sock: socket.socket, accepts: object, sink: Sink[T] = no_payload, *, trusted: bool = True
+        self,
+        sock: socket.socket,
+        accepts: object,
+        sink: Sink[T] = no_payload,
+        *,
+        trusted: bool = True,
+        takes_descriptor: bool = False,
     ) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.trusted = trusted
+        self.takes_descriptor = takes_descriptor
         self.sink = sink
         self.descriptors: list[int] = []
-        self._decode: Callable[[bytearray], T] = msgspec.msgpack.Decoder(accepts).decode
-        self._queue: deque[memoryview] = deque()
-        self._parts = self._read_frames()
-        self._wanted = memoryview(b"")  # what is left to be filled of the part at hand
+        self._decode: Callable[[memoryview], T] = msgspec.msgpack.Decoder(accepts).decode
+        self._queue: deque[tuple[memoryview, Hashable]] = deque()  # (what is to leave, who has lent it)
+        self._kept: dict[Hashable, bytearray] = {}  # memory for what is kept, used again
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._start = self._end = 0  # of what has been received into it and not been read
+        self._wanted = memoryview(bytearray())  # what is left to be filled of a payload
+        self._frames = self._read_frames()
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
@@ -92,12 +108,12 @@ class Stream(Generic[T]):
         payload: Sequence[memoryview] = (),
         descriptors: Sequence[int] = (),
         *,
-        stable: bool = False,
+        lent: Hashable = None,
     ) -> None:
         """Send a message; never blocks.
 
-        The payload's memory may change once this returns, unless the caller promises with `stable` to leave it
-        alone until it has left: what the socket does not take at once is then queued without a copy.
+        The payload's memory may change once this returns, unless it is `lent` by somebody who promises to `keep` it
+        before that.
 
         Raises:
             PeerLostError: the connection is gone.
@@ -105,18 +121,41 @@ class Stream(Generic[T]):
         header = _encoder.encode(message)
         payload = [part for part in payload if part.nbytes]
         size_bytes = sum(part.nbytes for part in payload)
-        head = memoryview(PREFIX.pack(MAGIC, len(header), size_bytes) + header)
-        parts = [head, *payload]
+        parts = [memoryview(PREFIX.pack(MAGIC, len(header), size_bytes) + header), *payload]
         if not self._queue:
             parts = self._push_out(parts, descriptors)
         elif descriptors:
             raise ProtocolError("descriptors cannot be passed while earlier messages are still queued")
-        self._queue.extend(parts if stable else (memoryview(bytes(part)) for part in parts))
+        if parts:
+            self._queue.extend((part, lent) for part in parts)
+            if lent is None:
+                self.keep(None)
+
+    def keep(self, lent: Hashable) -> None:
+        """Copy what is still queued of the memory that somebody has lent: it may change now."""
+        places = [place for place, (_, owner) in enumerate(self._queue) if owner == lent]
+        if not places:
+            return
+        size_bytes = sum(self._queue[place][0].nbytes for place in places)
+        kept = self._kept.get(lent)
+        if kept is None or len(kept) < size_bytes or any(part.obj is kept for part, _ in self._queue):
+            kept = self._kept[lent] = bytearray(size_bytes)
+        start = 0
+        for place in places:
+            part, _ = self._queue[place]
+            copy = memoryview(kept)[start : start + part.nbytes]
+            copy[:] = part
+            self._queue[place] = copy, OWN
+            start += part.nbytes
 
     def flush(self) -> None:
         """Send what is queued, as far as the socket takes it now."""
         if self._queue:
-            self._queue = deque(self._push_out(list(self._queue)))
+            left = self._push_out([part for part, _ in self._queue])
+            while len(self._queue) > len(left):
+                self._queue.popleft()
+            if left:
+                self._queue[0] = left[0], self._queue[0][1]
 
     def drain(self, timeout_s: float) -> None:
         """Block until everything has left. Raises `DeadlineError`."""
@@ -132,22 +171,18 @@ class Stream(Generic[T]):
             PeerLostError: the connection is gone.
             ProtocolError: the peer sent what it may not send.
         """
+        more = True
         while True:
-            while not self._wanted.nbytes:
-                part = next(self._parts)
-                if isinstance(part, memoryview):
-                    self._wanted = part
-                else:
-                    yield part
+            while (message := next(self._frames)) is not None:
+                yield message
+            if not more:
+                return
             try:
-                count = self._receive_some()
+                more = self._fill()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
                 raise PeerLostError(f"connection lost: {error}") from error
-            if not count:
-                raise PeerLostError("the peer closed the connection")
-            self._wanted = self._wanted[count:]
 
     def wait(self, timeout_s: float) -> T:
         """Block until one message has arrived. Raises `DeadlineError` as well."""
@@ -183,28 +218,57 @@ class Stream(Generic[T]):
                 parts[0] = parts[0][sent:]
         return parts
 
-    def _receive_some(self) -> int:
-        if self.trusted or self.sock.family != socket.AF_UNIX:
-            return self.sock.recv_into(self._wanted)
-        # Until the greeting is over descriptors may come along, and only then are they taken in.
-        data, descriptors, _, _ = socket.recv_fds(self.sock, self._wanted.nbytes, DESCRIPTORS_PER_CALL)
-        self.descriptors += descriptors
+    def _fill(self) -> bool:
+        """Receive what there is, with one call: into the payload under way, then into the buffer. False if that was
+        less than there was room for, so that nothing more is here."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == BUFFER_BYTES:
+            left = bytes(self._buffer[self._start : self._end])
+            self._start, self._end = 0, len(left)
+            self._buffer[: len(left)] = left
+        room = self._buffer[self._end :]
+        wanted = self._wanted
+        ancillary_bytes = ANCILLARY_BYTES if self.takes_descriptor else 0
+        if wanted.nbytes or ancillary_bytes:
+            count, ancillary, _, _ = self.sock.recvmsg_into(
+                [wanted, room], ancillary_bytes, socket.MSG_CMSG_CLOEXEC
+            )
+            if ancillary:
+                self._take_descriptors(ancillary)
+        else:
+            count = self.sock.recv_into(room)
+        if not count:
+            raise PeerLostError("the peer closed the connection")
+        self._wanted = wanted[count:]
+        self._end += max(0, count - wanted.nbytes)
+        return count == wanted.nbytes + room.nbytes
+
+    def _take_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                numbers = array.array("i")
+                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+                self.descriptors += numbers
         if len(self.descriptors) > 1:
             raise ProtocolError("it passed more than one descriptor")
-        self._wanted[: len(data)] = data
-        return len(data)
 
-    def _read_frames(self) -> Iterator[memoryview | T]:
-        """Yields the memory that is to be filled next, and a message whenever one is whole."""
-        prefix = bytearray(PREFIX.size)
+    def _read_frames(self) -> Iterator[T | None]:
+        """Yields each message when it is whole, and None where more must be received first."""
         while True:
-            yield memoryview(prefix)
-            magic, header_bytes, payload_bytes = PREFIX.unpack(prefix)
+            while self._end - self._start < PREFIX.size:
+                yield None
+            magic, header_bytes, payload_bytes = PREFIX.unpack_from(self._buffer, self._start)
             limit_bytes = HEADER_LIMIT_BYTES if self.trusted else GREETING_LIMIT_BYTES
             if magic != MAGIC or not 0 < header_bytes <= limit_bytes:
                 raise ProtocolError("this is not a frame of Paceline's, or one that is too large")
-            header = bytearray(header_bytes)
-            yield memoryview(header)
+            self._start += PREFIX.size
+            if header_bytes <= self._end - self._start:
+                header = self._buffer[self._start : self._start + header_bytes]
+                self._start += header_bytes
+            else:
+                header = memoryview(bytearray(header_bytes))
+                yield from self._until_filled(header)
             try:
                 message = self._decode(header)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -217,8 +281,17 @@ class Stream(Generic[T]):
                 )
             for target in targets:
                 if target.nbytes:
-                    yield target
+                    yield from self._until_filled(target)
             yield message
+
+    def _until_filled(self, target: memoryview) -> Iterator[None]:
+        """Fill some memory: first with what the buffer has of it, then straight from the socket."""
+        count = min(target.nbytes, self._end - self._start)
+        target[:count] = self._buffer[self._start : self._start + count]
+        self._start += count
+        self._wanted = target[count:]
+        while self._wanted.nbytes:
+            yield None
 
 
 def _wait(sock: socket.socket, events: int, deadline_s: float) -> None:

@@ -1,0 +1,108 @@
+"""What a worker sends of its gradient over streams, piece by piece, as soon as backward has produced it.
+
+FluentPS overlaps communication with computation (section III): while the first layers' gradients are still being
+computed, the last layers' are on their way. They wait at the servers until the iteration is committed, so until then
+a script may still clip, scale, accumulate or drop what it has computed: whatever has been sent early is compared with
+what is there at the commit, by a checksum of its bits, and sent again if it differs. A script that changes its
+gradients in every iteration gains nothing from sending them early; it is then left alone for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from ..layout import ShardSlice
+from ..wire.memory import PIECE_BYTES, cut, cut_piece
+from ..wire.messages import Message, Stage
+
+__all__ = ["Outbox"]
+
+LONGEST_PAUSE = 256  # iterations
+
+Send = Callable[[int, Message, Sequence[memoryview]], None]
+"""(shard, message, payload)"""
+
+
+class Outbox:
+    """The gradient of one worker, on its way.
+
+    Args:
+        shards: the slices.
+        gradients: dtype -> the whole vector's bytes.
+        send: sends to a shard's server.
+        early: send before the commit at all.
+    """
+
+    def __init__(
+        self, shards: Sequence[ShardSlice], gradients: Mapping[str, memoryview], send: Send, *, early: bool
+    ) -> None:
+        self._send = send
+        self._early = early
+        self._pieces: dict[tuple[int, int], memoryview] = {}  # (shard, piece) -> its bytes
+        self._of_shard: dict[int, list[int]] = {}
+        self._needs: dict[tuple[int, int], int] = {}  # how many parameters lie in it
+        self._of_parameter: dict[int, list[tuple[int, int]]] = {}
+        for shard in shards:
+            mine = cut(gradients, shard)
+            pieces = shard.pieces(PIECE_BYTES)
+            self._of_shard[shard.index] = list(range(len(pieces)))
+            for number, piece in enumerate(pieces):
+                key = shard.index, number
+                self._pieces[key] = cut_piece(mine, piece)
+                self._needs[key] = len(piece.parameters)
+                for parameter in piece.parameters:
+                    self._of_parameter.setdefault(parameter, []).append(key)
+        self._lacks: dict[tuple[int, int], int] = {}  # of the needs, those that are yet to be met
+        self._sent: dict[tuple[int, int], int] = {}  # what has been sent early, with its checksum
+        self._changed = False  # has any of it been changed afterwards
+        self._pause = 0  # iterations for which nothing is sent early
+        self._next_pause = 1
+        self.begin()
+
+    @property
+    def early(self) -> bool:
+        """True if pieces of the iteration at hand are sent as they come."""
+        return self._early and not self._pause
+
+    def begin(self) -> None:
+        """An iteration starts, or starts anew."""
+        self._lacks = dict(self._needs) if self._early else {}
+        self._sent.clear()
+
+    def ready(self, parameter: int) -> None:
+        """The gradient of a parameter lies in its place, at least for now."""
+        for key in self._of_parameter.get(parameter, ()) if self.early else ():
+            self._lacks[key] -= 1
+            if self._lacks[key] == 0:
+                piece = self._pieces[key]
+                self._sent[key] = _checksum(piece)
+                self._send(key[0], Stage(key[0], (key[1],)), [piece])
+
+    def rest(self, shard: int) -> tuple[tuple[int, ...], list[memoryview]]:
+        """What a commit must bring of a shard's slice: its pieces and their bytes."""
+        pieces = []
+        for number in self._of_shard[shard]:
+            sent = self._sent.get((shard, number))
+            if sent is not None and sent == _checksum(self._pieces[shard, number]):
+                continue
+            self._changed |= sent is not None
+            pieces.append(number)
+        return tuple(pieces), [self._pieces[shard, number] for number in pieces]
+
+    def committed(self) -> None:
+        """The iteration is done with."""
+        if self._changed:
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+        else:
+            self._next_pause = 1 if self.early else self._next_pause
+            self._pause = max(0, self._pause - 1)
+        self._changed = False
+        self.begin()
+
+
+def _checksum(piece: memoryview) -> int:
+    """The sum of its bits as whole numbers, modulo 2^64, as quick as reading it. (A piece is of 64-byte blocks.)"""
+    return int(np.add.reduce(np.frombuffer(piece, dtype=np.uint64)))
