@@ -43,7 +43,22 @@ class Transport(enum.StrEnum):
 
     AUTO = "auto"
     SHM = "shm"
+    UNIX = "unix"
     TCP = "tcp"
+
+
+class Slicing(enum.StrEnum):
+    """How the parameters are cut."""
+
+    EVEN = "even"
+    BY_PARAMETER = "by-parameter"
+
+
+class Overlap(enum.StrEnum):
+    """What waits for what."""
+
+    SHARDS = "shards"
+    OFF = "off"
 
 
 class OnNan(enum.StrEnum):
@@ -75,9 +90,37 @@ Sync = Annotated[
         rich_help_panel="Run",
     ),
 ]
+Shards = Annotated[
+    int | None,
+    typer.Option(
+        "--shards",
+        help="How many slices the parameters are cut into. Default: one for each server.",
+        show_default=False,
+        rich_help_panel="Run",
+    ),
+]
+SlicingOption = Annotated[
+    Slicing,
+    typer.Option(
+        "--slicing",
+        help="Cut evenly, whatever the layers' sizes (EPS), or by whole parameters, as PS-Lite does.",
+        rich_help_panel="Run",
+    ),
+]
+OverlapOption = Annotated[
+    Overlap,
+    typer.Option(
+        "--overlap",
+        help="Each shard answers for itself, or (off, for bsp) nobody pulls until everybody has pushed "
+        "everything, as in PS-Lite.",
+        rich_help_panel="Run",
+    ),
+]
 TransportOption = Annotated[
     Transport,
-    typer.Option("--transport", help="Shared memory (one machine) or TCP.", rich_help_panel="Run"),
+    typer.Option(
+        "--transport", help="Shared memory or sockets of one machine, or TCP.", rich_help_panel="Run"
+    ),
 ]
 Port = Annotated[
     int,
@@ -158,6 +201,9 @@ def run(
     workers: Workers = 2,
     servers: Servers = None,
     sync: Sync = "bsp",
+    shards: Shards = None,
+    slicing: SlicingOption = Slicing.EVEN,
+    overlap: OverlapOption = Overlap.SHARDS,
     transport: TransportOption = Transport.AUTO,
     port: Port = 0,
     seed: Seed = 0,
@@ -185,6 +231,9 @@ def run(
         workers=workers,
         servers=servers,
         sync=sync,
+        shards=shards,
+        slicing=slicing.value,
+        overlap=overlap.value,
         transport=transport.value,
         seed=seed,
         pace=_numbers("pace", pace),

@@ -71,6 +71,9 @@ def launch(
     args: Sequence[object] = (),
     workers: int,
     servers: int | None = None,
+    shards: int | None = None,
+    slicing: str = "even",
+    overlap: str = "shards",
     sync: str | SyncModel | Sequence[SyncModel] | Schedule = "bsp",
     engine: str = "local",
     transport: str = "auto",
@@ -94,10 +97,14 @@ def launch(
         args: what it is called with.
         workers: how many workers.
         servers: how many servers; by default as many as cores are left over, at least one.
+        shards: how many slices the parameters are cut into; by default one for each server.
+        slicing: "even" (EPS), or "by-parameter" as PS-Lite does.
+        overlap: "shards": each answers for itself; "off": nobody pulls until everybody has pushed everything, as in
+            PS-Lite (BSP only).
         sync: the sync model, as a value, as a list of one for each shard, or in the notation of the command line,
             which also has schedules ("bsp@0,elastic-bsp@epoch:5").
         engine: where processes come from: "local".
-        transport: "shm", "tcp", or "auto" for the best there is.
+        transport: "shm" (shared memory), "unix" (sockets of this machine), "tcp", or "auto" for the best there is.
         port: TCP port of the coordinator with transport "tcp"; 0 for any free one.
         seed: of the data's order and the jitter.
         pace: for each worker, the least seconds per iteration (it sleeps the rest).
@@ -129,6 +136,9 @@ def launch(
     job = make_job(
         workers=workers,
         servers=servers,
+        shards=shards,
+        slicing=slicing,
+        overlap=overlap,
         sync=sync,
         transport=transport,
         seed=seed,
@@ -303,6 +313,9 @@ def _summary(job: Job, coordinator: Coordinator, traces: Sequence[Trace]) -> dic
         "sync": str(job.sync),
         "workers": job.workers,
         "servers": job.servers,
+        "shards": job.shards,
+        "slicing": job.slicing,
+        "overlap": job.overlap,
         "transport": job.transport,
         "seed": job.seed,
         "emulated": job.emulated,
