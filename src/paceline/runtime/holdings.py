@@ -96,9 +96,11 @@ class Holdings:
             made[index] = inbox, tensors_over(inbox.gradient)
         return made
 
-    def attach(self, descriptor: int) -> Region:
+    def attach(self, descriptor: int, channels: int) -> Region:
         """Map a worker's region. Raises `ProtocolError` if it is not what the layout asks for."""
-        return Region.attach(self._created.model.layout, descriptor)
+        if not 0 <= channels <= self._job.servers:
+            raise ProtocolError(f"a region with {channels} pairs of rings for {self._job.servers} servers")
+        return Region.attach(self._created.model.layout, descriptor, channels=channels)
 
     def payload_sizes(self, message: Message, size_bytes: int) -> list[int]:
         """The sizes of the parts, besides an inbox's, that a message's payload must have.

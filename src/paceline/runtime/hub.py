@@ -20,12 +20,15 @@ from typing import Any, Generic, Protocol, TypeVar
 from ..errors import PeerLostError, ProtocolError
 from ..wire.messages import Hello, Message
 from ..wire.stream import Stream
+from .spin import fall_asleep, spin, wake_up
 
 __all__ = ["GREETING_TIMEOUT_S", "Host", "Hub", "Peer"]
 
 log = logging.getLogger("paceline.hub")
 
 GREETING_TIMEOUT_S = 10.0
+SOCKETS_INTERVAL_S = 1e-3  # while rings are busy
+IN_RING = 1 << 8  # beside the events of a selector
 
 
 class Peer:
@@ -107,6 +110,8 @@ class Hub(Generic[P]):
         self._broken: list[
             tuple[P, str]
         ] = []  # found while sending: dropped when the message at hand is done with
+        self._ringed: dict[Stream[Any], P] = {}  # those that have a ring
+        self._looked_s = 0.0  # at the sockets
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
@@ -116,10 +121,20 @@ class Hub(Generic[P]):
 
     def poll(self, timeout_s: float | None = None) -> None:
         """Wait until something happens, for `timeout_s` at most, and handle it."""
+        if self._ringed:
+            if self._hear_rings():
+                if time.monotonic() - self._looked_s < SOCKETS_INTERVAL_S:
+                    return
+                timeout_s = 0.0
+            elif not fall_asleep(self._ringed):
+                return
         silent = [peer for peer in self.peers if not peer.role]
         if silent:
             timeout_s = min(GREETING_TIMEOUT_S, math.inf if timeout_s is None else timeout_s)
-        for key, events in self._selector.select(timeout_s):
+        ready = self._selector.select(timeout_s)
+        self._looked_s = time.monotonic()
+        wake_up(self._ringed)
+        for key, events in ready:
             if key.fileobj is self._listener:
                 self._accept()
             elif isinstance(key.data, Peer):
@@ -127,11 +142,14 @@ class Hub(Generic[P]):
                     self._serve(key.data, events)
             else:
                 key.data()
-            while self._broken:
-                self._drop(*self._broken.pop())
+            self._drop_broken()
         for peer in silent:
             if not peer.role and time.monotonic() - peer.since_s > GREETING_TIMEOUT_S:
                 self._drop(peer, "it has not shown the run's token in time")
+
+    def watch_ring(self, peer: P) -> None:
+        """Have `poll` also look into a peer's ring."""
+        self._ringed[peer.stream] = peer
 
     def send(
         self,
@@ -156,6 +174,19 @@ class Hub(Generic[P]):
         self._listener.close()
         self._selector.close()
 
+    def _hear_rings(self) -> bool:
+        """Handle what the rings have. False if that was nothing."""
+        ready = spin(self._ringed)
+        for stream in ready:
+            if (peer := self._ringed.get(stream)) is not None:  # else it was dropped a moment ago
+                self._serve(peer, IN_RING)
+            self._drop_broken()
+        return bool(ready)
+
+    def _drop_broken(self) -> None:
+        while self._broken:
+            self._drop(*self._broken.pop())
+
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
@@ -177,8 +208,8 @@ class Hub(Generic[P]):
             if events & selectors.EVENT_WRITE:
                 peer.stream.flush()
                 self._watch_peer(peer)
-            if events & selectors.EVENT_READ:
-                for message in peer.stream.receive():
+            if events & (selectors.EVENT_READ | IN_RING):
+                for message in peer.stream.receive(from_socket=events != IN_RING):
                     if peer.role:
                         self._host.received(peer, message)
                     else:
@@ -200,6 +231,7 @@ class Hub(Generic[P]):
             return
         log.info("%s closes the connection of %s: %s", self._name, peer, reason)
         self.peers.remove(peer)
+        self._ringed.pop(peer.stream, None)
         self._selector.unregister(peer.stream)
         peer.stream.close()
         if peer.role:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ..layout import ShardSlice
-from ..wire.memory import PIECE_BYTES, cut, cut_piece
+from ..wire.memory import PIECE_BYTES, cut, cut_pieces
 from ..wire.messages import Message, Stage
 
 __all__ = ["Outbox"]
@@ -40,17 +40,13 @@ class Outbox:
     ) -> None:
         self._send = send
         self._early = early
-        self._pieces: dict[tuple[int, int], memoryview] = {}  # (shard, piece) -> its bytes
-        self._of_shard: dict[int, list[int]] = {}
+        self._gradients = {shard.index: cut(gradients, shard) for shard in shards}
+        self._pieces = {shard.index: shard.pieces(PIECE_BYTES) for shard in shards}
         self._needs: dict[tuple[int, int], int] = {}  # how many parameters lie in it
         self._of_parameter: dict[int, list[tuple[int, int]]] = {}
-        for shard in shards:
-            mine = cut(gradients, shard)
-            pieces = shard.pieces(PIECE_BYTES)
-            self._of_shard[shard.index] = list(range(len(pieces)))
+        for shard, pieces in self._pieces.items():
             for number, piece in enumerate(pieces):
-                key = shard.index, number
-                self._pieces[key] = cut_piece(mine, piece)
+                key = shard, number
                 self._needs[key] = len(piece.parameters)
                 for parameter in piece.parameters:
                     self._of_parameter.setdefault(parameter, []).append(key)
@@ -76,20 +72,20 @@ class Outbox:
         for key in self._of_parameter.get(parameter, ()) if self.early else ():
             self._lacks[key] -= 1
             if self._lacks[key] == 0:
-                piece = self._pieces[key]
+                [piece] = self._bytes(key[0], [key[1]])
                 self._sent[key] = _checksum(piece)
                 self._send(key[0], Stage(key[0], (key[1],)), [piece])
 
     def rest(self, shard: int) -> tuple[tuple[int, ...], list[memoryview]]:
         """What a commit must bring of a shard's slice: its pieces and their bytes."""
         pieces = []
-        for number in self._of_shard[shard]:
+        for number in range(len(self._pieces[shard])):
             sent = self._sent.get((shard, number))
-            if sent is not None and sent == _checksum(self._pieces[shard, number]):
+            if sent is not None and sent == _checksum(*self._bytes(shard, [number])):
                 continue
             self._changed |= sent is not None
             pieces.append(number)
-        return tuple(pieces), [self._pieces[shard, number] for number in pieces]
+        return tuple(pieces), self._bytes(shard, pieces)
 
     def committed(self) -> None:
         """The iteration is done with."""
@@ -101,6 +97,10 @@ class Outbox:
             self._pause = max(0, self._pause - 1)
         self._changed = False
         self.begin()
+
+    def _bytes(self, shard: int, numbers: Sequence[int]) -> list[memoryview]:
+        pieces = self._pieces[shard]
+        return cut_pieces(self._gradients[shard], [pieces[number] for number in numbers])
 
 
 def _checksum(piece: memoryview) -> int:

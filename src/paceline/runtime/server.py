@@ -18,6 +18,7 @@ from ..wire.addresses import connect, listen_tcp, listen_unix
 from ..wire.memory import MASTER, Inbox, Region
 from ..wire.messages import (
     Answer,
+    Bell,
     Commit,
     Committed,
     CreateShards,
@@ -42,6 +43,7 @@ from ..wire.messages import (
     Waits,
     WorkerGone,
 )
+from ..wire.ring import Ring
 from ..wire.stream import Stream
 from .holdings import Holdings, byte_views
 from .hub import Hub, Peer
@@ -89,7 +91,7 @@ class Server:
     def connect(cls, place: Place) -> Server:
         """A server that listens, and whose coordinator knows where. Raises `PeerLostError`."""
         job = place.job
-        listener, address = listen_tcp() if job.transport == "tcp" else listen_unix()
+        listener, address = listen_tcp(place.host) if job.transport == "tcp" else listen_unix()
         coordinator: Stream[FromCoordinatorToServer] = Stream(
             connect(place.coordinator), FromCoordinatorToServer, takes_descriptor=job.transport == "shm"
         )
@@ -138,10 +140,14 @@ class Server:
         if hello.memory_bytes:
             if not peer.stream.descriptors:
                 raise ProtocolError("it announced shared memory and passed none")
-            region = holdings.attach(peer.stream.descriptors.pop())
+            region = holdings.attach(peer.stream.descriptors.pop(), hello.channels)
         peer.role, peer.index = hello.role, hello.index
         peer.inboxes = holdings.inboxes(region)
         self._workers[peer.index] = peer
+        if region is not None and 0 <= hello.channel < hello.channels:
+            incoming, outgoing = map(Ring, region.channels[hello.channel])
+            peer.stream.use_rings(outgoing, incoming)
+            self._hub.watch_ring(peer)
         for index in holdings.shards:
             self._perform(index, AnswerPull(peer.index, -1))
 
@@ -179,6 +185,8 @@ class Server:
                     self._perform(message.shard, AnswerPull(worker, -1))
             case Finished() if peer.role == "worker":
                 self._leave(peer.index, finished=True)
+            case Bell():
+                pass
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not expected from {peer} now")
         peer.payload = []

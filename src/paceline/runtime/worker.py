@@ -29,12 +29,13 @@ from ..sync import SyncModel
 from ..sync.following import WorkerSync
 from ..sync.notation import notation
 from ..sync.schedule import read_schedule
-from ..wire.addresses import connect
+from ..wire.addresses import connect, is_local
 from ..wire.memory import MASTER, Region, cut
 from ..wire.messages import (
     AllCommitted,
     Answer,
     Begun,
+    Bell,
     Changing,
     Commit,
     Committed,
@@ -61,11 +62,14 @@ from ..wire.messages import (
     Status,
     Stopping,
 )
+from ..wire.ring import Ring
+from ..wire.ring import available as rings_available
 from ..wire.stream import Stream
 from .holdings import STATE_LIMIT_FACTOR, STATE_SLACK_BYTES, tensors_over
 from .job import Place
 from .outbox import Outbox
 from .records import IterationRecord
+from .spin import fall_asleep, spin, wake_up
 
 __all__ = ["WorkerSession"]
 
@@ -99,6 +103,7 @@ class WorkerSession:
         self._orders.register(coordinator, select.POLLIN)
         self._servers: list[Stream[FromServer]] = []
         self._server_of: list[Stream[FromServer]] = []  # for each shard
+        self._ringed: list[Stream[FromServer]] = []  # those of the servers that have rings
         self._shards: tuple[ShardSlice, ...] = ()
         self._region: Region | None = None  # this worker's own
         self._master: Region | None = None  # the weights that the servers update, over shared memory
@@ -131,28 +136,34 @@ class WorkerSession:
         started = self._await_start()
         self._shards = started.shards
         shared = self._job.transport == "shm"
-        self._region = region = Region.create(model.layout, shared=shared)
+        addresses = list(dict.fromkeys(started.addresses))  # of the servers
+        channels = len(addresses) if shared and rings_available() else 0
+        self._region = region = Region.create(model.layout, shared=shared, channels=channels)
         if shared:
             if not self._coordinator.descriptors:
                 raise ProtocolError("the coordinator did not pass the weights' memory")
             descriptor = self._coordinator.descriptors.pop()
             self._master = Region.attach(model.layout, descriptor, MASTER, follow=True)
         else:
-            early = self._job.overlap == "shards"
+            # To the machine itself there is no link to be kept busy: only the same cores, which backward needs.
+            early = self._job.overlap == "shards" and not all(map(is_local, addresses))
             self._outbox = Outbox(started.shards, region.gradients, self._send_to_shard, early=early)
         self.weights = tensors_over(region.weights)
         self.gradients = tensors_over(region.gradients)
         descriptors = [region.descriptor] if region.descriptor is not None else []
-        hello = Hello(
-            self._job.token, "worker", self.worker, memory_bytes=region.size_bytes if descriptors else 0
-        )
+        size_bytes = region.size_bytes if descriptors else 0
         streams: dict[str, Stream[FromServer]] = {}
-        for address in dict.fromkeys(started.addresses):
+        for channel, address in enumerate(addresses):
             stream: Stream[FromServer] = Stream(connect(address), FromServer, self._payload_targets)
             streams[address] = stream
             self._servers.append(stream)
             self._selector.register(stream, selectors.EVENT_READ)
+            hello = Hello(self._job.token, "worker", self.worker, "", size_bytes, channels, channel)
             self._send(stream, hello, descriptors=descriptors)
+            if channels:
+                outgoing, incoming = map(Ring, region.channels[channel])
+                stream.use_rings(outgoing, incoming)
+                self._ringed.append(stream)
         self._server_of = [streams[address] for address in started.addresses]
         for request in self._requests:
             self._send(self._coordinator, request)
@@ -401,7 +412,14 @@ class WorkerSession:
 
     def _hear(self, timeout_s: float | None) -> bool:
         """Handle what arrives within the time; False if nothing did."""
+        if self._ringed:
+            streams = spin(self._ringed)
+            for ringed in streams:
+                self._hear_server(ringed.receive(from_socket=False))
+            if streams or not fall_asleep(self._ringed):
+                return True
         ready = self._selector.select(timeout_s)
+        wake_up(self._ringed)
         for key, events in ready:
             stream = key.fileobj
             assert isinstance(stream, Stream)
@@ -422,6 +440,8 @@ class WorkerSession:
                     self._sync.hear_answer(message.v_train)
                     self._answered_in_place = message.in_place
                     self._awaited.discard(message.shard)
+                case Bell():
+                    pass
                 case Committed() | State():
                     self._awaited.discard(message.shard)
                 case _:

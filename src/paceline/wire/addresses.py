@@ -12,7 +12,7 @@ import socket
 
 from ..errors import ConfigurationError, PeerLostError
 
-__all__ = ["connect", "listen_tcp", "listen_unix"]
+__all__ = ["connect", "is_local", "listen_tcp", "listen_unix"]
 
 BACKLOG = 1024
 
@@ -48,6 +48,11 @@ def listen_tcp(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket, s
     sock.setblocking(False)
     bound_host, bound_port = sock.getsockname()
     return sock, f"tcp:{bound_host}:{bound_port}"
+
+
+def is_local(address: str) -> bool:
+    """True for an address that leads back to this machine without a link in between."""
+    return address.startswith("unix:") or address.startswith("tcp:127.")
 
 
 def connect(address: str, timeout_s: float = 10.0) -> socket.socket:

@@ -27,6 +27,7 @@ from typing import Final, Literal, Protocol
 
 from ..errors import ProtocolError
 from ..layout import ITEM_BYTES, Layout, Piece, ShardSlice
+from .ring import RING_BYTES
 
 __all__ = [
     "MASTER",
@@ -36,7 +37,7 @@ __all__ = [
     "SharedInbox",
     "StreamedInbox",
     "cut",
-    "cut_piece",
+    "cut_pieces",
     "shared_memory_available",
 ]
 
@@ -51,6 +52,7 @@ Kind = Literal["weights", "gradients"]
 WORKERS: Final[tuple[Kind, ...]] = ("weights", "gradients")
 MASTER: Final[tuple[Kind, ...]] = ("weights",)
 
+CHANNEL_BYTES = -(-2 * RING_BYTES // PAGE_BYTES) * PAGE_BYTES  # of a pair of rings
 PIECE_BYTES = 1024 * 1024  # of what travels at once, as soon as it is there
 
 
@@ -70,6 +72,7 @@ class Region:
         layout: what there is of each kind.
         kinds: which; "weights" and "gradients" for a worker's, "weights" for the master.
         descriptor: of the memfd, owned by the region from now on; None for private memory, zeroed.
+        channels: how many pairs of rings.
         follow: see what the others write, and let nobody see what is written here.
 
     Attributes:
@@ -77,38 +80,60 @@ class Region:
         size_bytes: of the whole region.
         weights: dtype -> the whole vector's bytes.
         gradients: the same.
+        channels: the memory of each pair of rings: from the worker to a server, and back.
     """
 
     def __init__(
-        self, layout: Layout, kinds: Sequence[Kind], descriptor: int | None, *, follow: bool = False
+        self,
+        layout: Layout,
+        kinds: Sequence[Kind],
+        descriptor: int | None,
+        *,
+        channels: int = 0,
+        follow: bool = False,
     ) -> None:
         self.descriptor = descriptor
-        places, self.size_bytes = _places(layout, kinds)
+        places, vectors_bytes = _places(layout, kinds)
+        self.size_bytes = vectors_bytes + channels * CHANNEL_BYTES
         access = mmap.ACCESS_COPY if follow else mmap.ACCESS_WRITE
         view = memoryview(mmap.mmap(-1 if descriptor is None else descriptor, self.size_bytes, access=access))
         self.weights = {dtype: view[a:b] for (kind, dtype), (a, b) in places.items() if kind == "weights"}
         self.gradients = {dtype: view[a:b] for (kind, dtype), (a, b) in places.items() if kind == "gradients"}
+        starts = range(vectors_bytes, self.size_bytes, CHANNEL_BYTES)
+        self.channels = [
+            (view[start : start + RING_BYTES], view[start + RING_BYTES : start + 2 * RING_BYTES])
+            for start in starts
+        ]
 
     @classmethod
-    def create(cls, layout: Layout, kinds: Sequence[Kind] = WORKERS, *, shared: bool) -> Region:
+    def create(
+        cls, layout: Layout, kinds: Sequence[Kind] = WORKERS, *, shared: bool, channels: int = 0
+    ) -> Region:
         """New memory, zeroed; as a memfd if it is to be shared."""
-        return cls(layout, kinds, _new_memfd(_places(layout, kinds)[1]) if shared else None)
+        size_bytes = _places(layout, kinds)[1] + channels * CHANNEL_BYTES
+        return cls(layout, kinds, _new_memfd(size_bytes) if shared else None, channels=channels)
 
     @classmethod
     def attach(
-        cls, layout: Layout, descriptor: int, kinds: Sequence[Kind] = WORKERS, *, follow: bool = False
+        cls,
+        layout: Layout,
+        descriptor: int,
+        kinds: Sequence[Kind] = WORKERS,
+        *,
+        channels: int = 0,
+        follow: bool = False,
     ) -> Region:
         """Map a region that another process created. Takes the descriptor over, and closes it.
 
         Raises:
             ProtocolError: it has another size than the layout asks for, or its size is not final.
         """
-        _, size_bytes = _places(layout, kinds)
+        size_bytes = _places(layout, kinds)[1] + channels * CHANNEL_BYTES
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
             if not sealed or os.fstat(descriptor).st_size != size_bytes:
                 raise ProtocolError(f"shared memory must be sealed and of {size_bytes} bytes")
-            region = cls(layout, kinds, descriptor, follow=follow)
+            region = cls(layout, kinds, descriptor, channels=channels, follow=follow)
             region.descriptor = None
             return region
         except OSError as error:
@@ -180,13 +205,13 @@ class StreamedInbox:
             for dtype, (start, stop) in shard.bounds.items()
         }
         self.weights: dict[str, memoryview] | None = None
-        self.pieces = [cut_piece(self.gradient, piece) for piece in shard.pieces(PIECE_BYTES)]
+        self.pieces = shard.pieces(PIECE_BYTES)
         self.missing = set(range(len(self.pieces)))
 
     def places(self, pieces: Sequence[int]) -> list[memoryview]:
         if not all(0 <= piece < len(self.pieces) for piece in pieces):
             raise ProtocolError(f"pieces {pieces} of {len(self.pieces)}")
-        return [self.pieces[piece] for piece in pieces]
+        return cut_pieces(self.gradient, [self.pieces[piece] for piece in pieces])
 
     def take(self, pieces: Sequence[int]) -> None:
         self.missing.difference_update(pieces)
@@ -197,10 +222,18 @@ class StreamedInbox:
         self.missing.update(range(len(self.pieces)))
 
 
-def cut_piece(vectors: Vectors, piece: Piece) -> memoryview:
-    """A piece of some slices."""
-    size_bytes = ITEM_BYTES[piece.dtype]
-    return vectors[piece.dtype][piece.start * size_bytes : piece.stop * size_bytes]
+def cut_pieces(vectors: Vectors, pieces: Sequence[Piece]) -> list[memoryview]:
+    """Pieces of some slices, in order; neighbours in one part."""
+    stretches: list[tuple[str, int, int]] = []
+    for dtype, start, stop, _ in pieces:
+        if stretches and stretches[-1][0] == dtype and stretches[-1][2] == start:
+            stretches[-1] = (dtype, stretches[-1][1], stop)
+        else:
+            stretches.append((dtype, start, stop))
+    return [
+        vectors[dtype][start * ITEM_BYTES[dtype] : stop * ITEM_BYTES[dtype]]
+        for dtype, start, stop in stretches
+    ]
 
 
 def cut(vectors: Vectors, shard: ShardSlice) -> dict[str, memoryview]:

@@ -29,6 +29,7 @@ __all__ = [
     "AllCommitted",
     "Answer",
     "Begun",
+    "Bell",
     "BufferSpec",
     "Changing",
     "Commit",
@@ -95,6 +96,10 @@ class BufferSpec(msgspec.Struct, frozen=True):
         return f"{self.name} {self.dtype}{list(self.shape)}"
 
 
+class Bell(Message, frozen=True, tag=True):
+    """There is something in the ring. For the peer that sleeps; otherwise without a meaning."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True):
     """What a worker is about to train. All workers of a job must give the same."""
 
@@ -112,6 +117,8 @@ class Hello(Message, frozen=True, tag=True):
         index: the worker's or server's number; 0 for a reader.
         address: where a server listens; "" for the others.
         memory_bytes: size of the shared memory whose descriptor comes with this message; 0 for none.
+        channels: how many pairs of rings that memory has.
+        channel: which of them is for this connection; -1 for none.
     """
 
     token: str
@@ -119,6 +126,8 @@ class Hello(Message, frozen=True, tag=True):
     index: int
     address: str = ""
     memory_bytes: int = 0
+    channels: int = 0
+    channel: int = -1
 
 
 class Register(Message, frozen=True, tag=True):
@@ -434,5 +443,6 @@ FromPeerToServer = (
     | FetchSnapshot
     | FetchWaits
     | Finished
+    | Bell
 )
-FromServer = Committed | Answer | State | Snapshot | Waits
+FromServer = Committed | Answer | State | Snapshot | Waits | Bell

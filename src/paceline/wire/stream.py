@@ -9,6 +9,10 @@ Sending never blocks: what the socket does not take at once is queued, so a peer
 nobody else. Whoever queues keeps the queue bounded, by having at most one bulk message under way per peer and shard.
 A payload is not copied if it is *lent*: it leaves from where it lies, and its owner asks to `keep` what is still
 queued of it before that memory changes. Most often nothing is queued any more.
+
+Two peers that share memory may have a pair of rings (see `ring`). Headers go through these then; a message that has a
+payload, or a large header, goes through the socket as ever, and an empty frame in the ring keeps its place in the
+order. The socket also wakes a peer that has fallen asleep, and tells that one is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from ..errors import DeadlineError, PeerLostError, ProtocolError
-from .messages import Message
+from .messages import Bell, Message
+from .ring import Ring
 
 __all__ = ["HEADER_LIMIT_BYTES", "Sink", "Stream", "no_payload"]
 
@@ -45,8 +50,11 @@ BUFFERS_PER_CALL = 512  # of one sendmsg; the system's limit is 1024
 BUFFER_BYTES = 64 * 1024  # of what is received: the headers of many messages
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)  # for a few descriptors
 OWN: Final = object()  # of the stream: nobody else has lent it
+LARGEST_IN_RING_BYTES = 4096  # of a header
 
 _encoder = msgspec.msgpack.Encoder()
+_bell = _encoder.encode(Bell())
+BELL = PREFIX.pack(MAGIC, len(_bell), 0) + _bell
 
 
 def no_payload(message: Message, size_bytes: int) -> Sequence[memoryview]:
@@ -85,13 +93,18 @@ class Stream(Generic[T]):
         self.takes_descriptor = takes_descriptor
         self.sink = sink
         self.descriptors: list[int] = []
-        self._decode: Callable[[memoryview], T] = msgspec.msgpack.Decoder(accepts).decode
+        self._decode: Callable[[bytes | memoryview], T] = msgspec.msgpack.Decoder(accepts).decode
         self._queue: deque[tuple[memoryview, Hashable]] = deque()  # (what is to leave, who has lent it)
         self._kept: dict[Hashable, bytearray] = {}  # memory for what is kept, used again
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._start = self._end = 0  # of what has been received into it and not been read
         self._wanted = memoryview(bytearray())  # what is left to be filled of a payload
         self._frames = self._read_frames()
+        self._ring_out: Ring | None = None
+        self._ring_in: Ring | None = None
+        self._late: deque[bytes] = deque()  # for the ring, when it has room
+        self._early: T | None = None  # from the socket, before its place in the ring has been read
+        self._on_socket = False  # the next message is
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
@@ -100,7 +113,25 @@ class Stream(Generic[T]):
     @property
     def backlog(self) -> bool:
         """True while something that was sent has not left yet: call `flush` when the socket is writable."""
-        return bool(self._queue)
+        return bool(self._queue or self._late)
+
+    def use_rings(self, outgoing: Ring, incoming: Ring) -> None:
+        """Have what is sent and received from now on go through rings, as far as it can."""
+        self._ring_out, self._ring_in = outgoing, incoming
+
+    @property
+    def ring_ready(self) -> bool:
+        """True if a ring has something that `receive` would yield."""
+        return self._ring_in is not None and self._ring_in.ready and not self._on_socket
+
+    def fall_asleep(self) -> bool:
+        """Say that only the socket is watched from now on. False if the ring must be looked into first."""
+        return self._ring_in is None or self._on_socket or self._ring_in.fall_asleep()
+
+    def wake_up(self) -> None:
+        """The ring is watched again."""
+        if self._ring_in is not None:
+            self._ring_in.wake_up()
 
     def send(
         self,
@@ -120,6 +151,12 @@ class Stream(Generic[T]):
         """
         header = _encoder.encode(message)
         payload = [part for part in payload if part.nbytes]
+        if self._ring_out is not None:
+            through_ring = not payload and not descriptors and len(header) <= LARGEST_IN_RING_BYTES
+            self._late.append(header if through_ring else b"")
+            self._fill_ring(self._ring_out)
+            if through_ring:
+                return
         size_bytes = sum(part.nbytes for part in payload)
         parts = [memoryview(PREFIX.pack(MAGIC, len(header), size_bytes) + header), *payload]
         if not self._queue:
@@ -150,6 +187,8 @@ class Stream(Generic[T]):
 
     def flush(self) -> None:
         """Send what is queued, as far as the socket takes it now."""
+        if self._late and self._ring_out is not None:
+            self._fill_ring(self._ring_out)
         if self._queue:
             left = self._push_out([part for part, _ in self._queue])
             while len(self._queue) > len(left):
@@ -160,17 +199,58 @@ class Stream(Generic[T]):
     def drain(self, timeout_s: float) -> None:
         """Block until everything has left. Raises `DeadlineError`."""
         deadline_s = time.monotonic() + timeout_s
-        while self._queue:
+        while self.backlog:
             _wait(self.sock, select.POLLOUT, deadline_s)
             self.flush()
 
-    def receive(self) -> Iterator[T]:
+    def receive(self, *, from_socket: bool = True) -> Iterator[T]:
         """Yield each message that has arrived whole, its payload in place; stops when nothing more is here.
+
+        Args:
+            from_socket: False to look only into the ring.
 
         Raises:
             PeerLostError: the connection is gone.
             ProtocolError: the peer sent what it may not send.
         """
+        if self._ring_in is None:
+            yield from self._receive_from_socket()
+            return
+        yield from self._receive_from_ring(self._ring_in)
+        if not from_socket:
+            return
+        try:
+            for message in self._receive_from_socket():
+                if not isinstance(message, Bell):
+                    self._early = message
+                    yield from self._receive_from_ring(self._ring_in)
+        except PeerLostError:
+            yield from self._receive_from_ring(self._ring_in)  # what it said before it left
+            raise
+
+    def _receive_from_ring(self, ring: Ring) -> Iterator[T]:
+        while True:
+            if self._on_socket:
+                if self._early is None:
+                    return
+                message, self._early, self._on_socket = self._early, None, False
+                yield message
+                continue
+            try:
+                frame = ring.read()
+            except ValueError as error:
+                raise ProtocolError(f"a ring cannot be read: {error}") from error
+            if frame is None:
+                return
+            if frame:
+                message = self._read_header(frame)
+                if any(target.nbytes for target in self.sink(message, 0)):
+                    raise ProtocolError(f"{type(message).__name__} came without its payload")
+                yield message
+            else:
+                self._on_socket = True
+
+    def _receive_from_socket(self) -> Iterator[T]:
         more = True
         while True:
             while (message := next(self._frames)) is not None:
@@ -230,7 +310,12 @@ class Stream(Generic[T]):
         room = self._buffer[self._end :]
         wanted = self._wanted
         ancillary_bytes = ANCILLARY_BYTES if self.takes_descriptor else 0
-        if wanted.nbytes or ancillary_bytes:
+        if (
+            wanted.nbytes > BUFFER_BYTES and not ancillary_bytes
+        ):  # what comes into the buffer is copied once more
+            room = room[:0]
+            count = self.sock.recv_into(wanted)
+        elif wanted.nbytes or ancillary_bytes:
             count, ancillary, _, _ = self.sock.recvmsg_into(
                 [wanted, room], ancillary_bytes, socket.MSG_CMSG_CLOEXEC
             )
@@ -269,10 +354,7 @@ class Stream(Generic[T]):
             else:
                 header = memoryview(bytearray(header_bytes))
                 yield from self._until_filled(header)
-            try:
-                message = self._decode(header)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise ProtocolError(f"a header cannot be read: {error}") from error
+            message = self._read_header(header)
             targets = self.sink(message, payload_bytes)
             expected_bytes = sum(target.nbytes for target in targets)
             if expected_bytes != payload_bytes:
@@ -283,6 +365,21 @@ class Stream(Generic[T]):
                 if target.nbytes:
                     yield from self._until_filled(target)
             yield message
+
+    def _read_header(self, header: bytes | memoryview) -> T:
+        try:
+            return self._decode(header)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"a header cannot be read: {error}") from error
+
+    def _fill_ring(self, ring: Ring) -> None:
+        """Put what is late into the ring, as far as it has room; wake who reads it."""
+        written = False
+        while self._late and ring.write(self._late[0]):
+            self._late.popleft()
+            written = True
+        if written and ring.reader_asleep and not self._queue:
+            self._queue.extend((part, OWN) for part in self._push_out([memoryview(BELL)]))
 
     def _until_filled(self, target: memoryview) -> Iterator[None]:
         """Fill some memory: first with what the buffer has of it, then straight from the socket."""
