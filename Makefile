@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help install demo check test check-models bench docs tune clean
+.PHONY: help install demo check test check-models stress bench docs tune clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ test: check  ## linter, type checker, all tests
 
 check-models: $(READY)  ## every interleaving of 3 workers, 2 shards, 4 iterations under every sync model (long; prints how far it is)
 	PACELINE_CHECK_MODELS=1 $(BIN)/python -m pytest -s tests/sync/test_exhaustive.py
+
+stress: $(READY)  ## 100,000 pulls under concurrent pushes on each transport, a million small steps (about half an hour)
+	PACELINE_STRESS=1 $(BIN)/python -m pytest -s tests/test_stress.py
 
 bench: $(READY)  ## measure the step against bare copies, bare sockets and gloo all-reduce (about 11 minutes, quiet machine)
 	$(BIN)/paceline bench transport

@@ -61,6 +61,7 @@ class Holdings:
         expected: who takes part and has not left.
         publisher: the worker whose weights the shards start with.
         shards: those whose weights have come, by index.
+        weights: the bytes of each one's.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Holdings:
         self.expected = set(created.workers)
         self.publisher = created.publisher
         self.shards: dict[int, Shard] = {}
+        self.weights: dict[int, dict[str, memoryview]] = {}
         self._created = created
         self._job = job
         self._master = master
@@ -171,6 +173,7 @@ class Holdings:
                 spec.name: unpack(spec, part) for spec, part in zip(specs, parts, strict=True)
             }
         self.shards[index] = shard
+        self.weights[index] = byte_views(weights)
         for worker in sorted(self.expected):
             shard.handle(WorkerJoined(now_s=self._job.now_s(), worker=worker))
 
@@ -286,7 +289,8 @@ class Holdings:
 
     def snapshot(self, index: int) -> list[memoryview]:
         """A shard's weights and, with shard 0, the other tensors, pooled over the workers."""
-        parts = list(byte_views(self.shard(index).weights).values())
+        self.shard(index)
+        parts = list(self.weights[index].values())
         if index == 0:
             pooled = self._first_buffers
             if self._slots:

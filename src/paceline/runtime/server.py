@@ -45,7 +45,7 @@ from ..wire.messages import (
 )
 from ..wire.ring import Ring
 from ..wire.stream import Stream
-from .holdings import Holdings, byte_views
+from .holdings import Holdings
 from .hub import Hub, Peer
 from .job import Place
 from .timers import Timers
@@ -228,7 +228,7 @@ class Server:
         in_place = holdings.in_place(shard)
         payload: Sequence[memoryview] = ()
         if not in_place:
-            weights = byte_views(holdings.shards[shard].weights)
+            weights = holdings.weights[shard]
             if inbox.weights is None:
                 payload = list(weights.values())
             else:

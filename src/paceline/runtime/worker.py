@@ -74,6 +74,7 @@ from .spin import fall_asleep, spin, wake_up
 __all__ = ["WorkerSession"]
 
 STATUS_INTERVAL_S = 0.1
+HEARING_INTERVAL_S = 200e-6  # between two looks at what the coordinator has sent, in very short iterations
 GOODBYE_TIMEOUT_S = 5.0
 
 
@@ -115,7 +116,7 @@ class WorkerSession:
         self._states: dict[int, bytearray] = {}  # shard -> its optimizer state, while it is fetched
         self._started: Started | None = None  # the coordinator's word that training begins
         self._begun_s: float | None = None  # when this iteration's weights came; None before the first
-        self._status_s = -math.inf
+        self._status_s = self._heard_s = -math.inf
         self._shown = ""
         self._finished = False
         self._log = Path(job.run_dir, f"worker-{place.index}.jsonl").open("wb")  # noqa: SIM115  # closed with the session
@@ -271,7 +272,10 @@ class WorkerSession:
     ) -> None:
         assert self._region is not None
         assert self._begun_s is not None
-        self._hear_coordinator()
+        now_s = self._job.now_s()
+        if now_s - self._heard_s > HEARING_INTERVAL_S:
+            self._heard_s = now_s
+            self._hear_coordinator()
         for request in self._sync.due():
             self._send(self._coordinator, RequestSync(*request))
         stop, change, notify, progress = self._sync.push()
