@@ -18,7 +18,7 @@ from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
 from paceline.errors import ConfigurationError, PeerLostError
-from paceline.layout import Layout, Parameter
+from paceline.layout import ITEM_BYTES, Layout, Parameter
 from paceline.measures import measure
 from paceline.optimizers import OptimizerSpec, read_groups
 from paceline.runtime.reader import Reader
@@ -26,6 +26,7 @@ from paceline.runtime.session import current
 from paceline.runtime.worker import WorkerSession
 from paceline.sync import ASP, BSP, AnySyncModel, ElasticBSP
 from paceline.wire.addresses import connect
+from paceline.wire.memory import PIECE_BYTES, cut
 from paceline.wire.messages import (
     Commit,
     FetchSnapshot,
@@ -37,8 +38,10 @@ from paceline.wire.messages import (
     Message,
     ModelSpec,
     Notify,
+    Pull,
     Ready,
     Register,
+    Stage,
     Status,
 )
 
@@ -92,13 +95,31 @@ class Worker:
     def coordinator(self) -> socket.socket:
         return self.session._coordinator.sock
 
+    @property
+    def pieces(self) -> list[memoryview]:
+        """The gradient for shard 0, in pieces; none over shared memory, where it lies already."""
+        assert self.session._region is not None
+        if self.session._job.transport == "shm":
+            return []
+        shard, pieces = self.session._shards[0], []
+        mine = cut(self.session._region.gradients, shard)
+        for piece in shard.pieces(PIECE_BYTES):
+            size_bytes = ITEM_BYTES[piece.dtype]
+            pieces.append(mine[piece.dtype][piece.start * size_bytes : piece.stop * size_bytes])
+        return pieces
+
     def push(self, payload: list[memoryview] | None = None, **changes: Any) -> None:
         """Send server 0 the commit that is due, but for some changes; the true payload, if there is no other."""
-        assert self.session._region is not None
         groups = msgspec.msgpack.encode(read_groups(self.optimizer))
-        true = Commit(shard=0, iteration=self.session.iteration, present=b"\1\1", groups=groups)
-        if payload is None:
-            payload = self.session._region.outgoing(self.session._shards[0])
+        pieces = self.pieces
+        true = Commit(
+            shard=0,
+            iteration=self.session.iteration,
+            present=b"\1\1",
+            groups=groups,
+            pieces=tuple(range(len(pieces))),
+        )
+        payload = pieces if payload is None else payload
         self.session._servers[0].send(msgspec.structs.replace(true, **changes), payload)
 
     def send(self, message: Message, payload: bytes = b"") -> None:
@@ -284,7 +305,23 @@ ATTACKS: dict[str, Callable[[Worker], None]] = {
     "presence of too many parameters": lambda w: w.push(present=b"\1\1\1"),
     "a gradient that is too long": lambda w: w.push(payload=[*vectors(w), memoryview(b"\0" * 8)]),
     "a gradient that is too short": lambda w: w.push(payload=[vectors(w)[0][8:]]),
-    "an empty push with a gradient": lambda w: w.push(empty=True, payload=vectors(w)),
+    "an empty push with a gradient": lambda w: w.push(empty=True, pieces=(), payload=vectors(w)),
+    "a gradient of no pieces": lambda w: w.push(pieces=(), payload=vectors(w)),
+    "a piece that there is not": lambda w: w.push(pieces=(0, 1), payload=[*vectors(w), *vectors(w)]),
+    "a piece below zero": lambda w: w.push(pieces=(-1,), payload=vectors(w)),
+    "pieces without their bytes": lambda w: w.push(pieces=(0,), payload=[]),
+    "an early piece of a shard that there is not": lambda w: w.send(Stage(7, (0,))),
+    "an early piece of a shard below zero, with bytes": lambda w: w.send(Stage(-1, (0,)), b"12345678"),
+    "an early piece of a shard elsewhere": lambda w: w.send(Stage(1, (0,)), bytes(vectors(w)[0])),
+    "an early piece that there is not": lambda w: w.send(Stage(0, (1,)), bytes(vectors(w)[0])),
+    "an early piece below zero": lambda w: w.send(Stage(0, (-1,)), bytes(vectors(w)[0])),
+    "an early piece without its bytes": lambda w: w.send(Stage(0, (0,))),
+    "an early piece that is too long": lambda w: w.send(Stage(0, (0,)), bytes(vectors(w)[0]) + b"12345678"),
+    "early bytes of no piece": lambda w: w.send(Stage(0, ()), bytes(vectors(w)[0])),
+    "a pull without a push": lambda w: w.send(Pull(0, ATTACKED)),
+    "a pull of what was pulled": lambda w: w.send(Pull(0, ATTACKED - 1)),
+    "a pull below zero": lambda w: w.send(Pull(0, -1)),
+    "a pull from a shard that there is not": lambda w: w.send(Pull(2, ATTACKED - 1)),
     "hyper-parameters that are noise": lambda w: w.push(groups=b"\xc1\xc1"),
     "hyper-parameters that end too soon": lambda w: w.push(groups=groups_with()[:-3]),
     "hyper-parameters of no group": lambda w: w.push(groups=b"\x90"),
@@ -328,21 +365,75 @@ def test_a_worker_that_breaks_the_rules_is_logged_and_lost_and_the_others_finish
     assert "server 0 refused worker 1: " in caplog.text
 
 
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [((0,), "Commit came with 0 bytes of payload"), ((), "a commit without 1 of its 1 pieces")],
+    ids=str,
+)
 def test_a_commit_without_its_gradient_is_refused(
-    run_on_threads: RunOnThreads, caplog: pytest.LogCaptureFixture
+    run_on_threads: RunOnThreads,
+    caplog: pytest.LogCaptureFixture,
+    pieces: tuple[int, ...],
+    reason: str,
+    transport: str,
 ) -> None:
-    """Over shared memory a commit carries none, so this is TCP's."""
+    """Over shared memory a commit carries none, so this is a stream's; and one on which nothing came early."""
 
     def turn(worker: Worker, iteration: int) -> None:
         if worker.session.worker == 1 and iteration == ATTACKED:
-            worker.push(payload=[])
+            worker.push(payload=[], pieces=pieces)
             until_closed(worker.server)
             raise Expelled
 
-    run = run_on_threads(training(turn), workers=3, servers=2, transport="tcp", keep_errors=True)
+    run = run_on_threads(
+        training(turn), workers=3, servers=2, transport=transport, overlap="off", keep_errors=True
+    )
     assert list(run.errors) == [1]
     assert_weights(run.state_dict, ATTACKED * ALL + (STEPS - ATTACKED) * WITHOUT_1)
-    assert "Commit came with 0 bytes of payload" in caplog.text
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_what_a_worker_staged_before_it_was_lost_counts_for_nothing(
+    run_on_threads: RunOnThreads, transport: str
+) -> None:
+    def turn(worker: Worker, iteration: int) -> None:
+        if worker.session.worker == 1 and iteration == ATTACKED:
+            for _ in range(3):
+                worker.send(Stage(0, (0,)), bytes(worker.pieces[0]))
+            raise Expelled
+
+    run = run_on_threads(training(turn), workers=3, servers=2, transport=transport, keep_errors=True)
+    assert list(run.errors) == [1]
+    assert_weights(run.state_dict, ATTACKED * ALL + (STEPS - ATTACKED) * WITHOUT_1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("overlap", ["shards", "off"])
+def test_a_second_pull_after_one_push_is_refused_and_the_push_counts(
+    run_on_threads: RunOnThreads, caplog: pytest.LogCaptureFixture, overlap: str, transport: str
+) -> None:
+    def turn(worker: Worker, iteration: int) -> None:
+        if worker.session.worker == 1 and iteration == ATTACKED:
+            worker.push(pulls=False)
+            worker.send(Pull(0, ATTACKED))
+            worker.send(Pull(0, ATTACKED))
+            until_closed(worker.server)
+            raise Expelled
+
+    run = run_on_threads(
+        training(turn), workers=3, servers=1, transport=transport, overlap=overlap, keep_errors=True
+    )
+    assert list(run.errors) == [1]
+    assert_weights(run.state_dict, (ATTACKED + 1) * ALL + (STEPS - ATTACKED - 1) * WITHOUT_1)
+    assert "server 0 refused worker 1: " in caplog.text
+
+
+def test_more_shards_than_parameters_are_refused_if_sliced_by_parameter(run_on_threads: RunOnThreads) -> None:
+    run = run_on_threads(training(), workers=2, servers=1, shards=3, slicing="by-parameter", keep_errors=True)
+    assert "3 shards for 2 parameters" in str(run.errors[0])
+    assert isinstance(run.errors[0], ConfigurationError)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -1,4 +1,4 @@
-"""Parameters as flat vectors, and their even slicing."""
+"""Parameters as flat vectors, their slicing, evenly or by parameter, and the pieces of a slice."""
 
 from __future__ import annotations
 
@@ -115,6 +115,142 @@ def test_with_more_shards_than_blocks_some_hold_nothing() -> None:
     slices = layout.slice_evenly(5)
     assert sorted(len(shard.segments) for shard in slices) == [0, 0, 0, 1, 1]
     assert [shard.size_bytes for shard in slices if not shard.segments] == [0, 0, 0]
+
+
+@patiently
+@given(st.integers(1, 40), st.integers(1, 9), st.sampled_from(sorted(ITEM_BYTES)))
+def test_nine_tenths_in_one_parameter_are_spread_as_evenly_as_any(rest: int, shards: int, dtype: str) -> None:
+    """However few blocks there are: with more shards than blocks some hold one and the others none."""
+    layout = Layout.of([Parameter(("small",), (rest,), dtype), Parameter(("large",), (9 * rest,), dtype)])
+    blocks = layout.size_bytes // ALIGNMENT_BYTES
+    slices = layout.slice_evenly(shards)
+    assert {shard.size_bytes // ALIGNMENT_BYTES for shard in slices} <= {
+        blocks // shards,
+        -(-blocks // shards),
+    }
+    for shard in slices:
+        held = sum(segment.stop - segment.start for segment in shard.segments)
+        assert (
+            held == 0 if not shard.size_bytes else 0 < held <= shard.bounds[dtype][1] - shard.bounds[dtype][0]
+        )
+
+
+# -- by parameter -----------------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts_with_shards(draw: st.DrawFn) -> tuple[Layout, int]:
+    layout = draw(layouts())
+    return layout, draw(st.integers(1, len(layout.parameters)))
+
+
+@patiently
+@given(layouts_with_shards())
+def test_sliced_by_parameter_every_parameter_is_whole_on_one_shard(what: tuple[Layout, int]) -> None:
+    layout, shards = what
+    slices = layout.slice_by_parameter(shards)
+    holders: dict[int, list[int]] = {}
+    for shard in slices:
+        for segment in shard.segments:
+            holders.setdefault(segment.parameter, []).append(shard.index)
+            parameter = layout.parameters[segment.parameter]
+            assert (segment.offset, segment.stop - segment.start) == (0, parameter.size)
+            assert shard.bounds[parameter.dtype][0] + segment.start == layout.offsets[segment.parameter]
+    assert sorted(holders) == [i for i, parameter in enumerate(layout.parameters) if parameter.size]
+    assert all(len(shards) == 1 for shards in holders.values())
+    order = [holders[index][0] for index in sorted(holders)]
+    assert order == sorted(order)
+
+
+@patiently
+@given(layouts_with_shards())
+def test_slices_by_parameter_cover_each_vector_in_order(what: tuple[Layout, int]) -> None:
+    layout, shards = what
+    slices = layout.slice_by_parameter(shards)
+    assert [shard.index for shard in slices] == list(range(shards))
+    for dtype, size in layout.sizes.items():
+        bounds = [shard.bounds[dtype] for shard in slices]
+        assert (bounds[0][0], bounds[-1][1]) == (0, size)
+        assert all(stop == start for (_, stop), (start, _) in pairwise(bounds))
+        assert all(start <= stop and start % block(dtype) == 0 for start, stop in bounds)
+    assert sum(shard.size_bytes for shard in slices) == layout.size_bytes
+
+
+@patiently
+@given(st.lists(SHAPES.filter(lambda shape: math.prod(shape) > 0), min_size=1, max_size=12), st.data())
+def test_sliced_by_parameter_the_numbers_of_parameters_differ_by_at_most_one(
+    shapes: list[tuple[int, ...]], data: st.DataObject
+) -> None:
+    dtypes = sorted(ITEM_BYTES)
+    layout = Layout.of(
+        [Parameter((f"p{i}",), shape, dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)]
+    )
+    shards = data.draw(st.integers(1, len(shapes)))
+    counts = [len(shard.segments) for shard in layout.slice_by_parameter(shards)]
+    assert max(counts) - min(counts) <= 1
+    assert min(counts) >= 1
+    assert sum(counts) == len(shapes)
+
+
+def test_sliced_by_parameter_a_shard_with_the_largest_layer_holds_most() -> None:
+    layout = Layout.of([Parameter(("large",), (9000,), "float32"), Parameter(("small",), (16,), "float32")])
+    assert [shard.size_bytes for shard in layout.slice_by_parameter(2)] == [9008 * 4, 16 * 4]
+
+
+@patiently
+@given(layouts(), st.integers(1, 5))
+def test_more_shards_than_parameters_are_refused(layout: Layout, more: int) -> None:
+    count = len(layout.parameters)
+    with pytest.raises(
+        ConfigurationError, match=rf"^{count + more} shards for {count} parameters.*even slicing"
+    ):
+        layout.slice_by_parameter(count + more)
+
+
+# -- pieces -----------------------------------------------------------------------------------------------
+
+
+@patiently
+@given(layouts_with_shards(), st.booleans(), st.integers(8, 20_000))
+def test_pieces_tile_a_slice_and_name_the_parameters_that_lie_in_them(
+    what: tuple[Layout, int], evenly: bool, size_bytes: int
+) -> None:
+    layout, shards = what
+    for shard in layout.slice_evenly(shards) if evenly else layout.slice_by_parameter(shards):
+        pieces = shard.pieces(size_bytes)
+        assert [piece.dtype for piece in pieces] == sorted(piece.dtype for piece in pieces)
+        for dtype, (low, high) in shard.bounds.items():
+            mine = [piece for piece in pieces if piece.dtype == dtype]
+            ends = [0, *(piece.stop for piece in mine)]
+            assert [piece.start for piece in mine] == ends[:-1]
+            assert ends[-1] == high - low
+            for piece in mine:
+                assert 0 < (piece.stop - piece.start) * ITEM_BYTES[dtype] <= size_bytes
+                inside = range(piece.start, piece.stop)
+                overlapping = {
+                    segment.parameter
+                    for segment in shard.segments
+                    if segment.dtype == dtype
+                    and range(max(inside.start, segment.start), min(inside.stop, segment.stop))
+                }
+                assert piece.parameters == overlapping
+
+
+def test_pieces_are_as_few_as_can_be() -> None:
+    layout = Layout.of([Parameter(("a",), (100,), "float64"), Parameter(("b",), (60,), "float64")])
+    [shard] = layout.slice_evenly(1)
+    assert [(p.start, p.stop, set(p.parameters)) for p in shard.pieces(512)] == [
+        (0, 64, {0}),
+        (64, 128, {0, 1}),
+        (128, 168, {1}),
+    ]
+    assert [p.stop for p in shard.pieces(168 * 8)] == [168]
+    assert [p.stop for p in shard.pieces(168 * 8 - 1)] == [167, 168]
+
+
+def test_a_shard_without_elements_has_no_pieces() -> None:
+    layout = Layout.of([Parameter(("w",), (20,), "float32")])  # 2 blocks
+    assert sorted(len(shard.pieces(64)) for shard in layout.slice_evenly(5)) == [0, 0, 0, 1, 1]
 
 
 def test_a_tied_parameter_is_laid_out_once_and_keeps_its_names() -> None:

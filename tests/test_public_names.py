@@ -14,6 +14,7 @@ from paceline import sync, zipline
 def test_the_package_exports_these_names_and_no_others() -> None:
     assert dir(paceline) == [
         "DistributedOptimizer",
+        "LARS",
         "RunResult",
         "__version__",
         "distribute",

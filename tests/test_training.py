@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,17 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from paceline import DistributedOptimizer, worker_count, worker_index
+from paceline import DistributedOptimizer, set_sync, worker_count, worker_index
 from paceline.measures import measure
 from paceline.optimizers import ELEMENTWISE
+from paceline.runtime import worker as worker_module
+from paceline.runtime.session import current
+from paceline.runtime.worker import WorkerSession
 from paceline.sync import ASP, BSP, SSP, AnySyncModel, ElasticBSP
 from paceline.sync.actions import AnswerPull, ApplyMean, PublishPlan
 from paceline.sync.events import PullRequested, WorkerFinished
 from paceline.trace import Trace, replay
+from paceline.wire.memory import StreamedInbox
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -472,6 +477,363 @@ def test_a_model_of_thousands_of_parameters_trains(run_on_threads: RunOnThreads)
     make = seeded(Many)
     run = run_on_threads(training(make, sgd, 2), workers=2, servers=2)
     assert relative_error(run.state_dict, alone(make, sgd, 2, workers=2)) <= 1e-12
+
+
+# -- shards, slicing, overlap -----------------------------------------------------------------------------
+
+
+class Broad(nn.Module):
+    """Its gradient travels in several pieces, most of which are full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(INPUTS, 512)
+        self.middle = nn.Linear(512, 1024)
+        self.outer = nn.Linear(1024, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(torch.tanh(self.middle(torch.tanh(self.inner(x)))))
+        return out
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have workers send early, as they do to servers on other machines; returns how many parameters' gradients
+    they found ready."""
+    monkeypatch.setattr(worker_module, "is_local", lambda address: False, raising=False)
+    ready: list[int] = []
+    told = WorkerSession.gradient_ready
+
+    def counting(session: WorkerSession, parameter: int) -> None:
+        ready.append(parameter)
+        told(session, parameter)
+
+    monkeypatch.setattr(WorkerSession, "gradient_ready", counting)
+    return ready
+
+
+ARRANGED: dict[str, dict[str, Any]] = {
+    "more shards than servers": {"servers": 2, "shards": 5},
+    "by parameter": {"servers": 2, "slicing": "by-parameter"},
+    "a shard for each parameter": {"servers": 2, "shards": 5, "slicing": "by-parameter"},
+    "without overlap": {"servers": 2, "overlap": "off"},
+    "all at once": {"servers": 2, "shards": 4, "slicing": "by-parameter", "overlap": "off"},
+}
+
+
+@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+@pytest.mark.parametrize("arranged", ARRANGED)
+def test_bsp_equals_one_process_however_shards_are_cut_and_overlap(
+    run_on_threads: RunOnThreads, remote: list[int], arranged: str, transport: str
+) -> None:
+    make = seeded(Net)
+    run = run_on_threads(training(make, adam, 20), workers=3, transport=transport, **ARRANGED[arranged])
+    assert relative_error(run.state_dict, alone(make, adam, 20, workers=3)) <= 1e-12
+    for weights in run.results.values():
+        assert_same(weights, run.state_dict)  # type: ignore[arg-type]
+    assert len(run.shards) == ARRANGED[arranged].get("shards", 2)
+    assert bool(remote) == (transport != "shm" and "overlap" not in ARRANGED[arranged])
+
+
+@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+@pytest.mark.parametrize("arranged", ["more shards than servers", "by parameter", "without overlap"])
+def test_a_gradient_of_several_pieces_is_put_together(
+    run_on_threads: RunOnThreads, remote: list[int], arranged: str, transport: str
+) -> None:
+    make = seeded(Broad)
+    run = run_on_threads(training(make, sgd, 4), workers=2, transport=transport, **ARRANGED[arranged])
+    assert relative_error(run.state_dict, alone(make, sgd, 4, workers=2)) <= 1e-12
+
+
+@pytest.mark.parametrize("steps", [(7, 3, 5), (2, 0, 6)], ids=str)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_without_overlap_uneven_numbers_of_iterations_hang_nobody(
+    run_on_threads: RunOnThreads, transport: str, steps: tuple[int, ...]
+) -> None:
+    run = run_on_threads(
+        training(seeded(Net), slow, steps), workers=3, servers=2, transport=transport, overlap="off"
+    )
+    trained = {worker: count for worker, count in enumerate(steps) if count}
+    assert all(measure([trace]).iterations == trained for trace in run.shards)
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    """Behind autograd's back: no version tells of changes."""
+    return [parameter.grad.data for parameter in model.parameters() if parameter.grad is not None]
+
+
+def clip(model: nn.Module) -> None:
+    assert nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
+
+
+def replace(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.75
+
+
+def edit(change: Callable[[torch.Tensor], object]) -> Callable[[nn.Module], None]:
+    def all_of(model: nn.Module) -> None:
+        for gradient in gradients_of(model):
+            change(gradient)
+
+    return all_of
+
+
+def edit_one(model: nn.Module) -> None:
+    """One element of the last layer, which was the first to leave."""
+    gradients_of(model)[-1].view(-1)[0] += 0.25
+
+
+GRADIENT_EDITS: dict[str, Callable[[nn.Module], None]] = {
+    "clipped": clip,
+    "replaced": replace,
+    "one element": edit_one,
+    "shifted": edit(lambda g: g.add_(0.001)),
+    "scaled": edit(lambda g: g.mul_(0.3)),
+    "halved": edit(lambda g: g.mul_(0.5)),
+    "unscaled": edit(lambda g: g.div_(2.0**6)),
+    "all signs": edit(lambda g: g.neg_()),
+    "zeroed": edit(lambda g: g.zero_()),
+}
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("what", GRADIENT_EDITS)
+def test_gradients_that_are_changed_after_they_were_sent_count_as_they_are_at_the_step(
+    run_on_threads: RunOnThreads, remote: list[int], what: str, transport: str
+) -> None:
+    def backward(model: nn.Module, worker: int, iteration: int) -> None:
+        plain_backward(model, worker, iteration)
+        if iteration != 1:  # in some iterations only, so that they are sent early again
+            GRADIENT_EDITS[what](model)
+
+    make = seeded(Broad)
+    training_run = training(make, sgd, 4, backward=backward)
+    run = run_on_threads(training_run, workers=2, servers=2, transport=transport)
+    assert remote
+    assert relative_error(run.state_dict, alone(make, sgd, 4, workers=2, backward=backward)) <= 1e-12
+
+
+def test_gradients_that_accumulate_after_they_were_sent_count_as_they_are_at_the_step(
+    run_on_threads: RunOnThreads, remote: list[int]
+) -> None:
+    def backward(model: nn.Module, worker: int, iteration: int) -> None:
+        for part in batch(worker, iteration).chunk(2):
+            (loss_of(model, part) / 2).backward()
+
+    make = seeded(Broad)
+    run = run_on_threads(training(make, sgd, 4, backward=backward), workers=2, servers=2, transport="tcp")
+    assert remote
+    assert relative_error(run.state_dict, alone(make, sgd, 4, workers=2)) <= 1e-12
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_backward_that_is_thrown_away_leaves_nothing_behind(
+    run_on_threads: RunOnThreads, remote: list[int], to_none: bool
+) -> None:
+    """The first layers' gradients are computed twice and are the same; what is on its way is the first ones."""
+
+    def train() -> State:
+        model = make()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(3):
+            optimizer.zero_grad()
+            x = batch(worker_index(), iteration)
+            model.middle(torch.tanh(model.inner(x))).sum().backward()
+            optimizer.zero_grad(set_to_none=to_none)
+            loss_of(model, x).backward()
+            optimizer.step()
+        return weights_of(model)
+
+    make: Any = seeded(Broad)
+    run = run_on_threads(train, workers=2, servers=2, transport="tcp")
+    assert remote
+    assert relative_error(run.state_dict, alone(make, sgd, 3, workers=2)) <= 1e-12
+
+
+class Long(nn.Module):
+    """A vector of 32 MiB, more than any socket holds, and a few weights whose gradient is there before its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long = nn.Parameter(torch.zeros(4 << 20))
+        self.few = nn.Parameter(torch.zeros(8))
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_what_is_changed_and_changed_back_while_it_is_on_its_way_arrives(
+    run_on_threads: RunOnThreads, remote: list[int], monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """It leaves from where it lies: most of it while it is zero, and at the step it is what it was when it was
+    sent. The server reads slowly."""
+    take = StreamedInbox.take
+
+    def slowly(inbox: StreamedInbox, pieces: Sequence[int]) -> None:
+        time.sleep(0.01)
+        take(inbox, pieces)
+
+    monkeypatch.setattr(StreamedInbox, "take", slowly)
+
+    def train() -> None:
+        model = Long().double()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.long.sum().backward()
+            optimizer.zero_grad(set_to_none=False)
+            time.sleep(0.05)  # there is room for more to leave
+            model.few.sum().backward()
+            model.long.sum().backward()
+            optimizer.step()
+
+    run = run_on_threads(train, workers=1, servers=1, transport=transport)
+    assert remote
+    assert run.state_dict["few"].unique().tolist() == [-2.0]
+    assert run.state_dict["long"].unique().tolist() == [-2.0]
+
+
+# -- weights that are read where the servers keep them ----------------------------------------------------
+
+
+def reads_in_place() -> bool:
+    session = current()
+    assert isinstance(session, WorkerSession)
+    return session._in_place
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_one_worker_trains_on_through_changes_of_the_sync_model(
+    run_on_threads: RunOnThreads, make_optimizer: MakeOptimizer
+) -> None:
+    """Every step is that of the single process, wherever the weights are read."""
+
+    def train() -> tuple[list[State], list[bool]]:
+        model = make()
+        optimizer = DistributedOptimizer(make_optimizer(model), model=model)
+        states, in_place = [], []
+        for iteration in range(16):
+            optimizer.zero_grad()
+            plain_backward(model, worker_index(), iteration)
+            if iteration in (4, 8, 12):
+                set_sync("bsp" if iteration == 8 else "asp")
+            optimizer.step()
+            states.append(weights_of(model))
+            in_place.append(reads_in_place())
+        return states, in_place
+
+    make = seeded(Net)
+    run = run_on_threads(train, workers=1, servers=2, shards=3, transport="shm")
+    results: dict[int, tuple[list[State], list[bool]]] = run.results  # type: ignore[assignment]
+    states, in_place = results[0]
+    assert [in_place[i] for i in (0, 3, 6, 10, 14)] == [True, True, False, True, False]
+    for steps, state in enumerate(states, 1):
+        assert relative_error(state, alone(make, make_optimizer, steps, workers=1)) <= 1e-12
+    assert_same(run.state_dict, states[-1])
+
+
+Watched = tuple[nn.Module, State, set[bool]]
+"""The model as it lives on, a copy of its weights at the end, and where they were read."""
+
+
+def watched(
+    make: Callable[[], nn.Module], steps: Sequence[int], changes: dict[int, str]
+) -> Callable[[], Watched]:
+    """Trains; fails if a parameter changes between two steps."""
+
+    def train() -> Watched:
+        model, worker = make(), worker_index()
+        optimizer = DistributedOptimizer(slow(model), model=model)
+        kept = weights_of(model)
+        in_place: set[bool] = set()
+        for iteration in range(steps[worker]):
+            optimizer.zero_grad()
+            plain_backward(model, worker, iteration)
+            time.sleep(0.0005 * (1 + worker))  # others go on meanwhile
+            assert_same(weights_of(model), kept)
+            if iteration in changes:
+                set_sync(changes[iteration])
+            optimizer.step()
+            kept = weights_of(model)
+            in_place.add(reads_in_place())
+        return model, kept, in_place
+
+    return train
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=2"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_nobodys_parameters_change_outside_a_step(
+    run_on_threads: RunOnThreads, sync: str, transport: str
+) -> None:
+    train = watched(seeded(Net), (40, 40, 40), {})
+    run = run_on_threads(train, workers=3, servers=2, shards=3, sync=sync, transport=transport)
+    results: dict[int, Watched] = run.results  # type: ignore[assignment]
+    for model, kept, in_place in results.values():
+        assert_same(weights_of(model), kept)
+        assert in_place == {transport == "shm" and sync == "bsp"}
+
+
+@pytest.mark.parametrize(
+    "changes", [{10: "asp", 25: "bsp"}, {10: "asp"}, {0: "asp", 20: "bsp", 30: "asp"}], ids=str
+)
+def test_parameters_change_in_steps_only_through_changes_of_the_sync_model(
+    run_on_threads: RunOnThreads, changes: dict[int, str]
+) -> None:
+    train = watched(seeded(Net), (40, 40, 40), changes)
+    run = run_on_threads(train, workers=3, servers=2, shards=3, transport="shm")
+    results: dict[int, Watched] = run.results  # type: ignore[assignment]
+    for model, kept, in_place in results.values():
+        assert_same(weights_of(model), kept)
+        assert in_place == {True, False} or 0 in changes
+    for trace in run.shards:
+        assert measure([trace]).iterations == {0: 40, 1: 40, 2: 40}
+    assert any(
+        relative_error(weights_of(model), run.state_dict) == 0 for model, _, _ in results.values()
+    )  # whoever pulled last
+
+
+@pytest.mark.parametrize("overlap", ["shards", "off"])
+@pytest.mark.parametrize("steps", [(3, 12, 7), (12, 1, 12)], ids=str)
+def test_a_worker_that_has_finished_keeps_its_last_weights_while_others_go_on(
+    run_on_threads: RunOnThreads, steps: tuple[int, ...], overlap: str
+) -> None:
+    train = watched(seeded(Net), steps, {})
+    run = run_on_threads(train, workers=3, servers=2, transport="shm", overlap=overlap)
+    results: dict[int, Watched] = run.results  # type: ignore[assignment]
+    for worker, (model, kept, in_place) in results.items():
+        assert in_place == {True}
+        assert_same(weights_of(model), kept)
+        same = relative_error(kept, run.state_dict) == 0
+        assert same == (steps[worker] == max(steps))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_weights_that_are_put_aside_for_a_while_and_put_back_are_trained_on(
+    run_on_threads: RunOnThreads, transport: str
+) -> None:
+    """Through .data, as scripts do to evaluate an average of the weights: what is there at the step is unchanged."""
+
+    def train() -> State:
+        model = make()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(6):
+            optimizer.zero_grad()
+            plain_backward(model, worker_index(), iteration)
+            if iteration == 2 and worker_index() == 1:
+                aside = [parameter.data.clone() for parameter in model.parameters()]
+                for parameter in model.parameters():
+                    parameter.data.zero_()
+                for parameter, weights in zip(model.parameters(), aside, strict=True):
+                    parameter.data.copy_(weights)
+            optimizer.step()
+        return weights_of(model)
+
+    make = seeded(Net)
+    run = run_on_threads(train, workers=2, servers=2, transport=transport)
+    for weights in run.results.values():
+        assert_same(weights, run.state_dict)  # type: ignore[arg-type]
+    assert relative_error(run.state_dict, alone(make, sgd, 6, workers=2)) <= 1e-12
 
 
 # -- what scripts do around a step ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import select
 import socket
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,9 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
-from paceline.layout import Layout, Parameter, ShardSlice
+from paceline.layout import ITEM_BYTES, Layout, Parameter, Piece, ShardSlice
 from paceline.wire.addresses import connect, listen_tcp, listen_unix
-from paceline.wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut
+from paceline.wire.memory import (
+    MASTER,
+    PIECE_BYTES,
+    Inbox,
+    Region,
+    SharedInbox,
+    StreamedInbox,
+    cut,
+)
 from paceline.wire.messages import (
     Answer,
     Commit,
@@ -32,9 +40,16 @@ from paceline.wire.messages import (
     Hello,
     Message,
     Notify,
+    Stage,
     Status,
 )
-from paceline.wire.stream import GREETING_LIMIT_BYTES, HEADER_LIMIT_BYTES, Stream, no_payload
+from paceline.wire.stream import (
+    BUFFER_BYTES,
+    GREETING_LIMIT_BYTES,
+    HEADER_LIMIT_BYTES,
+    Stream,
+    no_payload,
+)
 
 TIMEOUT_S = 30.0
 SMALL_BUFFER_BYTES = 1 << 14  # of a socket's, so that much stays queued
@@ -85,6 +100,11 @@ def expected(content: dict[str, bytes], shard: ShardSlice) -> dict[str, bytes]:
     return {dtype: bytes(part) for dtype, part in cut(whole, shard).items()}
 
 
+def bytes_of(vectors: dict[str, memoryview], piece: Piece) -> memoryview:
+    size_bytes = ITEM_BYTES[piece.dtype]
+    return vectors[piece.dtype][piece.start * size_bytes : piece.stop * size_bytes]
+
+
 def contents(vectors: Any) -> dict[str, bytes]:
     return {dtype: bytes(view) for dtype, view in vectors.items()}
 
@@ -109,38 +129,72 @@ class Wire:
             for shard in self.shards:
                 ours: Stream[FromServer] = Stream(connect(address), FromServer, self._incoming)
                 theirs: Stream[FromPeerToServer] = Stream(
-                    listener.accept()[0], FromPeerToServer, trusted=False
+                    listener.accept()[0], FromPeerToServer, trusted=False, takes_descriptor=shared
                 )
                 descriptor = self.region.descriptor
                 hello = Hello("token", "worker", 0, memory_bytes=self.region.size_bytes if shared else 0)
                 ours.send(hello, descriptors=[descriptor] if descriptor is not None else [])
                 assert theirs.wait(TIMEOUT_S) == hello
-                theirs.trusted = True
+                theirs.trusted, theirs.takes_descriptor = True, False
                 inbox: Inbox
                 if shared:
                     inbox = SharedInbox(Region.attach(layout, theirs.descriptors.pop()), shard)
                 else:
                     inbox = StreamedInbox(shard)
-                theirs.sink = lambda message, size_bytes, inbox=inbox: inbox.sinks()  # type: ignore[misc]
+                theirs.sink = lambda message, size_bytes, inbox=inbox: inbox.places(message.pieces)  # type: ignore[misc]
                 self.workers.append(ours)
                 self.servers.append(theirs)
                 self.inboxes.append(inbox)
 
     def _incoming(self, message: Message, size_bytes: int) -> Sequence[memoryview]:
         assert isinstance(message, Answer)
-        return self.region.incoming(self.shards[message.shard])
+        shared = self.region.descriptor is not None
+        return [] if shared else list(cut(self.region.weights, self.shards[message.shard]).values())
 
-    def push(self, shard: ShardSlice, iteration: int = 0) -> None:
-        """One push, sent and received."""
-        message = Commit(shard.index, iteration, b"\1", b"")
+    def pieces(self, shard: ShardSlice) -> list[memoryview]:
+        """What of a gradient travels: nothing over shared memory."""
+        if self.region.descriptor is not None:
+            return []
+        mine = cut(self.region.gradients, shard)
+        return [bytes_of(mine, piece) for piece in shard.pieces(PIECE_BYTES)]
+
+    def stage(self, shard: ShardSlice, pieces: Sequence[int]) -> None:
+        """Some pieces ahead of the commit, sent and received."""
+        mine, message = self.pieces(shard), Stage(shard.index, tuple(pieces))
         sender, receiver = self.workers[shard.index], self.servers[shard.index]
-        sender.send(message, self.region.outgoing(shard), stable=True)
+        sender.send(message, [mine[piece] for piece in pieces], lent="worker")
         assert carry(sender, receiver) == message
+        self.inboxes[shard.index].take(message.pieces)
+
+    def push(
+        self,
+        shard: ShardSlice,
+        iteration: int = 0,
+        pieces: Sequence[int] | None = None,
+        *,
+        empty: bool = False,
+    ) -> None:
+        """One push, sent and received; of all pieces, or of some."""
+        mine = self.pieces(shard)
+        named = tuple(range(len(mine))) if pieces is None else tuple(pieces)
+        message = Commit(shard.index, iteration, b"\1", b"", pieces=named, empty=empty)
+        sender, receiver = self.workers[shard.index], self.servers[shard.index]
+        sender.send(message, [mine[piece] for piece in named], lent="worker")
+        assert carry(sender, receiver) == message
+        self.inboxes[shard.index].take(message.pieces)
+        self.inboxes[shard.index].close(empty=empty)
 
     def answer(self, shard: ShardSlice, weights: dict[str, memoryview], iteration: int = 0) -> Answer:
-        """Send an answer; what the socket does not take stays queued."""
+        """Send an answer; what the socket does not take stays queued, lent by the shard."""
         message = Answer(shard.index, iteration, 1)
-        self.servers[shard.index].send(message, self.inboxes[shard.index].deliver(weights))
+        payload: list[memoryview] = []
+        places = self.inboxes[shard.index].weights
+        if places is None:
+            payload = list(weights.values())
+        else:
+            for dtype, place in places.items():
+                place[:] = weights[dtype]
+        self.servers[shard.index].send(message, payload, lent=shard.index)
         return message
 
     def close(self) -> None:
@@ -188,6 +242,7 @@ def test_a_pull_is_not_torn_by_updates_that_come_right_after_the_answer(transpor
             wire.servers[shard.index].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER_BYTES)
             wire.answer(shard, cut(held, shard))
             assert wire.servers[shard.index].backlog == (transport != "shm")
+            wire.servers[shard.index].keep(shard.index)
             fill(cut(held, shard), seed=77)
         for shard in wire.shards:
             carry(wire.servers[shard.index], wire.workers[shard.index])
@@ -205,6 +260,116 @@ def test_the_shards_of_a_region_do_not_touch_one_another(transport: str) -> None
         for other in (wire.shards[0], wire.shards[2]):
             assert contents(cut(wire.region.weights, other)) == expected(weights, other)
         assert set(b"".join(contents(cut(wire.region.weights, shard)).values())) == {0xEE}
+
+
+STREAMS = ["unix", "tcp"]
+
+
+@pytest.fixture(params=STREAMS)
+def streamed(request: pytest.FixtureRequest) -> Iterator[Wire]:
+    """Over a stream, with shards of several pieces."""
+    with contextlib.closing(Wire(request.param, LARGE, 2)) as wire:
+        assert [len(wire.pieces(shard)) for shard in wire.shards] == [3, 3]
+        yield wire
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 1, 2, 0), (2, 1, 0, 1, 2)], ids=str)
+def test_pieces_may_come_in_any_order_and_more_than_once(streamed: Wire, order: tuple[int, ...]) -> None:
+    for iteration in range(2):
+        gradients = fill(streamed.region.gradients, seed=iteration)
+        for shard, inbox in zip(streamed.shards, streamed.inboxes, strict=True):
+            streamed.push(shard, iteration, order)  # all with the commit
+            assert contents(inbox.gradient) == expected(gradients, shard)
+        gradients = fill(streamed.region.gradients, seed=50 + iteration)
+        for shard, inbox in zip(streamed.shards, streamed.inboxes, strict=True):
+            for piece in order[:-1]:
+                streamed.stage(shard, [piece])
+            streamed.push(shard, iteration, order[-1:])
+            assert contents(inbox.gradient) == expected(gradients, shard)
+
+
+def test_a_piece_that_comes_again_counts_as_it_came_last(streamed: Wire) -> None:
+    shard, inbox = streamed.shards[0], streamed.inboxes[0]
+    fill(streamed.region.gradients, seed=1)
+    streamed.stage(shard, [0, 1, 2])
+    gradients = fill(streamed.region.gradients, seed=2)
+    streamed.stage(shard, [1])
+    streamed.push(shard, 0, [2, 0])
+    assert contents(inbox.gradient) == expected(gradients, shard)
+
+
+@pytest.mark.parametrize("staged", [(), (0,), (1, 2), (2, 2, 2)], ids=str)
+def test_a_commit_without_all_of_its_pieces_is_refused(streamed: Wire, staged: tuple[int, ...]) -> None:
+    shard = streamed.shards[1]
+    streamed.push(shard)  # what came for one commit has not come for the next
+    if staged:
+        streamed.stage(shard, staged)
+    lacking = 3 - len(set(staged))
+    with pytest.raises(ProtocolError, match=f"without {lacking} of its 3 pieces"):
+        streamed.push(shard, 1, [])
+
+
+@pytest.mark.parametrize("pieces", [(3,), (-1,), (0, 1, 2, 3), (2**63,), (-(2**63),)], ids=str)
+@pytest.mark.parametrize("kind", [Stage, Commit])
+def test_pieces_that_there_are_not_are_refused(streamed: Wire, kind: Any, pieces: tuple[int, ...]) -> None:
+    rest = {} if kind is Stage else {"iteration": 0, "present": b"\1", "groups": b""}
+    before = contents(streamed.inboxes[0].gradient)
+    streamed.workers[0].send(kind(shard=0, pieces=pieces, **rest), [memoryview(bytes(100))])
+    with pytest.raises(ProtocolError, match="pieces"):
+        carry(streamed.workers[0], streamed.servers[0])
+    assert contents(streamed.inboxes[0].gradient) == before
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_pieces_of_another_size_are_refused(streamed: Wire, change: int) -> None:
+    size_bytes = streamed.pieces(streamed.shards[0])[1].nbytes
+    streamed.workers[0].send(Stage(0, (1,)), [memoryview(bytes(size_bytes + change))])
+    with pytest.raises(ProtocolError, match=f"Stage came with {size_bytes + change} bytes"):
+        carry(streamed.workers[0], streamed.servers[0])
+
+
+def test_an_empty_commit_discards_what_was_staged(streamed: Wire) -> None:
+    shard, inbox = streamed.shards[0], streamed.inboxes[0]
+    fill(streamed.region.gradients, seed=1)
+    streamed.stage(shard, [0, 2])
+    streamed.push(shard, 0, [], empty=True)
+    gradients = fill(streamed.region.gradients, seed=2)
+    streamed.stage(shard, [1])
+    with pytest.raises(ProtocolError, match="without 2 of its 3 pieces"):
+        streamed.push(shard, 1, [])
+    streamed.push(shard, 1, [0, 2])
+    assert contents(inbox.gradient) == expected(gradients, shard)
+
+
+def test_a_shard_without_elements_has_no_pieces_and_its_commits_none() -> None:
+    with contextlib.closing(Wire("unix", Layout.of([Parameter(("w",), (3,), "float32")]), 3)) as wire:
+        empty = [shard for shard in wire.shards if not shard.size_bytes]
+        assert len(empty) == 2
+        for shard in wire.shards:
+            wire.push(shard)
+
+
+def test_over_shared_memory_pieces_are_refused_and_none_are_missed() -> None:
+    with contextlib.closing(Wire("shm", LARGE, 2)) as wire:
+        for empty in (False, True, False):
+            wire.push(wire.shards[0], empty=empty)
+        with pytest.raises(ProtocolError, match="shared memory"):
+            wire.inboxes[0].places([0])
+
+
+def test_a_master_is_weights_alone_and_the_same_for_all_who_map_it() -> None:
+    with contextlib.closing(Region.create(MIXED, MASTER, shared=True)) as master:
+        assert master.descriptor is not None
+        mapped = [Region.attach(MIXED, os.dup(master.descriptor), MASTER) for _ in range(2)]
+        assert [region.gradients for region in (master, *mapped)] == [{}, {}, {}]
+        content = fill(mapped[0].weights, seed=4)
+        assert contents(mapped[1].weights) == contents(master.weights) == content
+        with pytest.raises(ProtocolError, match="shared memory"):
+            Region.attach(MIXED, os.dup(master.descriptor))  # a worker's has gradients as well
+    with contextlib.closing(Region.create(MIXED, shared=True)) as region:
+        assert region.descriptor is not None
+        with pytest.raises(ProtocolError, match="shared memory"):
+            Region.attach(MIXED, os.dup(region.descriptor), MASTER)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -297,7 +462,9 @@ class Receiver:
     def __init__(self, *, trusted: bool = True, kind: str = "unix") -> None:
         self.peer, sock = socket.socketpair() if kind == "unix" else tcp_pair()
         self.peer.settimeout(TIMEOUT_S)
-        self.stream: Stream[Any] = Stream(sock, FromPeerToServer, self._sink, trusted=trusted)
+        self.stream: Stream[Any] = Stream(
+            sock, FromPeerToServer, self._sink, trusted=trusted, takes_descriptor=not trusted
+        )
         self.payloads: list[bytearray] = []
 
     def _sink(self, message: Message, size_bytes: int) -> list[memoryview]:
@@ -311,6 +478,20 @@ class Receiver:
     def take(self, data: bytes) -> list[Message]:
         self.peer.sendall(data)
         return list(self.stream.receive())
+
+    def take_in_segments(self, segments: Sequence[bytes]) -> list[Message]:
+        """The same of any size: of each segment, as much as the socket holds is there before anything is read."""
+        heard: list[Message] = []
+        self.peer.setblocking(False)
+        for segment in segments:
+            view = memoryview(segment)
+            while view:
+                with contextlib.suppress(BlockingIOError):
+                    while view:
+                        view = view[self.peer.send(view) :]
+                heard += list(self.stream.receive())
+        self.peer.settimeout(TIMEOUT_S)
+        return heard
 
     def read_out(self, size: int) -> bytes:
         """What the stream sends, as far as its queue leaves when the socket takes it."""
@@ -344,7 +525,7 @@ def receiver(*, trusted: bool = True, kind: str = "unix") -> Iterator[Receiver]:
         yield made
 
 
-def commit_of(payload: bytes) -> Commit:
+def commit_of(payload: bytes | bytearray | memoryview) -> Commit:
     return Commit(0, len(payload), b"\1\0", b"groups")
 
 
@@ -395,6 +576,94 @@ def test_what_a_stream_sends_another_one_receives(
             sender.send(message, [*parts, view[start:]])
         assert [getter.wait(TIMEOUT_S) for _ in messages] == [message for message, _ in messages]
         assert [bytes(payload) for payload in payloads] == [payload for _, payload in messages]
+
+
+FEW: list[tuple[Message, bytes]] = [
+    (FetchState(1), b""),
+    (commit_of(b"0123456789"), b"0123456789"),
+    (Finished(), b""),
+    (commit_of(b""), b""),
+    (commit_of(b"x"), b"x"),
+    (Hello("token", "reader", 0), b""),
+]
+
+
+def joined(messages: Sequence[tuple[Message, bytes]]) -> bytes:
+    return b"".join(frame(encoded(message), payload) for message, payload in messages)
+
+
+def assert_heard(end: Receiver, heard: list[Message], messages: Sequence[tuple[Message, bytes]]) -> None:
+    assert heard == [message for message, _ in messages]
+    assert [bytes(p) for p in end.payloads] == [p for m, p in messages if isinstance(m, Commit)]
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_frames_may_be_cut_at_any_byte(kind: str) -> None:
+    data = joined(FEW)
+    with receiver(kind=kind) as end:
+        for where in range(len(data) + 1):
+            end.payloads.clear()
+            heard = []
+            for part in (data[:where], data[where:]):
+                heard += end.take(part) if part else []
+            while len(heard) < len(FEW):  # TCP may take a moment
+                heard.append(end.stream.wait(TIMEOUT_S))
+            assert_heard(end, heard, FEW)
+
+
+def test_frames_may_come_byte_by_byte() -> None:
+    with receiver() as end:
+        heard = [message for byte in joined(FEW) for message in end.take(bytes([byte]))]
+        assert_heard(end, heard, FEW)
+
+
+@pytest.mark.parametrize("change", [*range(-21, 5), 40, 3 * BUFFER_BYTES])
+@pytest.mark.parametrize("before", [0, 1, 1500])
+def test_a_header_may_be_larger_than_the_buffer_and_lie_anywhere_in_it(before: int, change: int) -> None:
+    size = BUFFER_BYTES + change
+    large = Hello("x" * (size - len(encoded(Hello("x" * 1000, "reader", 0))) + 1000), "reader", 0)
+    assert abs(len(encoded(large)) - size) <= 2  # longer text, longer length of it
+    messages = [*[(FetchState(7), b"")] * before, (large, b""), *FEW]
+    with receiver() as end:
+        assert_heard(end, end.take_in_segments([joined(messages)]), messages)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_many_small_frames_may_come_in_one_segment(kind: str) -> None:
+    messages: list[tuple[Message, bytes]] = []
+    for number in range(4000):  # of several sizes, so that the end of the buffer falls anywhere
+        payload = bytes([number % 251]) * (number % 7)
+        messages += [(FetchState(number), b""), (commit_of(payload), payload)]
+    with receiver(kind=kind) as end:
+        heard = end.take_in_segments([joined(messages)])
+        while len(heard) < len(messages):
+            heard.append(end.stream.wait(TIMEOUT_S))
+        assert_heard(end, heard, messages)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(0, 3 * BUFFER_BYTES) | st.integers(0, 50), min_size=1, max_size=6),
+    st.lists(st.integers(1, 2 * BUFFER_BYTES), max_size=8),
+)
+def test_the_end_of_a_payload_may_come_with_the_next_frames(sizes: list[int], cuts: list[int]) -> None:
+    messages: list[tuple[Message, bytes]] = []
+    for number, size in enumerate(sizes):
+        payload = (bytes((number + 7 * i) % 251 for i in range(251)) * (size // 251 + 1))[:size]
+        messages += [(commit_of(payload), payload), (FetchState(number), b"")]
+    data, segments = joined(messages), []
+    for size in [*cuts, len(data)]:
+        segments.append(data[:size])
+        data = data[size:]
+    with receiver() as end:
+        assert_heard(end, end.take_in_segments(segments), messages)
+
+
+def test_what_is_left_of_a_segment_is_heard_without_another_one() -> None:
+    """`wait` gives one message; the others are in the buffer, where no poll sees them."""
+    with receiver() as end:
+        end.peer.sendall(joined(FEW))
+        assert_heard(end, [end.stream.wait(TIMEOUT_S) for _ in FEW], FEW)
 
 
 @settings(deadline=None, max_examples=150)
@@ -541,23 +810,112 @@ def test_descriptors_that_come_after_the_greeting_are_not_taken_in() -> None:
 # -- slow readers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stable", [True, False])
+@pytest.mark.parametrize("lent", ["shard", 0, None])
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_a_slow_reader_holds_nobody_up(kind: str, stable: bool) -> None:
+def test_a_slow_reader_holds_nobody_up(kind: str, lent: Hashable) -> None:
     payload = bytes(range(256)) * (1 << 12)  # 1 MiB
     changing = bytearray(payload)
     with receiver(kind=kind) as end:
         end.stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER_BYTES)
         assert not end.stream.backlog
-        end.stream.send(commit_of(payload), [memoryview(changing)], stable=stable)
+        end.stream.send(commit_of(payload), [memoryview(changing)], lent=lent)
         end.stream.send(Finished())
         assert end.stream.backlog
-        if not stable:
+        if lent is None:
             changing[:] = bytes(len(changing))
         data = frame(encoded(commit_of(payload)), payload) + frame(encoded(Finished()))
         assert end.read_out(len(data)) == data
         assert not end.stream.backlog
         end.stream.flush()  # of nothing
+
+
+@contextlib.contextmanager
+def clogged(kind: str = "unix") -> Iterator[tuple[Receiver, bytes]]:
+    """A stream of which nothing more leaves until its other end reads; and what that has to read first."""
+    filler = bytes(8 << 20)
+    with receiver(kind=kind) as end:
+        end.stream.send(Finished(), [memoryview(filler)], lent="filler")
+        yield end, frame(encoded(Finished()), filler)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_keeping_copies_what_one_has_lent_and_nothing_of_the_others(kind: str, first: str) -> None:
+    """Whoever changes its memory without asking to keep it sends what it has become: nobody has copied it."""
+    memory = {"a": bytearray(b"a" * 5000), "b": bytearray(b"b" * 7000)}
+    with clogged(kind) as (end, data):
+        for lender in ("a", "b", "a", "b"):
+            end.stream.send(commit_of(memory[lender]), [memoryview(memory[lender])], lent=lender)
+        end.stream.keep(first)
+        for lender in memory:
+            memory[lender][:] = lender.upper().encode() * len(memory[lender])
+        for lender in ("a", "b", "a", "b"):
+            arrives = lender if lender == first else lender.upper()
+            payload = arrives.encode() * len(memory[lender])
+            data += frame(encoded(commit_of(payload)), payload)
+        assert end.read_out(len(data)) == data
+
+
+def test_keeping_twice_and_keeping_nothing_do_no_harm() -> None:
+    memory = bytearray(b"1" * 3000)
+    with clogged() as (end, data):
+        end.stream.keep("nobody")
+        for number in range(5):
+            memory[:] = str(number).encode() * 3000
+            end.stream.send(commit_of(memory), [memoryview(memory)[:1000], memoryview(memory)[1000:]], lent=1)
+            end.stream.keep(1)
+            end.stream.keep(1)
+            data += frame(encoded(commit_of(memory)), bytes(memory))
+        memory[:] = bytes(3000)
+        assert end.read_out(len(data)) == data
+        end.stream.keep(1)
+        end.stream.send(commit_of(b"x"), [memoryview(b"x")], lent=1)
+        assert end.read_out(1) == frame(encoded(commit_of(b"x")), b"x")
+
+
+LENDERS: tuple[Hashable, ...] = (None, 0, 1, "worker")
+LENT_BYTES = 30_000
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), st.sampled_from(LENDERS), st.integers(0, LENT_BYTES)),
+        st.tuples(st.just("change"), st.sampled_from(LENDERS), st.integers(0, 255)),
+        st.tuples(st.just("keep"), st.sampled_from(LENDERS), st.just(0)),
+        st.tuples(st.just("read"), st.none(), st.integers(1, 20_000)),
+        st.tuples(st.just("flush"), st.none(), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(STEPS)
+def test_what_arrives_is_what_was_there_when_it_was_sent(steps: list[tuple[str, Hashable, int]]) -> None:
+    memory = {lender: bytearray(bytes([i + 1]) * LENT_BYTES) for i, lender in enumerate(LENDERS)}
+    sent, heard = bytearray(), bytearray()
+    with receiver() as end:
+        end.stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        end.peer.setblocking(False)
+        for what, lender, number in steps:
+            match what:
+                case "send":
+                    view = memoryview(memory[lender])[:number]
+                    sent += frame(encoded(commit_of(view)), bytes(view))
+                    parts = [view[: number // 3], view[number // 3 :]]
+                    end.stream.send(commit_of(view), parts, lent=lender)
+                case "change":
+                    if lender is not None:
+                        end.stream.keep(lender)
+                    memory[lender][:] = bytes([number]) * LENT_BYTES
+                case "keep":
+                    end.stream.keep(lender)
+                case "read":
+                    with contextlib.suppress(BlockingIOError):
+                        heard += end.peer.recv(number)
+                case "flush":
+                    end.stream.flush()
+        heard += end.read_out(len(sent) - len(heard))
+        assert heard == sent
+        assert not end.stream.backlog
 
 
 def test_draining_waits_until_all_has_left_and_no_longer_than_told() -> None:

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DistributedOptimizer": "optim",
+    "LARS": "lars",
     "RunResult": "engines.launch",
     "distribute": "data",
     "launch": "engines.launch",
@@ -21,6 +22,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "LARS",
     "DistributedOptimizer",
     "RunResult",
     "distribute",
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from . import errors, sync, zipline
     from .data import distribute, worker_count, worker_index
     from .engines.launch import RunResult, launch
+    from .lars import LARS
     from .optim import DistributedOptimizer
     from .runtime.session import set_sync
 

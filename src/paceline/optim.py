@@ -14,14 +14,17 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NoReturn, TypeVar, overload
 
 import msgspec
 import torch
 from torch import nn
 
 from .errors import ConfigurationError, NonFiniteGradientError, UsageError, WeightsChangedError
+from .gradients import Gradients
+from .lars import LARS
 from .layout import Layout, Parameter, ShardSlice
 from .optimizers import PER_PARAMETER_STATE, OptimizerSpec, read_groups, require_elementwise
 from .restart import Restartable
@@ -41,7 +44,8 @@ SCALAR_DTYPES = {torch.float64: torch.float64}
 LEAST_NORM = 1e-12
 """Of weights, where a gradient's significance is its norm over theirs: they may all be zero."""
 
-PROBE_SIZE = 65_536  # elements of each vector that are compared from step to step
+PROBE_SIZE = 16_384  # elements of each vector of weights that are compared from step to step
+COMPARED_SIZE = 65_536  # elements of a buffer that are
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -49,7 +53,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: a `torch.optim` optimizer that treats every element by itself (SGD, Adam, AdamW, Adagrad,
-            RMSprop, ...). It stays the place where hyper-parameters live; do not step it yourself.
+            RMSprop, ...), or `paceline.LARS`. It stays the place where hyper-parameters live; do not step it
+            yourself.
         model: the module to train. Found by itself, unless more than one module holds the parameters.
 
     Raises:
@@ -98,6 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             NonFiniteGradientError: a gradient holds NaN or inf; nothing was sent.
             WeightsChangedError: weights were edited or moved since the last step.
+            UsageError: the groups do not hold the parameters any more that they held when training began.
         """
         if self._session is None:
             return self._wrapped.step(closure)
@@ -107,7 +113,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "load_state_dict() on the DistributedOptimizer instead."
             )
         stale = False
-        if self._trained is None:
+        if self._trained is not None:
+            self._trained.require_same([p for group in self.param_groups for p in group["params"]])
+        else:
             self._trained, replaced = self._begin(self._session)
             stale = replaced and closure is None  # its gradient was computed on weights that are nobody's now
         loss: Any = None
@@ -138,23 +146,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if "_wrapped" not in self.__dict__:  # called by torch's constructor, which collects the groups
             super().add_param_group(param_group)
             return
-        self._require_not_begun("add_param_group()")
+        if self._trained is not None:
+            tensors = param_group["params"]
+            added = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            names = ", ".join(map(self._trained.describe, added))
+            self._require_not_begun("add_param_group()", f" Not added: {names}.")
         self._wrapped.add_param_group(param_group)
 
     def _share_groups(self) -> None:
         self.param_groups = self._wrapped.param_groups
         self.state = self._wrapped.state
 
-    def _require_not_begun(self, call: str) -> None:
+    def _require_not_begun(self, call: str, what: str = "") -> None:
         if self._session is not None and self._trained is not None:
-            raise UsageError(f"{call} must come before the first step: the servers hold the state now.")
+            raise UsageError(f"{call} must come before the first step: the servers hold the state now.{what}")
 
     def _begin(self, session: Session) -> tuple[Trained, bool]:
         """Take part in the run. Also says whether this worker's weights were replaced by other ones."""
         _require_first(session)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         model = self._model if self._model is not None else find_model(parameters)
-        trained = Trained(model, parameters)
+        scale = self._wrapped.scale_gradients if isinstance(self._wrapped, LARS) else None
+        trained = Trained(model, parameters, scale)
         group_of = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         optimizer = OptimizerSpec(self._kind, read_groups(self._wrapped), tuple(group_of))
         publisher = session.begin(ModelSpec(trained.layout, optimizer, trained.buffer_specs))
@@ -166,10 +179,18 @@ class Trained:
 
     The parameters become views of the weights; each gradient is *adopted*: autograd accumulates wherever it
     likes, and a hook copies the result into the flat vector and assigns the view.
+
+    Args:
+        model: the module that they are of.
+        parameters: what is trained, in the order of the optimizer's groups.
+        scale: what is done to the gradients before they are pushed, in place; None for nothing.
     """
 
-    def __init__(self, model: nn.Module, parameters: list[torch.Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: list[torch.Tensor], scale: Callable[[], None] | None = None
+    ) -> None:
         self._parameters = parameters
+        self._scale = scale
         names = {id(parameter): _names_of(model, parameter) for parameter in parameters}
         for index, parameter in enumerate(parameters):
             if not names[id(parameter)]:
@@ -186,8 +207,8 @@ class Trained:
         self._buffers = Buffers(model, set(names))
         self.buffer_specs = self._buffers.specs
         self._weights: list[torch.Tensor] = []  # for each parameter, its place in the flat vectors
-        self._gradients: list[torch.Tensor] = []
-        self._written = [False] * len(parameters)  # whose place in the gradients may hold other than zeros
+        self._gradients: Gradients | None = None  # from the beginning of a run
+        self._warned_of_sparse = False
         self._versions: list[int] = []  # of each parameter, when the last step ended
         self._probes: list[tuple[torch.Tensor, torch.Tensor]] = []  # (some elements, a copy as they were)
         self._model = model
@@ -197,7 +218,7 @@ class Trained:
 
     def bind(self, session: Session, publisher: bool, state: Mapping[Any, Mapping[str, Any]]) -> bool:
         """Move the parameters into the flat vectors. True if this worker's weights were replaced."""
-        self._gradients = self._places(session.gradients)
+        self._gradients = Gradients(self.layout, session.gradients)
         if publisher:
             for parameter, place in zip(self._parameters, self._places(session.weights), strict=True):
                 place.copy_(parameter.detach())
@@ -223,6 +244,26 @@ class Trained:
         some = [_bits(v)[:: -(-v.numel() // PROBE_SIZE)] for v in weights.values() if v.numel()]
         self._probes = [(part, part.clone()) for part in some]
 
+    def require_same(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuse groups that hold other parameters than when training began.
+
+        Raises:
+            UsageError: one was added, taken out or exchanged, by name.
+        """
+        for index, (now, then) in enumerate(zip_longest(parameters, self._parameters)):
+            if now is then:
+                continue
+            what = f"{self.describe(now)} was added" if now is not None else f"{self.describe(then)} is gone"
+            raise UsageError(
+                f"The optimizer's groups hold other parameters than when training began: {what}, at place {index}. "
+                "The servers train what there was at the first step; add or take out parameters before it."
+            )
+
+    def describe(self, parameter: torch.Tensor) -> str:
+        """A parameter's name in the model, or its shape if it is not the model's."""
+        names = _names_of(self._model, parameter)
+        return repr(names[0]) if names else f"a tensor of shape {list(parameter.shape)}"
+
     def compute(self, session: Session, closure: Callable[[], Any]) -> Any:
         """Run a closure; more than once, if its computation is dropped. Weights are new each time."""
         if not session.may_restart:
@@ -237,10 +278,10 @@ class Trained:
         self, session: Session, groups: tuple[Mapping[str, Any], ...], loss: float | None, stale: bool
     ) -> None:
         """One iteration of the session, with the gradients that the parameters have."""
-        self._require_untouched()
+        self._require_untouched(session)
         present = bytes(self._adopt(index) for index in range(len(self._parameters)))
         empty = stale
-        if not stale and (bad := self._first_not_finite(session)) is not None:
+        if not stale and (bad := self._first_not_finite()) is not None:
             error = NonFiniteGradientError(session.worker, session.iteration, bad)
             if not session.skips_nan:
                 raise error
@@ -249,6 +290,8 @@ class Trained:
         significance = None
         if session.needs_significance and not empty:
             significance = _norm(session.gradients) / max(_norm(session.weights), LEAST_NORM)
+        if self._scale is not None and not empty:
+            self._scale()
         session.commit(
             present,
             msgspec.msgpack.encode(groups),
@@ -300,39 +343,42 @@ class Trained:
 
     def _adopt(self, index: int) -> bool:
         """Have a gradient lie at its place in the flat vector. False if there is none."""
-        parameter, place = self._parameters[index], self._gradients[index]
+        assert self._gradients is not None
+        parameter = self._parameters[index]
         gradient = parameter.grad
-        if gradient is None:
-            if self._written[index]:
-                place.zero_()
-                self._written[index] = False
-            return False
-        self._written[index] = True
-        if gradient.is_sparse or gradient.data_ptr() != place.data_ptr():
-            place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        if gradient is not None:
+            if gradient.shape != self._weights[index].shape:  # else the copy might broadcast
+                self._refuse_shape(index, gradient.shape)
+            if gradient.is_sparse:
+                self._warn_of_sparse(index)
+        place = self._gradients.take(index, gradient)
+        if gradient is not place:
             parameter.grad = place
-        return True
+        return place is not None
+
+    def _warn_of_sparse(self, index: int) -> None:
+        """Say once that a sparse gradient saves nothing here."""
+        if not self._warned_of_sparse:
+            self._warned_of_sparse = True
+            log.warning(
+                "the gradient of %r is sparse; it is sent and applied as a dense one, rows without a gradient as "
+                "zeros. Make it dense, with sparse=False, which saves the conversion.",
+                self.layout.parameters[index].names[0],
+            )
 
     def _adopter(self, index: int, session: Session) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             self._adopt(index)
-            if session.sends_early:
+            if session.sends_early and self._scale is None:  # else it is not yet what is pushed
                 session.gradient_ready(index)
 
         return hook
 
-    def _first_not_finite(self, session: Session) -> str | None:
-        """The name of the first parameter whose gradient holds NaN or inf.
-
-        A dot product finds out 35 times faster than `isfinite`; since it can also overflow, only what follows
-        decides.
-        """
-        if all(math.isfinite(float(torch.dot(vector, vector))) for vector in session.gradients.values()):
-            return None
-        for parameter, place in zip(self.layout.parameters, self._gradients, strict=True):
-            if not bool(place.isfinite().all()):
-                return parameter.names[0]
-        return None
+    def _first_not_finite(self) -> str | None:
+        """The name of the first parameter whose gradient holds NaN or inf."""
+        assert self._gradients is not None
+        index = self._gradients.first_not_finite()
+        return self.layout.parameters[index].names[0] if index is not None else None
 
     def _remember(self) -> None:
         """Note what the weights are, so that an edit from outside is found before the next push."""
@@ -342,19 +388,28 @@ class Trained:
         for part, copy in self._probes:
             copy.copy_(part)
 
-    def _require_untouched(self) -> None:
+    def _refuse_shape(self, index: int, shape: torch.Size) -> NoReturn:
+        then = list(self.layout.parameters[index].shape)
+        self._refuse_change(index, f"was given the shape {list(shape)} in place of {then},")
+
+    def _refuse_change(self, index: int, what: str) -> NoReturn:
+        raise WeightsChangedError(
+            f"Parameter {self.layout.parameters[index].names[0]!r} {what} outside step() after training "
+            "had started. Do that before the first step; the servers hold the weights from then on."
+        )
+
+    def _require_untouched(self, session: Session) -> None:
         for index, parameter in enumerate(self._parameters):
-            what = None
-            if parameter.data_ptr() != self._weights[index].data_ptr() and parameter.numel():
-                what = "was moved or replaced (model.to(...), .data = ...)"
-            elif parameter._version != self._versions[index]:
-                what = "was edited"
-            if what:
-                raise WeightsChangedError(
-                    f"Parameter {self.layout.parameters[index].names[0]!r} {what} outside step() after training "
-                    "had started. Do that before the first step; the servers hold the weights from then on."
-                )
-        if not all(torch.equal(part, copy) for part, copy in self._probes):
+            place = self._weights[index]
+            if parameter.shape != place.shape:
+                self._refuse_shape(index, parameter.shape)
+            if (parameter.data_ptr() != place.data_ptr() and parameter.numel()) or (
+                parameter.stride() != place.stride()
+            ):
+                self._refuse_change(index, "was moved or replaced (model.to(...), .data = ...)")
+            if parameter._version != self._versions[index]:
+                self._refuse_change(index, "was edited")
+        if session.weights_edited() or not all(torch.equal(part, copy) for part, copy in self._probes):
             raise WeightsChangedError(
                 "Weights were edited through .data outside step() after training had started. Do that before the "
                 "first step; the servers hold the weights from then on."
@@ -410,12 +465,12 @@ class Sent:
     """What a buffer was when it was last sent.
 
     A tensor's version counter tells most changes, but not BatchNorm's: its kernel writes the running statistics
-    behind the counter's back. So buffers of up to `PROBE_SIZE` elements are compared with a copy.
+    behind the counter's back. So buffers of up to `COMPARED_SIZE` elements are compared with a copy.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = (tensor.data_ptr(), tensor._version)
-        self._copy = tensor.clone() if tensor.numel() <= PROBE_SIZE else None
+        self._copy = tensor.clone() if tensor.numel() <= COMPARED_SIZE else None
 
     def differs_from(self, tensor: torch.Tensor) -> bool:
         if (tensor.data_ptr(), tensor._version) != self._version:

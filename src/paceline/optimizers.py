@@ -2,7 +2,8 @@
 
 A shard holds an arbitrary slice of the flat vector, so only *elementwise* optimizers give there exactly what
 they give on whole tensors. The table lists them. Those that look at a whole matrix (Adafactor, Muon), keep a
-closure (LBFGS) or want another gradient (SparseAdam) are refused by name, before anything starts.
+closure (LBFGS) or want another gradient (SparseAdam) are refused by name, before anything starts. Paceline's own
+LARS looks at whole tensors too, but only to scale gradients: workers do that, and the servers run SGD.
 
 Hyper-parameters travel with every push as plain numbers; `read_groups` takes them out of the user's optimizer.
 """
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from .errors import ConfigurationError
+from .lars import LARS
 
 __all__ = [
     "ELEMENTWISE",
@@ -52,12 +54,18 @@ PER_PARAMETER_STATE = frozenset({"step", "eta", "mu", "mu_product"})
 # How torch is to compute, not what: decided here, never by what a worker sends.
 IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
+# Of the SGD that follows LARS's scaling, which has the weight decay in it already.
+AFTER_SCALING: HyperParameters = {"dampening": 0.0, "weight_decay": 0.0, "maximize": False}
+
+
+PLAIN = frozenset({float, int, bool, type(None)})
+
 
 class OptimizerSpec(msgspec.Struct, frozen=True):
     """A user's optimizer as a value.
 
     Attributes:
-        name: its class in `torch.optim`.
+        name: the class in `torch.optim` that the servers run.
         groups: the hyper-parameters of each group.
         group_of: for each parameter of the layout, the index of its group.
     """
@@ -68,7 +76,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's name in the table.
+    """The name in the table of what the servers run for an optimizer: its own class; for LARS "SGD".
 
     Raises:
         ConfigurationError: it is not one of them, by name, with the reason.
@@ -76,17 +84,23 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> str:
     kind = type(optimizer)
     if kind is ELEMENTWISE.get(kind.__name__):
         return kind.__name__
+    if kind is LARS:
+        return "SGD"
     raise ConfigurationError(
         f"{kind.__module__}.{kind.__qualname__} cannot run on the servers: each server holds a slice of the "
-        f"parameters, so the optimizer must treat every element by itself. Choices: {', '.join(ELEMENTWISE)}."
+        f"parameters, so the optimizer must treat every element by itself. Choices: {', '.join(ELEMENTWISE)}; "
+        "paceline.LARS."
     )
 
 
 def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]:
-    """The hyper-parameters of each group as plain numbers."""
+    """The hyper-parameters of each group as plain numbers, as what the servers run takes them."""
+    keys: Sequence[str] = [key for key in optimizer.defaults if key not in IMPLEMENTATION_KEYS]
+    rest: HyperParameters = {}
+    if isinstance(optimizer, LARS):
+        keys, rest = ("lr", "momentum", "nesterov"), AFTER_SCALING
     return tuple(
-        {key: _plain(key, group[key]) for key in optimizer.defaults if key not in IMPLEMENTATION_KEYS}
-        for group in optimizer.param_groups
+        {**rest, **{key: _plain(key, group[key]) for key in keys}} for group in optimizer.param_groups
     )
 
 
@@ -116,7 +130,9 @@ def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[Hyper
         optimizer.step()
 
 
-def _plain(key: str, value: object) -> float | int | bool | tuple[float, float] | None:
+def _plain(key: str, value: Any) -> float | int | bool | tuple[float, float] | None:
+    if type(value) in PLAIN:  # in nearly all cases, and asked in each step
+        return value  # type: ignore[no-any-return]
     if isinstance(value, torch.Tensor | np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int):

@@ -996,7 +996,7 @@ class JobLife(RuleBasedStateMachine):
 
     def everywhere(self) -> int:
         """The number of the last change that all shards have made."""
-        return min((life.machine.changed for life in self.shards), default=0)
+        return min((vars(life.machine)["_changed"] for life in self.shards), default=0)
 
     def model_of(self, life: Life) -> AnySyncModel:
         assert isinstance(life.machine, ShardSync)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailedError
+from ..footprint import available_bytes, footprint, shortage, state_vectors
 from ..layout import Layout, ShardSlice
 from ..sync.actions import AnyAction, PublishChange, PublishPlan, RestartWorker, SetTimer
 from ..sync.changes import JobSync
@@ -61,7 +62,7 @@ from ..wire.messages import (
 )
 from ..wire.stream import Stream, no_payload
 from .hub import Hub, Peer
-from .job import Job
+from .job import LOOPBACK, Job
 from .timers import Timers
 
 __all__ = ["Coordinator", "first_difference"]
@@ -133,13 +134,13 @@ class Coordinator:
         self._thread = threading.Thread(target=self._run, name="paceline-coordinator", daemon=True)
 
     @classmethod
-    def listen(cls, job: Job) -> Coordinator:
-        """A coordinator that listens on a new socket.
+    def listen(cls, job: Job, host: str = LOOPBACK) -> Coordinator:
+        """A coordinator that listens on a new socket; over TCP, at one of this machine's addresses.
 
         Raises:
             ConfigurationError: the port cannot be listened on.
         """
-        return cls(job, *(listen_tcp(port=job.port) if job.transport == "tcp" else listen_unix()))
+        return cls(job, *(listen_tcp(host, job.port) if job.transport == "tcp" else listen_unix()))
 
     # -- for other threads --------------------------------------------------------------------------------
 
@@ -284,6 +285,12 @@ class Coordinator:
         except ConfigurationError as error:
             self._refuse(registered[0], str(error))
             return
+        if reason := self._shortage(first, len(registered)):
+            self.fail(RunFailedError("the run", reason))
+            for worker in registered:
+                worker.model = None  # were only some refused, the rest would begin when those have left
+                self._hub.send(worker, Refused(reason))
+            return
         self._begun = True
         self._publisher = registered[0].index
         self.model = first
@@ -302,6 +309,13 @@ class Coordinator:
             )
         for worker in registered:
             self._tell(WorkerJoined(now_s=self.job.now_s(), worker=worker.index))
+
+    def _shortage(self, model: ModelSpec, workers: int) -> str:
+        """Why there is too little memory on this machine, where all processes run so far; "" if there is enough."""
+        job, optimizer, layout = self.job, model.optimizer, model.layout
+        vectors = state_vectors(optimizer.name, optimizer.groups, layout.sizes)
+        needed = footprint(layout.size_bytes, vectors, workers, job.servers, job.transport)
+        return shortage(needed, available_bytes(), f"{workers} workers over {job.transport}")
 
     def _start_if_ready(self) -> None:
         if not all(server.ready for server in self._of_role("server")):

@@ -30,7 +30,6 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from ..sync.model import SyncModel
 from ..sync.notation import parse_shards, require_shards
 from ..trace import Header, Recorder
 from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut
@@ -79,9 +78,6 @@ class Holdings:
         self._job = job
         self._master = master
         self._before_update = before_update
-        # Number of a change (0: the beginning) -> are the weights read in place from there on. A user's condition
-        # that fails leaves one shard with another model than the rest: what counts is what all were to have.
-        self._in_place = {0: self._is_in_place(job.sync.first)}
         self._slices = {shard.index: shard for shard in created.shards}
         self._group_kinds = [_kinds(group) for group in created.model.optimizer.groups]
         self._groups: tuple[bytes, tuple[HyperParameters, ...]] = b"", ()  # as they came last, and decoded
@@ -244,14 +240,15 @@ class Holdings:
                 model.require_runnable(self._job.workers)
         except ConfigurationError as error:
             raise ProtocolError(f"it changes to a sync model that cannot run here: {error}") from error
-        self._in_place[change.number] = self._is_in_place(models)
-
-    def _is_in_place(self, models: Sequence[SyncModel]) -> bool:
-        return self._master is not None and all(model.lockstep for model in models)
 
     def in_place(self, index: int) -> bool:
-        """True if workers read the shard's weights where they are, and need no copy."""
-        return self._in_place[self.shards[index].sync.changed]
+        """True if workers may read the shard's weights where they are, and need no copy.
+
+        All shards answer alike, for a worker reads all or none in place: what counts is what all were given to run,
+        and not what one of them has gone back to where a condition has failed.
+        """
+        models = self.shards[index].sync.changed_to or self._job.sync.first
+        return self._master is not None and all(model.lockstep for model in models)
 
     def _decode_groups(self, encoded: bytes) -> tuple[HyperParameters, ...]:
         """Hyper-parameters as they came; those of the last push again, if they are the same."""

@@ -23,10 +23,22 @@ from ..sync.schedule import Schedule, read_schedule
 from ..wire.addresses import listen_tcp
 from ..wire.memory import shared_memory_available
 
-__all__ = ["JOB_VARIABLE", "TRANSPORTS", "Job", "Place", "describe", "make_job", "require_usable"]
+__all__ = [
+    "JOB_VARIABLE",
+    "LOOPBACK",
+    "TRANSPORTS",
+    "Job",
+    "Place",
+    "describe",
+    "make_job",
+    "require_usable",
+]
 
 JOB_VARIABLE = "PACELINE_PLACE"
 """The environment variable by which a process of a run learns its `Place` in it: MessagePack in hexadecimal."""
+
+LOOPBACK = "127.0.0.1"
+"""Where everybody listens over TCP, unless told otherwise."""
 
 TRANSPORTS = ("auto", "shm", "unix", "tcp")
 SLICINGS = ("even", "by-parameter")
@@ -91,12 +103,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """One process's place in a run: what it is, and whom to call."""
+    """One process's place in a run: what it is, whom to call, and at which host it listens over TCP."""
 
     job: Job
     role: Literal["server", "worker"]
     index: int
     coordinator: str
+    host: str = LOOPBACK
 
 
 def make_job(

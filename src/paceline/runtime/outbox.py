@@ -9,6 +9,7 @@ gradients in every iteration gains nothing from sending them early; it is then l
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -31,7 +32,7 @@ class Outbox:
     Args:
         shards: the slices.
         gradients: dtype -> the whole vector's bytes.
-        send: sends to a shard's server.
+        send: sends to a shard's server, and copies what has not left when it returns: the piece may change.
         early: send before the commit at all.
     """
 
@@ -51,7 +52,7 @@ class Outbox:
                 for parameter in piece.parameters:
                     self._of_parameter.setdefault(parameter, []).append(key)
         self._lacks: dict[tuple[int, int], int] = {}  # of the needs, those that are yet to be met
-        self._sent: dict[tuple[int, int], int] = {}  # what has been sent early, with its checksum
+        self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # what has been sent early, with its checksum
         self._changed = False  # has any of it been changed afterwards
         self._pause = 0  # iterations for which nothing is sent early
         self._next_pause = 1
@@ -103,6 +104,6 @@ class Outbox:
         return cut_pieces(self._gradients[shard], [pieces[number] for number in numbers])
 
 
-def _checksum(piece: memoryview) -> int:
-    """The sum of its bits as whole numbers, modulo 2^64, as quick as reading it. (A piece is of 64-byte blocks.)"""
-    return int(np.add.reduce(np.frombuffer(piece, dtype=np.uint64)))
+def _checksum(piece: memoryview) -> tuple[int, int]:
+    """Two sums of its bits, of which each finds what the other may miss; 5 GB/s. (A piece is of 64-byte blocks.)"""
+    return zlib.crc32(piece), int(np.add.reduce(np.frombuffer(piece, dtype=np.uint64)))

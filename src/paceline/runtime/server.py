@@ -61,6 +61,7 @@ class Caller(Peer):
     def __init__(self, stream: Stream[Message]) -> None:
         super().__init__(stream)
         self.inboxes: dict[int, tuple[Inbox, Vectors]] = {}  # shard -> where this worker's pushes lie
+        self.follows = False  # it can read the weights in place
         self.payload: list[bytearray] = []  # of the message being received, besides what goes to an inbox
 
 
@@ -143,6 +144,7 @@ class Server:
             region = holdings.attach(peer.stream.descriptors.pop(), hello.channels)
         peer.role, peer.index = hello.role, hello.index
         peer.inboxes = holdings.inboxes(region)
+        peer.follows = hello.follows
         self._workers[peer.index] = peer
         if region is not None and 0 <= hello.channel < hello.channels:
             incoming, outgoing = map(Ring, region.channels[hello.channel])
@@ -225,7 +227,7 @@ class Server:
         if peer is None:
             return  # expected, but it has not called yet or its connection has ended
         inbox, _ = peer.inboxes[shard]
-        in_place = holdings.in_place(shard)
+        in_place = peer.follows and holdings.in_place(shard)
         payload: Sequence[memoryview] = ()
         if not in_place:
             weights = holdings.weights[shard]

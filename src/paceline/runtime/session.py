@@ -81,6 +81,10 @@ class Session(Protocol):
         """Wait until `weights` holds the publisher's."""
         ...
 
+    def weights_edited(self) -> bool:
+        """True if it is known that somebody else has written into `weights` since they were pulled."""
+        ...
+
     def gradient_ready(self, parameter: int) -> None:
         """The gradient of a parameter of the layout lies in `gradients`; it may still change until `commit`."""
         ...

@@ -13,9 +13,9 @@ import random
 import select
 import selectors
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 import safetensors.torch
@@ -30,7 +30,7 @@ from ..sync.following import WorkerSync
 from ..sync.notation import notation
 from ..sync.schedule import read_schedule
 from ..wire.addresses import connect, is_local
-from ..wire.memory import MASTER, Region, cut
+from ..wire.memory import Master, Region, cut
 from ..wire.messages import (
     AllCommitted,
     Answer,
@@ -77,6 +77,8 @@ STATUS_INTERVAL_S = 0.1
 HEARING_INTERVAL_S = 200e-6  # between two looks at what the coordinator has sent, in very short iterations
 GOODBYE_TIMEOUT_S = 5.0
 
+LENT: Final = "until the answer"  # a commit's payload stays as it is, so nothing of it must be kept
+
 
 class WorkerSession:
     """See `paceline.runtime.session.Session` for the contract."""
@@ -107,7 +109,9 @@ class WorkerSession:
         self._ringed: list[Stream[FromServer]] = []  # those of the servers that have rings
         self._shards: tuple[ShardSlice, ...] = ()
         self._region: Region | None = None  # this worker's own
-        self._master: Region | None = None  # the weights that the servers update, over shared memory
+        self._master: Master | None = (
+            None  # the weights that the servers update, where they can be read in place
+        )
         self._outbox: Outbox | None = None  # of what must be sent; over shared memory the servers see it
         self._awaited: set[int] = set()  # shards that have yet to answer
         self._in_place = False  # are `weights` the master's
@@ -143,12 +147,11 @@ class WorkerSession:
         if shared:
             if not self._coordinator.descriptors:
                 raise ProtocolError("the coordinator did not pass the weights' memory")
-            descriptor = self._coordinator.descriptors.pop()
-            self._master = Region.attach(model.layout, descriptor, MASTER, follow=True)
+            self._master = Master.follow(model.layout, self._coordinator.descriptors.pop())
         else:
             # To the machine itself there is no link to be kept busy: only the same cores, which backward needs.
             early = self._job.overlap == "shards" and not all(map(is_local, addresses))
-            self._outbox = Outbox(started.shards, region.gradients, self._send_to_shard, early=early)
+            self._outbox = Outbox(started.shards, region.gradients, self._stage, early=early)
         self.weights = tensors_over(region.weights)
         self.gradients = tensors_over(region.gradients)
         descriptors = [region.descriptor] if region.descriptor is not None else []
@@ -159,7 +162,15 @@ class WorkerSession:
             streams[address] = stream
             self._servers.append(stream)
             self._selector.register(stream, selectors.EVENT_READ)
-            hello = Hello(self._job.token, "worker", self.worker, "", size_bytes, channels, channel)
+            hello = Hello(
+                self._job.token,
+                "worker",
+                self.worker,
+                memory_bytes=size_bytes,
+                channels=channels,
+                channel=channel,
+                follows=self._master is not None,
+            )
             self._send(stream, hello, descriptors=descriptors)
             if channels:
                 outgoing, incoming = map(Ring, region.channels[channel])
@@ -196,6 +207,9 @@ class WorkerSession:
     @property
     def sends_early(self) -> bool:
         return self._outbox is not None and self._outbox.early
+
+    def weights_edited(self) -> bool:
+        return self._in_place and self._master is not None and self._master.edited()
 
     def gradient_ready(self, parameter: int) -> None:
         if self._outbox is not None:
@@ -408,10 +422,10 @@ class WorkerSession:
 
     def _move(self, *, in_place: bool) -> None:
         """Have the weights be the master's, or this worker's own."""
-        region = self._master if in_place else self._region
-        assert region is not None
+        memory = self._master if in_place else self._region
+        assert memory is not None
         self._in_place = in_place
-        self.weights = tensors_over(region.weights)
+        self.weights = tensors_over(memory.weights)
         self.on_moved()
 
     def _hear(self, timeout_s: float | None) -> bool:
@@ -474,14 +488,21 @@ class WorkerSession:
         message: Message,
         payload: Sequence[memoryview] = (),
         descriptors: Sequence[int] = (),
+        *,
+        lent: Hashable = LENT,
     ) -> None:
-        stream.send(message, payload, descriptors, lent="this worker's")  # it stays until it is answered
+        stream.send(message, payload, descriptors, lent=lent)
         self._watch(stream)
 
-    def _send_to_shard(self, shard: int, message: Message, payload: Sequence[memoryview] = ()) -> None:
-        stream = self._server_of[shard]
-        stream.flush()
-        self._send(stream, message, payload)
+    def _send_to_shard(
+        self, shard: int, message: Message, payload: Sequence[memoryview] = (), *, lent: Hashable = LENT
+    ) -> None:
+        self._send(self._server_of[shard], message, payload, lent=lent)
+
+    def _stage(self, shard: int, message: Message, payload: Sequence[memoryview]) -> None:
+        """Send a piece of a gradient that may change as soon as this returns."""
+        self._server_of[shard].flush()  # the socket has been left alone since the last piece
+        self._send_to_shard(shard, message, payload, lent=None)
 
     def _payload_targets(self, message: Message, size_bytes: int) -> list[memoryview]:
         assert self._region is not None

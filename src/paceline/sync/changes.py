@@ -64,7 +64,7 @@ class ShardSync:
 
     Attributes:
         sync: the model in force.
-        changed: number of the last change that was completed here; 0 for none.
+        changed_to: the models of all shards, by the last change that was completed here; () before the first.
     """
 
     def __init__(self, sync: AnySyncModel, seed: int = 0, shard: int = 0) -> None:
@@ -74,7 +74,8 @@ class ShardSync:
         self._machine: ShardMachine = sync.at_shard(seed, shard)
         self._worked: AnySyncModel = BSP()  # what a condition that fails is replaced with
         self._change: Change | None = None  # under way
-        self.changed = 0
+        self.changed_to: tuple[AnySyncModel, ...] = ()
+        self._changed = 0  # number of that change
         self._remaining: set[int] = set()  # its live members whose flagged push has not come
         self._joined_after: dict[int, int] = {}  # live worker -> the last change published before it joined
         self._guests = Ledger()  # those who have joined during a change, see above
@@ -185,7 +186,7 @@ class ShardSync:
             )
         guest = push.worker in self._guests.count
         actions = [self._take_from_guest(push)] if guest else self._tell(push)
-        if change.number <= self.changed:  # completed without it: nobody waits for it any more
+        if change.number <= self._changed:  # completed without it: nobody waits for it any more
             return actions
         if self._change is None or self._change.number < change.number:
             # Published anew, since all members of the earlier one are gone, though it is not known here yet.
@@ -234,7 +235,7 @@ class ShardSync:
         if worker in self._to_pull or worker in self._pulled or worker in self._guests.count:
             raise InvalidEventError(f"worker {worker} joined, but it is live already")
         actions: list[AnyAction] = []
-        if event.change > self.changed:
+        if event.change > self._changed:
             self._guests.joined(event, 0)
         else:
             actions = self._tell(event)
@@ -274,7 +275,7 @@ class ShardSync:
             self._tell(WorkerJoined(now_s=now_s, worker=worker, iteration=members[worker]))
         answers += [AnswerPull(worker, self._pulled[worker]) for worker in sorted(self._pulled)]
         self._pulled = {}
-        self._change, self.changed = None, change.number
+        self._change, self._changed, self.changed_to = None, change.number, models
         return updates + answers
 
 

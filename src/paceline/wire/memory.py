@@ -11,7 +11,7 @@ Over a **stream** the same slices travel as the payload of the messages.
 Where all workers go in lockstep not even the weights are copied. Over shared memory there is one more region, the
 *master*: the weights that the servers update, one vector per dtype, made by the coordinator and mapped by all. While
 nothing is applied that any worker could be computing on, a pull is answered *in place*: the workers read the master.
-They only follow it: a script that edits its weights, which is an error, edits a copy of its own.
+They only follow it (see `follow`): a script that edits its weights, which is an error, edits a copy of its own.
 
 `Region` is memory and what lies where in it. `Inbox` is the server's end of a worker's, one for each worker and
 shard; its two forms are the two ways. Bytes only: neither knows what a tensor is.
@@ -27,12 +27,14 @@ from typing import Final, Literal, Protocol
 
 from ..errors import ProtocolError
 from ..layout import ITEM_BYTES, Layout, Piece, ShardSlice
+from .follow import Follower
 from .ring import RING_BYTES
 
 __all__ = [
     "MASTER",
     "PIECE_BYTES",
     "Inbox",
+    "Master",
     "Region",
     "SharedInbox",
     "StreamedInbox",
@@ -73,7 +75,6 @@ class Region:
         kinds: which; "weights" and "gradients" for a worker's, "weights" for the master.
         descriptor: of the memfd, owned by the region from now on; None for private memory, zeroed.
         channels: how many pairs of rings.
-        follow: see what the others write, and let nobody see what is written here.
 
     Attributes:
         descriptor: of the memfd. Stays open until `close`.
@@ -90,13 +91,11 @@ class Region:
         descriptor: int | None,
         *,
         channels: int = 0,
-        follow: bool = False,
     ) -> None:
         self.descriptor = descriptor
         places, vectors_bytes = _places(layout, kinds)
         self.size_bytes = vectors_bytes + channels * CHANNEL_BYTES
-        access = mmap.ACCESS_COPY if follow else mmap.ACCESS_WRITE
-        view = memoryview(mmap.mmap(-1 if descriptor is None else descriptor, self.size_bytes, access=access))
+        view = memoryview(mmap.mmap(-1 if descriptor is None else descriptor, self.size_bytes))
         self.weights = {dtype: view[a:b] for (kind, dtype), (a, b) in places.items() if kind == "weights"}
         self.gradients = {dtype: view[a:b] for (kind, dtype), (a, b) in places.items() if kind == "gradients"}
         starts = range(vectors_bytes, self.size_bytes, CHANNEL_BYTES)
@@ -121,7 +120,6 @@ class Region:
         kinds: Sequence[Kind] = WORKERS,
         *,
         channels: int = 0,
-        follow: bool = False,
     ) -> Region:
         """Map a region that another process created. Takes the descriptor over, and closes it.
 
@@ -130,10 +128,8 @@ class Region:
         """
         size_bytes = _places(layout, kinds)[1] + channels * CHANNEL_BYTES
         try:
-            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
-            if not sealed or os.fstat(descriptor).st_size != size_bytes:
-                raise ProtocolError(f"shared memory must be sealed and of {size_bytes} bytes")
-            region = cls(layout, kinds, descriptor, channels=channels, follow=follow)
+            _require_final(descriptor, size_bytes)
+            region = cls(layout, kinds, descriptor, channels=channels)
             region.descriptor = None
             return region
         except OSError as error:
@@ -146,6 +142,37 @@ class Region:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+
+class Master:
+    """A worker's view of the master.
+
+    Attributes:
+        weights: dtype -> the whole vector's bytes, as the servers have them.
+    """
+
+    def __init__(self, layout: Layout, follower: Follower) -> None:
+        places, _ = _places(layout, MASTER)
+        self.weights = {dtype: follower.memory[a:b] for (_, dtype), (a, b) in places.items()}
+        self.edited = follower.edited
+        self.close = follower.close
+
+    @classmethod
+    def follow(cls, layout: Layout, descriptor: int) -> Master | None:
+        """A view of the memory that the coordinator made; None where this system does not let it be followed.
+
+        Takes the descriptor over. Raises `ProtocolError` if the memory is not what the layout asks for.
+        """
+        _, size_bytes = _places(layout, MASTER)
+        try:
+            _require_final(descriptor, size_bytes)
+            return cls(layout, Follower(descriptor, size_bytes))
+        except OSError:
+            os.close(descriptor)
+            return None
+        except ProtocolError:
+            os.close(descriptor)
+            raise
 
 
 class Inbox(Protocol):
@@ -242,6 +269,12 @@ def cut(vectors: Vectors, shard: ShardSlice) -> dict[str, memoryview]:
         dtype: vectors[dtype][start * ITEM_BYTES[dtype] : stop * ITEM_BYTES[dtype]]
         for dtype, (start, stop) in shard.bounds.items()
     }
+
+
+def _require_final(descriptor: int, size_bytes: int) -> None:
+    sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+    if not sealed or os.fstat(descriptor).st_size != size_bytes:
+        raise ProtocolError(f"shared memory must be sealed and of {size_bytes} bytes")
 
 
 def _new_memfd(size_bytes: int) -> int:

@@ -119,6 +119,7 @@ class Hello(Message, frozen=True, tag=True):
         memory_bytes: size of the shared memory whose descriptor comes with this message; 0 for none.
         channels: how many pairs of rings that memory has.
         channel: which of them is for this connection; -1 for none.
+        follows: True if a worker can read the weights where the servers keep them.
     """
 
     token: str
@@ -128,6 +129,7 @@ class Hello(Message, frozen=True, tag=True):
     memory_bytes: int = 0
     channels: int = 0
     channel: int = -1
+    follows: bool = False
 
 
 class Register(Message, frozen=True, tag=True):

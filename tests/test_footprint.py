@@ -1,0 +1,334 @@
+"""How much memory a run needs, how much there is, and that a run that cannot have enough does not begin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline import DistributedOptimizer, launch
+from paceline.errors import ConfigurationError, RunFailedError
+from paceline.footprint import (
+    PROCESS_BYTES,
+    available_bytes,
+    footprint,
+    in_words,
+    shortage,
+    state_vectors,
+)
+from paceline.layout import Layout, Parameter
+from paceline.optimizers import ELEMENTWISE, PER_PARAMETER_STATE, OptimizerSpec, read_groups
+from paceline.runtime import coordinator
+from paceline.slice_optimizers import FusedOptimizer, TorchOptimizer, optimizer_of_slice
+from paceline.wire.memory import MASTER, Region, StreamedInbox
+
+if TYPE_CHECKING:
+    from tests.conftest import RunOnThreads
+
+GIB = 1024**3
+
+
+# -- the arithmetic ---------------------------------------------------------------------------------------
+
+
+def test_over_shared_memory_a_worker_costs_its_region() -> None:
+    """1000 bytes of weights with momentum, four workers: 1000 + 1000 + 4 * 2000, of which 4 * 1000 are there,
+    and 4 * 1000 at the end.
+    """
+    needed = footprint(1000, vectors=1, workers=4, servers=2, transport="shm")
+    assert (needed.weights, needed.state, needed.regions, needed.models) == (1000, 1000, 8000, 4000)
+    assert (needed.inboxes, needed.answers) == (0, 0)
+    assert needed.total_bytes == 14_000 + 7 * PROCESS_BYTES
+    assert needed.to_come_bytes == 10_000
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_over_streams_a_worker_costs_an_inbox_and_its_answers_as_well(transport: str) -> None:
+    """1000 bytes of weights with Adam, three workers: 1000 + 2000 + 3 * (2000 + 1000 + 1000) + 4000."""
+    needed = footprint(1000, vectors=2, workers=3, servers=1, transport=transport)
+    assert (needed.inboxes, needed.answers) == (3000, 3000)
+    assert needed.total_bytes == 19_000 + 5 * PROCESS_BYTES
+    assert needed.to_come_bytes == 16_000
+
+
+@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+def test_a_worker_costs_at_most_3_times_the_parameters_beyond_its_model(transport: str) -> None:
+    one, two = (
+        footprint(1000, vectors=2, workers=n, servers=1, transport=transport).to_come_bytes for n in (1, 2)
+    )
+    assert two - one <= 3 * 1000
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_these_are_the_sizes_of_the_memory_that_is_made(servers: int) -> None:
+    layout = Layout.of(
+        [
+            Parameter(("a",), (129, 257), "float32"),
+            Parameter(("b",), (1000,), "float64"),
+            Parameter(("c",), (5,), "bfloat16"),
+        ]
+    )
+    workers = 2
+    master = Region.create(layout, MASTER, shared=True)
+    regions = [Region.create(layout, shared=shared) for shared in (True, False)]
+    inboxes = [StreamedInbox(shard) for _ in range(workers) for shard in layout.slice_evenly(servers)]
+    needed = footprint(layout.size_bytes, vectors=0, workers=workers, servers=servers, transport="tcp")
+    assert size_of(master.weights) == needed.weights
+    assert sum(size_of(region.weights) + size_of(region.gradients) for region in regions) == needed.regions
+    assert sum(size_of(inbox.gradient) for inbox in inboxes) == needed.inboxes
+    for region in (master, *regions):
+        region.close()
+
+
+def size_of(vectors: Any) -> int:
+    return sum(vector.nbytes for vector in vectors.values())
+
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [{}, {"momentum": 0.9}],
+    "Adam": [{}, {"amsgrad": True}],
+    "AdamW": [{}, {"amsgrad": True}],
+    "RMSprop": [{}, {"momentum": 0.5}, {"centered": True}, {"momentum": 0.5, "centered": True}],
+}
+CASES = [(name, settings) for name in ELEMENTWISE for settings in SETTINGS.get(name, [{}])]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=str)
+def test_an_optimizer_keeps_as_many_vectors_as_is_said(
+    name: str, settings: dict[str, Any], dtype: str
+) -> None:
+    kind: Any = ELEMENTWISE[name]
+    groups = read_groups(kind([torch.zeros(1)], lr=0.01, **settings))
+    layout = Layout.of([Parameter(("a",), (64, 32), dtype)])
+    [shard] = layout.slice_evenly(1)
+
+    def vector() -> torch.Tensor:
+        return torch.ones(layout.sizes[dtype], dtype=getattr(torch, dtype))
+
+    optimizer = optimizer_of_slice(OptimizerSpec(name, groups, (0,)), shard, {dtype: vector()})
+    for _ in range(2):
+        optimizer.step([{dtype: vector()}, {dtype: vector()}], 0.5, lambda parameter: True, groups)
+    state = optimizer.state()
+    kept = sum(
+        value.nbytes for key, value in state.items() if key.partition("/")[2] not in PER_PARAMETER_STATE
+    )
+    if isinstance(optimizer, TorchOptimizer):
+        kept += size_of(optimizer._mean)
+    else:
+        assert isinstance(optimizer, FusedOptimizer)
+    assert kept == state_vectors(name, groups, layout.sizes) * layout.size_bytes
+
+
+def test_the_group_that_keeps_most_counts_and_an_unknown_optimizer_keeps_many() -> None:
+    assert state_vectors("SGD", [{"momentum": 0.0}, {"momentum": 0.9}], ["float32"]) == 1
+    assert state_vectors("Adam", [{"amsgrad": False}], ["float32", "float16"]) == 3
+    assert state_vectors("Unheard", [{}], ["float32"]) == 4
+
+
+def test_sizes_in_words() -> None:
+    sizes = [0, 1023, 1024, 1_700_000, 5 * GIB // 2, 3 * GIB * 1024, 2**60]
+    assert [in_words(size) for size in sizes] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.0 KiB",
+        "1.6 MiB",
+        "2.5 GiB",
+        "3.0 TiB",
+        "1048576.0 TiB",
+    ]
+
+
+def test_a_shortage_names_both_sizes_and_what_to_do() -> None:
+    over_tcp = footprint(GIB, vectors=1, workers=4, servers=1, transport="tcp")
+    assert shortage(over_tcp, 18 * GIB, "4 workers over tcp") == ""
+    assert shortage(over_tcp, None, "4 workers over tcp") == ""
+    assert shortage(over_tcp, 5 * GIB // 2, "4 workers over tcp") == (
+        "not enough memory: 4 workers over tcp with 1.0 GiB of parameters need 18.0 GiB for weights, gradients and "
+        "optimizer state, and 2.5 GiB can still be had. Ask for fewer workers, use transport 'shm' (a third for each "
+        "worker), train a smaller model, or give the machine or container more memory."
+    )
+    over_shm = footprint(GIB, vectors=1, workers=4, servers=1, transport="shm")
+    assert "need 10.0 GiB" in (reason := shortage(over_shm, 0, "4 workers over shm"))
+    assert "transport 'shm'" not in reason
+
+
+def test_it_is_arithmetic_and_needs_no_torch() -> None:
+    program = f"import sys; sys.path.insert(0, {str(Path(paceline.__file__).parents[1])!r})\n"
+    program += "import paceline.footprint; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-I", "-c", program]).returncode == 0
+
+
+# -- what there is ----------------------------------------------------------------------------------------
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MACHINE = {"proc/meminfo": "MemTotal:       16000 kB\nMemFree:         3000 kB\nMemAvailable:    8000 kB\n"}
+
+
+def of_v2(path: str, limit: str, usage: int, inactive: int) -> dict[str, str]:
+    folder = f"sys/fs/cgroup{path}"
+    return {
+        f"{folder}/memory.max": f"{limit}\n",
+        f"{folder}/memory.current": f"{usage}\n",
+        f"{folder}/memory.stat": f"anon 17\nfile 99\ninactive_file {inactive}\nactive_file 4\n",
+    }
+
+
+def of_v1(path: str, limit: int, usage: int, inactive: int) -> dict[str, str]:
+    folder = f"sys/fs/cgroup/memory{path}"
+    return {
+        f"{folder}/memory.limit_in_bytes": f"{limit}\n",
+        f"{folder}/memory.usage_in_bytes": f"{usage}\n",
+        f"{folder}/memory.stat": f"inactive_file 1\ntotal_inactive_file {inactive}\n",
+    }
+
+
+V2 = {"proc/self/cgroup": "0::/user/job\n"}
+V1 = {"proc/self/cgroup": "12:cpu,cpuacct:/other\n4:memory:/docker/abc\n1:name=systemd:/x\n"}
+UNLIMITED_V1 = 9223372036854771712
+
+TREES: dict[str, tuple[dict[str, str], int | None]] = {
+    "nothing can be read": ({}, None),
+    "a machine without cgroups": (MACHINE, 8_192_000),
+    "no limit": (MACHINE | V2 | of_v2("/user/job", "max", 5000, 0), 8_192_000),
+    "its own limit": (MACHINE | V2 | of_v2("/user/job", "100000", 5000, 2000), 97_000),
+    "its parent's": (
+        MACHINE | V2 | of_v2("/user/job", "100000", 5000, 2000) | of_v2("/user", "90000", 60_000, 0),
+        30_000,
+    ),
+    "the root's, of a container": (
+        MACHINE | {"proc/self/cgroup": "0::/\n"} | of_v2("", "50000", 1, 0),
+        49_999,
+    ),
+    "a path out of the container": (
+        MACHINE | {"proc/self/cgroup": "0::/../../host\n"} | of_v2("", "50000", 0, 0),
+        50_000,
+    ),
+    "the machine has less": (MACHINE | V2 | of_v2("/user/job", "100000000", 0, 0), 8_192_000),
+    "used up": (MACHINE | V2 | of_v2("/user/job", "1000", 5000, 0), 0),
+    "only a limit": (V2 | of_v2("/user/job", "1000", 400, 100), 700),
+    "version 1": (MACHINE | V1 | of_v1("/docker/abc", 70_000, 20_000, 5000), 55_000),
+    "version 1, its parent's": (
+        MACHINE | V1 | of_v1("/docker/abc", UNLIMITED_V1, 10, 0) | of_v1("/docker", 70_000, 20_000, 0),
+        50_000,
+    ),
+    "version 1, the host's path": (MACHINE | V1 | of_v1("", 60_000, 20_000, 0), 40_000),
+    "version 1, no limit": (MACHINE | V1 | of_v1("/docker/abc", UNLIMITED_V1, 10, 0), 8_192_000),
+    "both versions": (
+        MACHINE
+        | {"proc/self/cgroup": V1["proc/self/cgroup"] + "0::/\n"}
+        | of_v1("/docker/abc", 70_000, 20_000, 0),
+        50_000,
+    ),
+    "what makes no sense": (
+        {"proc/meminfo": "MemAvailable: much\n\n", "proc/self/cgroup": "\nx\n0::/\n"} | of_v2("", "-3", 1, 0),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_least_of_what_the_machine_and_its_cgroups_leave_counts(name: str, tmp_path: Path) -> None:
+    files, expected = TREES[name]
+    assert available_bytes(write(tmp_path, files)) == expected
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="this system has no /proc")
+def test_this_machine_has_some_memory() -> None:
+    available = available_bytes()
+    assert available is not None
+    assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# -- a run that cannot have enough ------------------------------------------------------------------------
+
+
+def training() -> Callable[[], None]:
+    """A function that can be sent to another process, where this file cannot be imported."""
+
+    def train() -> None:
+        model = nn.Linear(1024, 256)  # 1 MiB and 1 KiB
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model=model
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 1024)).square().mean().backward()
+            optimizer.step()
+
+    return train
+
+
+P = 4 * (1024 * 256 + 256)
+NEED = {"shm": ("9.0 MiB", 8 * P), "tcp": ("15.0 MiB", 12 * P)}  # of 3 workers in words, and of 2
+
+
+@pytest.mark.parametrize("transport", NEED)
+def test_a_run_that_needs_more_than_there_is_does_not_begin(
+    run_on_threads: RunOnThreads, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Enough for one worker less: when the first one that was refused has left, the others must not begin.
+    words, limit = NEED[transport]
+    monkeypatch.setattr(coordinator, "available_bytes", lambda: limit)
+    before = threading.active_count()
+    run = run_on_threads(training(), workers=3, servers=2, transport=transport, keep_errors=True)
+    assert sorted(run.errors) == [0, 1, 2]
+    for error in run.errors.values():
+        assert isinstance(error, ConfigurationError)
+        assert str(error).startswith(
+            f"not enough memory: 3 workers over {transport} with 1.0 MiB of parameters"
+        )
+        assert f"need {words} for" in str(error)
+        assert f"and {in_words(limit)} can still be had" in str(error)
+    assert not run.shards
+    assert threading.active_count() == before
+
+
+def test_a_run_that_needs_just_what_there_is_begins(
+    run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "available_bytes", lambda: 8 * P)
+    run_on_threads(training(), workers=2, servers=1, transport="shm")
+    monkeypatch.setattr(coordinator, "available_bytes", lambda: 8 * P - 1)
+    with pytest.raises(ConfigurationError, match=r"^not enough memory"):
+        run_on_threads(training(), workers=2, servers=1, transport="shm")
+
+
+@pytest.mark.processes
+def test_a_refused_run_of_processes_fails_with_the_sentence_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "available_bytes", lambda: 1_000_000)
+    before = children()
+    with pytest.raises(RunFailedError, match=r"^the run failed: not enough memory: 2 workers over shm"):
+        launch(training(), workers=2, servers=1, transport="shm", run_dir=tmp_path / "run", progress=False)
+    assert children() == before
+
+
+def children() -> set[int]:
+    """The processes that this one has started and that have not ended."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = file.read_text()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(text.rpartition(")")[2].split()[1]) == os.getpid():
+            found.add(int(file.parent.name))
+    return found
