@@ -189,8 +189,7 @@ class Coordinator:
         finally:
             self._recorder.close()
             self._hub.close()
-            if self._master is not None:
-                self._master.close()
+            self._forget_master()
             self._bell.close()
             self._bell_end.close()
 
@@ -326,8 +325,12 @@ class Coordinator:
             addresses = tuple(address for _, address in self.shards)
             started = Started(slices, addresses, self._publisher)
             self._hub.send(worker, started, descriptors=self._descriptors)
+        self._forget_master()  # everybody has its descriptor, or will find it in a message that has left
+
+    def _forget_master(self) -> None:
         if self._master is not None:
-            self._master.close()  # everybody has its descriptor, or will find it in a message that has left
+            self._master.close()
+            self._master = None  # its mapping holds a descriptor too
 
     @property
     def _descriptors(self) -> list[int]:

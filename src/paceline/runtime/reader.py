@@ -16,6 +16,7 @@ from ..errors import ProtocolError
 from ..layout import ITEM_BYTES, ShardSlice
 from ..shard import Vectors
 from ..wire.addresses import connect
+from ..wire.memory import cut
 from ..wire.messages import FetchSnapshot, FromServer, Hello, Message, ModelSpec, Snapshot
 from ..wire.stream import Stream
 from .holdings import tensors_over
@@ -52,7 +53,8 @@ class Reader:
         self._model = model
         self._shards = shards
         self._streams = streams
-        self._payload: list[bytearray] = []
+        self._vectors: dict[str, memoryview] = {}  # where the weights of the snapshot under way go
+        self._rest: list[bytearray] = []  # what comes with shard 0's
         for stream in streams:
             stream.sink = self._payload_targets
 
@@ -73,23 +75,20 @@ class Reader:
             PeerLostError: a server is gone.
             DeadlineError: a server does not answer.
         """
-        vectors = {
-            dtype: bytearray(size * ITEM_BYTES[dtype]) for dtype, size in self._model.layout.sizes.items()
+        self._vectors = {
+            dtype: memoryview(bytearray(size * ITEM_BYTES[dtype]))
+            for dtype, size in self._model.layout.sizes.items()
         }
         versions = []
-        rest: list[bytearray] = []
         for shard, stream in zip(self._shards, self._streams, strict=True):
             stream.send(FetchSnapshot(shard.index))
             answer = stream.wait(TIMEOUT_S)
             if not isinstance(answer, Snapshot):
                 raise ProtocolError(f"a server answered a reader with {type(answer).__name__}")
             versions.append(answer.version)
-            parts, others = self._payload[: len(shard.bounds)], self._payload[len(shard.bounds) :]
-            rest += others
-            for (dtype, (start, stop)), part in zip(shard.bounds.items(), parts, strict=True):
-                vectors[dtype][start * ITEM_BYTES[dtype] : stop * ITEM_BYTES[dtype]] = part
-        state = self._named(tensors_over({dtype: memoryview(data) for dtype, data in vectors.items()}))
-        for spec, part in zip(self._model.buffers, rest, strict=True):
+        state = self._named(tensors_over(self._vectors))
+        self._vectors = {}
+        for spec, part in zip(self._model.buffers, self._rest, strict=True):
             state[spec.name] = unpack(spec, part)
         return WeightsSnapshot(state, tuple(versions))
 
@@ -109,9 +108,8 @@ class Reader:
     def _payload_targets(self, message: Message, size_bytes: int) -> list[memoryview]:
         if not isinstance(message, Snapshot):
             return []
-        bounds = self._shards[message.shard].bounds
-        sizes = [(stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in bounds.items()]
+        targets = list(cut(self._vectors, self._shards[message.shard]).values())
         if message.shard == 0:
-            sizes += [packed_bytes(spec) for spec in self._model.buffers]
-        self._payload = [bytearray(size) for size in sizes]
-        return [memoryview(part) for part in self._payload]
+            self._rest = [bytearray(packed_bytes(spec)) for spec in self._model.buffers]
+            targets += map(memoryview, self._rest)
+        return targets
