@@ -3,9 +3,9 @@
 With P the bytes of all parameters (padding included), n workers and an optimizer that keeps s vectors per vector of
 weights, a run holds
 
-    over shared memory  (5 + s) P + 2 n P    the servers' weights, P, and optimizer state, s P; each worker's region,
-                                             its weights and its gradients; 4 P while the weights are read at the end
-    over streams        (5 + s) P + 4 n P    the same; for each worker an inbox for its gradient at the servers, and
+    over shared memory  (4 + s) P + 2 n P    the servers' weights, P, and optimizer state, s P; each worker's region,
+                                             its weights and its gradients; 3 P while the weights are read at the end
+    over streams        (4 + s) P + 4 n P    the same; for each worker an inbox for its gradient at the servers, and
                                              up to P of answers that were still on their way when the weights changed
 
 and `PROCESS_BYTES` for each process: launcher, servers, workers. Of a region the n P of weights take the place of the
@@ -13,8 +13,8 @@ model's own, which exist already when a run begins and are given back: what is *
 worker costs at most 3 P beyond its model, P over shared memory. It is less where the weights are read in place, over
 shared memory under a model that goes in lockstep: the region's weights are then touched at the end only.
 
-The 4 P are a copy that is queued at the servers and, at the launcher, what has come of a shard, the vectors that it
-is put into, and the tensors with names. It reads when the last worker has left, whose memory may still be there.
+The 3 P are a copy that is queued at the servers and, at the launcher, the vectors that it is received into and the
+tensors with names. It reads when the last worker has left, whose memory may still be there.
 
 Not counted, for it is the script's own: data, activations, and gradients before they are taken into the region. Nor
 what is small (buffers, pages that are not full), what is there for a moment before the gradients are (the first
@@ -117,7 +117,7 @@ def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, t
         regions=2 * each,
         inboxes=streamed,
         answers=streamed,
-        reading=4 * parameters_bytes,
+        reading=3 * parameters_bytes,
         models=each,
         processes=(1 + servers + workers) * PROCESS_BYTES,
     )
