@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help install demo check test check-models stress bench docs tune clean
+.PHONY: help install demo check test check-models stress bench bench-overlap docs tune clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ stress: $(READY)  ## 100,000 pulls under concurrent pushes on each transport, a 
 
 bench: $(READY)  ## measure the step against bare copies, bare sockets and gloo all-reduce (about 11 minutes, quiet machine)
 	$(BIN)/paceline bench transport
+
+bench-overlap: $(READY)  ## compare overlap synchronization and even slicing with PS-Lite on slow links (about 5 minutes, root, quiet machine)
+	$(BIN)/paceline bench overlap --picture docs/pictures/overlap.png
 
 tune: $(READY)  ## find each sync model's best learning rate and momentum for the demo (about 45 minutes)
 	$(BIN)/paceline demo --tune

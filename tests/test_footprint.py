@@ -48,16 +48,16 @@ def test_over_shared_memory_a_worker_costs_its_region() -> None:
     assert (needed.weights, needed.state, needed.regions, needed.models) == (1000, 1000, 8000, 4000)
     assert (needed.inboxes, needed.answers) == (0, 0)
     assert needed.total_bytes == 13_000 + 7 * PROCESS_BYTES
-    assert needed.to_come_bytes == 10_000
+    assert needed.to_come_bytes == 9_000
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_over_streams_a_worker_costs_an_inbox_and_its_answers_as_well(transport: str) -> None:
-    """1000 bytes of weights with Adam, three workers: 1000 + 2000 + 3 * (2000 + 1000 + 1000) + 4000."""
+    """1000 bytes of weights with Adam, three workers: 1000 + 2000 + 3 * (2000 + 1000 + 1000) + 3000."""
     needed = footprint(1000, vectors=2, workers=3, servers=1, transport=transport)
     assert (needed.inboxes, needed.answers) == (3000, 3000)
     assert needed.total_bytes == 18_000 + 5 * PROCESS_BYTES
-    assert needed.to_come_bytes == 16_000
+    assert needed.to_come_bytes == 15_000
 
 
 @pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])

@@ -424,6 +424,55 @@ def bench_transport(
         Console().print(table, "")
 
 
+@bench.command("overlap")
+def bench_overlap(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
+    rate: Annotated[str, typer.Option("--rate", help="Of each direction of each link.")] = "1gbit",
+    rounds: Annotated[int, typer.Option("--rounds", help="How often to measure everything; medians.")] = 3,
+    iterations: Annotated[int, typer.Option("--iterations", help="Of each run.")] = 8,
+    shards: Annotated[int, typer.Option("--shards", help="Of the setting that is sliced evenly.")] = 16,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture",
+            metavar="PATH",
+            help="Also draw an iteration of each setting (PNG).",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """What overlap synchronization and even slicing save on slow links: FluentPS's comparison with PS-Lite.
+
+    4 workers and 4 servers, each in a network namespace of its own: needs root, ip and tc. Takes about 5 minutes.
+    """
+    import msgspec
+
+    from .report.canvas import new_figure, save
+    from .workloads import overlap_bench
+    from .workloads.zipline_tables import shown_progress
+
+    plan = overlap_bench.Plan(rate=rate, rounds=rounds, iterations=iterations, shards=shards)
+    plan.require_sound()
+    if picture is not None:
+        new_figure(1.0, 1.0)  # refused here, if it cannot be drawn
+        if not picture.parent.is_dir():
+            raise ConfigurationError(
+                f"the picture {str(picture)!r} cannot be written: its folder does not exist."
+            )
+    console = Console(stderr=True)
+    console.print(f"about {overlap_bench.estimate_s(plan) / 60:.0f} min on two cores")
+    with _interruptible(NOTHING_LEFT), shown_progress(console) as tell:
+        report = overlap_bench.measure(plan, tell)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        Console().print(overlap_bench.table(report))
+    if picture is not None:
+        save(overlap_bench.picture(report), picture)
+
+
 @app.command()
 def sync(
     name: Annotated[str | None, typer.Argument(help="Show all about this model.", show_default=False)] = None,

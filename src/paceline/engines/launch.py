@@ -31,7 +31,7 @@ from ..sync import Conditions, SyncModel
 from ..sync.schedule import Schedule
 from ..sync.user_conditions import local_conditions
 from ..trace import Trace, read
-from .local import LocalEngine
+from .local import LocalEngine, Placement
 from .progress import Progress
 
 __all__ = ["ENGINES", "RunResult", "launch", "run_script", "start"]
@@ -86,6 +86,7 @@ def launch(
     run_dir: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     snapshot_every_s: float | None = None,
+    placement: Placement | None = None,
 ) -> RunResult:
     """Run a training function in every worker of a new run, each a process of its own.
 
@@ -114,6 +115,7 @@ def launch(
         run_dir: where logs, traces and results go; by default a new directory under ./runs.
         progress: show it; by default, if there is a terminal.
         snapshot_every_s: keep the weights of every so many seconds, on a fixed grid of times.
+        placement: the machine of each process (transport "tcp"); by default all listen on loopback.
 
     Raises:
         ConfigurationError: bad input; nothing was started.
@@ -150,7 +152,15 @@ def launch(
         port=port,
     )
     console = Console(stderr=True, quiet=not (progress if progress is not None else sys.stderr.isatty()))
-    return start(job, ["function"], payload, sys.path, console=console, snapshot_every_s=snapshot_every_s)
+    return start(
+        job,
+        ["function"],
+        payload,
+        sys.path,
+        console=console,
+        snapshot_every_s=snapshot_every_s,
+        placement=placement,
+    )
 
 
 def run_script(job: Job, script: Path, arguments: Sequence[str], *, console: Console) -> RunResult:
@@ -167,6 +177,7 @@ def start(
     *,
     console: Console,
     snapshot_every_s: float | None = None,
+    placement: Placement | None = None,
 ) -> RunResult:
     """Start the processes of a run, wait for its end, collect. See `launch`.
 
@@ -177,12 +188,17 @@ def start(
         path: where the servers look for modules with conditions.
         console: for the progress.
         snapshot_every_s: see `launch`.
+        placement: see `launch`.
     """
+    if placement is None:
+        placement = Placement.on_loopback(job)
+    else:
+        placement.require_for(job)
     server_input = _for_servers(job, path)
-    coordinator = Coordinator.listen(job)
+    coordinator = Coordinator.listen(job, placement.coordinator)
     coordinator.start()
     with Progress(coordinator, console) as progress:
-        engine = LocalEngine(job, coordinator.address, progress.print)
+        engine = LocalEngine(job, coordinator.address, placement, progress.print)
         sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
         stall = StallWatch(coordinator)
         try:

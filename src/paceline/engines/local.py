@@ -1,4 +1,4 @@
-"""The local engine: every server and worker is a fresh interpreter on this machine.
+"""The local engine: every server and worker is a fresh interpreter on this machine, or on a part of it.
 
 It starts processes, watches them, keeps what they print, and ends them. What a process prints goes to a file in
 the run directory; worker 0's is shown as well.
@@ -18,13 +18,62 @@ from typing import IO
 
 import msgspec
 
-from ..errors import RunFailedError
-from ..runtime.job import JOB_VARIABLE, Job, Place
+from ..errors import ConfigurationError, RunFailedError
+from ..runtime.job import JOB_VARIABLE, LOOPBACK, Job, Place
 
-__all__ = ["LocalEngine", "Process"]
+__all__ = ["LocalEngine", "Machine", "Placement", "Process"]
+
+PAST_CACHE_BYTES = 1024 * 1024
+"""From this size on `memcpy` writes past the cache, which makes a copy half as fast again. glibc takes three quarters
+of the last cache for this, which in a virtual machine may be hundreds of megabytes that are shared with others."""
 
 TERMINATE_TIMEOUT_S = 3.0
 TAIL_LINES = 15
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Where a process is put.
+
+    Attributes:
+        host: the address at which it listens over TCP.
+        prefix: what precedes its command line, for example `ip netns exec NAME`. It must end by *becoming* that
+            command, not by waiting for it: the process has to stay a child of the engine's, to die with it.
+    """
+
+    host: str = LOOPBACK
+    prefix: tuple[str, ...] = ()
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where the processes of a run are put.
+
+    Attributes:
+        coordinator: the address at which it listens over TCP. It runs in the launcher, so its machine is this one.
+        servers: a machine for each.
+        workers: likewise.
+    """
+
+    coordinator: str
+    servers: tuple[Machine, ...]
+    workers: tuple[Machine, ...]
+
+    @classmethod
+    def on_loopback(cls, job: Job) -> Placement:
+        """Everybody here."""
+        return cls(LOOPBACK, (Machine(),) * job.servers, (Machine(),) * job.workers)
+
+    def require_for(self, job: Job) -> None:
+        """Refuse a run that cannot be put there. Raises `ConfigurationError`."""
+        placed, wanted = (len(self.servers), len(self.workers)), (job.servers, job.workers)
+        if placed != wanted:
+            raise ConfigurationError(
+                f"there are machines for {placed[0]} servers and {placed[1]} workers, expected {wanted[0]} and "
+                f"{wanted[1]}."
+            )
+        if job.transport != "tcp":
+            raise ConfigurationError(
+                f"transport {job.transport!r} is for one machine; between machines use 'tcp'."
+            )
 
 
 class Process:
@@ -89,12 +138,14 @@ class LocalEngine:
     Args:
         job: the run.
         coordinator: where its coordinator listens.
+        placement: on which machine each runs.
         show: called with each line that worker 0 prints.
     """
 
-    def __init__(self, job: Job, coordinator: str, show: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, coordinator: str, placement: Placement, show: Callable[[str], None]) -> None:
         self._job = job
         self._coordinator = coordinator
+        self._placement = placement
         self._show = show
         self._threads = max(1, (os.cpu_count() or 1) // (job.workers + job.servers))  # of each process
         self.servers: list[Process] = []
@@ -110,10 +161,10 @@ class LocalEngine:
             worker_input: what a worker finds on its standard input.
             server_input: what a server finds there.
         """
-        for index in range(self._job.servers):
-            self.servers.append(self._spawn("server", index, []))
-        for index in range(self._job.workers):
-            self.workers.append(self._spawn("worker", index, worker_arguments))
+        for index, machine in enumerate(self._placement.servers):
+            self.servers.append(self._spawn("server", index, machine, []))
+        for index, machine in enumerate(self._placement.workers):
+            self.workers.append(self._spawn("worker", index, machine, worker_arguments))
         for process in [*self.servers, *self.workers]:
             process.feed(worker_input if process in self.workers else server_input)
 
@@ -150,22 +201,24 @@ class LocalEngine:
             if not processes:
                 return
 
-    def _spawn(self, role: str, index: int, arguments: Sequence[str]) -> Process:
+    def _spawn(self, role: str, index: int, machine: Machine, arguments: Sequence[str]) -> Process:
         place = Place(
             job=self._job,
             role="server" if role == "server" else "worker",
             index=index,
             coordinator=self._coordinator,
+            host=machine.host,
         )
         environment = {
             "OMP_NUM_THREADS": str(self._threads),  # unless the user has set it
+            "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}",  # likewise
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             "PACELINE_PARENT": str(os.getpid()),
             JOB_VARIABLE: msgspec.msgpack.encode(place).hex(),
         }
         popen = subprocess.Popen(
-            [sys.executable, "-m", "paceline.engines.child", *arguments],
+            [*machine.prefix, sys.executable, "-m", "paceline.engines.child", *arguments],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

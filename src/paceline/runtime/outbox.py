@@ -33,19 +33,28 @@ class Outbox:
         shards: the slices.
         gradients: dtype -> the whole vector's bytes.
         send: sends to a shard's server, and copies what has not left when it returns: the piece may change.
+        busy: says whether a shard's link has more to carry already. Then its pieces wait here: a commit can overtake
+            them here, and not on the link, and a shard answers when everybody's commit is there.
         early: send before the commit at all.
     """
 
     def __init__(
-        self, shards: Sequence[ShardSlice], gradients: Mapping[str, memoryview], send: Send, *, early: bool
+        self,
+        shards: Sequence[ShardSlice],
+        gradients: Mapping[str, memoryview],
+        send: Send,
+        busy: Callable[[int], bool] = lambda shard: False,
+        *,
+        early: bool,
     ) -> None:
         self._send = send
+        self._busy = busy
         self._early = early
         self._gradients = {shard.index: cut(gradients, shard) for shard in shards}
         self._pieces = {shard.index: shard.pieces(PIECE_BYTES) for shard in shards}
         self._needs: dict[tuple[int, int], int] = {}  # how many parameters lie in it
         self._of_parameter: dict[int, list[tuple[int, int]]] = {}
-        for shard, pieces in self._pieces.items():
+        for shard, pieces in reversed(self._pieces.items()):  # as they are committed
             for number, piece in enumerate(pieces):
                 key = shard, number
                 self._needs[key] = len(piece.parameters)
@@ -53,6 +62,7 @@ class Outbox:
                     self._of_parameter.setdefault(parameter, []).append(key)
         self._lacks: dict[tuple[int, int], int] = {}  # of the needs, those that are yet to be met
         self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # what has been sent early, with its checksum
+        self._due: list[tuple[int, int]] = []  # what could be sent early, and waits
         self._changed = False  # has any of it been changed afterwards
         self._pause = 0  # iterations for which nothing is sent early
         self._next_pause = 1
@@ -67,15 +77,23 @@ class Outbox:
         """An iteration starts, or starts anew."""
         self._lacks = dict(self._needs) if self._early else {}
         self._sent.clear()
+        self._due.clear()
 
     def ready(self, parameter: int) -> None:
         """The gradient of a parameter lies in its place, at least for now."""
         for key in self._of_parameter.get(parameter, ()) if self.early else ():
             self._lacks[key] -= 1
             if self._lacks[key] == 0:
-                [piece] = self._bytes(key[0], [key[1]])
-                self._sent[key] = _checksum(piece)
-                self._send(key[0], Stage(key[0], (key[1],)), [piece])
+                self._due.append(key)
+        waiting = []
+        for shard, number in self._due:
+            if self._busy(shard):
+                waiting.append((shard, number))
+                continue
+            [piece] = self._bytes(shard, [number])
+            self._sent[shard, number] = _checksum(piece)
+            self._send(shard, Stage(shard, (number,)), [piece])
+        self._due = waiting
 
     def rest(self, shard: int) -> tuple[tuple[int, ...], list[memoryview]]:
         """What a commit must bring of a shard's slice: its pieces and their bytes."""

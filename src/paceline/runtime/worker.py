@@ -151,7 +151,7 @@ class WorkerSession:
         else:
             # To the machine itself there is no link to be kept busy: only the same cores, which backward needs.
             early = self._job.overlap == "shards" and not all(map(is_local, addresses))
-            self._outbox = Outbox(started.shards, region.gradients, self._stage, early=early)
+            self._outbox = Outbox(started.shards, region.gradients, self._stage, self._is_busy, early=early)
         self.weights = tensors_over(region.weights)
         self.gradients = tensors_over(region.gradients)
         descriptors = [region.descriptor] if region.descriptor is not None else []
@@ -501,8 +501,13 @@ class WorkerSession:
 
     def _stage(self, shard: int, message: Message, payload: Sequence[memoryview]) -> None:
         """Send a piece of a gradient that may change as soon as this returns."""
-        self._server_of[shard].flush()  # the socket has been left alone since the last piece
         self._send_to_shard(shard, message, payload, lent=None)
+
+    def _is_busy(self, shard: int) -> bool:
+        """A shard's server has not been sent yet what it was to be sent before."""
+        stream = self._server_of[shard]
+        stream.flush()
+        return stream.backlog
 
     def _payload_targets(self, message: Message, size_bytes: int) -> list[memoryview]:
         assert self._region is not None
