@@ -348,11 +348,11 @@ class WorkerSession:
         self._show("computing", loss)
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
-        self._awaited = {shard.index for shard in self._shards}
-        for shard in self._shards:
+        for shard in self._shards:  # one at a time: a server has one bulk message under way to each peer
+            self._awaited = {shard.index}
             self._send_to_shard(shard.index, FetchState(shard.index))
-        while self._awaited:
-            self._hear(timeout_s=None)
+            while self._awaited:
+                self._hear(timeout_s=None)
         fetched = [
             (shard, safetensors.torch.load(bytes(self._states[shard.index]))) for shard in self._shards
         ]
