@@ -47,7 +47,10 @@ def pull_many(pulls: int, size: int) -> None:
             before[shard] = low
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shm", 1 << 16), ("unix", 1 << 16), ("tcp", 1 << 19)])
+TRANSPORTS = [("shm", 1 << 16), ("tcp", 1 << 19), ("unix", 1 << 16)]
+
+
+@pytest.mark.parametrize(("transport", "size"), TRANSPORTS if LARGE else TRANSPORTS[:2])
 def test_no_pull_is_torn_under_concurrent_pushes(transport: str, size: int, tmp_path: Path) -> None:
     pulls = (100_000 if LARGE else 600) // WORKERS
     run = paceline.launch(
@@ -101,7 +104,7 @@ def holds(pid: int) -> tuple[int, int]:
     return private_kb, len(os.listdir(f"/proc/{pid}/fd"))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"] if LARGE else ["shm"])
 def test_many_small_steps_grow_neither_memory_nor_descriptors(transport: str, tmp_path: Path) -> None:
     paceline.launch(
         step_many,
