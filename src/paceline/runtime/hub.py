@@ -28,6 +28,7 @@ log = logging.getLogger("paceline.hub")
 
 GREETING_TIMEOUT_S = 10.0
 SOCKETS_INTERVAL_S = 1e-3  # while rings are busy
+LONGEST_SLEEP_S = 0.1  # with rings: what a wake-up would cost at most, should one ever be lost
 IN_RING = 1 << 8  # beside the events of a selector
 
 
@@ -128,6 +129,8 @@ class Hub(Generic[P]):
                 timeout_s = 0.0
             elif not fall_asleep(self._ringed):
                 return
+            else:
+                timeout_s = min(LONGEST_SLEEP_S, math.inf if timeout_s is None else timeout_s)
         silent = [peer for peer in self.peers if not peer.role]
         if silent:
             timeout_s = min(GREETING_TIMEOUT_S, math.inf if timeout_s is None else timeout_s)
