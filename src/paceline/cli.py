@@ -73,7 +73,7 @@ Servers = Annotated[
     int | None,
     typer.Option(
         "--servers",
-        help="How many servers; each holds an equal slice of the parameters. "
+        help="How many servers; each holds one shard of the parameters, or more (--shards). "
         "Default: as many as the workers leave cores over, at least one.",
         show_default=False,
         rich_help_panel="Run",
