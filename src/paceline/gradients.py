@@ -1,6 +1,6 @@
-"""A worker's gradients in the flat vectors: where autograd's results are taken in, and found finite or not.
+"""A worker's gradients in the flat vectors: where autograd's results are adopted, and found finite or not.
 
-Autograd accumulates a gradient wherever it likes, so each is *taken*: copied to its place in the flat vector. A large
+Autograd accumulates a gradient wherever it likes, so each is *adopted*: copied to its place in the flat vector. A large
 one is copied a chunk at a time, and each chunk is looked at for NaN and inf while it is in the cache, which spares a
 second pass over memory. (A dot product finds them 35 times faster than `isfinite`; since it can also overflow, only
 `isfinite` decides.) The copy goes through `memmove`, which writes large blocks past the cache: the next to read them
@@ -44,7 +44,7 @@ class Gradients:
         self._finite: dict[int, int] = {}  # large ones -> the version in which they were found finite
         self._small = self._stretches(layout, vectors)
 
-    def take(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def adopt(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Have a parameter's gradient lie at its place, and return that; zeros, and None, if there is none."""
         place = self.places[index]
         if gradient is None:

@@ -351,7 +351,7 @@ class Trained:
                 self._refuse_shape(index, gradient.shape)
             if gradient.is_sparse:
                 self._warn_of_sparse(index)
-        place = self._gradients.take(index, gradient)
+        place = self._gradients.adopt(index, gradient)
         if gradient is not place:
             parameter.grad = place
         return place is not None
