@@ -1,10 +1,12 @@
 """A worker's gradients in the flat vectors: where autograd's results are adopted, and found finite or not.
 
-Autograd accumulates a gradient wherever it likes, so each is *adopted*: copied to its place in the flat vector. A large
-one is copied a chunk at a time, and each chunk is looked at for NaN and inf while it is in the cache, which spares a
-second pass over memory. (A dot product finds them 35 times faster than `isfinite`; since it can also overflow, only
-`isfinite` decides.) The copy goes through `memmove`, which writes large blocks past the cache: the next to read them
-is another process, and a store through the cache would first read what it overwrites.
+Autograd accumulates a gradient wherever it likes, so each is *adopted*: copied to its place in the flat vector. A
+large one is copied a chunk at a time, and each chunk is looked at for NaN and inf while it is in the cache, which
+spares a second pass over memory. (A dot product finds them 35 times faster than `isfinite`; since it can also
+overflow, only `isfinite` decides.) What has been edited since is looked at again, as far as its version counter tells:
+an edit of a large gradient through `.data` does not move that. The copy goes through `memmove`, which writes large
+blocks past the cache: the next to read them is another process, and a store through the cache would first read what
+it overwrites.
 """
 
 from __future__ import annotations
