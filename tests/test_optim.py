@@ -389,6 +389,24 @@ def test_a_gradient_that_is_not_finite_is_refused_and_nothing_of_it_is_sent(
     assert_same(run.state_dict, before)
 
 
+def test_a_large_gradient_made_infinite_through_data_is_refused_too(run_on_threads: RunOnThreads) -> None:
+    def train() -> None:
+        model = nn.Linear(1024, 1024)
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1024)).sum().backward()
+            if iteration == 1:
+                assert model.weight.grad is not None
+                model.weight.grad.data[5, 7] = math.inf
+                with pytest.raises(NonFiniteGradientError, match="the gradient of 'weight'"):
+                    optimizer.step()
+                return
+            optimizer.step()
+
+    run_on_threads(train, workers=1)
+
+
 def test_the_error_names_the_worker_and_the_first_of_its_parameters(run_on_threads: RunOnThreads) -> None:
     def train() -> None:
         model = net()
