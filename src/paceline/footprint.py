@@ -105,9 +105,9 @@ def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, t
 
     Example:
         >>> in_words(footprint(2**30, vectors=1, workers=4, servers=2, transport="shm").to_come_bytes)
-        '10.0 GiB'
+        '9.0 GiB'
         >>> in_words(footprint(2**30, vectors=1, workers=4, servers=2, transport="tcp").to_come_bytes)
-        '18.0 GiB'
+        '17.0 GiB'
     """
     each = workers * parameters_bytes
     streamed = 0 if transport == "shm" else each
