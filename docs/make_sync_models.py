@@ -6,17 +6,15 @@ nothing is written, and the exit code says whether the page is what the code say
 
 from __future__ import annotations
 
-import random
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 from paceline.report.canvas import save
 from paceline.report.models import Page, flowing, pages
 from paceline.report.picture import timeline_picture
 from paceline.report.timeline import timeline_of
-from paceline.sim.rehearsal import rehearse
+from paceline.sim import Cluster, Uniform, simulate
 from paceline.sync import Conditions
 
 HERE = Path(__file__).parent
@@ -25,7 +23,11 @@ PICTURES = HERE / "pictures"
 
 UNTIL_S = 20.0
 LATENCY_S = 0.02
-SLOW = 3.0
+SLOW_S = 3.0
+CLUSTER = Cluster(
+    compute_s=[Uniform(low=0.9 * mean_s, high=1.1 * mean_s) for mean_s in (1.0, 1.0, 1.0, SLOW_S)],
+    latency_s=LATENCY_S,
+)
 WIDTH = 112
 
 SHOWN: dict[str, list[str]] = {
@@ -70,17 +72,6 @@ averaged then, nothing is lost, and everybody starts level. Models for the whole
 """
 
 
-def compute_times(seed: int = 0) -> list[Callable[[int], float]]:
-    """Four workers, the last one three times slower."""
-
-    def times(worker: int) -> Callable[[int], float]:
-        draw = random.Random(f"{seed} {worker}")
-        mean_s = SLOW if worker == 3 else 1.0
-        return lambda iteration: mean_s * draw.uniform(0.9, 1.1)
-
-    return [times(worker) for worker in range(4)]
-
-
 def picture_name(sync: str) -> str:
     """Its file, under docs/pictures."""
     return sync.replace(":", "-").replace("=", "-").replace(",", "-") + ".png"
@@ -89,8 +80,8 @@ def picture_name(sync: str) -> str:
 def draw(sync: str, path: Path) -> None:
     """Rehearse one model and save its timeline."""
     model = Conditions(pull=lambda state: state.gap <= 2) if sync == "conditions" else sync
-    rehearsal = rehearse(model, compute_times(), until_s=2 * UNTIL_S, latency_s=LATENCY_S)
-    save(timeline_picture(timeline_of(rehearsal.records, rehearsal.traces[0]), UNTIL_S), path)
+    result = simulate(CLUSTER, model, iterations=None, until_s=2 * UNTIL_S)
+    save(timeline_picture(timeline_of(result.records, result.trace[0]), UNTIL_S), path)
 
 
 def wrapped(text: str, indent: str = "") -> str:

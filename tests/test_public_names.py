@@ -13,14 +13,18 @@ from paceline import sync, zipline
 
 def test_the_package_exports_these_names_and_no_others() -> None:
     assert dir(paceline) == [
+        "Cluster",
         "DistributedOptimizer",
         "LARS",
         "RunResult",
+        "SimResult",
         "__version__",
         "distribute",
         "errors",
         "launch",
         "set_sync",
+        "sim",
+        "simulate",
         "sync",
         "worker_count",
         "worker_index",

@@ -16,6 +16,7 @@ ROOT = Path(paceline.__file__).parent
 
 # From the top down. A room is a module or a package right under `paceline`; those to come are named already.
 ROOMS = [
+    "arithmetic",
     "errors",
     "zipline",
     "layout",
@@ -26,11 +27,13 @@ ROOMS = [
     "gradients",
     "trace",
     "measures",
+    "bare_shard",
     "shard",
     "wire",
     "buffers",
     "footprint",
     "runtime",
+    "generators",
     "restart",
     "optim",
     "data",
@@ -43,7 +46,7 @@ ROOMS = [
 
 EXEMPT = {"__init__", "__main__"}  # the lazy table of public names; `python -m paceline`
 
-PURE = ["errors", "zipline", "layout", "sync"]
+PURE = ["arithmetic", "errors", "zipline", "layout", "sync"]
 
 IMPURE = {
     "torch",

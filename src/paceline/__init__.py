@@ -11,24 +11,31 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Cluster": "sim",
     "DistributedOptimizer": "optim",
     "LARS": "lars",
     "RunResult": "engines.launch",
+    "SimResult": "sim",
     "distribute": "data",
     "launch": "engines.launch",
     "set_sync": "runtime.session",
+    "simulate": "sim",
     "worker_count": "data",
     "worker_index": "data",
 }
 
 __all__ = [
     "LARS",
+    "Cluster",
     "DistributedOptimizer",
     "RunResult",
+    "SimResult",
     "distribute",
     "errors",
     "launch",
     "set_sync",
+    "sim",
+    "simulate",
     "sync",
     "worker_count",
     "worker_index",
@@ -36,12 +43,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import errors, sync, zipline
+    from . import errors, sim, sync, zipline
     from .data import distribute, worker_count, worker_index
     from .engines.launch import RunResult, launch
     from .lars import LARS
     from .optim import DistributedOptimizer
     from .runtime.session import set_sync
+    from .sim import Cluster, SimResult, simulate
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@
     updates     optimizer steps of a shard
     restarts    computations that were dropped and started anew
 
-Pure: traces in, figures out.
+Pure: traces in, figures out. `Meter` takes the entries as they come, so a long run need not keep them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from .trace import Trace
+from .trace import Entry, Trace
 
-__all__ = ["Measures", "Wait", "measure", "waits"]
+__all__ = ["Measures", "Meter", "Wait", "measure", "waits"]
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -97,99 +97,156 @@ def waits(shards: Sequence[Trace]) -> list[Wait]:
 
 def measure(shards: Sequence[Trace]) -> Measures:
     """The figures of a run, from the traces of all its shards."""
-    waiting: dict[int, float] = defaultdict(float)
-    for wait in waits(shards):
-        waiting[wait.worker] += wait.length_s
-    lives = _lives(shards[0])
-    present_s = sum(life.left_s - life.joined_s for life in lives)
-    duration_s = max((life.left_s for life in lives), default=0.0) - min(
-        (life.joined_s for life in lives), default=0.0
-    )
-    iterations: dict[int, int] = defaultdict(int)
-    for life in lives:
-        iterations[life.worker] += life.iterations
-    staleness = [
-        versions for trace in shards for entry in trace.entries for _, _, versions in entry.staleness
-    ]
-    updates = max((entry.version or 0 for entry in shards[0].entries), default=0)
-    return Measures(
-        duration_s=duration_s,
-        updates=updates,
-        updates_per_s=updates / duration_s if duration_s else 0.0,
-        iterations=dict(iterations),
-        waiting_s={worker: waiting[worker] for worker in iterations},
-        waiting_share=sum(waiting.values()) / present_s if present_s else 0.0,
-        mean_staleness=fmean(staleness) if staleness else 0.0,
-        max_staleness=max(staleness, default=0),
-        max_gap=max((_max_gap(trace) for trace in shards), default=0),
-        delayed_pulls=sum(_delayed(trace) for trace in shards),
-        dropped_pushes=sum(
-            isinstance(action, DropPush)
-            for trace in shards
-            for entry in trace.entries
-            for action in entry.actions
-        ),
-        restarts=sum(
-            isinstance(entry.event, PullRepeated) and entry.refused is None for entry in shards[0].entries
-        ),
-    )
+    meter = Meter(len(shards))
+    for index, trace in enumerate(shards):
+        for entry in trace.entries:
+            meter.record(index, entry)
+    return meter.measures()
 
 
-class _Life(msgspec.Struct):
-    """One worker's presence, from joining to leaving (or to the end of the trace)."""
+class Meter:
+    """Measures a run while it goes on. The entries of one shard come in order; those of different shards may mix.
 
-    worker: int
-    joined_s: float
-    left_s: float
-    iterations: int = 0
+    Attributes:
+        staleness: in versions, of each push that was applied, per shard.
+    """
 
+    def __init__(self, shards: int) -> None:
+        self.staleness: list[int] = []
+        self._shards = [_ShardMeter() for _ in range(shards)]
+        self._waiting_s: dict[int, float] = defaultdict(
+            float
+        )  # worker -> of the pulls that all shards answered
+        self._waits: dict[
+            tuple[int, int], tuple[int, float]
+        ] = {}  # pull -> shards that answered, longest wait
 
-def _lives(trace: Trace) -> list[_Life]:
-    """Every presence of every worker, in order of joining: one that was lost may join anew."""
-    end_s = trace.entries[-1].event.now_s if trace.entries else 0.0
-    lives: list[_Life] = []
-    current: dict[int, _Life] = {}
-    for event in (entry.event for entry in trace.entries if entry.refused is None):
-        match event:
-            case WorkerJoined(now_s=now_s, worker=worker):
-                current[worker] = _Life(worker, now_s, end_s)
-                lives.append(current[worker])
-            case WorkerLost(now_s=now_s, worker=worker) | WorkerFinished(now_s=now_s, worker=worker):
-                current.pop(worker).left_s = now_s
-            case PushReceived(worker=worker):
-                current[worker].iterations += 1
-            case _:
-                pass
-    return lives
-
-
-def _max_gap(trace: Trace) -> int:
-    """The largest lead over the slowest live worker with which an iteration was started."""
-    count: dict[int, int] = {}
-    largest = 0
-    for entry in trace.entries:
+    def record(self, shard: int, entry: Entry) -> None:
+        """Take one entry of a shard's trace."""
         if entry.refused is not None:
-            continue
-        match entry.event:
-            case WorkerJoined(worker=worker):
-                count[worker] = min(count.values(), default=0)
-            case WorkerLost(worker=worker) | WorkerFinished(worker=worker):
-                del count[worker]
-            case PushReceived(worker=worker):
-                count[worker] += 1
-            case _:
-                pass
+            return
+        for worker, iteration, wait_s in self._shards[shard].take(entry):
+            if len(self._shards) == 1:
+                self._waiting_s[worker] += wait_s
+                continue
+            answered, longest_s = self._waits.pop((worker, iteration), (0, 0.0))
+            longest_s = max(longest_s, wait_s)
+            if answered + 1 == len(self._shards):
+                self._waiting_s[worker] += longest_s
+            else:
+                self._waits[worker, iteration] = answered + 1, longest_s
+        for _, _, versions in entry.staleness:
+            self.staleness.append(versions)
+
+    def measures(self) -> Measures:
+        """The figures so far."""
+        first = self._shards[0]
+        waiting = defaultdict(float, self._waiting_s)
+        for (worker, _), (_, longest_s) in sorted(self._waits.items()):
+            waiting[worker] += longest_s
+        lives = [*first.lives, *first.current.values()]
+        present_s = sum(life.until(first.now_s) - life.joined_s for life in lives)
+        joined_s = min((life.joined_s for life in lives), default=0.0)
+        duration_s = max((life.until(first.now_s) for life in lives), default=0.0) - joined_s
+        iterations: dict[int, int] = defaultdict(int)
+        for life in sorted(lives, key=lambda life: life.number):
+            iterations[life.worker] += life.iterations
+        return Measures(
+            duration_s=duration_s,
+            updates=first.updates,
+            updates_per_s=first.updates / duration_s if duration_s else 0.0,
+            iterations=dict(iterations),
+            waiting_s={worker: waiting[worker] for worker in iterations},
+            waiting_share=sum(waiting.values()) / present_s if present_s else 0.0,
+            mean_staleness=fmean(self.staleness) if self.staleness else 0.0,
+            max_staleness=max(self.staleness, default=0),
+            max_gap=max(shard.max_gap for shard in self._shards),
+            delayed_pulls=sum(shard.delayed_pulls for shard in self._shards),
+            dropped_pushes=sum(shard.dropped_pushes for shard in self._shards),
+            restarts=first.restarts,
+        )
+
+
+class _Life:
+    """One worker's presence: one that was lost may join anew."""
+
+    __slots__ = ("asked_s", "iterations", "joined_s", "left_s", "number", "pushed", "worker")
+
+    def __init__(self, worker: int, joined_s: float, pushed: int, number: int) -> None:
+        self.worker = worker
+        self.joined_s = joined_s
+        self.left_s: float | None = None
+        self.iterations = 0
+        self.pushed = pushed  # c_p: it joins at the slowest's
+        self.number = number  # counts the joins
+        self.asked_s = 0.0  # when its last pull came
+
+    def until(self, end_s: float) -> float:
+        """When it left, or the end of the trace."""
+        return end_s if self.left_s is None else self.left_s
+
+
+class _ShardMeter:
+    """What one shard's entries come to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.updates = 0
+        self.max_gap = 0
+        self.delayed_pulls = 0
+        self.dropped_pushes = 0
+        self.restarts = 0
+        self.lives: list[_Life] = []  # that are over
+        self.current: dict[int, _Life] = {}
+        self._at: dict[int, int] = defaultdict(int)  # c -> how many live workers have pushed that often
+        self._slowest = 0
+
+    def take(self, entry: Entry) -> list[tuple[int, int, float]]:
+        """Take one entry. Of each pull that it answered: (worker, iteration, seconds since it had come)."""
+        event = entry.event
+        self.now_s = event.now_s
+        if entry.version is not None:
+            self.updates = entry.version
+        kind = type(event)
+        if kind is PushReceived:
+            its = self.current[event.worker]
+            its.iterations += 1
+            self._move(its.pushed, its.pushed + 1)
+            its.pushed += 1
+        elif kind is PullRequested:
+            self.current[event.worker].asked_s = event.now_s
+            self.delayed_pulls += 1  # unless it is answered below
+        elif kind is PullRepeated:
+            self.restarts += 1
+        elif kind is WorkerJoined:
+            number = len(self.lives) + len(self.current)
+            self.current[event.worker] = _Life(event.worker, event.now_s, self._slowest, number)
+            self._move(None, self._slowest)
+        elif kind is WorkerLost or kind is WorkerFinished:
+            its = self.current.pop(event.worker)
+            its.left_s = event.now_s
+            self.lives.append(its)
+            self._move(its.pushed, None)
+        answered = []
         for action in entry.actions:
-            if isinstance(action, AnswerPull):
-                largest = max(largest, count[action.worker] - min(count.values()))
-    return largest
+            if type(action) is AnswerPull:
+                its = self.current[action.worker]
+                self.max_gap = max(self.max_gap, its.pushed - self._slowest)
+                if kind is not PullRepeated:
+                    answered.append((action.worker, action.iteration, event.now_s - its.asked_s))
+                    self.delayed_pulls -= kind is PullRequested and action.worker == event.worker
+            elif type(action) is DropPush:
+                self.dropped_pushes += 1
+        return answered
 
-
-def _delayed(trace: Trace) -> int:
-    """Pulls whose own event did not answer them."""
-    return sum(
-        isinstance(entry.event, PullRequested)
-        and entry.refused is None
-        and not any(isinstance(action, AnswerPull) for action in entry.actions)
-        for entry in trace.entries
-    )
+    def _move(self, before: int | None, after: int | None) -> None:
+        """A worker's count has changed; keep min c."""
+        at = self._at
+        if after is not None:
+            at[after] += 1
+        if before is not None:
+            at[before] -= 1
+            if not at[before]:
+                del at[before]
+        while at and self._slowest not in at:
+            self._slowest += 1

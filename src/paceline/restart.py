@@ -14,14 +14,13 @@ Full backward hooks are not used: they break modules that work in place.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from .generators import GeneratorStates
 from .runtime.session import Session
 
 __all__ = ["Restartable"]
@@ -105,9 +104,7 @@ class _Before:
         ]
         self._parameters = parameters
         self._gradients: list[torch.Tensor | None] = [None] * len(parameters)
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._generators = GeneratorStates()
         self.has_gradients = all(parameter.grad is None for parameter in parameters)
 
     def keep_gradients(self) -> None:
@@ -124,7 +121,4 @@ class _Before:
                 setattr(module, name, buffer)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        self._generators.give_back()

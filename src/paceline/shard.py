@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from .errors import InternalError, InvalidEventError
+from .bare_shard import BareShard, ForHost
+from .errors import InternalError
 from .layout import ShardSlice
 from .optimizers import HyperParameters, OptimizerSpec
 from .slice_optimizers import Vectors, optimizer_of_slice
@@ -29,15 +30,10 @@ from .sync.actions import (
     ReportFault,
     SetTimer,
 )
-from .sync.changes import ShardSync
 from .sync.events import AnyEvent, PushReceived
-from .sync.versions import Versions
-from .trace import Entry, Recorder
+from .trace import EntryRecorder
 
 __all__ = ["ForHost", "Push", "Shard", "Vectors"]
-
-ForHost = AnswerPull | SetTimer | ReportFault
-"""What a shard leaves to its host."""
 
 
 class Push(msgspec.Struct, frozen=True):
@@ -60,7 +56,7 @@ class Push(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, gradient=gradient)
 
 
-class Shard:
+class Shard(BareShard):
     """One shard.
 
     Args:
@@ -71,9 +67,6 @@ class Shard:
         seed: the run's, from which the sync model draws.
         recorder: where each event and its actions go.
         before_update: called when the weights are about to change.
-
-    Attributes:
-        sync: the sync model through all its changes.
     """
 
     def __init__(
@@ -83,52 +76,15 @@ class Shard:
         optimizer: OptimizerSpec,
         sync: AnySyncModel,
         seed: int = 0,
-        recorder: Recorder | None = None,
+        recorder: EntryRecorder | None = None,
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(sync, seed, bounds.index, recorder)
         self.bounds = bounds
         self.weights = weights
-        self.sync = ShardSync(sync, seed, bounds.index)
-        self._recorder = recorder
         self._before_update = before_update
-        self._versions = Versions()
-        self._pushes: dict[
-            tuple[int, int], Push
-        ] = {}  # (worker, iteration) -> a push that is not yet done with
-        self._staleness: list[tuple[int, int, int]] = []  # of the pushes that the event at hand had applied
+        self._pushes: dict[tuple[int, int], Push] = {}  # (worker, iteration) -> one that is not yet done with
         self._optimizer = optimizer_of_slice(optimizer, bounds, weights)
-
-    @property
-    def version(self) -> int:
-        """How many updates have been applied."""
-        return self._versions.version
-
-    def handle(
-        self,
-        event: AnyEvent,
-        push: Push | None = None,
-        host: Callable[[ForHost], None] = lambda action: None,
-    ) -> None:
-        """Take one event; carry out what the sync model asks for.
-
-        Args:
-            event: what happened.
-            push: what was pushed, with a `PushReceived` that is not empty.
-            host: called with each action that is the host's, in order; for an `AnswerPull`, while `weights` and
-                `version` are what is to be sent.
-
-        Raises:
-            InvalidEventError: the contract does not allow the event; nothing has changed.
-        """
-        try:
-            actions = self.sync.handle(event)
-        except InvalidEventError as error:
-            self._record(event, [], str(error))
-            raise
-        self._note(event, push)
-        for action in actions:
-            self._perform(action, host)
-        self._record(event, actions)
 
     def optimizer_state(self) -> Vectors:
         """The optimizer's state: "<segment>/<key>" -> its tensor."""
@@ -138,14 +94,13 @@ class Shard:
         """Restore what `optimizer_state` gave. Raises `ProtocolError` if it is not for these segments."""
         self._optimizer.load_state(state)
 
-    def _note(self, event: AnyEvent, push: Push | None) -> None:
-        self._versions.note(event)
+    def _take_in(self, event: AnyEvent, push: object | None) -> None:
         if isinstance(event, PushReceived) and not event.empty:
-            if push is None:
+            if not isinstance(push, Push):
                 raise InternalError(f"a push of worker {event.worker} came without its gradient", (event,))
             self._pushes[event.worker, event.iteration] = push
 
-    def _perform(self, action: AnyAction, host: Callable[[ForHost], None]) -> None:
+    def _carry_out(self, action: AnyAction) -> None:
         match action:
             case ApplyPush():
                 self._apply([(action.worker, action.iteration)], action.scale)
@@ -163,9 +118,6 @@ class Shard:
                 pass
             case _:
                 raise InternalError(f"a shard cannot {action}")
-        self._staleness += self._versions.carry_out(action)
-        if isinstance(action, ForHost):
-            host(action)
 
     def _apply(self, keys: Sequence[tuple[int, int]], scale: float) -> None:
         """One optimizer step with the sum of some pushes, in the order given, times `scale`."""
@@ -178,8 +130,3 @@ class Shard:
             lambda parameter: any(push.present[parameter] for push in pushes),
             pushes[newest].groups,
         )
-
-    def _record(self, event: AnyEvent, actions: Sequence[AnyAction], refused: str | None = None) -> None:
-        if self._recorder is not None:
-            self._recorder.record(Entry(event, list(actions), refused, self.version, self._staleness))
-        self._staleness = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import msgspec
 
@@ -24,7 +24,7 @@ from .sync.actions import AnyAction
 from .sync.changes import JobSync, ShardSync
 from .sync.events import AnyEvent
 
-__all__ = ["Entry", "Header", "Recorder", "Trace", "new_machine", "read", "replay"]
+__all__ = ["Entry", "EntryRecorder", "Header", "Memory", "Recorder", "Trace", "new_machine", "read", "replay"]
 
 FORMAT = 2
 
@@ -40,6 +40,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         seed: of the run, from which the model draws.
         format: version of this file format.
         emulated: how unequal machines were emulated, in words, or "" if they were not.
+        computed_by: in virtual time, on what gradients were computed: the trace is the same only there; "" if none
+            were, and it is the same on any machine.
     """
 
     sync: str
@@ -48,6 +50,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     format: int = FORMAT
     emulated: str = ""
+    computed_by: str = ""
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -74,6 +77,20 @@ class Trace(msgspec.Struct, frozen=True):
 
     header: Header
     entries: list[Entry]
+
+
+class EntryRecorder(Protocol):
+    """Takes the entries of one trace as they come."""
+
+    def record(self, entry: Entry) -> None: ...
+
+
+class Memory:
+    """Keeps one trace."""
+
+    def __init__(self, header: Header) -> None:
+        self.trace = Trace(header, [])
+        self.record = self.trace.entries.append
 
 
 class Recorder:

@@ -65,11 +65,11 @@ from .hub import Hub, Peer
 from .job import LOOPBACK, Job
 from .timers import Timers
 
-__all__ = ["Coordinator", "first_difference"]
+__all__ = ["SLICE", "Coordinator", "first_difference"]
 
 log = logging.getLogger("paceline.coordinator")
 
-_SLICE = {"even": Layout.slice_evenly, "by-parameter": Layout.slice_by_parameter}
+SLICE = {"even": Layout.slice_evenly, "by-parameter": Layout.slice_by_parameter}
 
 
 class Member(Peer):
@@ -280,7 +280,7 @@ class Coordinator:
                 self._refuse(worker, f"its model differs from {registered[0]}'s: {difference}")
                 return
         try:
-            slices = _SLICE[self.job.slicing](first.layout, self.job.shards)
+            slices = SLICE[self.job.slicing](first.layout, self.job.shards)
         except ConfigurationError as error:
             self._refuse(registered[0], str(error))
             return

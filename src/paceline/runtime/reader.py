@@ -13,7 +13,7 @@ import torch
 
 from ..buffers import packed_bytes, unpack
 from ..errors import ProtocolError
-from ..layout import ITEM_BYTES, ShardSlice
+from ..layout import ITEM_BYTES, Layout, ShardSlice
 from ..shard import Vectors
 from ..wire.addresses import connect
 from ..wire.memory import cut
@@ -21,7 +21,7 @@ from ..wire.messages import FetchSnapshot, FromServer, Hello, Message, ModelSpec
 from ..wire.stream import Stream
 from .holdings import tensors_over
 
-__all__ = ["Reader", "WeightsSnapshot"]
+__all__ = ["Reader", "WeightsSnapshot", "named_weights"]
 
 TIMEOUT_S = 60.0
 
@@ -86,7 +86,7 @@ class Reader:
             if not isinstance(answer, Snapshot):
                 raise ProtocolError(f"a server answered a reader with {type(answer).__name__}")
             versions.append(answer.version)
-        state = self._named(tensors_over(self._vectors))
+        state = named_weights(self._model.layout, tensors_over(self._vectors))
         self._vectors = {}
         for spec, part in zip(self._model.buffers, self._rest, strict=True):
             state[spec.name] = unpack(spec, part)
@@ -97,14 +97,6 @@ class Reader:
         for stream in self._streams:
             stream.close()
 
-    def _named(self, vectors: Vectors) -> dict[str, torch.Tensor]:
-        layout = self._model.layout
-        return {
-            name: vectors[p.dtype][offset : offset + p.size].view(p.shape).clone()
-            for p, offset in zip(layout.parameters, layout.offsets, strict=True)
-            for name in p.names
-        }
-
     def _payload_targets(self, message: Message, size_bytes: int) -> list[memoryview]:
         if not isinstance(message, Snapshot):
             return []
@@ -113,3 +105,12 @@ class Reader:
             self._rest = [bytearray(packed_bytes(spec)) for spec in self._model.buffers]
             targets += map(memoryview, self._rest)
         return targets
+
+
+def named_weights(layout: Layout, vectors: Vectors) -> dict[str, torch.Tensor]:
+    """Copies of the parameters under their names, out of flat vectors; tied ones under each of theirs."""
+    return {
+        name: vectors[p.dtype][offset : offset + p.size].view(p.shape).clone()
+        for p, offset in zip(layout.parameters, layout.offsets, strict=True)
+        for name in p.names
+    }

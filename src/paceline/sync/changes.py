@@ -48,7 +48,7 @@ from .events import (
     WorkerLost,
 )
 from .ledger import Ledger
-from .model import Machine, ShardMachine
+from .model import JobMachine, ShardMachine
 from .notation import AnySyncModel, parse_shards
 
 __all__ = ["JobSync", "ShardSync"]
@@ -297,7 +297,7 @@ class JobSync:
     def __init__(self, sync: str, seed: int = 0) -> None:
         self.sync = sync
         self._seed = seed
-        self._machine: Machine | None = self._new_machine(sync)
+        self._machine: JobMachine | None = self._new_machine(sync)
         self._live: set[int] = set()
         self._seen: set[tuple[str, int]] = set()  # requests that somebody has made already
         self._requested: deque[str] = deque()  # and that have yet to be published
@@ -337,6 +337,16 @@ class JobSync:
             case _:
                 return self._tell(event)
 
+    @property
+    def changes(self) -> int:
+        """How many have been published."""
+        return self._changes
+
+    @property
+    def next_superstep(self) -> int:
+        """The first one that a worker is a member of which joins now; 0 where no barriers are planned."""
+        return self._machine.next_superstep if self._machine is not None else 0
+
     def validate(self) -> None:
         """Cross-check the collections derived from one another."""
         if self._machine is not None:
@@ -353,7 +363,7 @@ class JobSync:
         ):
             raise InternalError(f"the change {self._change} waits for {self._remaining} of {self._live}")
 
-    def _new_machine(self, sync: str) -> Machine | None:
+    def _new_machine(self, sync: str) -> JobMachine | None:
         models = parse_shards(sync)
         return models[0].at_coordinator(self._seed) if len(set(models)) == 1 else None
 

@@ -250,6 +250,11 @@ class Planner:
             None  # None while monitoring, then the members that have yet to stop
         )
 
+    @property
+    def next_superstep(self) -> int:
+        """The first one that a worker is a member of which joins now."""
+        return self._superstep + self._begun
+
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it."""
         match event:

@@ -19,7 +19,15 @@ from .actions import AnyAction
 from .events import AnyEvent
 from .ledger import Ledger
 
-__all__ = ["Machine", "ShardMachine", "SyncModel", "require_count", "require_order", "require_within"]
+__all__ = [
+    "JobMachine",
+    "Machine",
+    "ShardMachine",
+    "SyncModel",
+    "require_count",
+    "require_order",
+    "require_within",
+]
 
 
 class Machine(Protocol):
@@ -46,6 +54,17 @@ class ShardMachine(Machine, Protocol):
     def waits(self) -> dict[int, str]:
         """For each pull that is delayed, what it waits for: worker -> words."""
         ...
+
+
+class JobMachine(Machine, Protocol):
+    """What a model has at the coordinator, if it plans for the whole job.
+
+    Attributes:
+        next_superstep: the first one that a worker is a member of which joins now; 0 where no barriers are planned.
+    """
+
+    @property
+    def next_superstep(self) -> int: ...
 
 
 class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True):
@@ -84,7 +103,7 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         """A new machine for one shard. `seed` is the run's, `shard` its index; few models draw."""
         raise TypeError(f"{type(self).__name__} does not say what it does at a shard")
 
-    def at_coordinator(self, seed: int = 0) -> Machine | None:
+    def at_coordinator(self, seed: int = 0) -> JobMachine | None:
         """A new machine for the coordinator, or None for a model whose shards decide alone."""
         return None
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from ..arithmetic import exp
 from ..errors import unknown_name
 from .conditions import ConditionMachine, ConditionModel, PullCondition, PullState
 from .draws import uniform
@@ -96,7 +97,7 @@ class DynamicPSSP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="dyn
         def probability(state: PullState) -> float:
             alpha = (state.significance or 0.0) if isinstance(self.alpha, str) else self.alpha
             k = state.progress - state.v_train
-            return min(1.0, alpha / (1.0 + math.exp(self.staleness - k)))
+            return min(1.0, alpha / (1.0 + exp(self.staleness - k)))
 
         return self.machine(delaying(self.staleness, probability, key))
 

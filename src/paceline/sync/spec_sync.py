@@ -140,6 +140,8 @@ class Speculator:
         speculation: in force; None for none.
     """
 
+    next_superstep = 0
+
     def __init__(self, fixed: Speculation | None) -> None:
         self.speculation = fixed
         self._adaptive = fixed is None

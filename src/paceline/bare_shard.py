@@ -1,0 +1,93 @@
+"""A shard without its tensors: the order in which it asks the sync model, carries actions out and records them.
+
+Single-threaded, without I/O and without a clock; it imports no torch, so that a rehearsal in which only times pass
+starts at once. `Shard` adds the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .errors import InvalidEventError
+from .sync import AnySyncModel
+from .sync.actions import AnswerPull, AnyAction, ReportFault, SetTimer
+from .sync.changes import ShardSync
+from .sync.events import AnyEvent
+from .sync.versions import Versions
+from .trace import Entry, EntryRecorder
+
+__all__ = ["BareShard", "ForHost"]
+
+ForHost = AnswerPull | SetTimer | ReportFault
+"""What a shard leaves to its host."""
+
+
+class BareShard:
+    """A shard without its tensors: the sync model decides, versions are counted, everything is recorded.
+
+    It is all that a rehearsal needs where no gradients are computed, and what `Shard` adds the tensors to.
+
+    Args:
+        sync: the sync model to begin with.
+        seed: the run's, from which the sync model draws.
+        index: which shard.
+        recorder: where each event and its actions go.
+
+    Attributes:
+        sync: the sync model through all its changes.
+    """
+
+    def __init__(
+        self, sync: AnySyncModel, seed: int = 0, index: int = 0, recorder: EntryRecorder | None = None
+    ) -> None:
+        self.sync = ShardSync(sync, seed, index)
+        self._recorder = recorder
+        self._versions = Versions()
+        self._staleness: list[tuple[int, int, int]] = []  # of the pushes that the event at hand had applied
+
+    @property
+    def version(self) -> int:
+        """How many updates have been applied."""
+        return self._versions.version
+
+    def handle(
+        self,
+        event: AnyEvent,
+        push: object | None = None,
+        host: Callable[[ForHost], None] = lambda action: None,
+    ) -> None:
+        """Take one event; carry out what the sync model asks for.
+
+        Args:
+            event: what happened.
+            push: what was pushed, with a `PushReceived` that is not empty, where there are tensors.
+            host: called with each action that is the host's, in order; for an `AnswerPull`, while the weights and
+                `version` are what is to be sent.
+
+        Raises:
+            InvalidEventError: the contract does not allow the event; nothing has changed.
+        """
+        try:
+            actions = self.sync.handle(event)
+        except InvalidEventError as error:
+            self._record(event, [], str(error))
+            raise
+        self._versions.note(event)
+        self._take_in(event, push)
+        for action in actions:
+            self._carry_out(action)
+            self._staleness += self._versions.carry_out(action)
+            if isinstance(action, ForHost):
+                host(action)
+        self._record(event, actions)
+
+    def _take_in(self, event: AnyEvent, push: object | None) -> None:
+        """Keep what a push has brought."""
+
+    def _carry_out(self, action: AnyAction) -> None:
+        """Do what an action asks of the tensors."""
+
+    def _record(self, event: AnyEvent, actions: Sequence[AnyAction], refused: str | None = None) -> None:
+        if self._recorder is not None:
+            self._recorder.record(Entry(event, list(actions), refused, self.version, self._staleness))
+        self._staleness = []

@@ -1,0 +1,153 @@
+"""A cluster as a value: how fast each worker is and when it is there, how many servers, what network between them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ..errors import ConfigurationError
+from .times import Distribution, Times, times_of
+
+__all__ = ["Cluster", "Link", "Presence"]
+
+
+class Presence(msgspec.Struct, frozen=True, kw_only=True):
+    """When a worker is there. By default from the beginning to its end.
+
+    Attributes:
+        joins_at_s: when it joins.
+        lost_at_s: when it is lost; None for never.
+        preempted_every_s: mean time between one joining and the next loss, which chance decides; None for never.
+        back_after_s: how long after a loss it joins anew; None for never.
+    """
+
+    joins_at_s: float = 0.0
+    lost_at_s: float | None = None
+    preempted_every_s: float | None = None
+    back_after_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("joins_at_s", 0.0), ("lost_at_s", self.joins_at_s), ("back_after_s", 0.0)):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= least):
+                raise ConfigurationError(f"{name} is {value:g}, expected a number of seconds >= {least:g}.")
+        every_s = self.preempted_every_s
+        if every_s is not None and not (math.isfinite(every_s) and every_s > 0):
+            raise ConfigurationError(f"preempted_every_s is {every_s:g}, expected a number of seconds > 0.")
+        if self.lost_at_s is not None and every_s is not None:
+            raise ConfigurationError(
+                "lost_at_s and preempted_every_s are both given; a worker is lost at one time or at random."
+            )
+        if self.back_after_s is not None and self.lost_at_s is None and every_s is None:
+            raise ConfigurationError("back_after_s is given for a worker that is never lost.")
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """How one worker is connected, where that is not as the others are.
+
+    Attributes:
+        bandwidth_bps: of its card, bits per second in each direction; None as for all.
+        to_server_s: latency of what it sends; None as for all.
+        from_server_s: latency of what it is sent; None as for all.
+    """
+
+    bandwidth_bps: float | None = None
+    to_server_s: Times | None = None
+    from_server_s: Times | None = None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines and the network between them.
+
+    Args:
+        compute_s: for each worker how long the gradient of an iteration takes: a number of seconds, a distribution
+            (`paceline.sim.Uniform`, ...), or a list of recorded times.
+        servers: how many.
+        latency_s: of every message, a number of seconds or a distribution.
+        bandwidth_bps: of every machine's card, bits per second in each direction.
+        size_bytes: of the parameters; a gradient has as many. Without a bandwidth it costs nothing.
+        presence: worker -> when it is there, for those that are not there all the time.
+        links: worker -> how it is connected, for those that are connected otherwise.
+        name: for titles.
+
+    Raises:
+        ConfigurationError: bad input.
+
+    Example:
+        >>> Cluster(compute_s=[1.0, 1.0, 3.0], servers=2, bandwidth_bps=10e9).workers
+        3
+    """
+
+    compute_s: Sequence[Times | Sequence[float]]
+    servers: int = 1
+    latency_s: Times = 0.0
+    bandwidth_bps: float = math.inf
+    size_bytes: int = 0
+    presence: Mapping[int, Presence] = field(default_factory=dict)
+    links: Mapping[int, Link] = field(default_factory=dict)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.compute_s, str) or not isinstance(self.compute_s, Sequence) or not self.compute_s:
+            raise ConfigurationError(
+                f"compute_s is {self.compute_s!r}, expected a time for each worker, for example [1.0, 1.0, 3.0]."
+            )
+        object.__setattr__(self, "compute_s", tuple(times_of(times) for times in self.compute_s))
+        object.__setattr__(self, "latency_s", times_of(self.latency_s))
+        if isinstance(self.servers, bool) or not isinstance(self.servers, int) or self.servers < 1:
+            raise ConfigurationError(f"servers is {self.servers!r}, expected a whole number >= 1.")
+        _require_bandwidth(self.bandwidth_bps)
+        if isinstance(self.size_bytes, bool) or not isinstance(self.size_bytes, int) or self.size_bytes < 0:
+            raise ConfigurationError(f"size_bytes is {self.size_bytes!r}, expected a whole number >= 0.")
+        for name, by_worker in (("presence", self.presence), ("links", self.links)):
+            for worker in by_worker:
+                if not (isinstance(worker, int) and 0 <= worker < self.workers):
+                    raise ConfigurationError(
+                        f"{name} names worker {worker!r}, expected a number from 0 to {self.workers - 1}."
+                    )
+        for link in self.links.values():
+            if link.bandwidth_bps is not None:
+                _require_bandwidth(link.bandwidth_bps)
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str]) -> Cluster:
+        """A cluster out of a file. See `docs/rehearse.md` for what it may say.
+
+        Raises:
+            ConfigurationError: there is no such file, or something in it is wrong, with its place.
+        """
+        from .cluster_file import read_cluster  # which makes clusters
+
+        return read_cluster(path)
+
+    @property
+    def workers(self) -> int:
+        """How many."""
+        return len(self.compute_s)
+
+    def compute(self, worker: int) -> Distribution:
+        """How long a worker's iterations take."""
+        return times_of(self.compute_s[worker])
+
+    def bandwidth_of(self, worker: int) -> float:
+        """Of a worker's card."""
+        link = self.links.get(worker)
+        return self.bandwidth_bps if link is None or link.bandwidth_bps is None else link.bandwidth_bps
+
+    def latency(self, worker: int, *, to_server: bool) -> Distribution:
+        """Between a worker and whoever it talks to."""
+        link = self.links.get(worker, Link())
+        own = link.to_server_s if to_server else link.from_server_s
+        return times_of(self.latency_s if own is None else own)
+
+
+def _require_bandwidth(bandwidth_bps: float) -> None:
+    if not bandwidth_bps > 0:
+        raise ConfigurationError(
+            f"bandwidth_bps is {bandwidth_bps:g}, expected a number of bits per second > 0, for example 10e9."
+        )

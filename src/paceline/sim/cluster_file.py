@@ -1,0 +1,246 @@
+"""Cluster files: a few lines of TOML, and the clusters of the papers in the same form.
+
+    servers = 4
+    bandwidth = "10 Gbit/s"
+    latency = "100 us"
+    parameters = "100 MB"
+
+    [[workers]]
+    count = 24
+    compute = "1.0 s"
+
+    [[workers]]
+    count = 8
+    compute = "1.6 s"
+    jitter = "20 %"
+    lost_at = "300 s"
+    back_after = "60 s"
+
+Every quantity is a number in base units (seconds, bytes, bits per second, a share), or text with a unit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigurationError, unknown_name
+from .cluster import Cluster, Link, Presence
+from .times import Constant, Distribution, Times, Uniform, times_of
+
+__all__ = ["PRESETS", "read_cluster", "read_preset"]
+
+TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+SIZES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+RATES = {"bit/s": 1.0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "MB/s": 8e6, "GB/s": 8e9}
+SHARES = {"%": 0.01}
+
+_quantity = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/%]*)\s*")
+
+
+def quantity(value: object, units: dict[str, float], what: str) -> float:
+    """A number in base units, or text with a unit.
+
+    >>> quantity("100 us", TIMES, "latency")
+    0.0001
+
+    Raises:
+        ConfigurationError: it is neither, or negative.
+    """
+    number: float | None = None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+    elif isinstance(value, str) and (match := _quantity.fullmatch(value)):
+        unit = match[2]
+        if unit and unit not in units:
+            raise ConfigurationError(
+                f"{what} is {value!r}: unknown unit; expected one of {', '.join(units)}."
+            )
+        try:
+            number = float(Decimal(match[1]) * Decimal(repr(units.get(unit, 1))))
+        except InvalidOperation:
+            number = None
+    if number is None or math.isnan(number) or number < 0:
+        example = next(iter(reversed(units)))
+        raise ConfigurationError(
+            f"{what} is {value!r}, expected a number >= 0, or text such as '2 {example}'."
+        )
+    return number
+
+
+class Group(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Some workers that are alike."""
+
+    count: int = 1
+    compute: Any
+    jitter: Any = None
+    bandwidth: Any = None
+    latency: Any = None
+    joins_at: Any = None
+    lost_at: Any = None
+    preempted_every: Any = None
+    back_after: Any = None
+
+
+class File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    workers: list[Group]
+    servers: int = 1
+    bandwidth: Any = None
+    latency: Any = 0.0
+    parameters: Any = 0
+    name: str = ""
+
+
+def _preset_files() -> dict[str, Any]:
+    folder = resources.files("paceline.sim") / "presets"
+    return {
+        entry.name.removesuffix(".toml"): entry for entry in folder.iterdir() if entry.name.endswith(".toml")
+    }
+
+
+PRESETS = tuple(sorted(_preset_files()))
+"""The clusters of the papers, by name."""
+
+
+def read_preset(name: str) -> Cluster:
+    """A cluster of the papers. Raises `ConfigurationError` if there is none of that name."""
+    if name not in PRESETS:
+        raise unknown_name("cluster", name, PRESETS)
+    return _parse(_preset_files()[name].read_text(encoding="utf-8"), name, name)
+
+
+def read_cluster(path: str | os.PathLike[str]) -> Cluster:
+    """A cluster out of a file.
+
+    Raises:
+        ConfigurationError: there is no such file, or something in it is wrong, with its place.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigurationError(
+            f"the cluster file {os.fspath(path)} cannot be read: {reason}. Give a TOML file, or one of the clusters "
+            f"of the papers: {', '.join(PRESETS)}."
+        ) from error
+    return _parse(text, os.fspath(path), Path(path).stem)
+
+
+def _parse(text: str, source: str, name: str) -> Cluster:
+    try:
+        table = tomllib.loads(text)
+        file = msgspec.convert(table, File)
+        return _cluster(file, name)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{source} is not TOML: {error}") from error
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{source}: {_in_words(str(error))}") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{source}: {error}") from error
+
+
+def _in_words(reason: str) -> str:
+    """A validation error with its place in the file's own terms, and what keys there are."""
+    place = ""
+    if match := re.search(r" - at `\$(.*)`$", reason):
+        place, reason = match[1].lstrip("."), reason[: match.start()]
+    if "unknown field" in reason:
+        struct = Group if place.startswith("workers[") else File
+        reason += f"; expected one of {', '.join(struct.__struct_fields__)}"
+    return f"{place}: {reason}" if place else reason
+
+
+def _cluster(file: File, name: str) -> Cluster:
+    compute: list[Times] = []
+    presence: dict[int, Presence] = {}
+    links: dict[int, Link] = {}
+    for number, group in enumerate(file.workers):
+        place = f"workers[{number}]"
+        if group.count < 1:
+            raise ConfigurationError(f"{place}.count is {group.count}, expected a whole number >= 1.")
+        time = _times(group.compute, f"{place}.compute")
+        if group.jitter is not None:
+            time = _jittered(time, quantity(group.jitter, SHARES, f"{place}.jitter"), place)
+        when = {
+            f"{key}_s": quantity(value, TIMES, f"{place}.{key}")
+            for key in ("joins_at", "lost_at", "preempted_every", "back_after")
+            if (value := getattr(group, key)) is not None
+        }
+        latency = None if group.latency is None else _times(group.latency, f"{place}.latency")
+        bandwidth = (
+            None if group.bandwidth is None else quantity(group.bandwidth, RATES, f"{place}.bandwidth")
+        )
+        for worker in range(len(compute), len(compute) + group.count):
+            if when:
+                presence[worker] = Presence(**when)
+            if latency is not None or bandwidth is not None:
+                links[worker] = Link(bandwidth_bps=bandwidth, to_server_s=latency, from_server_s=latency)
+        compute += [time] * group.count
+    return Cluster(
+        compute_s=compute,
+        servers=file.servers,
+        latency_s=_times(file.latency, "latency"),
+        bandwidth_bps=math.inf if file.bandwidth is None else quantity(file.bandwidth, RATES, "bandwidth"),
+        size_bytes=round(quantity(file.parameters, SIZES, "parameters")),
+        presence=presence,
+        links=links,
+        name=file.name or name,
+    )
+
+
+def _times(value: object, what: str) -> Times:
+    """A time, a list of recorded ones, or a table that says which distribution."""
+    if isinstance(value, list):
+        return times_of([quantity(item, TIMES, f"{what}[{index}]") for index, item in enumerate(value)])
+    if not isinstance(value, dict):
+        return times_of(quantity(value, TIMES, what))
+    plain: dict[str, object] = {}
+    for key, item in value.items():
+        read = _READ.get(key)
+        plain[key] = item if read is None else read(item, f"{what}.{key}")
+    try:
+        times: Times = msgspec.convert(plain, Distribution)
+    except msgspec.ValidationError as error:
+        reason = str(error).partition(" - at `")[0]
+        raise ConfigurationError(f"{what}: {reason}. {_KINDS}") from error
+    return times
+
+
+def _seconds(value: object, what: str) -> object:
+    if isinstance(value, list):
+        return [quantity(item, TIMES, what) for item in value]
+    return quantity(value, TIMES, what)
+
+
+_READ: dict[str, Callable[[object, str], object]] = {
+    **dict.fromkeys(("seconds", "low", "high", "median", "least", "over", "lasting", "every"), _seconds),
+    "base": _times,
+}
+
+_KINDS = (
+    'Kinds of times: { kind = "uniform", low, high }, { kind = "log-normal", median, sigma }, '
+    '{ kind = "pareto", least, alpha }, { kind = "drifting", base, factor, over }, '
+    '{ kind = "occasional", base, factor, lasting, every }, { kind = "recorded", seconds = [...] }.'
+)
+
+
+def _jittered(time: Times, share: float, place: str) -> Times:
+    """A constant time, a share more or less."""
+    constant = times_of(time)
+    if not 0 <= share < 1:
+        raise ConfigurationError(f"{place}.jitter is {share:.0%}, expected less than 100 %.")
+    if not isinstance(constant, Constant):
+        raise ConfigurationError(f"{place}.jitter goes with a compute time that is one number.")
+    mean_s = constant.seconds
+    return Uniform(low=mean_s * (1 - share), high=mean_s * (1 + share))

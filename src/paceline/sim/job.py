@@ -1,0 +1,616 @@
+"""A job in virtual time: workers, shards and the coordinator, hosted by a heap of events.
+
+The shards, the coordinator's part and each worker's part are those of a live run (`ShardSync` or a whole `Shard`,
+`JobSync`, `WorkerSync`). What is here is what carries their messages and lets their time pass. What a worker does
+between its messages is left to a `Driver`: it may only let time pass, or compute a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ..arithmetic import log
+from ..bare_shard import BareShard, ForHost
+from ..errors import ConfigurationError, InternalError, RunFailedError
+from ..runtime.records import IterationRecord
+from ..sync.actions import AnswerPull, PublishChange, PublishPlan, ReportFault, RestartWorker, SetTimer
+from ..sync.changes import JobSync
+from ..sync.draws import uniform
+from ..sync.events import (
+    AnyEvent,
+    IterationFinished,
+    IterationStarted,
+    PullRepeated,
+    PullRequested,
+    PushReceived,
+    Stop,
+    SyncRequested,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from ..sync.following import Flags, Request, WorkerSync
+from ..sync.notation import notation
+from ..sync.schedule import Schedule
+from ..trace import Entry, EntryRecorder
+from .cluster import Cluster, Presence
+from .kernel import SECOND_NS, TIMER, Kernel, nanoseconds
+from .network import Card, Connection
+from .times import Constant, Distribution, Sample
+
+__all__ = ["Bytes", "Driver", "Job"]
+
+HEADER_BYTES = 64  # of any message: about what the live ones have
+
+COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES = range(4)
+"""What a worker's draws are for: the last part of their key but one."""
+
+
+class Driver(Protocol):
+    """What a worker does between its messages."""
+
+    def joined(self, worker: int) -> None:
+        """It takes part, and its weights are there."""
+
+    def computed(self, worker: int) -> None:
+        """The time of its computation is over."""
+
+    def aborted(self, worker: int) -> None:
+        """Its computation is to be dropped. What follows is `Job.pull_again`."""
+
+    def answered(self, worker: int) -> None:
+        """Every shard has answered what it asked for last."""
+
+    def sent(self, worker: int, shard: int) -> None:
+        """A shard sends it its weights, as they are now."""
+
+    def lost(self, worker: int) -> None:
+        """It is gone; nothing more that it does counts."""
+
+
+class Bytes(dict[str, int]):
+    """What was sent, by kind: "push", "pull", "pull again" (after a restart) and "control" (all small messages)."""
+
+
+class _Worker:
+    """What the job knows of one worker."""
+
+    __slots__ = (
+        "attempt",
+        "awaited",
+        "begun_s",
+        "committed",
+        "computing",
+        "dropped_s",
+        "flags",
+        "from_coordinator",
+        "from_server",
+        "life",
+        "loss",
+        "present",
+        "pushed_s",
+        "records",
+        "restarted",
+        "sample",
+        "sync",
+        "to_coordinator",
+        "to_server",
+    )
+
+    def __init__(self) -> None:
+        self.sync: WorkerSync
+        self.sample: Sample
+        self.to_server: list[Connection]
+        self.from_server: list[Connection]
+        self.to_coordinator: Connection
+        self.from_coordinator: Connection
+        self.present = False
+        self.attempt = 0  # counts computations: what belongs to a former one is ignored
+        self.computing = False
+        self.awaited = 0  # how many shards have yet to answer
+        self.committed = 0  # without overlap: how many have yet to confirm
+        self.begun_s = 0.0
+        self.pushed_s = 0.0
+        self.loss: float | None = None
+        self.flags = Flags(None, None, False)
+        self.dropped_s: float | None = None
+        self.restarted: tuple[float, float] | None = None
+        self.life = 0  # how often it was lost: what belongs to a former life is ignored
+        self.records: list[IterationRecord] = []
+
+
+class Job:
+    """A run in virtual time.
+
+    Args:
+        cluster: the machines.
+        schedule: the sync model and its changes.
+        shards: the shards, in order; shard k is at server k modulo their number.
+        shard_bytes: the size of each.
+        seed: of the run.
+        overlap: False if nobody pulls until everybody has pushed everything.
+        coordinator: where the coordinator's trace goes; None for nowhere.
+
+    Attributes:
+        kernel: the clock.
+        workers: what is known of each.
+        bytes_sent: by kind.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        schedule: Schedule,
+        shards: Sequence[BareShard],
+        shard_bytes: Sequence[int],
+        seed: int,
+        *,
+        overlap: bool,
+        coordinator: EntryRecorder | None,
+    ) -> None:
+        self.kernel = Kernel()
+        self.shards = shards
+        self.bytes_sent = Bytes.fromkeys(("push", "pull", "pull again", "control"), 0)
+        self._cluster = cluster
+        self._schedule = schedule
+        self._shard_bytes = shard_bytes
+        self._seed = seed
+        self._overlap = overlap
+        self._sync = JobSync(notation(schedule.first), seed)
+        self._recorder = coordinator
+        servers = [Card(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
+        self._performs = [self._performer(shard) for shard in range(len(shards))]
+        self._all_committed: set[int] = set()  # without overlap: workers that wait for the others' pushes
+        self._present: set[int] = set()
+        self._to_come = 0  # workers that will join
+        self._ended_ns = 0
+        self.workers = []
+        for worker in range(cluster.workers):
+            its = _Worker()
+            its.sample = cluster.compute(worker).sampler(seed, worker, COMPUTING)
+            to_server = self._delays(cluster.latency(worker, to_server=True), worker, TO_SERVER)
+            from_server = self._delays(cluster.latency(worker, to_server=False), worker, FROM_SERVER)
+            card = Card(self.kernel, cluster.bandwidth_of(worker))
+            its.to_server = [Connection(self.kernel, card, server, to_server) for server in servers]
+            its.from_server = [Connection(self.kernel, server, card, from_server) for server in servers]
+            its.to_coordinator = Connection(self.kernel, None, None, to_server)
+            its.from_coordinator = Connection(self.kernel, None, None, from_server)
+            self.workers.append(its)
+
+    def run(self, driver: Driver, until_s: float) -> None:
+        """Run to the end, or until the time is up.
+
+        Raises:
+            RunFailedError: everybody waits, and nothing will release anybody.
+        """
+        self._driver = driver
+        first = []
+        for worker in range(len(self.workers)):
+            presence = self._cluster.presence.get(worker)
+            if presence is None or not presence.joins_at_s:
+                first.append(worker)
+            else:
+                self._expect(nanoseconds(presence.joins_at_s), worker)
+        for worker in first:
+            self._welcome(worker)
+        for worker in first:
+            driver.joined(worker)
+        self.kernel.run(until_s)
+        if self._present and self.kernel.idle:
+            raise RunFailedError("the run", self._standstill())
+
+    @property
+    def goes_on(self) -> bool:
+        """Is a worker there, or to come."""
+        return bool(self._present) or self._to_come > 0
+
+    @property
+    def ended_s(self) -> float:
+        """When the last worker had finished its last iteration."""
+        return self._ended_ns / SECOND_NS
+
+    # -- what a driver has a worker do --------------------------------------------------------------------
+
+    def compute(self, worker: int) -> None:
+        """Let the time of the iteration at hand pass; then `Driver.computed` or `Driver.aborted`."""
+        its = self.workers[worker]
+        its.attempt += 1
+        its.computing = True
+        length_s = its.sample(its.sync.iteration, self.kernel.now_s)
+        self.kernel.after(nanoseconds(length_s), self._computed, worker, its.attempt)
+
+    def push(
+        self,
+        worker: int,
+        pushes: Sequence[object | None],
+        *,
+        empty: bool = False,
+        significance: float | None = None,
+        loss: float | None = None,
+    ) -> None:
+        """Send every shard its part, and pull; then `Driver.answered`.
+
+        Args:
+            worker: who.
+            pushes: for each shard, what it is sent; None where there are no tensors.
+            empty: the gradient is left out.
+            significance: of the gradient, if the model asks for it.
+            loss: for the record.
+        """
+        its = self.workers[worker]
+        for request in its.sync.due():
+            self.request(worker, request)
+        its.flags = flags = its.sync.push()
+        its.pushed_s = self.kernel.now_s
+        its.loss = loss
+        its.awaited = len(self.shards)
+        its.committed = len(self.shards)
+        iteration = its.sync.iteration
+        for shard in reversed(range(len(self.shards))):
+            push = pushes[shard]
+            self._to_shard(
+                worker,
+                shard,
+                "push",
+                self._take_commit,
+                its.life,
+                iteration,
+                flags,
+                push,
+                empty,
+                significance,
+            )
+        if flags.notify:
+            self._to_coordinator(worker, self._take_notify, its.life, iteration, flags)
+
+    def pull_again(self, worker: int) -> None:
+        """Pull, after a computation was dropped; then `Driver.answered`."""
+        its = self.workers[worker]
+        its.sync.restarted()
+        its.dropped_s = self.kernel.now_s
+        its.awaited = len(self.shards)
+        for shard in range(len(self.shards)):
+            self._to_shard(worker, shard, "control", self._take_pull_again, its.life, its.sync.iteration)
+
+    def request(self, worker: int, request: Request) -> None:
+        """Ask for a change of the sync model."""
+        its = self.workers[worker]
+        self._to_coordinator(worker, self._take_request, its.life, request)
+
+    def finish(self, worker: int) -> None:
+        """Have a worker leave."""
+        its = self.workers[worker]
+        its.present = False
+        its.attempt += 1
+        for shard in range(len(self.shards)):
+            self._to_shard(worker, shard, "control", self._leave_shard, WorkerFinished)
+        self._to_coordinator(worker, self._leave_coordinator, WorkerFinished)
+
+    # -- joining and leaving ------------------------------------------------------------------------------
+
+    def _expect(self, due_ns: int, worker: int) -> None:
+        self._to_come += 1
+        self.kernel.at(due_ns, self._join, worker)
+
+    def _join(self, worker: int) -> None:
+        self._to_come -= 1
+        self._welcome(worker)
+        self._driver.joined(worker)
+
+    def _welcome(self, worker: int) -> None:
+        """Tell everybody of a worker that joins, at once: its first weights come with it."""
+        its = self.workers[worker]
+        now_s = self.kernel.now_s
+        iteration = its.sync.iteration + 1 if its.life else 0  # a label is never used twice
+        slowest = [shard.sync.ledger.slowest for shard in self.shards if shard.sync.ledger.live_count]
+        joined = WorkerJoined(
+            now_s=now_s,
+            worker=worker,
+            iteration=iteration,
+            count=max(slowest) if len(self.shards) > 1 and slowest and max(slowest) else None,
+            superstep=self._sync.next_superstep,
+            change=self._sync.changes,
+        )
+        its.sync = WorkerSync(self._schedule, len(self.shards))
+        its.sync.iteration = iteration
+        its.present, its.begun_s = True, now_s
+        its.dropped_s = its.restarted = None
+        self._present.add(worker)
+        for shard in range(len(self.shards)):
+            self._at_shard(shard, joined)
+        self._at_coordinator(joined)
+        if (presence := self._cluster.presence.get(worker)) is not None:
+            its.attempt += 1
+            self._plan_absence(worker, presence)
+
+    def _plan_absence(self, worker: int, presence: Presence) -> None:
+        """Decide when a worker that has just joined is lost."""
+        its = self.workers[worker]
+        if presence.preempted_every_s is not None:
+            draw = 1.0 - uniform(self._seed, worker, ABSENCES, its.life)
+            after_ns = nanoseconds(-log(draw) * presence.preempted_every_s)
+            self.kernel.after(after_ns, self._lose, worker, its.life)
+        elif presence.lost_at_s is not None and not its.life:
+            self.kernel.at(nanoseconds(presence.lost_at_s), self._lose, worker, its.life)
+
+    def _lose(self, worker: int, life: int) -> None:
+        its = self.workers[worker]
+        if not its.present or its.life != life:
+            return
+        its.present, its.computing = False, False
+        its.attempt += 1
+        its.life += 1
+        self._driver.lost(worker)
+        for shard in range(len(self.shards)):
+            self._leave_shard(shard, worker, WorkerLost)
+        self._leave_coordinator(worker, WorkerLost)
+        back_after_s = self._cluster.presence[worker].back_after_s
+        if back_after_s is not None:
+            self._expect(self.kernel.now_ns + nanoseconds(back_after_s), worker)
+
+    def _leave_shard(self, shard: int, worker: int, kind: type[WorkerFinished] | type[WorkerLost]) -> None:
+        self._at_shard(shard, kind(now_s=self.kernel.now_s, worker=worker))
+
+    def _leave_coordinator(self, worker: int, kind: type[WorkerFinished] | type[WorkerLost]) -> None:
+        self._present.discard(worker)
+        self._at_coordinator(kind(now_s=self.kernel.now_s, worker=worker))
+        self._let_pull()
+
+    # -- workers ------------------------------------------------------------------------------------------
+
+    def _lives(self, worker: int, life: int) -> bool:
+        """Is who sent this still there."""
+        return worker in self._present and self.workers[worker].life == life
+
+    def _computed(self, worker: int, attempt: int) -> None:
+        its = self.workers[worker]
+        if attempt == its.attempt:
+            its.computing = False
+            self._driver.computed(worker)
+
+    def _answered(self, worker: int, attempt: int, v_train: int | None) -> None:
+        its = self.workers[worker]
+        if attempt != its.attempt:
+            return  # of a former life
+        its.sync.hear_answer(v_train)
+        its.awaited -= 1
+        if its.awaited:
+            return
+        now_s = self.kernel.now_s
+        self._ended_ns = self.kernel.now_ns
+        if its.dropped_s is not None:  # the weights to start anew with
+            its.restarted, its.dropped_s = (its.dropped_s, now_s), None
+        else:
+            self._end_iteration(worker, its, now_s)
+        self._driver.answered(worker)
+
+    def _end_iteration(self, worker: int, its: _Worker, now_s: float) -> None:
+        stop, change, *_ = its.flags
+        dropped_s, restarted_s = its.restarted or (None, None)
+        its.records.append(
+            IterationRecord(
+                its.sync.iteration,
+                its.begun_s,
+                its.pushed_s,
+                its.pushed_s,
+                now_s,
+                its.loss,
+                stop.superstep if stop is not None else None,
+                change.number if change is not None else None,
+                dropped_s,
+                restarted_s,
+            )
+        )
+        its.restarted, its.begun_s = None, now_s
+        if its.sync.answered():
+            self._to_coordinator(worker, self._take_start, its.life, its.sync.iteration)
+
+    def _restart(self, worker: int, iteration: int) -> None:
+        its = self.workers[worker]
+        its.sync.order_restart(iteration)
+        if its.present and its.computing and its.sync.restart_ordered:
+            its.attempt += 1
+            its.computing = False
+            self._driver.aborted(worker)
+
+    # -- messages -----------------------------------------------------------------------------------------
+
+    def _delays(self, latency: Distribution, worker: int, what: int) -> Callable[[], int]:
+        """The latencies, in nanoseconds, of one message after the other."""
+        if isinstance(latency, Constant):
+            constant_ns = nanoseconds(latency.seconds)
+            return lambda: constant_ns
+        sample = latency.sampler(self._seed, worker, what)
+        which = 0
+
+        def draw() -> int:
+            nonlocal which
+            which += 1
+            return nanoseconds(sample(which - 1, self.kernel.now_ns / SECOND_NS))
+
+        return draw
+
+    def _to_shard(
+        self, worker: int, shard: int, kind: str, arrive: Callable[..., None], *rest: object
+    ) -> None:
+        size_bytes = self._shard_bytes[shard] if kind == "push" else 0
+        self.bytes_sent[kind] += HEADER_BYTES + size_bytes
+        connections = self.workers[worker].to_server
+        connections[shard % len(connections)].send(size_bytes, arrive, shard, worker, *rest)
+
+    def _to_worker(
+        self, shard: int, worker: int, kind: str, arrive: Callable[..., None], *rest: object
+    ) -> None:
+        size_bytes = self._shard_bytes[shard] if kind != "control" else 0
+        self.bytes_sent[kind] += HEADER_BYTES + size_bytes
+        connections = self.workers[worker].from_server
+        connections[shard % len(connections)].send(size_bytes, arrive, worker, *rest)
+
+    def _to_coordinator(self, worker: int, arrive: Callable[..., None], *rest: object) -> None:
+        self.bytes_sent["control"] += HEADER_BYTES
+        self.workers[worker].to_coordinator.send(0, arrive, worker, *rest)
+
+    def _from_coordinator(self, worker: int, arrive: Callable[..., None], *rest: object) -> None:
+        self.bytes_sent["control"] += HEADER_BYTES
+        self.workers[worker].from_coordinator.send(0, arrive, *rest)
+
+    # -- shards -------------------------------------------------------------------------------------------
+
+    def _take_commit(
+        self,
+        shard: int,
+        worker: int,
+        life: int,
+        iteration: int,
+        flags: Flags,
+        push: object | None,
+        empty: bool,
+        significance: float | None,
+    ) -> None:
+        if not self._lives(worker, life):
+            return
+        now_s = self.kernel.now_s
+        event = PushReceived(
+            now_s=now_s,
+            worker=worker,
+            iteration=iteration,
+            empty=empty,
+            stop=flags.stop,
+            change=flags.change,
+            significance=significance,
+            progress=flags.progress,
+        )
+        self._at_shard(shard, event, push)
+        if self._overlap:
+            self._take_pull(shard, worker, life, iteration)
+        else:
+            self._to_worker(
+                shard, worker, "control", self._confirmed, self.workers[worker].attempt, iteration
+            )
+
+    def _take_pull(self, shard: int, worker: int, life: int, iteration: int) -> None:
+        if self._lives(worker, life):
+            self._at_shard(shard, PullRequested(now_s=self.kernel.now_s, worker=worker, iteration=iteration))
+
+    def _take_pull_again(self, shard: int, worker: int, life: int, iteration: int) -> None:
+        if self._lives(worker, life):
+            self._at_shard(shard, PullRepeated(now_s=self.kernel.now_s, worker=worker, iteration=iteration))
+
+    def _performer(self, shard: int) -> Callable[[ForHost], None]:
+        """What a shard asks of its host is done by this."""
+
+        def perform(action: ForHost) -> None:
+            if type(action) is AnswerPull:
+                its = self.workers[action.worker]
+                kind = "pull" if its.dropped_s is None else "pull again"
+                self._driver.sent(action.worker, shard)
+                self._to_worker(shard, action.worker, kind, self._answered, its.attempt, action.v_train)
+            elif type(action) is SetTimer:
+                due_ns = nanoseconds(action.due_s)
+                self.kernel.at(due_ns, self._fire_at_shard, shard, action, priority=TIMER)
+            elif type(action) is ReportFault:
+                raise ConfigurationError(f"{action.reason}\n{action.traceback}".rstrip())
+
+        return perform
+
+    def _at_shard(self, shard: int, event: AnyEvent, push: object | None = None) -> None:
+        self.shards[shard].handle(event, push, self._performs[shard])
+
+    def _fire_at_shard(self, shard: int, timer: SetTimer) -> None:
+        now_s = max(self.kernel.now_s, timer.due_s)
+        self._at_shard(shard, TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
+
+    # -- without overlap ----------------------------------------------------------------------------------
+
+    def _confirmed(self, worker: int, attempt: int, iteration: int) -> None:
+        """A shard has a worker's push."""
+        its = self.workers[worker]
+        if attempt != its.attempt:
+            return
+        its.committed -= 1
+        if not its.committed:
+            self._to_coordinator(worker, self._take_all_committed, its.life)
+
+    def _take_all_committed(self, worker: int, life: int) -> None:
+        if self._lives(worker, life):
+            self._all_committed.add(worker)
+            self._let_pull()
+
+    def _let_pull(self) -> None:
+        """If everybody has pushed everything, let them all pull."""
+        self._all_committed &= self._present
+        if self._overlap or not self._all_committed or self._all_committed < self._present:
+            return
+        ready, self._all_committed = self._all_committed, set()
+        for worker in sorted(ready):
+            self._from_coordinator(worker, self._pull, worker, self.workers[worker].attempt)
+
+    def _pull(self, worker: int, attempt: int) -> None:
+        its = self.workers[worker]
+        if attempt == its.attempt:
+            for shard in range(len(self.shards)):
+                self._to_shard(worker, shard, "control", self._take_pull, its.life, its.sync.iteration)
+
+    # -- the coordinator ----------------------------------------------------------------------------------
+
+    def _take_notify(self, worker: int, life: int, iteration: int, flags: Flags) -> None:
+        if self._lives(worker, life):
+            self._at_coordinator(
+                IterationFinished(
+                    now_s=self.kernel.now_s,
+                    worker=worker,
+                    iteration=iteration,
+                    superstep=flags.stop.superstep if flags.stop is not None else None,
+                    change=flags.change.number if flags.change is not None else None,
+                )
+            )
+
+    def _take_start(self, worker: int, life: int, iteration: int) -> None:
+        if self._lives(worker, life):
+            self._at_coordinator(
+                IterationStarted(now_s=self.kernel.now_s, worker=worker, iteration=iteration)
+            )
+
+    def _take_request(self, worker: int, life: int, request: Request) -> None:
+        if self._lives(worker, life):
+            source, number, sync = request
+            self._at_coordinator(
+                SyncRequested(now_s=self.kernel.now_s, worker=worker, source=source, number=number, sync=sync)
+            )
+
+    def _at_coordinator(self, event: AnyEvent) -> None:
+        actions = self._sync.handle(event)
+        if self._recorder is not None:
+            self._recorder.record(Entry(event, actions))
+        for action in actions:
+            match action:
+                case PublishPlan():
+                    stop = Stop(superstep=action.plan.superstep, members=action.plan.members)
+                    for worker, iteration in action.plan.stops:
+                        self._from_coordinator(worker, self.workers[worker].sync.plan, stop, iteration)
+                case PublishChange():
+                    for worker in action.change.members:
+                        self._from_coordinator(worker, self.workers[worker].sync.announce, action.change)
+                case RestartWorker():
+                    self._from_coordinator(action.worker, self._restart, action.worker, action.iteration)
+                case SetTimer():
+                    due_ns = nanoseconds(action.due_s)
+                    self.kernel.at(due_ns, self._fire_at_coordinator, action, priority=TIMER)
+                case _:
+                    raise InternalError(f"a coordinator cannot {action}")
+
+    def _fire_at_coordinator(self, timer: SetTimer) -> None:
+        now_s = max(self.kernel.now_s, timer.due_s)
+        self._at_coordinator(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
+
+    def _standstill(self) -> str:
+        """Who waits for what."""
+        lines = [
+            f"  worker {worker}, after its iteration {shard.sync.last_iteration(worker)}, at shard {index} "
+            f"({shard.sync.sync}): for {reason}"
+            for index, shard in enumerate(self.shards)
+            for worker, reason in shard.sync.waits().items()
+        ]
+        return "every worker waits, and no condition will release any of them:\n" + "\n".join(sorted(lines))

@@ -1,0 +1,347 @@
+"""`simulate`: a run in virtual time, of whatever depth, and what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..bare_shard import BareShard
+from ..errors import ConfigurationError, unknown_name
+from ..measures import Measures, Meter
+from ..runtime.records import IterationRecord
+from ..sync import SyncModel
+from ..sync.notation import notation
+from ..sync.schedule import Schedule, read_schedule
+from ..trace import Entry, EntryRecorder, Header, Memory, Trace
+from .cluster import Cluster
+from .job import Job
+from .kernel import nanoseconds
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..runtime.reader import WeightsSnapshot
+
+__all__ = ["Loss", "SimResult", "simulate"]
+
+OVERLAPS = ("shards", "off")
+SLICINGS = ("even", "by-parameter")
+ON_NAN = ("stop", "skip")
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """What a worker's closure returned for one iteration, and when the push of it began."""
+
+    time_s: float
+    worker: int
+    iteration: int
+    loss: float
+
+
+class SimResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulated run came to.
+
+    Attributes:
+        time_s: virtual time at which the last worker had finished its iterations.
+        measures: the figures that a live run's `summary` has, too.
+        staleness: of each applied push, per shard: updates applied between its pull and its application.
+        bytes_by_kind: what was sent: "push", "pull", "pull again" (after a restart), "control" (small messages).
+        events: how many things happened.
+        trace: each shard's, then the coordinator's; [] if they were not recorded.
+        records: each worker's iterations, as in a live run's `worker-<index>.jsonl`; likewise.
+        state_dict: with a training function, the final weights and buffers under the model's own names.
+        history: likewise, the losses in order of time.
+        snapshots: likewise, (virtual time, weights), if they were asked for.
+    """
+
+    time_s: float
+    measures: Measures
+    staleness: list[int]
+    bytes_by_kind: dict[str, int]
+    events: int
+    trace: list[Trace]
+    records: list[list[IterationRecord]]
+    state_dict: dict[str, torch.Tensor] | None = None
+    history: list[Loss] | None = None
+    snapshots: list[tuple[float, WeightsSnapshot]] = []
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of shard 0."""
+        return self.measures.updates
+
+    @property
+    def waiting_share(self) -> float:
+        """Of all workers' time together, the share that they waited, from 0 to 1."""
+        return self.measures.waiting_share
+
+    @property
+    def delayed_pulls(self) -> int:
+        """Pulls, per (worker, shard), that were not answered on arrival."""
+        return self.measures.delayed_pulls
+
+    @property
+    def restarts(self) -> int:
+        """Computations that were dropped and started anew."""
+        return self.measures.restarts
+
+    @property
+    def bytes_sent(self) -> int:
+        """All that was sent."""
+        return sum(self.bytes_by_kind.values())
+
+
+def simulate(
+    cluster: Cluster,
+    sync: str | SyncModel | Sequence[SyncModel] | Schedule = "bsp",
+    iterations: int | None = 100,
+    seed: int = 0,
+    *,
+    until_s: float = math.inf,
+    train_fn: Callable[..., object] | None = None,
+    args: Sequence[object] = (),
+    shards: int | None = None,
+    shard_bytes: Sequence[int] | None = None,
+    slicing: str = "even",
+    overlap: str = "shards",
+    on_nan: str = "stop",
+    snapshot_every_s: float | None = None,
+    record: bool = True,
+) -> SimResult:
+    """Run a job in virtual time, on a cluster that need not exist.
+
+    Without `train_fn` nothing is computed: only times pass, each worker for so many iterations. With it, every
+    worker runs that function, as with `paceline.launch`, to its end: real gradients on real data, computed one after
+    another in the order in which virtual time says that they happen.
+
+    Args:
+        cluster: the machines.
+        sync: as for `paceline.launch`.
+        iterations: of each worker, where nothing is trained; None to go on until the time is up.
+        seed: of the run: of all that chance decides.
+        until_s: virtual time at which to stop.
+        train_fn: trains, with a `DistributedOptimizer` and `distribute`.
+        args: what it is called with.
+        shards: how many slices the parameters are cut into; by default one for each server.
+        shard_bytes: the size of each, where they are not even; only where nothing is trained.
+        slicing: as for `paceline.launch`, with `train_fn`.
+        overlap: "shards": each answers for itself; "off": nobody pulls until everybody has pushed everything.
+        on_nan: as for `paceline.launch`.
+        snapshot_every_s: with `train_fn`, keep the weights of every so many seconds.
+        record: keep traces and records; without them a run of a billion events fits into memory.
+
+    Raises:
+        ConfigurationError: bad input; nothing was computed.
+        RunFailedError: a training function failed, or everybody waits and nothing will release anybody.
+
+    Example:
+        >>> result = simulate(Cluster(compute_s=[1.0, 3.0]), "bsp", iterations=4)
+        >>> result.time_s, result.updates, result.waiting_share
+        (12.0, 4, 0.3333333333333333)
+    """
+    schedule, count = _checked(
+        cluster, sync, iterations, until_s, shards, shard_bytes, slicing, overlap, on_nan
+    )
+    if train_fn is not None and shard_bytes is not None:
+        raise ConfigurationError(
+            "shard_bytes is given, and train_fn too: what is trained has a size of its own."
+        )
+    meter = Meter(count)
+    first = [worker for worker in range(cluster.workers) if not _joins_late(cluster, worker)]
+    if train_fn is None:
+        recorders = _Recorders(schedule, count, seed, meter, record)
+        bare = [BareShard(schedule.at_shard(k), seed, k, recorders.shards[k]) for k in range(count)]
+        sizes = shard_bytes or [
+            cluster.size_bytes * (k + 1) // count - cluster.size_bytes * k // count for k in range(count)
+        ]
+        job = Job(
+            cluster, schedule, bare, sizes, seed, overlap=overlap == "shards", coordinator=recorders.job
+        )
+        job.run(_Clockwork(job, math.inf if iterations is None else iterations), until_s)
+        return _result(job, meter, recorders, record)
+    from .training import Training, computed_by
+
+    training = Training(
+        lambda: train_fn(*args),
+        workers=cluster.workers,
+        schedule=schedule,
+        seed=seed,
+        skips_nan=on_nan == "skip",
+        slicing=slicing,
+        shards=count,
+    )
+    snapshots: list[tuple[float, WeightsSnapshot]] = []
+    with training:
+        recorders = _Recorders(schedule, count, seed, meter, record, computed_by())
+        real = training.make_shards(first, recorders.shards)
+        sizes = [shard.bounds.size_bytes for shard in real]
+        job = Job(
+            cluster, schedule, real, sizes, seed, overlap=overlap == "shards", coordinator=recorders.job
+        )
+        training.job = job
+        if snapshot_every_s is not None:
+            _take_snapshots(job, training.snapshot, snapshot_every_s, snapshots)
+        job.run(training, until_s)
+        final = training.snapshot()
+    history = [
+        Loss(its.pushed_s, worker, its.iteration, its.loss)
+        for worker, state in enumerate(job.workers)
+        for its in state.records
+        if its.loss is not None
+    ]
+    return msgspec.structs.replace(
+        _result(job, meter, recorders, record),
+        state_dict=final.state_dict,
+        history=sorted(history, key=lambda loss: (loss.time_s, loss.worker)),
+        snapshots=snapshots,
+    )
+
+
+class _Clockwork:
+    """Workers that compute nothing: time passes, so many times. See `paceline.sim.job.Driver`."""
+
+    def __init__(self, job: Job, iterations: float) -> None:
+        self._job = job
+        self._iterations = iterations
+        self._nothing = [None] * len(job.shards)
+
+    def joined(self, worker: int) -> None:
+        self.answered(worker)
+
+    def answered(self, worker: int) -> None:
+        if self._job.workers[worker].sync.iteration < self._iterations:
+            self._job.compute(worker)
+        else:
+            self._job.finish(worker)
+
+    def computed(self, worker: int) -> None:
+        self._job.push(worker, self._nothing)
+
+    def aborted(self, worker: int) -> None:
+        self._job.pull_again(worker)
+
+    def sent(self, worker: int, shard: int) -> None:
+        pass
+
+    def lost(self, worker: int) -> None:
+        pass
+
+
+class _Recorders:
+    """Where the entries of each host go: to the meter, and into memory if they are to be kept."""
+
+    def __init__(
+        self, schedule: Schedule, shards: int, seed: int, meter: Meter, keep: bool, computed_by: str = ""
+    ) -> None:
+        self._kept: list[Memory] = []
+        self.shards: list[EntryRecorder] = []
+        for index in range(shards):
+            sync = str(schedule.at_shard(index))
+            header = Header(sync=sync, host="shard", index=index, seed=seed, computed_by=computed_by)
+            memory = Memory(header) if keep else None
+            self._kept += [memory] if memory is not None else []
+            self.shards.append(_Metered(meter, index, memory))
+        sync = notation(schedule.first)
+        header = Header(sync=sync, host="coordinator", seed=seed, computed_by=computed_by)
+        self.job = Memory(header) if keep else None
+        self._kept += [self.job] if self.job is not None else []
+
+    @property
+    def traces(self) -> list[Trace]:
+        return [memory.trace for memory in self._kept]
+
+
+class _Metered:
+    """Measures a shard's entries, and keeps them if they are to be kept."""
+
+    def __init__(self, meter: Meter, shard: int, memory: Memory | None) -> None:
+        self._meter = meter
+        self._shard = shard
+        self._memory = memory
+
+    def record(self, entry: Entry) -> None:
+        self._meter.record(self._shard, entry)
+        if self._memory is not None:
+            self._memory.record(entry)
+
+
+def _result(job: Job, meter: Meter, recorders: _Recorders, record: bool) -> SimResult:
+    return SimResult(
+        time_s=job.ended_s,
+        measures=meter.measures(),
+        staleness=meter.staleness,
+        bytes_by_kind=dict(job.bytes_sent),
+        events=job.kernel.happened,
+        trace=recorders.traces,
+        records=[worker.records for worker in job.workers] if record else [],
+    )
+
+
+def _take_snapshots(
+    job: Job, take: Callable[[], WeightsSnapshot], every_s: float, taken: list[tuple[float, WeightsSnapshot]]
+) -> None:
+    """Have the weights kept at every multiple of an interval, until the last worker has left."""
+    ticks: Iterator[int] = iter(range(1, 1 << 62))
+
+    def tick() -> None:
+        taken.append((job.kernel.now_s, take()))
+        if job.goes_on:
+            job.kernel.at(nanoseconds(next(ticks) * every_s), tick)
+
+    job.kernel.at(0, tick)
+
+
+def _joins_late(cluster: Cluster, worker: int) -> bool:
+    presence = cluster.presence.get(worker)
+    return presence is not None and presence.joins_at_s > 0
+
+
+def _checked(
+    cluster: Cluster,
+    sync: str | SyncModel | Sequence[SyncModel] | Schedule,
+    iterations: int | None,
+    until_s: float,
+    shards: int | None,
+    shard_bytes: Sequence[int] | None,
+    slicing: str,
+    overlap: str,
+    on_nan: str,
+) -> tuple[Schedule, int]:
+    """The schedule and the number of shards, when everything has been checked."""
+    if not isinstance(cluster, Cluster):
+        raise ConfigurationError(
+            f"cluster is {cluster!r}, expected a paceline.Cluster, for example Cluster(compute_s=[1.0, 1.0, 3.0])."
+        )
+    if iterations is not None and (
+        isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1
+    ):
+        raise ConfigurationError(f"iterations is {iterations!r}, expected a whole number >= 1.")
+    if not until_s > 0:
+        raise ConfigurationError(f"until_s is {until_s:g}, expected a number of seconds > 0.")
+    if iterations is None and math.isinf(until_s):
+        raise ConfigurationError("give iterations, or until_s, or both: otherwise this never ends.")
+    count = shards if shards is not None else len(shard_bytes) if shard_bytes is not None else cluster.servers
+    if isinstance(count, bool) or not isinstance(count, int) or count < cluster.servers:
+        raise ConfigurationError(
+            f"shards is {count!r} and servers {cluster.servers}: each server needs one at least."
+        )
+    if shard_bytes is not None and len(shard_bytes) != count:
+        raise ConfigurationError(f"shard_bytes has {len(shard_bytes)} sizes for {count} shards.")
+    for name, value, choices in (
+        ("overlap", overlap, OVERLAPS),
+        ("slicing", slicing, SLICINGS),
+        ("on_nan", on_nan, ON_NAN),
+    ):
+        if value not in choices:
+            raise unknown_name(name, value, choices)
+    schedule = read_schedule(sync)
+    schedule.require_runnable(cluster.workers, count)
+    if overlap == "off" and not all(model.lockstep for step in schedule.steps for model in step.models):
+        raise ConfigurationError(
+            f"overlap is 'off', where nobody pulls until everybody has pushed: that is for the sync model bsp, not "
+            f"{schedule}."
+        )
+    return schedule, count

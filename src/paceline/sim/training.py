@@ -1,0 +1,421 @@
+"""Training in virtual time: real gradients, computed one after another in the order in which virtual time says.
+
+Each worker's function runs on a thread of its own, exactly one of them at a time (`Strand`), with random generators
+of its own. What it does between two calls of its session takes no virtual time; the session lets the time pass that
+the cluster says, and what the worker pushes and pulls are tensors of real shards.
+
+Shared by all workers, as threads of one process share everything else: modules and their globals, torch's default
+dtype and number of threads, the current directory, open files. What the wall clock says means nothing here.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import torch
+
+from ..buffers import pool, torch_dtype
+from ..errors import RunFailedError
+from ..generators import GeneratorStates
+from ..layout import ShardSlice
+from ..optimizers import HyperParameters
+from ..runtime.coordinator import SLICE, first_difference
+from ..runtime.reader import WeightsSnapshot, named_weights
+from ..runtime.session import install
+from ..shard import Push, Shard, Vectors
+from ..sync import AnySyncModel, SyncModel
+from ..sync.draws import uniform
+from ..sync.following import Request, WorkerSync
+from ..sync.schedule import Schedule, read_schedule
+from ..trace import EntryRecorder
+from ..wire.messages import ModelSpec
+from .job import Job
+from .strand import Strand
+
+__all__ = ["Training", "computed_by"]
+
+_groups_decoder = msgspec.msgpack.Decoder(tuple[HyperParameters, ...])
+
+GENERATORS = 1 << 16  # what the seeds of the workers' generators are drawn for
+
+
+class Training:
+    """The workers' functions of one job, and the weights that they train. The job's `Driver`.
+
+    Args:
+        function: what every worker runs.
+        workers: how many there are.
+        schedule: of the job.
+        seed: of the run.
+        skips_nan: see `Session`.
+        slicing: "even" or "by-parameter".
+        shards: how many.
+
+    Attributes:
+        job: the job, from `attach` on.
+        model: what is trained, from `register` on.
+        shards: the real ones, from `make_shards` on.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], object],
+        *,
+        workers: int,
+        schedule: Schedule,
+        seed: int,
+        skips_nan: bool,
+        slicing: str,
+        shards: int,
+    ) -> None:
+        self.workers = workers
+        self.schedule = schedule
+        self.seed = seed
+        self.skips_nan = skips_nan
+        self.shards: list[Shard] = []
+        self.model: ModelSpec
+        self.slices: tuple[ShardSlice, ...] = ()
+        self.job: Job
+        self._function = function
+        self._slicing = slicing
+        self._count = shards
+        self._sessions: dict[int, VirtualSession] = {}
+        self._lives = [0] * workers
+        self._slots: dict[int, dict[str, torch.Tensor]] = {}  # each worker's buffers
+        self._first_buffers: dict[str, torch.Tensor] = {}
+        self._publisher = -1
+        self._running: VirtualSession | None = None  # whose generators are in place
+        self._outside: GeneratorStates | None = None
+
+    def __enter__(self) -> Training:
+        self._outside = GeneratorStates()
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a pool for each worker's thread would be more threads than cores
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for session in self._sessions.values():
+            session.strand.end()
+        torch.set_num_threads(self._threads)
+        if self._outside is not None:
+            self._outside.give_back()
+
+    # -- the beginning ------------------------------------------------------------------------------------
+
+    def make_shards(self, first: Sequence[int], recorders: Sequence[EntryRecorder]) -> list[Shard]:
+        """Have the workers that are there from the beginning say what they train; make its shards.
+
+        Raises:
+            RunFailedError: a function failed, or trains nothing.
+        """
+        self._recorders = recorders
+        for worker in first:
+            self._start(worker)
+        registered = [worker for worker in first if self._sessions[worker].model is not None]
+        if not registered:
+            raise RunFailedError(
+                "the run",
+                "no worker ever called step() on a paceline.DistributedOptimizer, so nothing was trained",
+            )
+        self._publisher = registered[0]
+        model = self._sessions[self._publisher].model
+        assert model is not None
+        self.model = model
+        self.slices = SLICE[self._slicing](model.layout, self._count)
+        self._resume(self._sessions[self._publisher])  # it publishes, and pauses again
+        return self.shards
+
+    def start_shards(
+        self, vectors: Vectors, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]
+    ) -> None:
+        """The publisher's first weights are here."""
+        self._first_buffers = {
+            spec.name: tensor.clone() for spec, tensor in zip(self.model.buffers, buffers, strict=True)
+        }
+        for bounds, recorder in zip(self.slices, self._recorders, strict=True):
+            shard = Shard(
+                bounds,
+                {dtype: vectors[dtype][start:stop].clone() for dtype, (start, stop) in bounds.bounds.items()},
+                self.model.optimizer,
+                self.schedule.at_shard(bounds.index),
+                self.seed,
+                recorder,
+            )
+            shard.load_optimizer_state(state_of(bounds))
+            self.shards.append(shard)
+
+    # -- the driver ---------------------------------------------------------------------------------------
+
+    def joined(self, worker: int) -> None:
+        if worker not in self._sessions:
+            self._start(worker)
+        session = self._sessions[worker]
+        session.joined = True
+        if session.strand.ended:
+            self.job.finish(worker)
+            return
+        assert session.model is not None
+        if difference := first_difference(self.model, session.model):
+            publisher = f"worker {self._publisher}"
+            raise RunFailedError(f"worker {worker}", f"its model differs from {publisher}'s: {difference}")
+        if worker != self._publisher or not session.weights:
+            session.allocate(self.model)
+        for shard in range(len(self.shards)):
+            self.sent(worker, shard)
+        self._resume(session)
+
+    def computed(self, worker: int) -> None:
+        self._resume(self._sessions[worker], True)
+
+    def aborted(self, worker: int) -> None:
+        self._resume(self._sessions[worker], False)
+
+    def answered(self, worker: int) -> None:
+        self._resume(self._sessions[worker])
+
+    def sent(self, worker: int, shard: int) -> None:
+        session = self._sessions.get(worker)
+        if session is not None and session.weights:
+            for dtype, (start, stop) in self.slices[shard].bounds.items():
+                session.weights[dtype][start:stop] = self.shards[shard].weights[dtype]
+
+    def lost(self, worker: int) -> None:
+        session = self._sessions.pop(worker)
+        self._swap_generators(session)
+        session.strand.end()
+
+    # -- what sessions ask --------------------------------------------------------------------------------
+
+    def keep_buffers(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
+        """Some of a worker's buffers have come with its commit."""
+        slot = self._slots.setdefault(worker, dict(self._first_buffers))
+        for index, tensor in buffers.items():
+            slot[self.model.buffers[index].name] = tensor.clone()
+
+    def snapshot(self) -> WeightsSnapshot:
+        """The model as it is at the shards."""
+        vectors = {
+            dtype: torch.empty(size, dtype=torch_dtype(dtype))
+            for dtype, size in self.model.layout.sizes.items()
+        }
+        for shard, bounds in zip(self.shards, self.slices, strict=True):
+            for dtype, (start, stop) in bounds.bounds.items():
+                vectors[dtype][start:stop] = shard.weights[dtype]
+        state = named_weights(self.model.layout, vectors)
+        pooled = self._first_buffers
+        if self._slots:
+            pooled = pooled | pool([self._slots[worker] for worker in sorted(self._slots)])
+        state |= {name: tensor.clone() for name, tensor in pooled.items()}
+        return WeightsSnapshot(state, tuple(shard.version for shard in self.shards))
+
+    # -- threads ------------------------------------------------------------------------------------------
+
+    def _start(self, worker: int) -> None:
+        """Run a worker's function until it says what it trains, or is over."""
+        seed = int(uniform(self.seed, worker, GENERATORS, self._lives[worker]) * 2**53)
+        self._lives[worker] += 1
+        session = VirtualSession(self, worker, seed)
+        self._sessions[worker] = session
+
+        def run() -> None:
+            install(session, for_thread=True)
+            self._function()
+
+        session.strand = Strand(run, f"paceline worker {worker}")
+        self._resume(session)
+
+    def _resume(self, session: VirtualSession, message: object = None) -> None:
+        """Let a worker's function go on until it next speaks to its session."""
+        self._swap_generators(session)
+        session.strand.resume(message)
+        if session.strand.error is not None:
+            error = session.strand.error
+            if isinstance(error, KeyboardInterrupt):
+                raise error
+            raise RunFailedError(
+                f"worker {session.worker}", _one_line(error), "".join(traceback.format_exception(error))
+            ) from error
+        if session.strand.ended and session.joined:
+            self.job.finish(session.worker)
+
+    def _swap_generators(self, session: VirtualSession) -> None:
+        if self._running is not session:
+            if self._running is not None:
+                self._running.generators = GeneratorStates()
+            self._running = session
+            if session.generators is None:
+                session.generators = GeneratorStates.seeded(session.generator_seed)
+            session.generators.give_back()
+
+
+class VirtualSession:
+    """A worker's session. See `paceline.runtime.session.Session` for the contract."""
+
+    def __init__(self, training: Training, worker: int, generator_seed: int) -> None:
+        self.worker = worker
+        self.workers = training.workers
+        self.seed = training.seed
+        self.counts_epochs = any(step.epoch is not None for step in training.schedule.steps)
+        self.skips_nan = training.skips_nan
+        self.weights: Vectors = {}
+        self.gradients: Vectors = {}
+        self.on_moved: Callable[[], None] = lambda: None
+        self.strand: Strand
+        self.model: ModelSpec | None = None
+        self.joined = False  # does it take part in the job
+        self.generators: GeneratorStates | None = None
+        self.generator_seed = generator_seed
+        self._training = training
+        self._epoch = -1
+        self._requests: list[tuple[Sequence[AnySyncModel], int | None]] = []  # made before training has begun
+        self._passed = False  # is the time of this computation over
+        self._groups: tuple[bytes, tuple[HyperParameters, ...]] = b"", ()  # as they came last, and decoded
+
+    @property
+    def _sync(self) -> WorkerSync:
+        return self._training.job.workers[self.worker].sync
+
+    # -- the contract -------------------------------------------------------------------------------------
+
+    def begin(self, model: ModelSpec) -> bool:
+        self.model = model
+        self.strand.pause()
+        training = self._training
+        if training.shards:
+            return False
+        self.allocate(model)
+        return True
+
+    def publish(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
+        self._training.start_shards(self.weights, buffers, state_of)
+        self.strand.pause()
+        self._join()
+
+    def await_first_weights(self) -> None:
+        self._join()
+
+    @property
+    def iteration(self) -> int:
+        return self._sync.iteration
+
+    @property
+    def sends_early(self) -> bool:
+        return False
+
+    def weights_edited(self) -> bool:
+        return False
+
+    def gradient_ready(self, parameter: int) -> None:
+        pass
+
+    @property
+    def needs_significance(self) -> bool:
+        return self._sync.needs_significance
+
+    @property
+    def may_restart(self) -> bool:
+        return self._sync.may_restart
+
+    def restart_ordered(self) -> bool:
+        """Asked before the first layer, too: all the time passes there, so a gradient that is to be dropped is
+        never computed."""
+        if not self._passed:
+            self._passed = self._pass_time()
+            return not self._passed
+        return False
+
+    def hold_back(self) -> bool:
+        passed = self._passed or self._pass_time()
+        self._passed = False
+        return passed
+
+    def pull_again(self) -> None:
+        self._training.job.pull_again(self.worker)
+        self.strand.pause()
+
+    def epoch_begins(self, epoch: int) -> None:
+        self._epoch = epoch
+        if self.weights:
+            self._sync.reach(epoch)
+
+    def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
+        models = read_schedule(sync).first
+        if self.weights:
+            self._ask(models, shard)
+        else:
+            self._requests.append((models, shard))
+
+    def commit(
+        self,
+        present: bytes,
+        groups: bytes,
+        *,
+        empty: bool,
+        significance: float | None,
+        buffers: Mapping[int, torch.Tensor],
+        loss: float | None,
+    ) -> None:
+        training = self._training
+        if groups != self._groups[0]:
+            self._groups = groups, _groups_decoder.decode(groups)
+        pushes: list[Push | None] = [None] * len(training.slices)
+        if not empty:
+            pushes = [
+                Push(
+                    {d: self.gradients[d][start:stop] for d, (start, stop) in bounds.bounds.items()},
+                    present,
+                    self._groups[1],
+                )
+                for bounds in training.slices
+            ]
+        if buffers:
+            training.keep_buffers(self.worker, buffers)
+        training.job.push(self.worker, pushes, empty=empty, significance=significance, loss=loss)
+        self.strand.pause()
+
+    def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
+        return [
+            (shard.bounds, {key: value.clone() for key, value in shard.optimizer_state().items()})
+            for shard in self._training.shards
+        ]
+
+    def finish(self) -> None:
+        pass  # the end of the function says it
+
+    # -- for the training ---------------------------------------------------------------------------------
+
+    def allocate(self, model: ModelSpec) -> None:
+        """Make room for weights and gradients."""
+        for vectors in (self.weights, self.gradients):
+            for dtype, size in model.layout.sizes.items():
+                vectors[dtype] = torch.zeros(size, dtype=torch_dtype(dtype))
+
+    def _join(self) -> None:
+        """The first weights are here, and so is what was to wait for that."""
+        if self._epoch >= 0:
+            self._sync.reach(self._epoch)
+        for models, shard in self._requests:
+            self._ask(models, shard)
+        self._requests = []
+
+    def _ask(self, models: Sequence[AnySyncModel], shard: int | None) -> None:
+        request: Request = self._sync.ask(models, self.workers, shard)
+        self._training.job.request(self.worker, request)
+
+    def _pass_time(self) -> bool:
+        self._training.job.compute(self.worker)
+        passed: bool = self.strand.pause()
+        return passed
+
+
+def computed_by() -> str:
+    """What the last bits of gradients depend on: the build of torch, what the processor can do, how many threads."""
+    threads = torch.get_num_threads()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__}, {capability}, {threads} thread{'s' * (threads > 1)}"
+
+
+def _one_line(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]

@@ -1,0 +1,137 @@
+"""Cluster files: what they say, and what is said of those that are wrong."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigurationError
+from paceline.sim import Cluster, Constant, LogNormal, Occasional, Presence, Recorded, Uniform, simulate
+from paceline.sim.cluster_file import PRESETS, SIZES, TIMES, quantity, read_preset
+
+WHOLE = """
+name = "mixed"
+servers = 4
+bandwidth = "10 Gbit/s"
+latency = "100 us"
+parameters = "100 MB"
+
+[[workers]]
+count = 24
+compute = "1.0 s"
+
+[[workers]]
+count = 7
+compute = "1.6 s"
+jitter = "20 %"
+
+[[workers]]
+compute.kind = "occasional"
+compute.base = { kind = "log-normal", median = "1 s", sigma = 0.1 }
+compute.factor = 3
+compute.lasting = "10 s"
+compute.every = "1 min"
+lost_at = "300 s"
+back_after = 60
+bandwidth = "1 Gbit/s"
+"""
+
+
+def read(tmp_path: Path, text: str) -> Cluster:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return Cluster.from_toml(path)
+
+
+def test_a_few_lines_say_it_all(tmp_path: Path) -> None:
+    cluster = read(tmp_path, WHOLE)
+    assert (cluster.name, cluster.workers, cluster.servers) == ("mixed", 32, 4)
+    assert (cluster.bandwidth_bps, cluster.size_bytes) == (1e10, 100_000_000)
+    assert cluster.latency(0, to_server=True) == Constant(seconds=1e-4)
+    assert cluster.compute(23) == Constant(seconds=1.0)
+    assert cluster.compute(24) == Uniform(low=1.6 * 0.8, high=1.6 * 1.2)
+    assert cluster.compute(31) == Occasional(
+        base=LogNormal(median=1.0, sigma=0.1), factor=3, lasting=10.0, every=60.0
+    )
+    assert cluster.presence == {31: Presence(lost_at_s=300.0, back_after_s=60.0)}
+    assert (cluster.bandwidth_of(0), cluster.bandwidth_of(31)) == (1e10, 1e9)
+
+
+def test_what_is_left_out_costs_nothing(tmp_path: Path) -> None:
+    cluster = read(tmp_path, "[[workers]]\ncompute = [1, '500 ms']\n")
+    assert cluster.compute(0) == Recorded(seconds=(1.0, 0.5))
+    assert (cluster.servers, cluster.bandwidth_bps, cluster.size_bytes) == (1, math.inf, 0)
+    assert simulate(cluster, "bsp", iterations=4).time_s == 3.0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_clusters_of_the_papers_run(name: str) -> None:
+    cluster = read_preset(name)
+    assert cluster.name
+    assert simulate(cluster, "ssp:staleness=3", iterations=5).time_s > 0
+
+
+def test_there_is_a_cluster_of_each_paper() -> None:
+    assert {
+        "elastic-bsp",
+        "spec-sync-1",
+        "spec-sync-2",
+        "fluent-ps-32",
+        "fluent-ps-64",
+        "fluent-ps-128",
+    } <= set(PRESETS)
+
+
+def test_quantities_have_units() -> None:
+    assert quantity("1.5 min", TIMES, "t") == 90.0
+    assert quantity("2e3 MiB", SIZES, "s") == 2e3 * 2**20
+    assert quantity(3, TIMES, "t") == 3.0
+    assert quantity("3", TIMES, "t") == 3.0
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("workers = 3", "workers: Expected `array`, got `int`"),
+        ("servers = 1", "missing required field `workers`"),
+        (
+            "[[workers]]\ncompute = 1\nspeed = 2",
+            r"workers\[0\]: .*unknown field `speed`; expected one of count, compute",
+        ),
+        (
+            "bandwith = 1\n[[workers]]\ncompute = 1",
+            "unknown field `bandwith`; expected one of workers, servers, bandwidth",
+        ),
+        ("[[workers]]\ncompute = -1", r"workers\[0\].compute is -1, expected a number >= 0"),
+        ("[[workers]]\ncompute = '-1 s'", r"workers\[0\].compute is '-1 s', expected"),
+        ("[[workers]]\ncompute = '1 parsec'", r"'1 parsec': unknown unit; expected one of ns, us"),
+        ("[[workers]]\ncompute = true", "compute is True"),
+        ("[[workers]]\ncompute = 1\ncount = 0", r"workers\[0\].count is 0"),
+        ("[[workers]]\ncompute = 1\njitter = '150 %'", "jitter is 150%"),
+        ("[[workers]]\ncompute = { kind = 'gauss' }", "gauss.*Kinds of times"),
+        ("[[workers]]\ncompute = { kind = 'uniform', low = 2, high = 1 }", "low is 2 and high 1"),
+        ("[[workers]]\ncompute = { kind = 'uniform', low = 2 }", "missing required field `high`"),
+        (
+            "[[workers]]\ncompute = { kind = 'uniform', low = 1, high = 2 }\njitter = 0.1",
+            "goes with a compute time",
+        ),
+        ("[[workers]]\ncompute = 1\nback_after = 3", "never lost"),
+        ("[[workers]]\ncompute = 1\nlost_at = -3", "lost_at is -3"),
+        ("servers = 0\n[[workers]]\ncompute = 1", "servers is 0"),
+        ("bandwidth = 0\n[[workers]]\ncompute = 1", "bandwidth_bps is 0"),
+        ("[[workers]\ncompute = 1", "is not TOML"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason) as caught:
+        read(tmp_path, text)
+    assert "cluster.toml" in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named_with_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"nowhere.toml cannot be read.*fluent-ps-32"):
+        Cluster.from_toml(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigurationError, match="unknown cluster 'fluent'"):
+        read_preset("fluent")

@@ -1,0 +1,276 @@
+"""Training in virtual time: real gradients, on a cluster that need not exist."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.errors import ConfigurationError, RunFailedError
+from paceline.sim import Cluster, Presence, SimResult, Uniform, simulate
+from paceline.trace import replay
+
+if TYPE_CHECKING:
+    from tests.conftest import RunOnThreads
+
+UNEQUAL = Cluster(compute_s=[Uniform(low=0.9, high=1.1)] * 2 + [3.0], servers=2, latency_s=0.01)
+
+SYNCS = [
+    "bsp",
+    "asp",
+    "ssp:staleness=2",
+    "pssp:staleness=1",
+    "dynamic-pssp:staleness=1,alpha=significance",
+    "drop-stragglers:quorum=2",
+    "elastic-bsp:lookahead=4",
+    "spec-sync",
+    "naive-waiting:delay_s=0.2",
+    "bsp@0,asp@epoch:1,elastic-bsp:lookahead=4@8",
+]
+
+
+def model_of(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """The same at every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).to(dtype)
+
+
+def examples() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ninety-six examples of three classes."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(96, 6, generator=generator, dtype=torch.float64)
+    return x, x[:, :3].argmax(1)
+
+
+def train(
+    epochs: int = 3, lr: float = 0.05, counted: list[int] | None = None, *, shuffle: bool = True
+) -> None:
+    """What every worker runs."""
+    model = model_of()
+    optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model=model)
+    data = torch.utils.data.TensorDataset(*examples())
+    part = paceline.distribute(torch.utils.data.DataLoader(data, batch_size=8, shuffle=shuffle))
+    for _ in range(epochs):
+        for x, y in part:
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                if counted is not None:
+                    counted.append(paceline.worker_index())
+                return loss
+
+            optimizer.step(closure)
+
+
+def same_weights(one: SimResult, other: SimResult) -> bool:
+    assert one.state_dict is not None
+    assert other.state_dict is not None
+    return all(torch.equal(tensor, other.state_dict[name]) for name, tensor in one.state_dict.items())
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_every_model_trains_replays_and_comes_out_the_same_twice(sync: str) -> None:
+    one, other = (simulate(UNEQUAL, sync, train_fn=train, args=(4, 0.1), seed=3) for _ in range(2))
+    assert same_weights(one, other)
+    assert (one.trace, one.history, one.time_s) == (other.trace, other.history, other.time_s)
+    for trace in one.trace:
+        assert replay(trace) == []
+        assert trace.header.computed_by.startswith("torch ")
+    assert one.history is not None
+    assert len(one.history) == 3 * 4 * 4
+    begin, end = one.history[:6], one.history[-6:]
+    assert sum(loss.loss for loss in end) < 0.9 * sum(loss.loss for loss in begin)
+
+
+def test_bsp_is_what_a_live_run_computes(run_on_threads: RunOnThreads) -> None:
+    def in_order() -> None:  # the threads of a live run share torch's generator
+        train(shuffle=False)
+
+    live = run_on_threads(in_order, workers=3, servers=2, sync="bsp").state_dict
+    simulated = simulate(UNEQUAL, "bsp", train_fn=in_order).state_dict
+    assert simulated is not None
+    assert simulated.keys() == live.keys()
+    for name, tensor in live.items():
+        torch.testing.assert_close(simulated[name], tensor, rtol=0, atol=1e-12)
+
+
+def test_the_time_is_the_clusters_and_not_the_computations() -> None:
+    timing = simulate(UNEQUAL, "elastic-bsp:lookahead=4", iterations=12, seed=3)
+    trained = simulate(UNEQUAL, "elastic-bsp:lookahead=4", train_fn=train, seed=3)
+    assert trained.time_s == timing.time_s
+    assert trained.measures == timing.measures
+
+
+def test_a_gradient_that_is_to_be_dropped_is_never_computed() -> None:
+    counted: list[int] = []
+    result = simulate(
+        UNEQUAL, "spec-sync:abort_time_s=0.5,abort_rate=0", train_fn=train, args=(3, 0.02, counted)
+    )
+    assert result.restarts > 5
+    assert len(counted) == 3 * 12
+
+
+def test_a_step_without_a_closure_is_not_dropped_half_way() -> None:
+    def plain() -> None:
+        model = model_of()
+        optimizer = paceline.DistributedOptimizer(torch.optim.Adam(model.parameters()), model=model)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(examples()[0]).square().mean().backward()
+            optimizer.step()
+
+    result = simulate(UNEQUAL, "spec-sync:abort_time_s=0.1,abort_rate=0", train_fn=plain)
+    assert result.restarts == 0
+    assert [len(records) for records in result.records] == [6, 6, 6]
+
+
+def test_each_worker_has_generators_of_its_own_and_the_callers_stay_as_they_were() -> None:
+    drawn: dict[str, dict[int, list[float]]] = {}
+
+    def draw(sync: str) -> None:
+        model = model_of()
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        mine = drawn[sync].setdefault(paceline.worker_index(), [])
+        for _ in range(5):
+            mine += [float(torch.rand(())), random.random(), float(np.random.rand())]
+            optimizer.zero_grad()
+            model(examples()[0]).square().mean().backward()
+            optimizer.step()
+
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    before = (
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["key"].tolist(),
+    )
+    for sync in ("bsp", "asp"):
+        drawn[sync] = {}
+        simulate(UNEQUAL, sync, train_fn=draw, args=(sync,))
+    assert drawn["bsp"] == drawn["asp"]
+    assert len({tuple(numbers) for numbers in drawn["bsp"].values()}) == 3
+    after = (
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["key"].tolist(),
+    )
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+def test_exactly_one_worker_runs_at_a_time() -> None:
+    turn = threading.Lock()
+
+    def alone() -> None:
+        model = model_of()
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        for _ in range(5):
+
+            def closure() -> float:
+                with_turn = turn.acquire(blocking=False)
+                assert with_turn
+                model(examples()[0]).square().mean().backward()
+                turn.release()
+                return 0.0
+
+            optimizer.step(closure)
+
+    simulate(UNEQUAL, "asp", train_fn=alone)
+
+
+def test_snapshots_are_taken_on_a_grid_of_virtual_time() -> None:
+    result = simulate(UNEQUAL, "bsp", train_fn=train, snapshot_every_s=4.0)
+    assert [time_s for time_s, _ in result.snapshots] == [4.0 * k for k in range(len(result.snapshots))]
+    assert result.time_s - 4.0 < result.snapshots[-1][0] < result.time_s + 4.0
+    versions = [snapshot.versions[0] for _, snapshot in result.snapshots]
+    assert versions == sorted(versions)
+    assert versions[-1] == result.updates == 12
+
+
+def test_a_preempted_worker_starts_anew_with_the_weights_of_now() -> None:
+    starts: list[int] = []
+
+    def count() -> None:
+        starts.append(paceline.worker_index())
+        train(epochs=4)
+
+    cluster = Cluster(
+        compute_s=[1.0, 1.0, 1.0],
+        presence={1: Presence(lost_at_s=5.5, back_after_s=2.0), 2: Presence(lost_at_s=3.5)},
+    )
+    result = simulate(cluster, "ssp:staleness=2", train_fn=count)
+    assert starts == [0, 1, 2, 1]
+    assert [len(records) for records in result.records] == [16, 5 + 16, 3]
+    assert threads() == []
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("paceline")]
+
+
+def test_when_the_time_is_up_everything_stops() -> None:
+    result = simulate(UNEQUAL, "asp", train_fn=train, until_s=5.0)
+    assert result.updates < 20
+    assert threads() == []
+
+
+def test_a_script_may_change_the_model() -> None:
+    def changing() -> None:
+        train(epochs=1)
+
+    def script() -> None:
+        paceline.set_sync("asp")
+        changing()
+
+    result = simulate(UNEQUAL, "bsp", train_fn=script)
+    assert result.updates > 4
+
+
+def raising() -> None:
+    if paceline.worker_index() == 1:
+        raise ValueError("no such file")
+    train()
+
+
+def idle() -> None:
+    pass
+
+
+def other_model() -> None:
+    if paceline.worker_index() < 2:
+        train()
+        return
+    model = nn.Linear(2, 1)
+    optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (raising, "worker 1 failed: ValueError: no such file"),
+        (idle, "no worker ever called step"),
+        (other_model, "worker 2 failed: its model differs from worker 0's"),
+    ],
+)
+def test_what_fails_is_named_and_nothing_is_left_running(function: Callable[[], None], reason: str) -> None:
+    with pytest.raises(RunFailedError, match=reason):
+        simulate(UNEQUAL, "bsp", train_fn=function)
+    assert threads() == []
+
+
+def test_what_only_timings_have_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="shard_bytes"):
+        simulate(UNEQUAL, "bsp", train_fn=train, shard_bytes=[1, 2])
