@@ -1,4 +1,4 @@
-"""Exponential, logarithm and normal quantile out of the four operations: close to the C library's, and always alike."""
+"""Exponential, logarithm and normal quantile: close to the C library's, and the same on any machine."""
 
 from __future__ import annotations
 

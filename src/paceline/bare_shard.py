@@ -6,7 +6,8 @@ starts at once. `Shard` adds the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import get_args
 
 from .errors import InvalidEventError
 from .sync import AnySyncModel
@@ -20,6 +21,8 @@ __all__ = ["BareShard", "ForHost"]
 
 ForHost = AnswerPull | SetTimer | ReportFault
 """What a shard leaves to its host."""
+
+_FOR_HOST = frozenset(get_args(ForHost))
 
 
 class BareShard:
@@ -77,8 +80,8 @@ class BareShard:
         for action in actions:
             self._carry_out(action)
             self._staleness += self._versions.carry_out(action)
-            if isinstance(action, ForHost):
-                host(action)
+            if type(action) in _FOR_HOST:
+                host(action)  # type: ignore[arg-type]  # which is what the line above says
         self._record(event, actions)
 
     def _take_in(self, event: AnyEvent, push: object | None) -> None:
@@ -87,7 +90,7 @@ class BareShard:
     def _carry_out(self, action: AnyAction) -> None:
         """Do what an action asks of the tensors."""
 
-    def _record(self, event: AnyEvent, actions: Sequence[AnyAction], refused: str | None = None) -> None:
+    def _record(self, event: AnyEvent, actions: list[AnyAction], refused: str | None = None) -> None:
         if self._recorder is not None:
-            self._recorder.record(Entry(event, list(actions), refused, self.version, self._staleness))
+            self._recorder.record(Entry(event, actions, refused, self.version, self._staleness))
         self._staleness = []

@@ -97,6 +97,7 @@ class _Worker:
         "sync",
         "to_coordinator",
         "to_server",
+        "wasted_s",
     )
 
     def __init__(self) -> None:
@@ -117,6 +118,7 @@ class _Worker:
         self.flags = Flags(None, None, False)
         self.dropped_s: float | None = None
         self.restarted: tuple[float, float] | None = None
+        self.wasted_s = 0.0  # what it computed in vain, with the pulls after it
         self.life = 0  # how often it was lost: what belongs to a former life is ignored
         self.records: list[IterationRecord] = []
 
@@ -131,6 +133,7 @@ class Job:
         shard_bytes: the size of each.
         seed: of the run.
         overlap: False if nobody pulls until everybody has pushed everything.
+        keep_records: keep a record of every iteration.
         coordinator: where the coordinator's trace goes; None for nowhere.
 
     Attributes:
@@ -148,6 +151,7 @@ class Job:
         seed: int,
         *,
         overlap: bool,
+        keep_records: bool,
         coordinator: EntryRecorder | None,
     ) -> None:
         self.kernel = Kernel()
@@ -158,6 +162,7 @@ class Job:
         self._shard_bytes = shard_bytes
         self._seed = seed
         self._overlap = overlap
+        self._keep_records = keep_records
         self._sync = JobSync(notation(schedule.first), seed)
         self._recorder = coordinator
         servers = [Card(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
@@ -387,22 +392,10 @@ class Job:
         self._driver.answered(worker)
 
     def _end_iteration(self, worker: int, its: _Worker, now_s: float) -> None:
-        stop, change, *_ = its.flags
-        dropped_s, restarted_s = its.restarted or (None, None)
-        its.records.append(
-            IterationRecord(
-                its.sync.iteration,
-                its.begun_s,
-                its.pushed_s,
-                its.pushed_s,
-                now_s,
-                its.loss,
-                stop.superstep if stop is not None else None,
-                change.number if change is not None else None,
-                dropped_s,
-                restarted_s,
-            )
-        )
+        if its.restarted is not None:
+            its.wasted_s += its.restarted[1] - its.begun_s
+        if self._keep_records:
+            its.records.append(_record(its, now_s))
         its.restarted, its.begun_s = None, now_s
         if its.sync.answered():
             self._to_coordinator(worker, self._take_start, its.life, its.sync.iteration)
@@ -417,11 +410,10 @@ class Job:
 
     # -- messages -----------------------------------------------------------------------------------------
 
-    def _delays(self, latency: Distribution, worker: int, what: int) -> Callable[[], int]:
-        """The latencies, in nanoseconds, of one message after the other."""
+    def _delays(self, latency: Distribution, worker: int, what: int) -> int | Callable[[], int]:
+        """The latency of every message, in nanoseconds, or what draws that of the next one."""
         if isinstance(latency, Constant):
-            constant_ns = nanoseconds(latency.seconds)
-            return lambda: constant_ns
+            return nanoseconds(latency.seconds)
         sample = latency.sampler(self._seed, worker, what)
         which = 0
 
@@ -614,3 +606,21 @@ class Job:
             for worker, reason in shard.sync.waits().items()
         ]
         return "every worker waits, and no condition will release any of them:\n" + "\n".join(sorted(lines))
+
+
+def _record(its: _Worker, now_s: float) -> IterationRecord:
+    """Of the iteration that ends now."""
+    stop, change, *_ = its.flags
+    dropped_s, restarted_s = its.restarted or (None, None)
+    return IterationRecord(
+        its.sync.iteration,
+        its.begun_s,
+        its.pushed_s,
+        its.pushed_s,
+        now_s,
+        its.loss,
+        stop.superstep if stop is not None else None,
+        change.number if change is not None else None,
+        dropped_s,
+        restarted_s,
+    )

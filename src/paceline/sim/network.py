@@ -98,18 +98,22 @@ class Connection:
         kernel: the clock.
         sender: whose lane out it uses; None for a machine whose card is of no account.
         receiver: whose lane in it uses; likewise.
-        latency_ns: draws the latency of the next message.
+        latency_ns: of every message, or what draws that of the next one.
     """
 
-    __slots__ = ("_kernel", "_last_ns", "_latency_ns", "_receiver", "_sender", "_waiting")
+    __slots__ = ("_kernel", "_last_ns", "_latency_ns", "_receiver", "_sender", "_steady_ns", "_waiting")
 
     def __init__(
-        self, kernel: Kernel, sender: Card | None, receiver: Card | None, latency_ns: Callable[[], int]
+        self, kernel: Kernel, sender: Card | None, receiver: Card | None, latency_ns: int | Callable[[], int]
     ) -> None:
         self._kernel = kernel
         self._sender = sender.outward if sender is not None else None
         self._receiver = receiver.inward if receiver is not None else None
-        self._latency_ns = latency_ns
+        self._latency_ns = latency_ns if callable(latency_ns) else lambda: latency_ns
+        free = self._sender is None and self._receiver is None
+        self._steady_ns = (
+            None if callable(latency_ns) or not free else latency_ns
+        )  # nothing can overtake then
         self._last_ns = (
             0  # when the last message that is on its way will have arrived, or the first byte of it
         )
@@ -118,6 +122,9 @@ class Connection:
     def send(self, size_bytes: int, arrive: Callable[..., None], *arguments: object) -> None:
         """Send so many bytes; when all are there, have something happen."""
         kernel = self._kernel
+        if self._steady_ns is not None:
+            kernel.after(self._steady_ns, arrive, *arguments)
+            return
         self._last_ns = first_ns = max(kernel.now_ns + self._latency_ns(), self._last_ns)
         if not size_bytes or (self._sender is None and self._receiver is None):
             if not self._waiting:

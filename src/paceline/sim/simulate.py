@@ -50,6 +50,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         staleness: of each applied push, per shard: updates applied between its pull and its application.
         bytes_by_kind: what was sent: "push", "pull", "pull again" (after a restart), "control" (small messages).
         events: how many things happened.
+        wasted_s: of all workers together, what they computed in vain, with the pulls after it.
         trace: each shard's, then the coordinator's; [] if they were not recorded.
         records: each worker's iterations, as in a live run's `worker-<index>.jsonl`; likewise.
         state_dict: with a training function, the final weights and buffers under the model's own names.
@@ -62,6 +63,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     staleness: list[int]
     bytes_by_kind: dict[str, int]
     events: int
+    wasted_s: float
     trace: list[Trace]
     records: list[list[IterationRecord]]
     state_dict: dict[str, torch.Tensor] | None = None
@@ -158,7 +160,14 @@ def simulate(
             cluster.size_bytes * (k + 1) // count - cluster.size_bytes * k // count for k in range(count)
         ]
         job = Job(
-            cluster, schedule, bare, sizes, seed, overlap=overlap == "shards", coordinator=recorders.job
+            cluster,
+            schedule,
+            bare,
+            sizes,
+            seed,
+            overlap=overlap == "shards",
+            keep_records=record,
+            coordinator=recorders.job,
         )
         job.run(_Clockwork(job, math.inf if iterations is None else iterations), until_s)
         return _result(job, meter, recorders, record)
@@ -179,7 +188,14 @@ def simulate(
         real = training.make_shards(first, recorders.shards)
         sizes = [shard.bounds.size_bytes for shard in real]
         job = Job(
-            cluster, schedule, real, sizes, seed, overlap=overlap == "shards", coordinator=recorders.job
+            cluster,
+            schedule,
+            real,
+            sizes,
+            seed,
+            overlap=overlap == "shards",
+            keep_records=record,
+            coordinator=recorders.job,
         )
         training.job = job
         if snapshot_every_s is not None:
@@ -276,6 +292,7 @@ def _result(job: Job, meter: Meter, recorders: _Recorders, record: bool) -> SimR
         bytes_by_kind=dict(job.bytes_sent),
         events=job.kernel.happened,
         trace=recorders.traces,
+        wasted_s=sum(worker.wasted_s for worker in job.workers),
         records=[worker.records for worker in job.workers] if record else [],
     )
 

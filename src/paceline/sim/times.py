@@ -14,7 +14,7 @@ import msgspec
 
 from ..arithmetic import exp, log, normal_quantile
 from ..errors import ConfigurationError
-from ..sync.draws import uniform
+from ..sync.draws import uniforms
 
 __all__ = [
     "Constant",
@@ -81,8 +81,8 @@ class Uniform(Spec, frozen=True, kw_only=True, tag="uniform"):
             )
 
     def sampler(self, *key: int) -> Sample:
-        low, width = self.low, self.high - self.low
-        return lambda which, now_s: low + width * uniform(*key, which)
+        low, width, draw = self.low, self.high - self.low, uniforms(*key)
+        return lambda which, now_s: low + width * draw(which)
 
     @property
     def typical_s(self) -> float:
@@ -105,10 +105,8 @@ class LogNormal(Spec, frozen=True, kw_only=True, tag="log-normal"):
         _require_factor("sigma", self.sigma, 0.0)
 
     def sampler(self, *key: int) -> Sample:
-        def sample(which: int, now_s: float) -> float:
-            return self.median * exp(self.sigma * normal_quantile(uniform(*key, which) + 2.0**-54))
-
-        return sample
+        draw = uniforms(*key)
+        return lambda which, now_s: self.median * exp(self.sigma * normal_quantile(draw(which) + 2.0**-54))
 
     @property
     def typical_s(self) -> float:
@@ -134,7 +132,8 @@ class Pareto(Spec, frozen=True, kw_only=True, tag="pareto"):
             )
 
     def sampler(self, *key: int) -> Sample:
-        return lambda which, now_s: self.least * exp(-log(1.0 - uniform(*key, which)) / self.alpha)
+        draw = uniforms(*key)
+        return lambda which, now_s: self.least * exp(-log(1.0 - draw(which)) / self.alpha)
 
     @property
     def typical_s(self) -> float:
@@ -214,11 +213,11 @@ class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
 
     def sampler(self, *key: int) -> Sample:
         base = times_of(self.base).sampler(*key)
-        room = self.every - self.lasting
+        room, draw = self.every - self.lasting, uniforms(*key, SPELLS)
 
         def sample(which: int, now_s: float) -> float:
             period = int(now_s // self.every)
-            into = now_s - period * self.every - room * uniform(*key, SPELLS, period)
+            into = now_s - period * self.every - room * draw(period)
             return base(which, now_s) * (self.factor if 0.0 <= into < self.lasting else 1.0)
 
         return sample

@@ -27,29 +27,23 @@ class Versions:
 
     def note(self, event: AnyEvent) -> None:
         """Take in an event that the model has accepted, before its actions."""
-        match event:
-            case PushReceived():
-                self._computed_on[event.worker, event.iteration] = self._pulled[event.worker]
-            case WorkerJoined():
-                self._pulled[event.worker] = self.version
-            case WorkerLost() | WorkerFinished():
-                del self._pulled[event.worker]
-            case _:
-                pass
+        if type(event) is PushReceived:
+            self._computed_on[event.worker, event.iteration] = self._pulled[event.worker]
+        elif type(event) is WorkerJoined:
+            self._pulled[event.worker] = self.version
+        elif type(event) is WorkerLost or type(event) is WorkerFinished:
+            del self._pulled[event.worker]
 
     def carry_out(self, action: AnyAction) -> list[tuple[int, int, int]]:
         """Take in one action. Of each push that it applies: (worker, iteration, updates that its gradient missed)."""
-        match action:
-            case ApplyPush():
-                return self._apply([(action.worker, action.iteration)])
-            case ApplyMean():
-                return self._apply(action.pushes)
-            case DropPush():
-                del self._computed_on[action.worker, action.iteration]
-            case AnswerPull():
-                self._pulled[action.worker] = self.version
-            case _:
-                pass
+        if type(action) is AnswerPull:
+            self._pulled[action.worker] = self.version
+        elif type(action) is ApplyPush:
+            return self._apply([(action.worker, action.iteration)])
+        elif type(action) is ApplyMean:
+            return self._apply(action.pushes)
+        elif type(action) is DropPush:
+            del self._computed_on[action.worker, action.iteration]
         return []
 
     def _apply(self, keys: Iterable[Key]) -> list[tuple[int, int, int]]:
