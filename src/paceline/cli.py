@@ -1,4 +1,4 @@
-"""The command line: `paceline run`, `demo`, `sync`, `bench`. Reads arguments, calls the library, prints.
+"""The command line: `paceline run`, `demo`, `simulate`, `sync`, `bench`. Reads arguments, calls the library, prints.
 
 Bad input is one sentence on standard error and exit code 2, before anything starts. A run that fails shows the
 failing process's own traceback, once, and exits with 1. Ctrl-C ends every process and exits with 130.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -473,6 +473,152 @@ def bench_overlap(
         save(overlap_bench.picture(report), picture)
 
 
+@bench.command("simulator")
+def bench_simulator(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Is virtual time true to life, for every sync model, and how fast does it pass.
+
+    Takes about 8 minutes; run it on a machine that has nothing else to do.
+    """
+    import msgspec
+
+    from .workloads import simulator_bench
+    from .workloads.zipline_tables import shown_progress
+
+    console = Console(stderr=True)
+    console.print(f"about {simulator_bench.estimate_s() / 60:.0f} min on two cores")
+    with _interruptible(NOTHING_LEFT), shown_progress(console) as tell:
+        report = simulator_bench.measure(tell)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        return
+    for table in simulator_bench.tables(report):
+        Console().print(table, "")
+
+
+@app.command()
+def simulate(
+    cluster: Annotated[
+        str,
+        typer.Argument(
+            help="A cluster file (TOML), or a cluster of the papers by its name: elastic-bsp, spec-sync-1, ...",
+            show_default=False,
+        ),
+    ],
+    sync: Annotated[
+        str,
+        typer.Option(
+            "--sync",
+            metavar="NAME:KEY=VALUE,...",
+            help="One sync model or several, with commas between: bsp,ssp:staleness=3,elastic-bsp. "
+            "'all' are ten, each with its paper's parameters.",
+        ),
+    ] = "all",
+    iterations: Annotated[
+        int, typer.Option("--iterations", min=1, help="All models run for as long as bsp takes for so many.")
+    ] = 100,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=FROM..TO",
+            help="Try values of one key instead: lookahead=5..480 (doubling), =1..9:2 (steps of 2) or =1,5,20.",
+            show_default=False,
+        ),
+    ] = None,
+    shards: Annotated[
+        int | None,
+        typer.Option("--shards", min=1, help="How many. Default: one for each server.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of all that chance decides.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Where pictures and figures go. Default: a new directory under ./runs.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+) -> None:
+    """Rehearse a cluster: which sync model computes most there, how stale, who waits. Takes seconds.
+
+    paceline simulate cluster.toml --sync bsp,ssp:staleness=3,elastic-bsp
+    """
+    import msgspec
+
+    from .workloads import ranking, rehearsal
+
+    machines = rehearsal.load_cluster(cluster)
+    syncs = ranking.read_syncs(sync)
+    swept = ranking.sweep_values(sweep) if sweep is not None else None
+    folder = rehearsal.new_folder(out)
+    console = Console(quiet=as_json)
+    with _interruptible("nothing has been kept, and nothing is left running"), _counting() as tell:
+        if swept is None:
+            rows = rehearsal.compare(
+                machines,
+                syncs,
+                iterations=iterations,
+                seed=seed,
+                shards=shards,
+                out=folder,
+                console=console,
+                tell=tell,
+            )
+        else:
+            rows = rehearsal.explore(
+                machines,
+                syncs,
+                *swept,
+                iterations=iterations,
+                seed=seed,
+                shards=shards,
+                out=folder,
+                console=console,
+                tell=tell,
+            )
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
+    else:
+        print(f"pictures and figures: {folder}")
+
+
+@app.command()
+def advise(
+    run_dir: Annotated[
+        Path, typer.Argument(help="The directory of a finished run.", show_default=False, metavar="RUN_DIR")
+    ],
+    sync: Annotated[
+        str,
+        typer.Option(
+            "--sync", metavar="NAME:KEY=VALUE,...", help="Which sync models to compare; 'all' are ten."
+        ),
+    ] = "all",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
+) -> None:
+    """Which sync model suits the machines of a run: what it recorded, replayed under every model.
+
+    paceline advise runs/20261121-120000
+    """
+    import msgspec
+
+    from .sim.recorded import read_cluster_of_run
+    from .workloads import advise as advising
+    from .workloads.ranking import read_syncs
+
+    with _interruptible("nothing is left running"), _counting() as tell:
+        report = advising.advise(run_dir, read_syncs(sync), tell)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        advising.show(report, read_cluster_of_run(run_dir), Console())
+
+
 @app.command()
 def sync(
     name: Annotated[str | None, typer.Argument(help="Show all about this model.", show_default=False)] = None,
@@ -510,6 +656,18 @@ def _interruptible(then: str = "every process of the run has been ended") -> Ite
     except KeyboardInterrupt:
         print(f"interrupted: {then}", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+@contextlib.contextmanager
+def _counting() -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar for things that can be counted: (how many are done, of how many, which)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("")
+        yield lambda done, of, what: progress.update(bar, completed=done, total=of, description=what)
 
 
 def _numbers(name: str, text: str | None) -> list[float] | None:

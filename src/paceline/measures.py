@@ -50,6 +50,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         duration_s: from the first worker's joining to the last one's leaving.
+        present_s: of all workers together, from their joining to their leaving.
         updates: optimizer steps of shard 0.
         updates_per_s: the same by the second.
         iterations: worker -> iterations that it pushed.
@@ -64,6 +65,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     duration_s: float
+    present_s: float
     updates: int
     updates_per_s: float
     iterations: dict[int, int]
@@ -153,6 +155,7 @@ class Meter:
             iterations[life.worker] += life.iterations
         return Measures(
             duration_s=duration_s,
+            present_s=present_s,
             updates=first.updates,
             updates_per_s=first.updates / duration_s if duration_s else 0.0,
             iterations=dict(iterations),

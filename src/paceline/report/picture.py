@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["comparison_picture", "timeline_picture"]
+__all__ = ["comparison_picture", "timeline_picture", "timelines_picture"]
 
 WIDTH_INCHES = 11.0
 CURVES_HEIGHT_INCHES = 4.6
@@ -47,13 +47,20 @@ def comparison_picture(
     top, *strips = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     top.set_title(note, fontsize=9.5)
     draw_accuracy(top, curves, target)
-    for strip, (label, timeline) in zip(strips, timelines.items(), strict=True):
-        draw_timeline(strip, timeline, until_s)
-        strip.tick_params(axis="x", labelbottom=strip is strips[-1])
-        strip.set_title(label, loc="left", fontsize=10, fontweight="bold")
+    _draw_strips(strips, timelines, until_s)
     if strips:
         strips[-1].set_xlabel(f"seconds since training began (the first {until_s:g})")
-        _explain(strips[0])
+    return figure
+
+
+def timelines_picture(timelines: Mapping[str, Timeline], until_s: float) -> Figure:
+    """Several timelines, one below the other."""
+    workers = max((len(timeline.computing) for timeline in timelines.values()), default=1)
+    height_inches = STRIP_HEIGHT_INCHES * max(1.0, workers / 4)
+    figure = new_figure(WIDTH_INCHES, height_inches * len(timelines) + 0.8)
+    strips = list(figure.subplots(len(timelines), 1, squeeze=False)[:, 0])
+    _draw_strips(strips, timelines, until_s)
+    strips[-1].set_xlabel("seconds")
     return figure
 
 
@@ -65,6 +72,15 @@ def timeline_picture(timeline: Timeline, until_s: float) -> Figure:
     strip.set_xlabel("seconds")
     _explain(strip)
     return figure
+
+
+def _draw_strips(strips: Sequence[Axes], timelines: Mapping[str, Timeline], until_s: float) -> None:
+    for strip, (label, timeline) in zip(strips, timelines.items(), strict=True):
+        draw_timeline(strip, timeline, until_s)
+        strip.tick_params(axis="x", labelbottom=strip is strips[-1])
+        strip.set_title(label, loc="left", fontsize=10, fontweight="bold")
+    if len(strips):
+        _explain(strips[0])
 
 
 def _explain(strip: Axes) -> None:

@@ -82,6 +82,7 @@ class _Worker:
         "awaited",
         "begun_s",
         "committed",
+        "computed_ns",
         "computing",
         "dropped_s",
         "flags",
@@ -94,6 +95,7 @@ class _Worker:
         "records",
         "restarted",
         "sample",
+        "started_ns",
         "sync",
         "to_coordinator",
         "to_server",
@@ -118,6 +120,8 @@ class _Worker:
         self.flags = Flags(None, None, False)
         self.dropped_s: float | None = None
         self.restarted: tuple[float, float] | None = None
+        self.started_ns = 0  # when the computation at hand was
+        self.computed_ns = 0  # of all that were not dropped
         self.wasted_s = 0.0  # what it computed in vain, with the pulls after it
         self.life = 0  # how often it was lost: what belongs to a former life is ignored
         self.records: list[IterationRecord] = []
@@ -223,6 +227,7 @@ class Job:
         its = self.workers[worker]
         its.attempt += 1
         its.computing = True
+        its.started_ns = self.kernel.now_ns
         length_s = its.sample(its.sync.iteration, self.kernel.now_s)
         self.kernel.after(nanoseconds(length_s), self._computed, worker, its.attempt)
 
@@ -373,6 +378,7 @@ class Job:
         its = self.workers[worker]
         if attempt == its.attempt:
             its.computing = False
+            its.computed_ns += self.kernel.now_ns - its.started_ns
             self._driver.computed(worker)
 
     def _answered(self, worker: int, attempt: int, v_train: int | None) -> None:

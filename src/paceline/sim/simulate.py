@@ -18,7 +18,7 @@ from ..sync.schedule import Schedule, read_schedule
 from ..trace import Entry, EntryRecorder, Header, Memory, Trace
 from .cluster import Cluster
 from .job import Job
-from .kernel import nanoseconds
+from .kernel import SECOND_NS, nanoseconds
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         staleness: of each applied push, per shard: updates applied between its pull and its application.
         bytes_by_kind: what was sent: "push", "pull", "pull again" (after a restart), "control" (small messages).
         events: how many things happened.
-        wasted_s: of all workers together, what they computed in vain, with the pulls after it.
+        computed_s: of all workers together, what they computed, without what was dropped.
+        wasted_s: likewise, what they computed in vain, with the pulls after it.
         trace: each shard's, then the coordinator's; [] if they were not recorded.
         records: each worker's iterations, as in a live run's `worker-<index>.jsonl`; likewise.
         state_dict: with a training function, the final weights and buffers under the model's own names.
@@ -63,6 +64,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     staleness: list[int]
     bytes_by_kind: dict[str, int]
     events: int
+    computed_s: float
     wasted_s: float
     trace: list[Trace]
     records: list[list[IterationRecord]]
@@ -292,6 +294,7 @@ def _result(job: Job, meter: Meter, recorders: _Recorders, record: bool) -> SimR
         bytes_by_kind=dict(job.bytes_sent),
         events=job.kernel.happened,
         trace=recorders.traces,
+        computed_s=sum(worker.computed_ns for worker in job.workers) / SECOND_NS,
         wasted_s=sum(worker.wasted_s for worker in job.workers),
         records=[worker.records for worker in job.workers] if record else [],
     )

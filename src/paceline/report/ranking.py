@@ -1,0 +1,179 @@
+"""Sync models side by side on one cluster: a table, and a picture of what each costs and how stale it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rich import box
+from rich.table import Table
+
+from .canvas import COLOURS, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Ranked", "ranking_picture", "ranking_table", "sweep_picture"]
+
+COMPUTING, WAITING, MOVING, WASTED = "#56B4E9", "#D55E00", "#999999", "#F0E442"
+
+
+class Ranked(Protocol):
+    """What is shown of one model. See `paceline.workloads.ranking.Figures`."""
+
+    @property
+    def sync(self) -> str: ...
+    @property
+    def gradients_per_s(self) -> float: ...
+    @property
+    def mean_staleness(self) -> float: ...
+    @property
+    def max_staleness(self) -> int: ...
+    @property
+    def computing_share(self) -> float: ...
+    @property
+    def waiting_share(self) -> float: ...
+    @property
+    def wasted_share(self) -> float: ...
+    @property
+    def moving_share(self) -> float: ...
+    @property
+    def delayed_share(self) -> float: ...
+    @property
+    def front(self) -> bool: ...
+
+
+COLUMNS: dict[str, Callable[[Ranked], str]] = {
+    "gradients\nper s": lambda row: f"{row.gradients_per_s:.4g}",
+    "staleness\nmean, max": lambda row: f"{row.mean_staleness:.1f}, {row.max_staleness}",
+    "waits": lambda row: f"{row.waiting_share:.1%}",
+    "moves\ndata": lambda row: f"{row.moving_share:.1%}",
+    "wasted": lambda row: f"{row.wasted_share:.1%}",
+    "pulls\ndelayed": lambda row: f"{row.delayed_share:.1%}",
+}
+
+
+def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:
+    """One line per model, in the order given."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+        caption=caption,
+        caption_justify="left",
+    )
+    table.add_column("sync", overflow="fold", vertical="bottom", min_width=20)
+    for heading in COLUMNS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            f"{'*' if row.front else ' '} {_short(row.sync)}", *(show(row) for show in COLUMNS.values())
+        )
+    return table
+
+
+def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
+    """On the left gradients per second over staleness, on the right what the workers' time went into.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    figure = new_figure(12.0, 1.6 + 0.42 * max(7, len(rows)))
+    figure.suptitle(f"{title}\n", fontsize=13, fontweight="bold")
+    figure.text(0.5, 0.955, note, ha="center", va="top", fontsize=9.5)
+    scatter, bars = figure.subplots(1, 2)
+    _draw_scatter(scatter, rows)
+    _draw_bars(bars, rows)
+    return figure
+
+
+def sweep_picture(title: str, key: str, lines: Mapping[str, Sequence[tuple[float, Ranked]]]) -> Figure:
+    """Gradients per second, staleness and waiting over the values of one key, a line for each model."""
+    figure = new_figure(12.0, 4.2)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    shown: dict[str, Callable[[Ranked], float]] = {
+        "gradients per second": lambda row: row.gradients_per_s,
+        "mean staleness (updates)": lambda row: row.mean_staleness,
+        "share of the workers' time that they wait": lambda row: row.waiting_share,
+    }
+    for axes, (label, value_of) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
+        for (name, points), colour in zip(lines.items(), COLOURS * len(lines), strict=False):
+            axes.plot(
+                [value for value, _ in points],
+                [value_of(row) for _, row in points],
+                marker="o",
+                color=colour,
+                label=name,
+            )
+        axes.set_xlabel(key)
+        axes.set_title(label, fontsize=10)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        values = [value for points in lines.values() for value, _ in points]
+        if min(values) > 0 and max(values) / min(values) > 20:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted(set(values)), [f"{value:g}" for value in sorted(set(values))], fontsize=8)
+            axes.minorticks_off()
+    figure.axes[0].legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _draw_scatter(axes: Axes, rows: Sequence[Ranked]) -> None:
+    front = sorted((row for row in rows if row.front), key=lambda row: row.mean_staleness)
+    axes.plot(
+        [row.mean_staleness for row in front],
+        [row.gradients_per_s for row in front],
+        color="#BBBBBB",
+        zorder=1,
+    )
+    for number, row in enumerate(rows, start=1):
+        colour = COLOURS[0] if row.front else "#777777"
+        axes.scatter(row.mean_staleness, row.gradients_per_s, color=colour, s=150, zorder=2)
+        axes.annotate(
+            str(number),
+            (row.mean_staleness, row.gradients_per_s),
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="white",
+            fontweight="bold",
+            zorder=3,
+        )
+    axes.set_xlabel("mean staleness, in updates (fresher is left)")
+    axes.set_ylabel("gradients per second (faster is up)")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.08)
+    axes.grid(alpha=0.3)
+    axes.set_title("blue: no other is both faster and fresher", fontsize=9.5)
+
+
+def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
+    parts: dict[str, tuple[str, Callable[[Ranked], float]]] = {
+        "computing": (COMPUTING, lambda row: row.computing_share),
+        "moving data": (MOVING, lambda row: row.moving_share),
+        "computed in vain": (WASTED, lambda row: row.wasted_share),
+        "waiting": (WAITING, lambda row: row.waiting_share),
+    }
+    places = range(len(rows))
+    left = [0.0] * len(rows)
+    for label, (colour, share_of) in parts.items():
+        shares = [share_of(row) for row in rows]
+        axes.barh(places, shares, left=left, color=colour, label=label, height=0.72)
+        left = [begin + share for begin, share in zip(left, shares, strict=True)]
+    axes.set_yticks(
+        places, [f"{number}  {_short(row.sync)}" for number, row in enumerate(rows, start=1)], fontsize=8.5
+    )
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("of the workers' time")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=8.5)
+
+
+def _short(sync: str) -> str:
+    """A notation with places at which a line may break."""
+    return sync.replace(",", ", ").replace(":", ": ", 1)

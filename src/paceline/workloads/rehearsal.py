@@ -1,0 +1,133 @@
+"""`paceline simulate`: a cluster, some sync models, and what is shown and kept of them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from ..errors import ConfigurationError
+from ..report.canvas import new_figure, save
+from ..report.picture import timelines_picture
+from ..report.ranking import ranking_picture, ranking_table, sweep_picture
+from ..report.timeline import timeline_of
+from ..sim import Cluster, simulate
+from ..sim.cluster_file import PRESETS, read_cluster, read_preset
+from .ranking import Figures, Tell, rank, sweep
+
+__all__ = ["compare", "describe", "explore", "load_cluster", "new_folder"]
+
+STAR = "*: no other model here has both more gradients per second and less staleness"
+MOST_DRAWN = 16  # workers in a picture of timelines
+SHOWN_ITERATIONS = 12  # of the slowest worker, in one
+
+
+def load_cluster(source: str) -> Cluster:
+    """A cluster file, or a cluster of the papers by its name. Raises `ConfigurationError`."""
+    return read_preset(source) if source in PRESETS and not Path(source).exists() else read_cluster(source)
+
+
+def describe(cluster: Cluster) -> str:
+    """A cluster in one line."""
+    counted = [
+        (times, len(list(group)))
+        for times, group in itertools.groupby(map(cluster.compute, range(cluster.workers)))
+    ]
+    groups = ", ".join(f"{count} at {times.typical_s:.3g} s" for times, count in counted[:6])
+    more = f", and {len(counted) - 6} other groups" if len(counted) > 6 else ""
+    parts = [
+        f"{cluster.workers} workers ({groups}{more})",
+        f"{cluster.servers} server{'s' * (cluster.servers > 1)}",
+    ]
+    if cluster.bandwidth_bps < float("inf"):
+        parts.append(f"{cluster.bandwidth_bps / 1e9:g} Gbit/s, {cluster.size_bytes / 1e6:g} MB of parameters")
+    if cluster.presence:
+        parts.append(f"{len(cluster.presence)} come or go")
+    return "; ".join(parts)
+
+
+def new_folder(out: Path | None) -> Path:
+    """Where pictures and figures go: a folder that is empty or new; by default, a new one under ./runs.
+
+    Raises:
+        ConfigurationError: it holds something already, or nothing can be drawn.
+    """
+    new_figure(1.0, 1.0)  # refused here, if it cannot be drawn
+    if out is None:
+        stamp = time.strftime("simulate-%Y%m%d-%H%M%S")
+        out = next(
+            folder
+            for number in itertools.count(1)
+            if not (folder := Path("runs", stamp if number == 1 else f"{stamp}-{number}")).exists()
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigurationError(
+            f"the folder {str(out)!r} is there already and not empty; choose another with --out."
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"the folder {str(out)!r} cannot be made: {error.strerror}.") from error
+    return out
+
+
+def compare(
+    cluster: Cluster,
+    syncs: Sequence[str],
+    *,
+    iterations: int,
+    seed: int,
+    shards: int | None,
+    out: Path,
+    console: Console,
+    tell: Tell,
+) -> list[Figures]:
+    """Rank some models; print the table, keep it as JSON, draw two pictures."""
+    rows = rank(cluster, syncs, iterations=iterations, seed=seed, shards=shards, tell=tell)
+    until_s = rows[0].until_s
+    note = f"{describe(cluster)}; {until_s:.4g} virtual seconds, in which bsp does {iterations} iterations"
+    console.print(ranking_table(cluster.name, rows, f"{note}\n{STAR}"))
+    _keep(out / "ranking.json", rows)
+    save(ranking_picture(cluster.name, note, rows), out / "ranking.png")
+    if cluster.workers <= MOST_DRAWN:
+        slowest_s = max(cluster.compute(worker).typical_s for worker in range(cluster.workers))
+        shown_s = SHOWN_ITERATIONS * (slowest_s or 1.0)
+        timelines = {}
+        for sync in syncs:
+            result = simulate(cluster, sync, None, seed, until_s=2 * shown_s, shards=shards)
+            timelines[sync] = timeline_of(result.records, result.trace[0])
+        save(timelines_picture(timelines, shown_s), out / "timelines.png")
+    return rows
+
+
+def explore(
+    cluster: Cluster,
+    syncs: Sequence[str],
+    key: str,
+    values: Sequence[float],
+    *,
+    iterations: int,
+    seed: int,
+    shards: int | None,
+    out: Path,
+    console: Console,
+    tell: Tell,
+) -> list[Figures]:
+    """Try each value of a key; print the table, keep it as JSON, draw the curves."""
+    points = sweep(cluster, syncs, key, values, iterations=iterations, seed=seed, shards=shards, tell=tell)
+    rows = [row for _, row in points]
+    console.print(ranking_table(cluster.name, rows, describe(cluster)))
+    _keep(out / "sweep.json", rows)
+    lines: dict[str, list[tuple[float, Figures]]] = {}
+    for value, row in points:
+        lines.setdefault(row.sync.partition(":")[0], []).append((value, row))
+    save(sweep_picture(f"{cluster.name}: {key}", key, lines), out / "sweep.png")
+    return rows
+
+
+def _keep(path: Path, rows: Sequence[Figures]) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
