@@ -554,6 +554,8 @@ def simulate(
     machines = rehearsal.load_cluster(cluster)
     syncs = ranking.read_syncs(sync)
     swept = ranking.sweep_values(sweep) if sweep is not None else None
+    asked = syncs if swept is None else [name for _, name in ranking.variants(syncs, *swept)]
+    ranking.require_runnable(machines, asked, shards)
     folder = rehearsal.new_folder(out)
     console = Console(quiet=as_json)
     with _interruptible("nothing has been kept, and nothing is left running"), _counting() as tell:

@@ -9,7 +9,8 @@
 """
 
 from .cluster import Cluster, Link, Presence
-from .simulate import Loss, SimResult, simulate
+from .result import Loss, SimResult
+from .simulate import simulate
 from .times import Constant, Drifting, LogNormal, Occasional, Pareto, Recorded, Times, Uniform
 
 __all__ = [

@@ -10,8 +10,8 @@ import msgspec
 
 from ..bare_shard import BareShard
 from ..errors import ConfigurationError, unknown_name
-from ..measures import Measures, Meter
-from ..runtime.records import IterationRecord
+from ..measures import Meter
+from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
 from ..sync import SyncModel
 from ..sync.notation import notation
 from ..sync.schedule import Schedule, read_schedule
@@ -19,83 +19,12 @@ from ..trace import Entry, EntryRecorder, Header, Memory, Trace
 from .cluster import Cluster
 from .job import Job
 from .kernel import SECOND_NS, nanoseconds
+from .result import Loss, SimResult
 
 if TYPE_CHECKING:
-    import torch
-
     from ..runtime.reader import WeightsSnapshot
 
-__all__ = ["Loss", "SimResult", "simulate"]
-
-OVERLAPS = ("shards", "off")
-SLICINGS = ("even", "by-parameter")
-ON_NAN = ("stop", "skip")
-
-
-class Loss(msgspec.Struct, frozen=True):
-    """What a worker's closure returned for one iteration, and when the push of it began."""
-
-    time_s: float
-    worker: int
-    iteration: int
-    loss: float
-
-
-class SimResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulated run came to.
-
-    Attributes:
-        time_s: virtual time at which the last worker had finished its iterations.
-        measures: the figures that a live run's `summary` has, too.
-        staleness: of each applied push, per shard: updates applied between its pull and its application.
-        bytes_by_kind: what was sent: "push", "pull", "pull again" (after a restart), "control" (small messages).
-        events: how many things happened.
-        computed_s: of all workers together, what they computed, without what was dropped.
-        wasted_s: likewise, what they computed in vain, with the pulls after it.
-        trace: each shard's, then the coordinator's; [] if they were not recorded.
-        records: each worker's iterations, as in a live run's `worker-<index>.jsonl`; likewise.
-        state_dict: with a training function, the final weights and buffers under the model's own names.
-        history: likewise, the losses in order of time.
-        snapshots: likewise, (virtual time, weights), if they were asked for.
-    """
-
-    time_s: float
-    measures: Measures
-    staleness: list[int]
-    bytes_by_kind: dict[str, int]
-    events: int
-    computed_s: float
-    wasted_s: float
-    trace: list[Trace]
-    records: list[list[IterationRecord]]
-    state_dict: dict[str, torch.Tensor] | None = None
-    history: list[Loss] | None = None
-    snapshots: list[tuple[float, WeightsSnapshot]] = []
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps of shard 0."""
-        return self.measures.updates
-
-    @property
-    def waiting_share(self) -> float:
-        """Of all workers' time together, the share that they waited, from 0 to 1."""
-        return self.measures.waiting_share
-
-    @property
-    def delayed_pulls(self) -> int:
-        """Pulls, per (worker, shard), that were not answered on arrival."""
-        return self.measures.delayed_pulls
-
-    @property
-    def restarts(self) -> int:
-        """Computations that were dropped and started anew."""
-        return self.measures.restarts
-
-    @property
-    def bytes_sent(self) -> int:
-        """All that was sent."""
-        return sum(self.bytes_by_kind.values())
+__all__ = ["simulate"]
 
 
 def simulate(
@@ -172,7 +101,7 @@ def simulate(
             coordinator=recorders.job,
         )
         job.run(_Clockwork(job, math.inf if iterations is None else iterations), until_s)
-        return _result(job, meter, recorders, record)
+        return _result(cluster, schedule, seed, job, meter, recorders, record)
     from .training import Training, computed_by
 
     training = Training(
@@ -211,7 +140,7 @@ def simulate(
         if its.loss is not None
     ]
     return msgspec.structs.replace(
-        _result(job, meter, recorders, record),
+        _result(cluster, schedule, seed, job, meter, recorders, record),
         state_dict=final.state_dict,
         history=sorted(history, key=lambda loss: (loss.time_s, loss.worker)),
         snapshots=snapshots,
@@ -286,8 +215,19 @@ class _Metered:
             self._memory.record(entry)
 
 
-def _result(job: Job, meter: Meter, recorders: _Recorders, record: bool) -> SimResult:
+def _result(
+    cluster: Cluster,
+    schedule: Schedule,
+    seed: int,
+    job: Job,
+    meter: Meter,
+    recorders: _Recorders,
+    record: bool,
+) -> SimResult:
     return SimResult(
+        sync=str(schedule),
+        seed=seed,
+        servers=cluster.servers,
         time_s=job.ended_s,
         measures=meter.measures(),
         staleness=meter.staleness,

@@ -18,8 +18,9 @@ from ..errors import ConfigurationError
 from ..report.ranking import ranking_table
 from ..sim import Cluster, simulate
 from ..sim.recorded import read_cluster_of_run
-from ..sync.notation import parse_shards
+from ..sync.events import WorkerFinished, WorkerLost
 from ..sync.schedule import read_schedule
+from ..trace import Trace, read
 from .ranking import EVERY_MODEL, Figures, Tell, mark_front, rank
 from .rehearsal import STAR, describe
 
@@ -49,7 +50,7 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         sync: what the run had.
-        measured_updates_per_s: by the run itself.
+        measured_updates_per_s: by the run itself, while all workers were there.
         simulated_updates_per_s: by a simulation of it; how far the two differ is how far to trust the rest.
         rows: every model, most gradients first.
         advice: one for each wish.
@@ -75,15 +76,25 @@ def advise(
     shards = cluster.servers
     iterations = max(20, min(int(count) for count in summary["iterations"].values()))
     own = summary["sync"]
-    again = simulate(cluster, own, None, summary["seed"], until_s=summary["duration_s"], record=False)
+    together_s, updates = _while_all_were_there(read(run_dir / "trace-shard-0.jsonl"))
+    again = simulate(cluster, own, None, summary["seed"], until_s=together_s, record=False)
     rows = rank(cluster, _runnable(syncs, cluster, shards), iterations=iterations, tell=tell)
     return Report(
         sync=own,
-        measured_updates_per_s=summary["updates_per_s"],
-        simulated_updates_per_s=again.updates / summary["duration_s"],
+        measured_updates_per_s=updates / together_s,
+        simulated_updates_per_s=again.updates / together_s,
         rows=rows,
         advice=_advice(rows, summary),
     )
+
+
+def _while_all_were_there(shard: Trace) -> tuple[float, int]:
+    """How long it took until the first worker left, and the updates until then."""
+    begun_s = shard.entries[0].event.now_s
+    for entry in shard.entries:
+        if isinstance(entry.event, WorkerFinished | WorkerLost) and entry.event.now_s > begun_s:
+            return entry.event.now_s - begun_s, entry.version or 0
+    return max(shard.entries[-1].event.now_s - begun_s, 1e-9), shard.entries[-1].version or 0
 
 
 def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
@@ -145,7 +156,7 @@ def _reason(row: Figures, bsp: Figures) -> str:
 def _summary(run_dir: Path) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-        parse_shards(summary["sync"]) if "@" not in summary["sync"] else read_schedule(summary["sync"])
+        read_schedule(summary["sync"])
         return summary
     except FileNotFoundError:
         raise ConfigurationError(

@@ -26,9 +26,11 @@ __all__ = [
     "figures_of",
     "rank",
     "read_syncs",
+    "require_runnable",
     "run_tasks",
     "sweep",
     "sweep_values",
+    "variants",
 ]
 
 EVERY_MODEL = (
@@ -170,8 +172,7 @@ def rank(
     Raises:
         ConfigurationError: bad input.
     """
-    for sync in syncs:
-        read_schedule(sync).require_runnable(cluster.workers, shards or cluster.servers)
+    require_runnable(cluster, syncs, shards)
     horizon_s = horizon(cluster, iterations, seed, shards)
     tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for sync in syncs]
     return mark_front(
@@ -213,18 +214,28 @@ def sweep(
     tell: Tell = lambda done, of, what: None,
 ) -> list[tuple[float, Figures]]:
     """Each model that has this key, once for each value. (value, figures), in the order of models and values."""
+    pairs = variants(syncs, key, values)
+    require_runnable(cluster, [sync for _, sync in pairs], shards)
+    horizon_s = horizon(cluster, iterations, seed, shards)
+    tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for _, sync in pairs]
+    return [(value, row) for (value, _), row in zip(pairs, run_tasks(tasks, tell), strict=True)]
+
+
+def variants(syncs: Sequence[str], key: str, values: Sequence[float]) -> list[tuple[float, str]]:
+    """Each model that has a key, with each value of it. Raises `ConfigurationError` if none has it."""
     having = [sync for sync in syncs if _has_key(sync, key)]
     if not having:
         known = ", ".join(sorted({field for model in MODELS.values() for field in model.__struct_fields__}))
         raise ConfigurationError(
             f"no sync model of {', '.join(syncs)} has a key {key!r}. Keys there are: {known}."
         )
-    pairs = [(value, _with_key(sync, key, value)) for sync in having for value in values]
-    for _, sync in pairs:
+    return [(value, _with_key(sync, key, value)) for sync in having for value in values]
+
+
+def require_runnable(cluster: Cluster, syncs: Sequence[str], shards: int | None = None) -> None:
+    """Raise `ConfigurationError` if one of these models cannot run on such a cluster."""
+    for sync in syncs:
         read_schedule(sync).require_runnable(cluster.workers, shards or cluster.servers)
-    horizon_s = horizon(cluster, iterations, seed, shards)
-    tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for _, sync in pairs]
-    return [(value, row) for (value, _), row in zip(pairs, run_tasks(tasks, tell), strict=True)]
 
 
 def sweep_values(text: str) -> tuple[str, list[float]]:

@@ -1,0 +1,267 @@
+"""Sync models side by side on one cluster, and what is advised after a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.errors import ConfigurationError
+from paceline.sim import Cluster, Uniform, simulate
+from paceline.sim.recorded import read_cluster_of_run
+from paceline.workloads.advise import advise
+from paceline.workloads.ranking import EVERY_MODEL, rank, read_syncs, run_tasks, sweep, sweep_values
+from paceline.workloads.rehearsal import describe
+
+STRAGGLER = Cluster(compute_s=[Uniform(low=0.9, high=1.1)] * 3 + [3.0], latency_s=0.01, servers=2)
+EQUAL = Cluster(compute_s=[Uniform(low=0.99, high=1.01)] * 4)
+
+
+def test_the_ranking_is_by_gradients_and_marks_what_nothing_beats() -> None:
+    rows = rank(STRAGGLER, ["bsp", "ssp:staleness=3", "asp", "elastic-bsp:lookahead=15"], iterations=40)
+    assert [row.gradients_per_s for row in rows] == sorted(
+        (row.gradients_per_s for row in rows), reverse=True
+    )
+    by_name = {row.sync: row for row in rows}
+    assert rows[0].sync == "asp"
+    assert by_name["asp"].gradients_per_s == pytest.approx(3 / 1.02 + 1 / 3.02, rel=0.02)
+    assert by_name["bsp"].gradients_per_s == pytest.approx(4 / 3.02, rel=0.02)
+    assert by_name["bsp"].front
+    assert by_name["asp"].front
+    for row in rows:
+        assert row.until_s == pytest.approx(40 * 3.02, rel=0.05)
+        shares = row.computing_share + row.waiting_share + row.wasted_share + row.moving_share
+        assert shares == pytest.approx(1.0, abs=0.03)
+
+
+def test_what_is_beaten_in_both_respects_is_not_marked() -> None:
+    rows = rank(STRAGGLER, ["bsp", "naive-waiting:delay_s=3", "asp"], iterations=20)
+    assert {row.sync: row.front for row in rows}["naive-waiting:delay_s=3"] is False
+
+
+def test_the_result_does_not_depend_on_how_many_processes_there_are() -> None:
+    alone = rank(STRAGGLER, ["asp"], iterations=20)
+    [beside] = [row for row in rank(STRAGGLER, ["asp", "bsp"], iterations=20) if row.sync == "asp"]
+    assert (alone[0].gradients_per_s, alone[0].mean_staleness) == (
+        beside.gradients_per_s,
+        beside.mean_staleness,
+    )
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[int, int]] = []
+    rank(EQUAL, ["asp", "bsp"], iterations=3, tell=lambda done, of, what: told.append((done, of)))
+    assert told == [(0, 2), (1, 2), (2, 2)]
+    assert run_tasks([]) == []
+
+
+def test_a_sweep_tries_each_value_under_each_model_that_has_the_key() -> None:
+    points = sweep(STRAGGLER, ["bsp", "ssp", "pssp:staleness=9"], "staleness", [0.0, 4.0], iterations=20)
+    assert [(value, row.sync) for value, row in points] == [
+        (0.0, "ssp:staleness=0"),
+        (4.0, "ssp:staleness=4"),
+        (0.0, "pssp:staleness=0"),
+        (4.0, "pssp:staleness=4"),
+    ]
+    assert points[0][1].mean_staleness < points[1][1].mean_staleness
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("lookahead=5..480", [5, 10, 20, 40, 80, 160, 320, 480]),
+        ("staleness=1..9:2", [1, 3, 5, 7, 9]),
+        ("staleness=1,5,20", [1, 5, 20]),
+        ("delay_s=0.5", [0.5]),
+    ],
+)
+def test_a_sweep_is_written_in_three_ways(text: str, values: list[float]) -> None:
+    assert sweep_values(text)[1] == values
+
+
+@pytest.mark.parametrize(
+    "text", ["lookahead", "lookahead=", "=5", "lookahead=9..5", "lookahead=0..5", "lookahead=a..b"]
+)
+def test_a_sweep_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"expected key=from..to"):
+        sweep_values(text)
+
+
+def test_a_key_that_no_model_has_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigurationError, match=r"has a key 'lookback'.*lookahead"):
+        sweep(EQUAL, ["bsp", "asp"], "lookback", [1.0])
+
+
+def test_several_models_in_one_text() -> None:
+    text = "bsp,ssp:staleness=3,execution=lazy,spec-sync:base=ssp,staleness=4,bsp@0,asp@epoch:5,asp"
+    assert read_syncs(text) == [
+        "bsp",
+        "ssp:staleness=3,execution=lazy",
+        "spec-sync:base=ssp,staleness=4",
+        "bsp@0,asp@epoch:5",
+        "asp",
+    ]
+    assert read_syncs("all") == list(EVERY_MODEL)
+    with pytest.raises(ConfigurationError, match="unknown sync model 'asb'"):
+        read_syncs("bsp,asb")
+
+
+def test_a_cluster_in_one_line() -> None:
+    assert describe(STRAGGLER) == "4 workers (3 at 1 s, 1 at 3 s); 2 servers"
+
+
+# -- advice ----------------------------------------------------------------------------------------------------
+
+
+def saved(tmp_path: Path, cluster: Cluster, sync: str = "bsp") -> Path:
+    return simulate(cluster, sync, iterations=60).save(tmp_path / "run")
+
+
+def test_what_a_run_recorded_is_the_cluster_that_it_ran_on(tmp_path: Path) -> None:
+    cluster = read_cluster_of_run(saved(tmp_path, STRAGGLER))
+    assert cluster.workers == 4
+    for worker in range(4):
+        sample = STRAGGLER.compute(worker).sampler(0, worker, 0)
+        expected = [round(sample(k, 0.0), 9) for k in range(60)]
+        recorded = cluster.compute(worker).sampler(0)
+        assert [round(recorded(k, 0.0), 9) for k in range(60)] == expected
+        assert cluster.latency(worker, to_server=True).typical_s == pytest.approx(0.01)
+        assert cluster.latency(worker, to_server=False).typical_s == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp", "spec-sync:abort_time_s=0.3,abort_rate=0"])
+def test_a_run_is_predicted_from_what_another_one_recorded(tmp_path: Path, sync: str) -> None:
+    cluster = read_cluster_of_run(saved(tmp_path, STRAGGLER, sync))
+    for other in ("ssp:staleness=2", "elastic-bsp:lookahead=5"):
+        truth = simulate(STRAGGLER, other, iterations=60)
+        predicted = simulate(cluster, other, iterations=60)
+        assert predicted.time_s == pytest.approx(truth.time_s, rel=0.01)
+        assert predicted.measures.mean_staleness == pytest.approx(truth.measures.mean_staleness, rel=0.03)
+
+
+def test_with_a_straggler_something_faster_is_advised_with_its_command(tmp_path: Path) -> None:
+    report = advise(saved(tmp_path, STRAGGLER))
+    assert report.simulated_updates_per_s == pytest.approx(report.measured_updates_per_s, rel=0.02)
+    assert [advice.sync for advice in report.advice] == ["bsp", "elastic-bsp:lookahead=15", "asp"]
+    assert "times the gradients of bsp" in report.advice[1].reason
+    assert report.advice[1].command == (
+        "paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 SCRIPT"
+    )
+
+
+def test_where_machines_are_equal_bsp_is_advised(tmp_path: Path) -> None:
+    report = advise(saved(tmp_path, EQUAL))
+    assert [advice.sync for advice in report.advice] == ["bsp"]
+
+
+def test_a_model_that_such_a_job_cannot_have_is_left_out(tmp_path: Path) -> None:
+    report = advise(saved(tmp_path, EQUAL), ["drop-stragglers:quorum=9", "asp"])
+    assert {row.sync for row in report.rows} == {"bsp", "asp"}
+
+
+# -- the commands ----------------------------------------------------------------------------------------------
+
+FILE = """
+servers = 2
+[[workers]]
+count = 3
+compute = "1 s"
+jitter = "10 %"
+[[workers]]
+compute = "3 s"
+"""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of a command."""
+    monkeypatch.setattr("sys.argv", ["paceline", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_simulate_prints_a_ranking_and_leaves_figures_and_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text(FILE)
+    out = tmp_path / "out"
+    arguments = ["--sync", "bsp,ssp:staleness=3,asp", "--iterations", "20", "--out", str(out)]
+    assert run(monkeypatch, "simulate", str(tmp_path / "mine.toml"), *arguments) == 0
+    printed = capsys.readouterr().out
+    assert "mine" in printed
+    assert max(map(len, printed.splitlines()[:-1])) <= 80
+    assert printed.index("asp") < printed.index("ssp: staleness=3") < printed.index("bsp")
+    assert {path.name for path in out.iterdir()} == {"ranking.json", "ranking.png", "timelines.png"}
+    assert json.loads((out / "ranking.json").read_text())[0]["sync"] == "asp"
+
+
+def test_simulate_sweeps_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text(FILE)
+    arguments = [
+        "--sync",
+        "ssp",
+        "--sweep",
+        "staleness=1..4",
+        "--iterations",
+        "10",
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+    ]
+    assert run(monkeypatch, "simulate", str(tmp_path / "mine.toml"), *arguments) == 0
+    assert [row["sync"] for row in json.loads(capsys.readouterr().out)] == [
+        "ssp:staleness=1",
+        "ssp:staleness=2",
+        "ssp:staleness=4",
+    ]
+    assert (tmp_path / "out" / "sweep.png").stat().st_size > 10_000
+
+
+def test_advise_prints_a_reason_and_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path, STRAGGLER)
+    assert run(monkeypatch, "advise", str(folder), "--sync", "bsp,asp") == 0
+    printed = capsys.readouterr().out
+    assert "--sync asp SCRIPT" in printed
+    assert "the run itself (bsp)" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["simulate", "nowhere"], "the cluster file nowhere cannot be read"),
+        (["simulate", "spec-sync-1", "--sync", "asb"], "unknown sync model 'asb'"),
+        (["simulate", "spec-sync-1", "--sweep", "x"], "sweep is 'x'"),
+        (
+            ["simulate", "spec-sync-1", "--sync", "drop-stragglers:quorum=99"],
+            "quorum is 99, but there are 40",
+        ),
+        (["advise", "nowhere"], "nowhere holds no finished run"),
+    ],
+)
+def test_bad_input_ends_with_2_and_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, *arguments) == 2
+    assert reason in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kept.txt").write_text("mine")
+    assert run(monkeypatch, "simulate", "spec-sync-1", "--out", str(tmp_path)) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
