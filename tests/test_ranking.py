@@ -265,3 +265,49 @@ def test_a_folder_that_holds_something_is_refused_before_anything_runs(
     assert run(monkeypatch, "simulate", "spec-sync-1", "--out", str(tmp_path)) == 2
     assert "not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+SCRIPT = """
+import sys
+import torch, paceline
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+x = torch.randn(32, 4)
+y = x.sum(1, keepdim=True)
+for _ in range(int(sys.argv[1])):
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+print("worker", paceline.worker_index())
+"""
+
+
+def test_simulate_trains_a_script_under_each_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text(FILE)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    out = tmp_path / "out"
+    arguments = ["--script", f"{tmp_path / 'train.py'} 30", "--sync", "bsp,asp", "--out", str(out)]
+    assert run(monkeypatch, "simulate", str(tmp_path / "mine.toml"), *arguments) == 0
+    assert "bsp's last loss" in capsys.readouterr().out
+    assert {"training.json", "training.png", "script-0.log", "script-1.log"} == {
+        path.name for path in out.iterdir()
+    }
+    assert sorted((out / "script-0.log").read_text().splitlines()) == [f"worker {w}" for w in range(4)]
+    bsp, asp = json.loads((out / "training.json").read_text())
+    assert bsp["final_loss"] < 0.3 * bsp["curve"][0][1]
+    assert asp["figures"]["mean_staleness"] > 0 == bsp["figures"]["mean_staleness"]
+
+
+def test_a_script_that_fails_is_shown_with_its_own_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('no such data')")
+    arguments = ["--script", str(tmp_path / "train.py"), "--sync", "bsp", "--out", str(tmp_path / "out")]
+    assert run(monkeypatch, "simulate", "elastic-bsp", *arguments) == 1
+    assert "worker 0 failed: ValueError: no such data" in capsys.readouterr().err

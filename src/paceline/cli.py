@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -527,6 +527,16 @@ def simulate(
             show_default=False,
         ),
     ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option(
+            "--script",
+            metavar="'train.py ARGS'",
+            help="Train instead: run this script, as paceline run would, in virtual time under each model, and "
+            "compare the losses.",
+            show_default=False,
+        ),
+    ] = None,
     shards: Annotated[
         int | None,
         typer.Option("--shards", min=1, help="How many. Default: one for each server.", show_default=False),
@@ -547,10 +557,17 @@ def simulate(
 
     paceline simulate cluster.toml --sync bsp,ssp:staleness=3,elastic-bsp
     """
+    import shlex
+
     import msgspec
 
     from .workloads import ranking, rehearsal
 
+    if sweep is not None and script is not None:
+        raise ConfigurationError("--sweep and --script are two commands; give one of them.")
+    path, *arguments = shlex.split(script) if script is not None else [""]
+    if script is not None and not Path(path).is_file():
+        raise ConfigurationError(f"the script {path!r} is not a file; give the path of a Python file.")
     machines = rehearsal.load_cluster(cluster)
     syncs = ranking.read_syncs(sync)
     swept = ranking.sweep_values(sweep) if sweep is not None else None
@@ -559,7 +576,22 @@ def simulate(
     folder = rehearsal.new_folder(out)
     console = Console(quiet=as_json)
     with _interruptible("nothing has been kept, and nothing is left running"), _counting() as tell:
-        if swept is None:
+        rows: Sequence[object]
+        if script is not None:
+            from .workloads.rehearsal_training import train_and_compare
+
+            rows = train_and_compare(
+                machines,
+                syncs,
+                Path(path),
+                arguments,
+                seed=seed,
+                shards=shards,
+                out=folder,
+                console=console,
+                tell=tell,
+            )
+        elif swept is None:
             rows = rehearsal.compare(
                 machines,
                 syncs,

@@ -70,7 +70,8 @@ class Cluster:
         servers: how many.
         latency_s: of every message, a number of seconds or a distribution.
         bandwidth_bps: of every machine's card, bits per second in each direction.
-        size_bytes: of the parameters; a gradient has as many. Without a bandwidth it costs nothing.
+        size_bytes: of the parameters, and of a gradient; without a bandwidth it costs nothing. 0, where something is
+            trained, for the size of what that is; otherwise it stands for a larger network.
         presence: worker -> when it is there, for those that are not there all the time.
         links: worker -> how it is connected, for those that are connected otherwise.
         name: for titles.

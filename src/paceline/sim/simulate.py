@@ -118,6 +118,8 @@ def simulate(
         recorders = _Recorders(schedule, count, seed, meter, record, computed_by())
         real = training.make_shards(first, recorders.shards)
         sizes = [shard.bounds.size_bytes for shard in real]
+        if cluster.size_bytes:
+            sizes = [cluster.size_bytes * size // sum(sizes) for size in sizes]
         job = Job(
             cluster,
             schedule,
@@ -125,7 +127,7 @@ def simulate(
             sizes,
             seed,
             overlap=overlap == "shards",
-            keep_records=record,
+            keep_records=True,
             coordinator=recorders.job,
         )
         training.job = job

@@ -1,0 +1,54 @@
+"""Losses over virtual time, one curve per sync model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .canvas import COLOURS, DASHES, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["LossCurve", "loss_picture"]
+
+
+class LossCurve(msgspec.Struct, frozen=True):
+    """One curve: (virtual seconds, loss)."""
+
+    label: str
+    points: list[tuple[float, float]]
+
+
+def loss_picture(title: str, note: str, curves: Sequence[LossCurve]) -> Figure:
+    """All curves in one picture; the loss axis is logarithmic where losses fall far.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    figure = new_figure(10.0, 5.2)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    axes = figure.subplots()
+    axes.set_title(note, fontsize=9.5)
+    for number, curve in enumerate(curves):
+        axes.plot(
+            [time_s for time_s, _ in curve.points],
+            [loss for _, loss in curve.points],
+            color=COLOURS[number % len(COLOURS)],
+            linestyle=DASHES[number // len(COLOURS) % len(DASHES)],
+            linewidth=1.7,
+            label=curve.label,
+        )
+    losses = [loss for curve in curves for _, loss in curve.points if loss > 0]
+    if losses and max(losses) > 20 * min(losses):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("virtual seconds")
+    axes.set_ylabel("training loss")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=True, fontsize=9)
+    return figure
