@@ -25,11 +25,11 @@ check: $(READY)  ## linter and type checker
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: check  ## linter, type checker, all tests
-	$(BIN)/python -m pytest
+test: check  ## linter, type checker, all tests, two files at once (about 6 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check-models: $(READY)  ## every interleaving of 3 workers, 2 shards, 4 iterations under every sync model (long; prints how far it is)
-	PACELINE_CHECK_MODELS=1 $(BIN)/python -m pytest -s tests/sync/test_exhaustive.py
+	PACELINE_CHECK_MODELS=1 $(BIN)/python -m pytest -s tests/zipline/test_methods.py tests/sync/test_properties.py tests/sync/test_exhaustive.py
 
 stress: $(READY)  ## 100,000 pulls under concurrent pushes on each transport, a million small steps (about half an hour)
 	PACELINE_STRESS=1 $(BIN)/python -m pytest -s tests/test_stress.py

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import gc
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,41 @@ from paceline.runtime.reader import Reader
 from paceline.runtime.server import Server
 from paceline.runtime.worker import WorkerSession
 from paceline.trace import Trace
+
+LONG_FILES = (
+    "test_live.py",
+    "test_training.py",
+    "test_exhaustive.py",
+    "test_transport_bench.py",
+    "test_sync_live.py",
+    "test_overlap_bench.py",
+    "test_demo.py",
+    "test_cli.py",
+    "test_stress.py",
+    "test_properties.py",
+    "test_zipline_bench.py",
+    "test_namespaces.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files come first, so that of several that are tested at once none ends long after the others."""
+    place = {name: index for index, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: the garbage collector need not look at all of it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def machines_alone() -> Iterator[None]:
+    """No other test makes machines out of namespaces meanwhile: whoever does removes what the killed have left."""
+    with Path(tempfile.gettempdir(), "paceline-tests-machines.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @dataclass

@@ -25,7 +25,7 @@ from paceline.errors import RunFailedError
 from paceline.measures import measure
 from paceline.runtime.job import JOB_VARIABLE, Place
 from paceline.sync.actions import ApplyMean, PublishPlan
-from paceline.trace import Trace, replay
+from paceline.trace import replay
 
 pytestmark = [
     pytest.mark.processes,
@@ -36,9 +36,8 @@ MARK = (
     "PACELINE_TEST_MARK"  # an environment variable by which a test recognises the processes that it started
 )
 DEADLINE_S = 120.0  # a safety net: nothing here waits that long unless something hangs
-MODELS = ("bsp", "ssp:staleness=3", "asp", "elastic-bsp:lookahead=5")
+SYNC = "elastic-bsp:lookahead=5"
 STEPS = 24
-PACE = (0.03, 0.03, 0.09)
 
 # A module that can be imported by the launcher and by its workers.
 WORKOUT = """
@@ -224,110 +223,74 @@ def meanwhile(act: Callable[[], None]) -> Iterator[None]:
         raise errors[0]
 
 
-# -- one run of each sync model ------------------------------------------------------------------------------
+# -- one run, looked at from all sides -----------------------------------------------------------------------
 
-RunOf = Callable[[str], paceline.RunResult]
-
-
-@pytest.fixture(scope="module")
-def left_open() -> dict[str, list[object]]:
-    """Sync model -> the descriptors and threads that this process has more after its launch than before."""
-    return {}
+TheRun = Callable[[], paceline.RunResult]
 
 
 @pytest.fixture(scope="module")
-def run_of(tmp_path_factory: pytest.TempPathFactory, left_open: dict[str, list[object]]) -> RunOf:
-    """run_of(sync): a run of three workers, one three times slower than the others; made once for each model."""
-    made: dict[str, paceline.RunResult] = {}
+def left_open() -> list[object]:
+    """The descriptors and threads that this process has more after the launch than before."""
+    return []
 
-    def run(sync: str) -> paceline.RunResult:
-        if sync not in made:
+
+@pytest.fixture(scope="module")
+def the_run(tmp_path_factory: pytest.TempPathFactory, left_open: list[object]) -> TheRun:
+    """the_run(): a run of two workers, one three times slower than the other; made once."""
+    made: list[paceline.RunResult] = []
+
+    def run() -> paceline.RunResult:
+        if not made:
             open_before, threads_before = descriptors(), threading.enumerate()
-            made[sync] = paceline.launch(
+            result = paceline.launch(
                 train(),
                 args=(STEPS,),
-                workers=3,
-                servers=2 if sync in ("bsp", "elastic-bsp:lookahead=5") else 1,
-                transport="tcp" if sync == "asp" else "auto",
-                sync=sync,
-                pace=PACE,
-                run_dir=tmp_path_factory.mktemp("runs") / sync.partition(":")[0],
+                workers=2,
+                servers=2,
+                sync=SYNC,
+                pace=(0.03, 0.09),
+                run_dir=tmp_path_factory.mktemp("runs") / "run",
                 progress=False,
                 snapshot_every_s=0.1,
             )
-            left_open[sync] = [
-                *(descriptors().items() - open_before.items()),
-                *(thread for thread in threading.enumerate() if thread not in threads_before),
-            ]
-        return made[sync]
+            made.append(result)
+            left_open.extend(descriptors().items() - open_before.items())
+            left_open.extend(thread for thread in threading.enumerate() if thread not in threads_before)
+        return made[0]
 
     return run
 
 
-def shards_of(result: paceline.RunResult) -> list[Trace]:
-    return [trace for trace in result.trace if trace.header.host == "shard"]
+def test_a_live_trace_replays_to_identical_actions(the_run: TheRun) -> None:
+    result = the_run()
 
-
-@pytest.mark.parametrize("sync", MODELS)
-def test_a_live_trace_replays_to_identical_actions(sync: str, run_of: RunOf) -> None:
-    result = run_of(sync)
-
-    shards = 2 if sync in ("bsp", "elastic-bsp:lookahead=5") else 1
     hosts = [(trace.header.host, trace.header.index) for trace in result.trace]
-    assert hosts == [*(("shard", index) for index in range(shards)), ("coordinator", 0)]
+    assert hosts == [("shard", 0), ("shard", 1), ("coordinator", 0)]
     for trace in result.trace:
-        assert trace.header.sync == sync
-        assert trace.header.emulated == "least seconds per iteration 0.03, 0.03, 0.09"
+        assert trace.header.sync == SYNC
+        assert trace.header.emulated == "least seconds per iteration 0.03, 0.09"
         assert not [entry for entry in trace.entries if entry.refused]
         assert replay(trace) == []
 
 
-def test_a_trace_names_its_sync_model_as_the_command_line_does(run_of: RunOf) -> None:
-    for sync in MODELS:
-        for trace in run_of(sync).trace:
-            assert trace.header.sync == sync
-
-
-@pytest.mark.parametrize("sync", MODELS)
-def test_every_worker_trains_to_its_end_and_the_summary_says_so(sync: str, run_of: RunOf) -> None:
-    result = run_of(sync)
+def test_every_worker_trains_to_its_end_and_the_summary_says_so(the_run: TheRun) -> None:
+    result = the_run()
 
     assert json.loads((result.run_dir / "summary.json").read_text()) == result.summary
-    assert result.summary["sync"] == sync
-    assert result.summary["workers"] == 3
+    assert result.summary["sync"] == SYNC
+    assert result.summary["workers"] == 2
     assert result.summary["lost_workers"] == []
-    assert result.summary["iterations"] == {"0": STEPS, "1": STEPS, "2": STEPS}
-    assert result.summary["emulated"] == "least seconds per iteration 0.03, 0.03, 0.09"
+    assert result.summary["iterations"] == {"0": STEPS, "1": STEPS}
+    assert result.summary["emulated"] == "least seconds per iteration 0.03, 0.09"
     assert result.summary["dropped_pushes"] == 0
+    measures = measure([trace for trace in result.trace if trace.header.host == "shard"])
+    for figure in ("updates", "delayed_pulls", "max_gap", "max_staleness", "waiting_share"):
+        assert result.summary[figure] == getattr(measures, figure)
 
 
-def test_under_bsp_no_gradient_is_stale_and_nobody_runs_ahead(run_of: RunOf) -> None:
-    summary = run_of("bsp").summary
+def test_the_barrier_of_elastic_bsp_is_planned(the_run: TheRun) -> None:
+    *shards, coordinator = the_run().trace
 
-    assert summary["max_staleness"] == 0
-    assert summary["max_gap"] == 0
-    assert summary["updates"] == STEPS
-
-
-def test_under_ssp_3_the_fast_run_ahead_but_never_by_more_than_3(run_of: RunOf) -> None:
-    summary = run_of("ssp:staleness=3").summary
-
-    assert 1 <= summary["max_gap"] <= 3
-    assert summary["updates"] == 3 * STEPS
-
-
-def test_under_asp_nobody_waits(run_of: RunOf) -> None:
-    summary = run_of("asp").summary
-
-    assert summary["delayed_pulls"] == 0
-    assert summary["waiting_share"] == 0.0
-    assert summary["updates"] == 3 * STEPS
-
-
-def test_under_elastic_bsp_the_barrier_is_planned_and_costs_less_than_under_bsp(run_of: RunOf) -> None:
-    elastic, bsp = run_of("elastic-bsp:lookahead=5"), run_of("bsp")
-
-    [coordinator] = [trace for trace in elastic.trace if trace.header.host == "coordinator"]
     plans = [
         action.plan
         for entry in coordinator.entries
@@ -335,18 +298,13 @@ def test_under_elastic_bsp_the_barrier_is_planned_and_costs_less_than_under_bsp(
         if isinstance(action, PublishPlan)
     ]
     assert [plan.superstep for plan in plans] == list(range(len(plans)))
-    assert plans[0].members == (0, 1, 2)
-    for shard in shards_of(elastic):
+    assert plans[0].members == (0, 1)
+    for shard in shards:
         assert any(isinstance(action, ApplyMean) for entry in shard.entries for action in entry.actions)
-    assert measure(shards_of(elastic)).delayed_pulls < measure(shards_of(bsp)).delayed_pulls
-    assert elastic.summary["waiting_share"] < bsp.summary["waiting_share"]
 
 
-@pytest.mark.parametrize("sync", MODELS)
-def test_the_weights_file_loads_without_paceline_and_has_both_names_of_tied_weights(
-    sync: str, run_of: RunOf
-) -> None:
-    result = run_of(sync)
+def test_the_weights_file_loads_without_paceline_and_has_both_names_of_tied_weights(the_run: TheRun) -> None:
+    result = the_run()
     weights = safetensors.torch.load_file(result.run_dir / "weights.safetensors")
 
     model = importlib.import_module("workout").make()
@@ -359,8 +317,8 @@ def test_the_weights_file_loads_without_paceline_and_has_both_names_of_tied_weig
     assert torch.equal(weights["encoder.weight"], weights["decoder.weight"])
 
 
-def test_the_run_directory_holds_the_results_and_what_each_process_printed(run_of: RunOf) -> None:
-    run_dir = run_of("bsp").run_dir
+def test_the_run_directory_holds_the_results_and_what_each_process_printed(the_run: TheRun) -> None:
+    run_dir = the_run().run_dir
 
     assert sorted(path.name for path in run_dir.iterdir()) == [
         "server-0.log",
@@ -374,17 +332,15 @@ def test_the_run_directory_holds_the_results_and_what_each_process_printed(run_o
         "worker-0.log",
         "worker-1.jsonl",
         "worker-1.log",
-        "worker-2.jsonl",
-        "worker-2.log",
     ]
-    for worker in range(3):
-        assert (run_dir / f"worker-{worker}.log").read_text() == f"this is worker {worker} of 3\n"
+    for worker in range(2):
+        assert (run_dir / f"worker-{worker}.log").read_text() == f"this is worker {worker} of 2\n"
     for server in range(2):
         assert (run_dir / f"server-{server}.log").read_text() == ""
 
 
-def test_snapshots_are_taken_in_order_while_the_run_goes_on(run_of: RunOf) -> None:
-    result = run_of("bsp")
+def test_snapshots_are_taken_in_order_while_the_run_goes_on(the_run: TheRun) -> None:
+    result = the_run()
 
     times_s = [time_s for time_s, _ in result.snapshots]
     versions = [snapshot.versions for _, snapshot in result.snapshots]
@@ -394,13 +350,10 @@ def test_snapshots_are_taken_in_order_while_the_run_goes_on(run_of: RunOf) -> No
     assert all(snapshot.state_dict.keys() == result.state_dict.keys() for _, snapshot in result.snapshots)
 
 
-def test_several_launches_leave_no_descriptor_and_no_thread(
-    run_of: RunOf, left_open: dict[str, list[object]]
-) -> None:
-    for sync in MODELS:
-        run_of(sync)
+def test_a_launch_leaves_no_descriptor_and_no_thread(the_run: TheRun, left_open: list[object]) -> None:
+    the_run()
 
-    assert left_open == {sync: [] for sync in MODELS}
+    assert left_open == []
 
 
 # -- where the function comes from ---------------------------------------------------------------------------
@@ -437,7 +390,7 @@ def fit(steps):
         optimizer.step(closure)
 
 
-result = paceline.launch(fit, args=(5,), workers=2, servers=1, run_dir="run")
+result = paceline.launch(fit, args=(5,), workers=1, servers=1, run_dir="run")
 print(result.summary["updates"], sorted(result.state_dict))
 """
     )
@@ -456,14 +409,13 @@ print(result.summary["updates"], sorted(result.state_dict))
 # -- what fails ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync", ["bsp", "elastic-bsp:lookahead=5"])
-def test_the_others_finish_when_a_worker_is_killed(sync: str, tmp_path: Path) -> None:
+def test_the_others_finish_when_a_worker_is_killed(tmp_path: Path) -> None:
     result = paceline.launch(
         train(),
         args=(20, (1, 7)),
         workers=3,
         servers=1,
-        sync=sync,
+        sync=SYNC,
         pace=(0.01, 0.01, 0.03),
         run_dir=tmp_path / "run",
         progress=False,
@@ -521,12 +473,11 @@ import paceline
 import workout
 
 workout.train(5)
-if paceline.worker_index() == 1:
-    raise ValueError("the labels are missing")
+raise ValueError("the labels are missing")
 """
     )
     ended = run_program(
-        "-m", "paceline", "run", "--workers", "2", "--servers", "1", "--run-dir", "run", "wrong.py"
+        "-m", "paceline", "run", "--workers", "1", "--servers", "1", "--run-dir", "run", "wrong.py"
     )
 
     assert ended.returncode == 1
@@ -537,9 +488,9 @@ if paceline.worker_index() == 1:
     )  # the headline and the traceback's end
     lines = ended.stderr.splitlines()
     start = lines.index("Traceback (most recent call last):")
-    assert lines[start - 1] == "error: worker 1 failed: ValueError: the labels are missing"
+    assert lines[start - 1] == "error: worker 0 failed: ValueError: the labels are missing"
     assert "wrong.py" in lines[start + 1]
-    assert "line 7" in lines[start + 1]
+    assert "line 6" in lines[start + 1]
     assert "Traceback" not in ended.stdout
 
 
@@ -547,21 +498,21 @@ if paceline.worker_index() == 1:
 
 
 @contextlib.contextmanager
-def endless_run(mark: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def endless_run(mark: str, tmp_path: Path, workers: int) -> Iterator[subprocess.Popen[str]]:
     """`paceline run` of a script without an end, with all its processes in the middle of training."""
     (tmp_path / "endless.py").write_text(ENDLESS)
     with start_program(
-        *("-m", "paceline", "run", "--workers", "2", "--servers", "1", "--sync", "asp", "endless.py")
+        *("-m", "paceline", "run", "--workers", str(workers), "--servers", "1", "--sync", "asp", "endless.py")
     ) as launcher:
         try:
-            for worker in range(2):
+            for worker in range(workers):
                 await_that(
                     lambda worker=worker: (  # type: ignore[misc]
                         (tmp_path / f"progress-{worker}").exists() or launcher.poll() is not None
                     ),
                     f"worker {worker} trains",
                 )
-            expected = ["launcher", "server 0", "worker 0", "worker 1"]
+            expected = ["launcher", "server 0", *(f"worker {worker}" for worker in range(workers))]
             assert sorted(processes(mark)) == expected
             yield launcher
         finally:
@@ -570,7 +521,7 @@ def endless_run(mark: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_every_process_ends_when_the_launcher_is_killed(mark: str, tmp_path: Path) -> None:
-    with endless_run(mark, tmp_path) as launcher:
+    with endless_run(mark, tmp_path, workers=1) as launcher:
         launcher.kill()
         launcher.communicate(timeout=DEADLINE_S)
         await_that(lambda: not processes(mark), "all processes have ended with their launcher")
@@ -579,7 +530,7 @@ def test_every_process_ends_when_the_launcher_is_killed(mark: str, tmp_path: Pat
 
 
 def test_ctrl_c_ends_every_process_and_exits_with_130(mark: str, tmp_path: Path) -> None:
-    with endless_run(mark, tmp_path) as launcher:
+    with endless_run(mark, tmp_path, workers=2) as launcher:
         launcher.send_signal(signal.SIGINT)
         _, stderr = launcher.communicate(timeout=DEADLINE_S)
         assert processes(mark) == {}

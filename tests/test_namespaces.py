@@ -18,6 +18,7 @@ from paceline.engines.namespaces import Link, network, rate_bps, why_not
 from paceline.errors import ConfigurationError
 from paceline.runtime.job import make_job
 
+pytestmark = pytest.mark.usefixtures("machines_alone")
 needs_machines = pytest.mark.skipif(bool(why_not()), reason=f"machines out of namespaces need {why_not()}")
 DEADLINE_S = 60.0  # a safety net
 

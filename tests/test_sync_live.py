@@ -17,7 +17,7 @@ from torch import nn
 import paceline
 from paceline.data import distribute, worker_index
 from paceline.errors import ConfigurationError, RunFailedError
-from paceline.measures import measure
+from paceline.measures import Measures, measure
 from paceline.optim import DistributedOptimizer
 from paceline.runtime.records import read_records
 from paceline.sync import Conditions, PullState
@@ -63,7 +63,7 @@ def training(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(1.0)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
         for iteration in range(steps):
             meanwhile(iteration)
 
@@ -110,6 +110,49 @@ def test_every_model_runs_live_loses_no_push_and_replays_to_identical_actions(
         assert not [entry for entry in trace.entries if entry.refused]
     for trace in run.traces:
         assert replay(trace) == []
+
+
+# -- what the models are for --------------------------------------------------------------------------------
+
+
+def figures(run_on_threads: RunOnThreads, sync: str, transport: str = "auto") -> Measures:
+    """Of three workers, one three times slower than the others."""
+    pace = (0.02, 0.02, 0.06)
+    run = run_on_threads(training(), workers=3, servers=2, transport=transport, sync=sync, pace=pace)
+    for trace in run.traces:
+        assert trace.header.sync == sync
+        assert trace.header.emulated == "least seconds per iteration 0.02, 0.02, 0.06"
+        assert replay(trace) == []
+    measures = measure(run.shards)
+    assert measures.iterations == {0: STEPS, 1: STEPS, 2: STEPS}
+    assert measures.dropped_pushes == 0
+    return measures
+
+
+def test_under_bsp_no_gradient_is_stale_and_nobody_runs_ahead(run_on_threads: RunOnThreads) -> None:
+    found = figures(run_on_threads, "bsp")
+    assert found.max_staleness == 0
+    assert found.max_gap == 0
+    assert found.updates == STEPS
+
+
+def test_under_ssp_3_the_fast_run_ahead_but_never_by_more_than_3(run_on_threads: RunOnThreads) -> None:
+    found = figures(run_on_threads, "ssp:staleness=3")
+    assert 1 <= found.max_gap <= 3
+    assert found.updates == 3 * STEPS
+
+
+def test_under_asp_nobody_waits(run_on_threads: RunOnThreads) -> None:
+    found = figures(run_on_threads, "asp", transport="tcp")
+    assert found.delayed_pulls == 0
+    assert found.waiting_share == 0.0
+    assert found.updates == 3 * STEPS
+
+
+def test_the_barrier_of_elastic_bsp_costs_less_than_that_of_bsp(run_on_threads: RunOnThreads) -> None:
+    elastic, bsp = (figures(run_on_threads, sync) for sync in ("elastic-bsp:lookahead=5", "bsp"))
+    assert elastic.delayed_pulls < bsp.delayed_pulls
+    assert elastic.waiting_share < bsp.waiting_share
 
 
 # -- SpecSync ---------------------------------------------------------------------------------------------
@@ -251,7 +294,7 @@ def test_one_shard_can_change_alone(run_on_threads: RunOnThreads) -> None:
 def test_a_schedule_counts_epochs_by_what_distribute_gave(run_on_threads: RunOnThreads) -> None:
     def train() -> None:
         model = nn.Linear(1, 1)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
         items = torch.utils.data.TensorDataset(torch.ones(12, 1))
         part = distribute(torch.utils.data.DataLoader(items, batch_size=2))
         for _ in range(4):
@@ -361,7 +404,8 @@ def test_conditions_that_stall_everybody_end_the_run_with_a_report_of_who_waits_
         paceline.launch(
             training(5),
             workers=2,
-            servers=2,
+            servers=1,
+            shards=2,
             sync=Conditions(pull=lambda state: False, push=lambda state: False),
             run_dir=tmp_path / "run",
             progress=False,
@@ -399,9 +443,9 @@ def test_a_condition_from_the_users_own_module_runs_in_the_servers(tmp_path: Pat
         "paceline",
         "run",
         "--workers",
-        "2",
+        "1",
         "--servers",
-        "2",
+        "1",
         "--run-dir",
         "out",
     ]

@@ -463,16 +463,17 @@ def test_weights_larger_than_any_socket_buffer_arrive(run_on_threads: RunOnThrea
     assert relative_error(run.state_dict, alone(make, sgd, 2, workers=2)) <= 2e-4
 
 
-def test_a_model_of_thousands_of_parameters_trains(run_on_threads: RunOnThreads) -> None:
+def test_a_model_of_many_parameters_with_long_names_trains(run_on_threads: RunOnThreads) -> None:
     """Its description is larger than a socket's buffer."""
 
     class Many(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gains = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(4000))
+            long = "gain" * 100
+            self.gains = nn.ParameterDict({f"{long}{i}": nn.Parameter(torch.ones(2)) for i in range(1200)})
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x[:, :2] * torch.stack(list(self.gains)).mean(0)
+            return x[:, :2] * torch.stack(list(self.gains.values())).mean(0)
 
     make = seeded(Many)
     run = run_on_threads(training(make, sgd, 2), workers=2, servers=2)

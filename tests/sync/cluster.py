@@ -57,6 +57,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cache
 from hashlib import blake2b
 from itertools import permutations, product
 from typing import TypeVar
@@ -91,12 +92,15 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from paceline.sync.notation import notation, parse_shards
+from paceline.sync.notation import notation
+from paceline.sync.notation import parse_shards as read_shards
 
 from .cluster_rules import Admission, Key, Seen, Told, admission, more_ahead_than, nobody, stopped
 from .cluster_state import Coordinator, Interned, Message, Order, Pool, Renaming, Shard, State, Step, Worker
 
 __all__ = ["Cluster", "MustWait", "State", "more_ahead_than", "nobody", "stopped"]
+
+parse_shards = cache(read_shards)
 
 Item = TypeVar("Item")
 

@@ -46,7 +46,7 @@ def run(cluster: Cluster, seed: int) -> tuple[State, list[str]]:
     return state, story
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     workers=st.integers(1, 4),
     shards=st.integers(1, 3),
@@ -96,7 +96,7 @@ def test_without_losses_every_stopping_push_is_averaged_at_every_shard() -> None
     assert supersteps > 20  # a few for each seed: otherwise nothing has been shown
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     model=st.sampled_from(
         [

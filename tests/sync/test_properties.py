@@ -2,12 +2,15 @@
 
 The oracle is told nothing but the events, and works out from all of them, each time anew, who must wait and which
 updates the last event is due to bring about. What every model promises besides is checked in `world.py`.
+
+PACELINE_CHECK_MODELS=1 (`make check-models`) lives more of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -74,6 +77,8 @@ from paceline.sync.events import (
 from paceline.sync.notation import parse_shards
 
 from .world import Life
+
+LARGE = bool(os.environ.get("PACELINE_CHECK_MODELS"))
 
 Events = Sequence[AnyEvent]
 
@@ -633,7 +638,7 @@ def test_every_legal_life_agrees_with_the_oracle(sync: AnySyncModel, oracle: Ora
     run_state_machine_as_test(
         lambda: ShardLife(sync, oracle),  # type: ignore[arg-type]  # anything that makes one will do
         settings=settings(
-            max_examples=50,
+            max_examples=50 if LARGE else 20,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no failure
@@ -1007,7 +1012,7 @@ def test_a_job_goes_on_through_all_changes_of_its_model() -> None:
     run_state_machine_as_test(
         JobLife,
         settings=settings(
-            max_examples=100,
+            max_examples=100 if LARGE else 40,
             stateful_step_count=60,
             derandomize=True,
             deadline=None,
@@ -1061,5 +1066,5 @@ def live_at_random(seed: int) -> None:
 
 
 def test_a_job_goes_on_whatever_happens() -> None:
-    for seed in range(1000):
+    for seed in range(1000 if LARGE else 300):
         live_at_random(seed)

@@ -456,7 +456,9 @@ def test_what_cannot_be_found_here_is_refused_before_anything_starts(name: str, 
             sync.at_shard()
 
 
-@pytest.mark.parametrize("condition", [7, None, True, [near], {"pull": near}], ids=repr)
+@pytest.mark.parametrize(
+    "condition", [7, None, True, [near], {"pull": near}], ids=lambda value: type(value).__name__
+)
 def test_what_is_no_function_is_refused(condition: object) -> None:
     with pytest.raises(
         ConfigurationError, match=r"conditions: pull is .*expected a function of one argument"
