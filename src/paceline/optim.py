@@ -191,9 +191,9 @@ class Trained:
     ) -> None:
         self._parameters = parameters
         self._scale = scale
-        names = {id(parameter): _names_of(model, parameter) for parameter in parameters}
+        names = _names(model)
         for index, parameter in enumerate(parameters):
-            if not names[id(parameter)]:
+            if id(parameter) not in names:
                 raise ConfigurationError(
                     f"The optimizer's parameter {index}, of shape {list(parameter.shape)}, is not one of the model's."
                 )
@@ -204,7 +204,7 @@ class Trained:
         self.layout = Layout.of(
             [Parameter(names[id(p)], tuple(p.shape), _dtype_name(p.dtype)) for p in parameters]
         )
-        self._buffers = Buffers(model, set(names))
+        self._buffers = Buffers(model, set(map(id, parameters)))
         self.buffer_specs = self._buffers.specs
         self._weights: list[torch.Tensor] = []  # for each parameter, its place in the flat vectors
         self._gradients: Gradients | None = None  # from the beginning of a run
@@ -261,7 +261,7 @@ class Trained:
 
     def describe(self, parameter: torch.Tensor) -> str:
         """A parameter's name in the model, or its shape if it is not the model's."""
-        names = _names_of(self._model, parameter)
+        names = _names(self._model).get(id(parameter))
         return repr(names[0]) if names else f"a tensor of shape {list(parameter.shape)}"
 
     def compute(self, session: Session, closure: Callable[[], Any]) -> Any:
@@ -509,8 +509,12 @@ def _parameters_of(module: nn.Module) -> set[int]:
         return set()
 
 
-def _names_of(model: nn.Module, parameter: torch.Tensor) -> tuple[str, ...]:
-    return tuple(name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter)
+def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """The id of each parameter of a model -> its names."""
+    names: dict[int, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)] = (*names.get(id(parameter), ()), name)
+    return names
 
 
 def _norm(vectors: Vectors) -> float:

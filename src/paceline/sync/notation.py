@@ -6,6 +6,7 @@ model|model|...               one for each shard
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import get_args
 
@@ -45,6 +46,7 @@ AnySyncModel = (
 MODELS: dict[str, type[AnySyncModel]] = {model.name: model for model in get_args(AnySyncModel)}
 
 
+@functools.cache
 def parse(text: str) -> AnySyncModel:
     """Read `name:key=value,key=value`. What a model takes for its base may follow its own keys.
 
