@@ -43,8 +43,9 @@ bench-overlap: $(READY)  ## compare overlap synchronization and even slicing wit
 tune: $(READY)  ## find each sync model's best learning rate and momentum for the demo (about 45 minutes)
 	$(BIN)/paceline demo --tune
 
-docs: $(READY)  ## regenerate the page on sync models with its pictures, run the examples in the documentation
+docs: $(READY)  ## regenerate what is generated in the documentation, pictures above all, and run its examples
 	$(BIN)/python docs/make_sync_models.py
+	$(BIN)/python docs/make_rehearse.py
 	$(BIN)/python -m pytest docs README.md
 
 clean:  ## remove the environment and caches

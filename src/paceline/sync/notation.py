@@ -46,7 +46,7 @@ AnySyncModel = (
 MODELS: dict[str, type[AnySyncModel]] = {model.name: model for model in get_args(AnySyncModel)}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def parse(text: str) -> AnySyncModel:
     """Read `name:key=value,key=value`. What a model takes for its base may follow its own keys.
 

@@ -1,0 +1,65 @@
+"""Draws the pictures of `docs/rehearse.md`: `python docs/make_rehearse.py`. Takes about half a minute."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from paceline.workloads.ranking import EVERY_MODEL
+from paceline.workloads.rehearsal import compare, explore, load_cluster
+from paceline.workloads.rehearsal_training import train_and_compare
+
+HERE = Path(__file__).parent
+PICTURES = HERE / "pictures"
+CLUSTER = HERE.parent / "examples" / "cluster.toml"
+SCRIPT = HERE.parent / "examples" / "digits.py"
+TRAINED = ("bsp", "asp", "ssp:staleness=3", "elastic-bsp:lookahead=15")
+LOOKAHEADS = (5, 10, 20, 40, 80, 160, 320, 480)
+
+
+def quiet(done: int, of: int, what: str) -> None:
+    """Says nothing."""
+
+
+def main() -> int:
+    """Draw all of them, as the commands on the page do."""
+    cluster, console = load_cluster(str(CLUSTER)), Console(quiet=True)
+    with TemporaryDirectory() as folder:
+        out = Path(folder)
+        compare(
+            cluster, EVERY_MODEL, iterations=100, seed=0, shards=None, out=out, console=console, tell=quiet
+        )
+        explore(
+            cluster,
+            ["elastic-bsp"],
+            "lookahead",
+            LOOKAHEADS,
+            iterations=100,
+            seed=0,
+            shards=None,
+            out=out,
+            console=console,
+            tell=quiet,
+        )
+        train_and_compare(
+            cluster,
+            TRAINED,
+            SCRIPT,
+            ["--epochs", "5"],
+            seed=0,
+            shards=None,
+            out=out,
+            console=console,
+            tell=quiet,
+        )
+        for name in ("ranking", "sweep", "training"):
+            shutil.copy(out / f"{name}.png", PICTURES / f"rehearse-{name}.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

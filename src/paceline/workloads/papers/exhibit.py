@@ -1,0 +1,83 @@
+"""What a reproduced table or figure is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich import box
+from rich.table import Table
+
+from ..zipline_bench import Tell
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Exhibit", "Made", "Options", "beside"]
+
+
+class Options(msgspec.Struct, frozen=True):
+    """How much to do.
+
+    Attributes:
+        quick: as little as shows that it works: for a first look, not for figures.
+        seeds: medians over so many runs, where the paper has several.
+    """
+
+    quick: bool = False
+    seeds: int = 3
+
+
+class Made(msgspec.Struct, frozen=True):
+    """What came out.
+
+    Attributes:
+        tables: the paper's numbers beside ours.
+        figure: draws the plot; matplotlib is loaded only then.
+        data: the numbers of the figure, plain, to be kept as JSON.
+        notes: what was found, in sentences.
+    """
+
+    tables: Sequence[Table]
+    figure: Callable[[], Figure]
+    data: Any
+    notes: Sequence[str] = ()
+
+
+class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
+    """One table or figure of a paper.
+
+    Attributes:
+        name: on the command line.
+        source: paper and number.
+        title: what it shows, in a line.
+        differs: what differs from the paper, network and data first of all.
+        minutes: about how long it takes.
+        make: makes it.
+    """
+
+    name: str
+    source: str
+    title: str
+    differs: str
+    minutes: float
+    make: Callable[[Options, Tell], Made]
+
+
+def beside(title: str, rows: Mapping[str, Sequence[tuple[str, str]]], columns: Sequence[str]) -> Table:
+    """A table with two figures in each place: the paper's and ours.
+
+    Args:
+        title: above it.
+        rows: label -> for each column (the paper's, ours); "-" for what there is none of.
+        columns: their headings.
+    """
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for heading in columns:
+        table.add_column(f"{heading}\npaper", justify="right", no_wrap=True)
+        table.add_column("\nours", justify="right", no_wrap=True)
+    for label, pairs in rows.items():
+        table.add_row(label, *(cell for pair in pairs for cell in pair))
+    return table
