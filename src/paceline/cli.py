@@ -573,7 +573,7 @@ def simulate(
     swept = ranking.sweep_values(sweep) if sweep is not None else None
     asked = syncs if swept is None else [name for _, name in ranking.variants(syncs, *swept)]
     ranking.require_runnable(machines, asked, shards)
-    folder = rehearsal.new_folder(out)
+    folder = rehearsal.new_folder(out, "simulate")
     console = Console(quiet=as_json)
     with _interruptible("nothing has been kept, and nothing is left running"), _counting() as tell:
         rows: Sequence[object]
@@ -651,6 +651,51 @@ def advise(
         print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
     else:
         advising.show(report, read_cluster_of_run(run_dir), Console())
+
+
+@app.command()
+def paper(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Which tables and figures: zipline-table3, fluentps-fig9, ..., or all.", show_default=False
+        ),
+    ] = None,
+    every: Annotated[bool, typer.Option("--list", help="List those there are.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="As little as shows that it works; not for figures.")
+    ] = False,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Medians over so many runs.")] = 3,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Where plots and numbers go. Default: a new directory under ./runs.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Make tables and figures of the papers anew, beside the papers' own numbers.
+
+    paceline paper fluentps-fig9 specsync-fig3
+    """
+    from .workloads.papers.exhibit import Options
+    from .workloads.papers.show import chosen, list_table, make
+    from .workloads.rehearsal import new_folder
+    from .workloads.zipline_tables import shown_progress
+
+    if every or not names:
+        Console().print(list_table())
+        return
+    exhibits = chosen(names)
+    folder = new_folder(out, "paper")
+    errors = Console(stderr=True)
+    errors.print(f"about {max(1.0, sum(exhibit.minutes for exhibit in exhibits)):.0f} min on two cores")
+    for exhibit in exhibits:
+        with _interruptible("what was made until now is kept"), shown_progress(errors) as tell:
+            make(exhibit, Options(quick=quick, seeds=seeds), folder, Console(), tell)
+    print(f"plots and numbers: {folder}")
 
 
 @app.command()

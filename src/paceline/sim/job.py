@@ -32,7 +32,7 @@ from ..sync.events import (
     WorkerLost,
 )
 from ..sync.following import Flags, Request, WorkerSync
-from ..sync.notation import notation
+from ..sync.notation import notation, parse_shards
 from ..sync.schedule import Schedule
 from ..trace import Entry, EntryRecorder
 from .cluster import Cluster, Presence
@@ -40,9 +40,12 @@ from .kernel import SECOND_NS, TIMER, Kernel, nanoseconds
 from .network import Card, Connection
 from .times import Constant, Distribution, Sample
 
-__all__ = ["Bytes", "Driver", "Job"]
+__all__ = ["Driver", "Job"]
 
 HEADER_BYTES = 64  # of any message: about what the live ones have
+
+KINDS = ("push", "pull", "pull again", "control")
+"""Of messages: the third are answers after a restart, the last all small ones."""
 
 COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES = range(4)
 """What a worker's draws are for: the last part of their key but one."""
@@ -68,10 +71,6 @@ class Driver(Protocol):
 
     def lost(self, worker: int) -> None:
         """It is gone; nothing more that it does counts."""
-
-
-class Bytes(dict[str, int]):
-    """What was sent, by kind: "push", "pull", "pull again" (after a restart) and "control" (all small messages)."""
 
 
 class _Worker:
@@ -160,7 +159,7 @@ class Job:
     ) -> None:
         self.kernel = Kernel()
         self.shards = shards
-        self.bytes_sent = Bytes.fromkeys(("push", "pull", "pull again", "control"), 0)
+        self.bytes_sent = dict.fromkeys(KINDS, 0)
         self._cluster = cluster
         self._schedule = schedule
         self._shard_bytes = shard_bytes
@@ -324,7 +323,8 @@ class Job:
             change=self._sync.changes,
         )
         its.sync = WorkerSync(self._schedule, len(self.shards))
-        its.sync.iteration = iteration
+        in_force = self._sync.sync  # "" if nobody knows: then a change will tell
+        its.sync.join(iteration, parse_shards(in_force) if in_force else self._schedule.first)
         its.present, its.begun_s = True, now_s
         its.dropped_s = its.restarted = None
         self._present.add(worker)

@@ -68,6 +68,11 @@ class WorkerSync:
         self._progress: int | None = None  # the latest round that a shard has told it to go on from
         self._follow(schedule.first)
 
+    def join(self, iteration: int, models: Sequence[AnySyncModel]) -> None:
+        """Join a job that goes on already: with this iteration, under the models in force."""
+        self.iteration = iteration
+        self._follow(models)
+
     # -- what it hears ------------------------------------------------------------------------------------
 
     def plan(self, stop: Stop, iteration: int) -> None:

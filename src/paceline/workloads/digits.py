@@ -49,7 +49,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         learning_rate: of SGD.
         momentum: of SGD; 0 for none.
         batch_size: images per worker and iteration.
-        duration_s: it goes on with pass after pass over its part until so many seconds have gone by.
+        duration_s: it goes on with pass after pass over its part until so many seconds have gone by; infinity, where
+            that is not what ends it.
+        iterations: or until it has done so many.
         seed: of the initial weights, which are the same in all workers.
     """
 
@@ -58,6 +60,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     duration_s: float
     seed: int
+    iterations: int | None = None
 
 
 class DigitsNet(nn.Sequential):
@@ -111,7 +114,8 @@ def train(digits: Digits, recipe: Recipe) -> None:
     images = TensorDataset(digits.train_images, digits.train_labels)
     part = distribute(DataLoader(images, recipe.batch_size, shuffle=True, drop_last=True))
     begun_s: float | None = None
-    for x, y in itertools.chain.from_iterable(itertools.repeat(part)):
+    batches = itertools.chain.from_iterable(itertools.repeat(part))
+    for x, y in itertools.islice(batches, recipe.iterations):
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
             optimizer.zero_grad()

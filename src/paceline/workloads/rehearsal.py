@@ -50,7 +50,7 @@ def describe(cluster: Cluster) -> str:
     return "; ".join(parts)
 
 
-def new_folder(out: Path | None) -> Path:
+def new_folder(out: Path | None, what: str) -> Path:
     """Where pictures and figures go: a folder that is empty or new; by default, a new one under ./runs.
 
     Raises:
@@ -58,7 +58,7 @@ def new_folder(out: Path | None) -> Path:
     """
     new_figure(1.0, 1.0)  # refused here, if it cannot be drawn
     if out is None:
-        stamp = time.strftime("simulate-%Y%m%d-%H%M%S")
+        stamp = time.strftime(f"{what}-%Y%m%d-%H%M%S")
         out = next(
             folder
             for number in itertools.count(1)

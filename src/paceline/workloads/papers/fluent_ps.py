@@ -38,7 +38,9 @@ def resnet_56() -> Layout:
             for number, entering in enumerate((before, width)):
                 name = f"stage{stage}.{block}.conv{number}"
                 parameters.append(Parameter((name,), (width, entering, 3, 3), "float32"))
-                parameters += [Parameter((f"{name}.{part}",), (width,), "float32") for part in ("gamma", "beta")]
+                parameters += [
+                    Parameter((f"{name}.{part}",), (width,), "float32") for part in ("gamma", "beta")
+                ]
             before = width
     parameters += [Parameter(("fc",), (10, 64), "float32"), Parameter(("fc.bias",), (10,), "float32")]
     return Layout.of(parameters)
@@ -122,8 +124,12 @@ def figure_6(options: Options, tell: Tell) -> Made:
             places = [group + (number - 1) * width for group in range(len(counts))]
             computing = [found[setting.label][n][0] for n in counts]
             moving = [found[setting.label][n][1] for n in counts]
-            axes.bar(places, computing, width * 0.92, color="#BBBBBB", label="computing" if not number else None)
-            axes.bar(places, moving, width * 0.92, bottom=computing, color=COLOURS[number], label=setting.label)
+            axes.bar(
+                places, computing, width * 0.92, color="#BBBBBB", label="computing" if not number else None
+            )
+            axes.bar(
+                places, moving, width * 0.92, bottom=computing, color=COLOURS[number], label=setting.label
+            )
         axes.set_xticks(range(len(counts)), [f"{n} workers" for n in counts])
         axes.set_ylabel("seconds per iteration")
         axes.set_title("FluentPS, Fig. 6: ResNet-56 under BSP, 8 servers")
@@ -137,7 +143,7 @@ def figure_6(options: Options, tell: Tell) -> Made:
         notes=[
             f"together: {whole:.0%} less communication time; the paper: 93.7 %.",
             "The simulated network carries the bytes and the waiting for the last of them. It has none of what a "
-            "scheduler process and per-message work cost PS-Lite, which is where most of the paper's saving must lie.",
+            "scheduler and work per message cost PS-Lite, which is where most of the paper's saving must lie.",
         ],
     )
 
@@ -158,7 +164,10 @@ def figure_9(options: Options, tell: Tell) -> Made:
         for execution in ("soft", "lazy"):
             tasks.append(f"pssp:staleness=3,probability={1 / inverse},execution={execution}")
             tasks.append(f"ssp:staleness={s},execution={execution}")
-            labels += [(f"{letter}: PSSP(3, {fraction})", execution), (f"{chr(ord(letter) + 1)}: SSP({s})", execution)]
+            labels += [
+                (f"{letter}: PSSP(3, {fraction})", execution),
+                (f"{chr(ord(letter) + 1)}: SSP({s})", execution),
+            ]
     rows = run_tasks(
         [Task(cluster, sync, iterations, float("inf"), 0) for sync in tasks],
         lambda done, of, what: tell(what, done / of),
@@ -190,7 +199,13 @@ def figure_9(options: Options, tell: Tell) -> Made:
         axes = figure.subplots()
         for number, execution in enumerate(("soft", "lazy")):
             places = [index + (number - 0.5) * 0.38 for index in range(len(names))]
-            axes.bar(places, [delayed[name, execution] for name in names], 0.36, color=COLOURS[number], label=execution)
+            axes.bar(
+                places,
+                [delayed[name, execution] for name in names],
+                0.36,
+                color=COLOURS[number],
+                label=execution,
+            )
         axes.set_xticks(range(len(names)), [name.replace(": ", "\n") for name in names], fontsize=8.5)
         axes.set_yscale("symlog", linthresh=1)
         axes.set_ylabel("delayed pulls per 100 iterations, all workers")

@@ -1,0 +1,232 @@
+"""Training runs for the papers' figures: the digits on a simulated cluster, judged on a grid of virtual times.
+
+The papers' networks and data are not here; DigitsNet on scikit-learn's digits stands in for them, while the cluster's
+times, its network and the size of what travels are those of the paper.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from statistics import median
+
+import msgspec
+import torch
+from torch import nn
+
+from ...sim import Cluster, simulate
+from ..digits import Digits, DigitsNet, Recipe, accuracy, load, train
+from ..ranking import Tell
+
+__all__ = ["Outcome", "Run", "Setting", "best_of_each", "medians_to_target", "run_all", "with_setting"]
+
+IN_A_ROW = 5
+"""SpecSync's measure of convergence: so many evaluations in a row at or below the target."""
+
+
+Setting = tuple[float, float]
+"""(learning rate, momentum)."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One training run.
+
+    Attributes:
+        label: what it is called in figures; runs with the same one differ in seed or learning rate only.
+        cluster: the machines.
+        sync: the sync model.
+        learning_rate: of SGD.
+        momentum: likewise.
+        batch_size: images per worker and iteration.
+        iterations: of each worker.
+        until_s: virtual seconds after which it is cut.
+        seed: of weights, data and times.
+        every_s: virtual seconds between two evaluations.
+    """
+
+    label: str
+    cluster: Cluster
+    sync: str
+    learning_rate: float
+    momentum: float = 0.0
+    batch_size: int = 16
+    iterations: int = 1_000_000
+    until_s: float = math.inf
+    seed: int = 0
+    every_s: float = 1.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What it came to.
+
+    Attributes:
+        run: the run.
+        times_s: of the evaluations.
+        losses: at these times, over all training images.
+        accuracies: at these times, on the test images, from 0 to 1.
+        time_s: when the last worker had finished.
+        gradients: that were applied.
+        updates: optimizer steps.
+        restarts: computations that were started anew.
+        mean_staleness: in versions.
+        bytes_by_kind: what was sent.
+        pushes_s: when each push began, ascending.
+    """
+
+    run: Run
+    times_s: list[float]
+    losses: list[float]
+    accuracies: list[float]
+    time_s: float
+    gradients: int
+    updates: int
+    restarts: int
+    mean_staleness: float
+    bytes_by_kind: dict[str, int]
+    pushes_s: list[float]
+
+    def converges_s(self, target_loss: float) -> float:
+        """When the loss had been at or below the target for so many evaluations in a row; infinity if never."""
+        row = 0
+        for time_s, loss in zip(self.times_s, self.losses, strict=True):
+            row = row + 1 if loss <= target_loss else 0
+            if row == IN_A_ROW:
+                return time_s
+        return math.inf
+
+    def reaches_s(self, target_accuracy: float) -> float:
+        """When the accuracy was at or above the target for the second time in a row; infinity if never."""
+        for before, now, time_s in zip(self.accuracies, self.accuracies[1:], self.times_s[1:], strict=False):
+            if min(before, now) >= target_accuracy:
+                return time_s
+        return math.inf
+
+
+def run_all(runs: Sequence[Run], tell: Tell = lambda done, of, what: None) -> list[Outcome]:
+    """All of them, in order, on all cores; the same run is done once."""
+    wanted = list(dict.fromkeys(map(_key, runs)))
+    by_key = {_key(run): run for run in runs}
+    digits = load()
+    tell(0, len(wanted), "")
+    processes = max(1, min(len(wanted), os.cpu_count() or 1))
+    pool = ProcessPoolExecutor(
+        processes, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(digits,)
+    )
+    try:
+        futures = {pool.submit(_run, by_key[key]): key for key in wanted}
+        for done, future in enumerate(as_completed(futures), start=1):
+            future.result()
+            tell(done, len(wanted), by_key[futures[future]].label)
+        outcomes = {key: future.result() for future, key in futures.items()}
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [msgspec.structs.replace(outcomes[_key(run)], run=run) for run in runs]
+
+
+def best_of_each(
+    runs: Sequence[Run],
+    grid: Sequence[Setting],
+    judge: Callable[[Outcome], float],
+    tell: Tell = lambda done, of, what: None,
+) -> dict[str, Setting]:
+    """For each label, the setting whose runs are judged least; of equal ones the earlier.
+
+    Args:
+        runs: one or more for each label (its seeds).
+        grid: what is tried.
+        judge: an outcome -> what should be small; of several seeds the median counts.
+        tell: how far it is.
+    """
+    tried = [with_setting(run, setting) for run in runs for setting in grid]
+    judged: dict[str, dict[Setting, list[float]]] = {}
+    for outcome in run_all(tried, tell):
+        setting = outcome.run.learning_rate, outcome.run.momentum
+        judged.setdefault(outcome.run.label, {}).setdefault(setting, []).append(judge(outcome))
+    return {
+        label: min(found, key=lambda setting: (median(found[setting]), grid.index(setting)))
+        for label, found in judged.items()
+    }
+
+
+def with_setting(run: Run, setting: Setting) -> Run:
+    """The same run with another learning rate and momentum."""
+    return msgspec.structs.replace(run, learning_rate=setting[0], momentum=setting[1])
+
+
+def medians_to_target(outcomes: Sequence[Outcome], measure: Callable[[Outcome], float]) -> dict[str, float]:
+    """For each label, the median of a measure over its runs."""
+    found: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.run.label, []).append(measure(outcome))
+    return {label: median(values) for label, values in found.items()}
+
+
+def _key(run: Run) -> tuple[object, ...]:
+    """Runs with the same key come out the same."""
+    return (
+        id(run.cluster),
+        run.sync,
+        run.learning_rate,
+        run.momentum,
+        run.batch_size,
+        run.iterations,
+        run.until_s,
+        run.seed,
+        run.every_s,
+    )
+
+
+_digits: Digits
+
+
+def _prepare(digits: Digits) -> None:
+    global _digits
+    _digits = digits
+
+
+def _run(run: Run) -> Outcome:
+    recipe = Recipe(
+        learning_rate=run.learning_rate,
+        momentum=run.momentum,
+        batch_size=run.batch_size,
+        duration_s=math.inf,
+        iterations=run.iterations,
+        seed=run.seed,
+    )
+    result = simulate(
+        run.cluster,
+        run.sync,
+        seed=run.seed,
+        until_s=run.until_s,
+        train_fn=train,
+        args=(_digits, recipe),
+        on_nan="skip",
+        snapshot_every_s=run.every_s,
+        record=False,
+    )
+    measures = result.measures
+    return Outcome(
+        run=run,
+        times_s=[time_s for time_s, _ in result.snapshots],
+        losses=[_loss(snapshot.state_dict) for _, snapshot in result.snapshots],
+        accuracies=[accuracy(snapshot.state_dict, _digits) for _, snapshot in result.snapshots],
+        time_s=result.time_s,
+        gradients=sum(measures.iterations.values()),
+        updates=measures.updates,
+        restarts=measures.restarts,
+        mean_staleness=measures.mean_staleness,
+        bytes_by_kind=result.bytes_by_kind,
+        pushes_s=[loss.time_s for loss in result.history or []],
+    )
+
+
+def _loss(state_dict: dict[str, torch.Tensor]) -> float:
+    """Over all training images; infinity where it is no number."""
+    model = DigitsNet()
+    model.load_state_dict(state_dict)
+    with torch.inference_mode():
+        loss = float(nn.functional.cross_entropy(model(_digits.train_images), _digits.train_labels))
+    return loss if math.isfinite(loss) else math.inf

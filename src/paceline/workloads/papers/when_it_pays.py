@@ -1,0 +1,258 @@
+"""The map: which sync model pays where, by what training to a target takes in virtual time.
+
+Each place of the map is a cluster: workers that are unequal in one way and to one degree, a share of an iteration
+that goes into transfers under BSP, a number of workers. Every model trains the digits there, at its own best learning
+rate; what counts is how much sooner than BSP it comes to the target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich import box
+from rich.table import Table
+
+from ...sim import Cluster, LogNormal, Occasional, Times, Uniform
+from ..zipline_bench import Tell
+from .exhibit import Exhibit, Made, Options
+from .training import Outcome, Run, best_of_each, run_all, with_setting
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+__all__ = ["EXHIBITS", "PLACES", "Place"]
+
+TARGET = 0.93
+"""Accuracy on the test images."""
+
+MODELS = {
+    "bsp": "bsp",
+    "ssp": "ssp:staleness=3",
+    "elastic-bsp": "elastic-bsp:lookahead=15",
+    "spec-sync": "spec-sync",
+    "asp": "asp",
+}
+RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
+BSP_ITERATIONS = 150  # whose time every run gets
+BATCH = 16
+BANDWIDTH_BPS = 1e9
+
+
+class Place(msgspec.Struct, frozen=True):
+    """One place of the map.
+
+    Attributes:
+        kind: of inequality.
+        degree: of it, in words.
+        communication: the share of an iteration that transfers take if workers are equal, from 0 to 1.
+        workers: how many.
+        times: of each worker's iterations.
+    """
+
+    kind: str
+    degree: str
+    communication: float
+    workers: int
+    times: tuple[Times, ...]
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machines. One server's card carries n gradients in and n answers out."""
+        transfer_s = self.communication / (1 - self.communication)
+        size_bytes = round(transfer_s * BANDWIDTH_BPS / 8 / (2 * self.workers))
+        return Cluster(
+            compute_s=self.times,
+            bandwidth_bps=BANDWIDTH_BPS if size_bytes else math.inf,
+            size_bytes=size_bytes,
+            name=f"{self.workers} workers, {self.kind}: {self.degree}",
+        )
+
+
+def near(mean_s: float) -> Uniform:
+    """About so long."""
+    return Uniform(low=0.97 * mean_s, high=1.03 * mean_s)
+
+
+def steady(factor: float) -> Callable[[int], tuple[Times, ...]]:
+    """A quarter of the workers takes `factor` times as long, always."""
+    return lambda n: tuple(near(factor if worker >= n - n // 4 else 1.0) for worker in range(n))
+
+
+def jittery(sigma: float) -> Callable[[int], tuple[Times, ...]]:
+    """All vary alike."""
+    return lambda n: (LogNormal(median=1.0, sigma=sigma),) * n
+
+
+def pausing(factor: float) -> Callable[[int], tuple[Times, ...]]:
+    """All pause now and then."""
+    return lambda n: (Occasional(base=near(1.0), factor=factor, lasting=10.0, every=100.0),) * n
+
+
+KINDS: tuple[tuple[str, str, Callable[[int], tuple[Times, ...]]], ...] = (
+    ("steadily slower quarter", "1.2 x", steady(1.2)),
+    ("steadily slower quarter", "2 x", steady(2.0)),
+    ("steadily slower quarter", "4 x", steady(4.0)),
+    ("jitter", "sigma 0.1", jittery(0.1)),
+    ("jitter", "sigma 0.5", jittery(0.5)),
+    ("pauses, a tenth of the time", "3 x", pausing(3.0)),
+    ("pauses, a tenth of the time", "10 x", pausing(10.0)),
+)
+
+PLACES = tuple(
+    Place(kind, degree, communication, workers, times(workers))
+    for kind, degree, times in KINDS
+    for communication in (0.0, 0.5)
+    for workers in (4, 16)
+)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What came of one place.
+
+    Attributes:
+        place: in words: (kind, degree, communication share, workers).
+        seconds: model -> virtual seconds to the target; None for never.
+        rates: model -> its best learning rate.
+        best: the model that came there first.
+        speed_up: how much sooner than BSP.
+    """
+
+    place: tuple[str, str, float, int]
+    seconds: dict[str, float | None]
+    rates: dict[str, float]
+    best: str
+    speed_up: float
+
+
+def survey(places: Sequence[Place], options: Options, tell: Tell) -> list[Verdict]:
+    """Train under every model at every place."""
+    rates = RATES[1:4:2] if options.quick else RATES
+    seeds = range(1 if options.quick else options.seeds)
+    verdicts = []
+    for number, place in enumerate(places):
+        begun = number / len(places)
+
+        def told(done: int, of: int, what: str, begun: float = begun, name: str = place.cluster.name) -> None:
+            tell(f"{name}, {what}", begun + done / max(1, of) / len(places))
+
+        cluster = place.cluster
+        typical_s = max(cluster.compute(worker).typical_s for worker in range(place.workers))
+        until_s = (10 if options.quick else BSP_ITERATIONS) * (typical_s + place.communication * 2)
+        runs = [
+            Run(
+                label=label,
+                cluster=cluster,
+                sync=sync,
+                learning_rate=0.0,
+                batch_size=BATCH,
+                until_s=until_s,
+                seed=seed,
+                every_s=1.0,
+            )
+            for label, sync in MODELS.items()
+            for seed in seeds
+        ]
+        grid = [(rate, 0.0) for rate in rates]
+        best = best_of_each([run for run in runs if run.seed == 0], grid, _slowness, told)
+        outcomes = run_all([with_setting(run, best[run.label]) for run in runs], told)
+        seconds = {
+            label: median(o.reaches_s(TARGET) for o in outcomes if o.run.label == label) for label in MODELS
+        }
+        winner = min(seconds, key=lambda label, seconds=seconds: seconds[label])
+        speed_up = seconds["bsp"] / seconds[winner] if math.isfinite(seconds[winner]) else 1.0
+        verdicts.append(
+            Verdict(
+                (place.kind, place.degree, place.communication, place.workers),
+                {label: time_s if math.isfinite(time_s) else None for label, time_s in seconds.items()},
+                {label: rate for label, (rate, _) in best.items()},
+                winner,
+                speed_up,
+            )
+        )
+    return verdicts
+
+
+def _slowness(outcome: Outcome) -> float:
+    time_s = outcome.reaches_s(TARGET)
+    return time_s if math.isfinite(time_s) else 1e6 * (2 - outcome.accuracies[-1])
+
+
+def make_map(options: Options, tell: Tell) -> Made:
+    """The whole map."""
+    places = PLACES[:2] if options.quick else PLACES
+    verdicts = survey(places, options, tell)
+    table = Table(
+        title=f"virtual seconds to {TARGET:.0%}, each model at its own best learning rate",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
+    for heading in ("unequal by", "", "transfers", "workers"):
+        table.add_column(heading)
+    for label in MODELS:
+        table.add_column(label, justify="right", no_wrap=True)
+    table.add_column("first", no_wrap=True)
+    for verdict in verdicts:
+        kind, degree, communication, workers = verdict.place
+        cells = ["never" if s is None else f"{s:.0f}" for s in verdict.seconds.values()]
+        first = f"{verdict.best} {verdict.speed_up:.1f} x" if verdict.best != "bsp" else "bsp"
+        table.add_row(kind, degree, f"{communication:.0%}", str(workers), *cells, first)
+    return Made(
+        tables=[table],
+        figure=lambda: draw_map(verdicts),
+        data=verdicts,
+        notes=[
+            "The factor is how much sooner than bsp; transfers are their share of an iteration of equal workers."
+        ],
+    )
+
+
+def draw_map(verdicts: Sequence[Verdict]) -> Figure:
+    """A chart: rows are kinds and degrees, columns are shares of communication and numbers of workers."""
+    from ...report.canvas import COLOURS, new_figure
+
+    rows = list(dict.fromkeys(verdict.place[:2] for verdict in verdicts))
+    columns = list(dict.fromkeys(verdict.place[2:] for verdict in verdicts))
+    figure = new_figure(10.0, 1.6 + 0.62 * len(rows))
+    axes = figure.subplots()
+    colours = dict(zip(MODELS, ("#DDDDDD", *COLOURS), strict=False))
+    for verdict in verdicts:
+        x, y = columns.index(verdict.place[2:]), rows.index(verdict.place[:2])
+        strength = min(1.0, 0.25 + 0.4 * math.log2(max(1.0, min(verdict.speed_up, 4.0))))
+        axes.add_patch(_square(x, y, colours[verdict.best], 0.6 if verdict.best == "bsp" else strength))
+        text = "bsp" if verdict.best == "bsp" else f"{verdict.best}\n{min(verdict.speed_up, 99):.1f} x"
+        axes.text(x, y, text, ha="center", va="center", fontsize=9)
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xticks(range(len(columns)), [f"transfers {share:.0%}\n{n} workers" for share, n in columns])
+    axes.set_yticks(range(len(rows)), [f"{kind}: {degree}" for kind, degree in rows])
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.set_title(f"first at {TARGET:.0%}, and how much sooner than BSP", pad=14)
+    return figure
+
+
+def _square(x: int, y: int, colour: str, alpha: float) -> Rectangle:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, facecolor=colour, alpha=alpha)
+
+
+EXHIBITS = (
+    Exhibit(
+        name="map",
+        source="no paper",
+        title="which model pays where: kind and degree of inequality, communication, workers",
+        differs="DigitsNet on scikit-learn's digits, simulated; transfers take the share that is said.",
+        minutes=25,
+        make=make_map,
+    ),
+)

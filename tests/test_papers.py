@@ -1,0 +1,122 @@
+"""The papers' tables and figures: each is made, says what differs, and keeps its numbers and its plot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paceline.cli import main
+from paceline.errors import ConfigurationError
+from paceline.sim import Cluster, simulate
+from paceline.sim.cluster_file import read_preset
+from paceline.workloads.papers import EXHIBITS, Options
+from paceline.workloads.papers.fluent_ps import resnet_56
+from paceline.workloads.papers.show import chosen, make
+from paceline.workloads.papers.spec_sync import pushes_after_pulls
+from paceline.workloads.papers.training import Run, best_of_each, run_all
+
+PROMISED = {
+    "zipline-table3",
+    "zipline-table4",
+    "zipline-fig4",
+    "zipline-fig6",
+    "zipline-fig7",
+    "zipline-fig10",
+    "elasticbsp-fig14",
+    "specsync-fig3",
+    "specsync-fig5",
+    "specsync-fig8",
+    "specsync-fig9",
+    "specsync-fig12",
+    "specsync-table2",
+    "fluentps-fig6",
+    "fluentps-fig9",
+    "fluentps-table4",
+}
+
+FAST = [name for name in sorted(PROMISED) if EXHIBITS[name].minutes <= 1]
+
+
+def silent(what: str, share: float, slow: bool = False) -> None:
+    """Says nothing."""
+
+
+def test_there_is_everything_that_is_promised() -> None:
+    assert set(EXHIBITS) >= PROMISED
+    for exhibit in EXHIBITS.values():
+        assert exhibit.differs.endswith(".")
+        assert exhibit.minutes > 0
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_what_takes_no_training_is_made_with_its_numbers_and_its_plot(name: str, tmp_path: Path) -> None:
+    console = Console(record=True, width=200)
+    make(EXHIBITS[name], Options(quick=True, seeds=1), tmp_path, console, silent)
+    printed = console.export_text()
+    assert EXHIBITS[name].source in printed
+    assert "What differs" in printed
+    assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+    assert json.loads((tmp_path / f"{name}.json").read_text())["data"]
+
+
+def test_an_exhibit_with_training_is_made(tmp_path: Path) -> None:
+    make(EXHIBITS["specsync-fig9"], Options(quick=True, seeds=1), tmp_path, Console(quiet=True), silent)
+    kept = json.loads((tmp_path / "specsync-fig9.json").read_text())
+    assert {row["label"] for row in kept["data"]} == {"Original", "SpecSync-Adaptive"}
+
+
+def test_training_runs_come_out_the_same_in_any_process() -> None:
+    cluster = Cluster(compute_s=[1.0, 1.0, 2.0])
+    runs = [
+        Run(label=label, cluster=cluster, sync=sync, learning_rate=0.1, iterations=6, every_s=2.0)
+        for label, sync in (("a", "bsp"), ("b", "asp"), ("again", "bsp"))
+    ]
+    first, second, third = run_all(runs)
+    assert first.losses == third.losses != second.losses
+    assert first.time_s == 12.0
+    assert first.losses[-1] < first.losses[0]
+
+
+def test_each_label_gets_its_best_learning_rate() -> None:
+    cluster = Cluster(compute_s=[1.0, 1.0])
+    run = Run(label="bsp", cluster=cluster, sync="bsp", learning_rate=0.0, iterations=8, every_s=4.0)
+    assert best_of_each([run], [(1e-5, 0.0), (0.1, 0.0)], lambda o: o.losses[-1]) == {"bsp": (0.1, 0.0)}
+
+
+def test_pushes_after_a_pull_are_counted_by_second() -> None:
+    result = simulate(Cluster(compute_s=[4.0, 1.0]), "asp", iterations=8)
+    counts = pushes_after_pulls(result.trace[0], 2, 1.0)
+    # After each of worker 0's pulls, worker 1 pushes once a second; it has no part in the counts of its own.
+    assert set(counts[0]) <= {0, 1}
+    assert sum(counts[0]) > 0
+
+
+def test_resnet_56_has_the_parameters_of_the_paper() -> None:
+    size = sum(parameter.size for parameter in resnet_56().parameters)
+    assert 0.84e6 < size < 0.87e6
+
+
+def test_the_clusters_of_the_papers_are_as_many_as_they_say() -> None:
+    assert [read_preset(f"fluent-ps-{n}").workers for n in (32, 64, 128)] == [32, 64, 128]
+    assert [read_preset(f"spec-sync-{n}").workers for n in (1, 2)] == [40, 40]
+
+
+def test_an_exhibit_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unknown exhibit 'fluentps-fig99'"):
+        chosen(["fluentps-fig99"])
+
+
+def test_the_command_lists_and_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["--list"], ["zipline-fig6", "--quick", "--out", str(tmp_path / "out")]):
+        monkeypatch.setattr("sys.argv", ["paceline", "paper", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "fluentps-table4" in printed
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"zipline-fig6.json", "zipline-fig6.png"}
