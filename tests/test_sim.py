@@ -324,8 +324,8 @@ def test_who_joins_anew_follows_the_model_in_force() -> None:
     cluster = Cluster(compute_s=[1.0, 1.1, 1.2], presence={2: Presence(lost_at_s=15.0, back_after_s=10.0)})
     result = simulate(cluster, "bsp@0,elastic-bsp:lookahead=3@5", iterations=60)
     plans = [a.plan for e in result.trace[-1].entries for a in e.actions if isinstance(a, PublishPlan)]
-    assert plans[-1].superstep > 8
-    assert plans[-2].members == (0, 1, 2)
+    assert (0, 1) in {plan.members for plan in plans if 15 < plan.barrier_s < 30}
+    assert (0, 1, 2) in {plan.members for plan in plans if plan.barrier_s > 30}
 
 
 # -- what the models come to -----------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def train(digits: Digits, recipe: Recipe) -> None:
     torch.manual_seed(recipe.seed)
     model = DigitsNet()
     optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum)
+        torch.optim.SGD(model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum), model=model
     )
     images = TensorDataset(digits.train_images, digits.train_labels)
     part = distribute(DataLoader(images, recipe.batch_size, shuffle=True, drop_last=True))

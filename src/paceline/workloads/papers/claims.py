@@ -71,14 +71,11 @@ def elastic_bsp(options: Options, tell: Tell) -> Made:
     best: dict[float, dict[str, Setting]] = {}  # momentum -> the best of each
     tuning = [_seeded(run, seed) for run in runs.values() for seed in range(1 if options.quick else 3)]
     for number, momentum in enumerate(momenta):
-        best[momentum] = best_of_each(
-            tuning,
-            [(rate, momentum) for rate in rates],
-            _slowness,
-            lambda done, of, what, number=number: tell(
-                f"tuning {what}", 0.6 * (number + done / max(1, of)) / len(momenta)
-            ),
-        )
+
+        def told(done: int, of: int, what: str, number: int = number) -> None:
+            tell(f"tuning {what}", 0.6 * (number + done / max(1, of)) / len(momenta))
+
+        best[momentum] = best_of_each(tuning, [(rate, momentum) for rate in rates], _slowness, told)
     judged = run_all(
         [
             with_setting(_seeded(run, seed), best[momentum][label])
@@ -100,7 +97,7 @@ def elastic_bsp(options: Options, tell: Tell) -> Made:
     for label in schemes:
         cells = [("-", f"{_seconds(times[label, m])} ({best[m][label][0]:g})") for m in momenta]
         rows[label] = [*cells, ("-", _seconds(own_best[label]))]
-        chosen = min(momenta, key=lambda m, label=label: times[label, m])  # type: ignore[misc]
+        chosen = next(m for m in momenta if times[label, m] == own_best[label])
         if best[chosen][label][0] in (rates[0], rates[-1]):
             inside.append(f"{label}'s best rate lies at the edge of the grid")
     factor = own_best["BSP"] / own_best["ElasticBSP, R=15"]

@@ -157,7 +157,7 @@ PAIRS = (("A", "1/2", 2, 4), ("C", "1/3", 3, 5), ("E", "1/5", 5, 7), ("G", "1/10
 def figure_9(options: Options, tell: Tell) -> Made:
     """Delayed pulls per 100 iterations: PSSP(3, c) and the SSP that is its equal in regret bound, soft and lazy."""
     cluster = read_preset("fluent-ps-64")
-    iterations = 50 if options.quick else 400
+    iterations = 20 if options.quick else 400
     tasks = []
     labels = []
     for letter, fraction, inverse, s in PAIRS:
@@ -281,7 +281,7 @@ TABLE_4: dict[str, dict[str, dict[str, tuple[float, float]]]] = {
 
 def table_4(options: Options, tell: Tell) -> Made:
     """Time and delayed pulls per 100 iterations for each P, soft and lazy, on both clusters."""
-    iterations = 50 if options.quick else 400
+    iterations = 20 if options.quick else 400
     wanted = [
         (name, s, execution, label, sync.format(s=s) + (f",execution={execution}" if ":" in sync else ""))
         for name, s in (("fluent-ps-64", 3), ("fluent-ps-32", 2))

@@ -23,6 +23,8 @@ from ..ranking import Tell
 
 __all__ = ["Outcome", "Run", "Setting", "best_of_each", "medians_to_target", "run_all", "with_setting"]
 
+FEW = 4
+
 IN_A_ROW = 5
 """SpecSync's measure of convergence: so many evaluations in a row at or below the target."""
 
@@ -111,6 +113,13 @@ def run_all(runs: Sequence[Run], tell: Tell = lambda done, of, what: None) -> li
     by_key = {_key(run): run for run in runs}
     digits = load()
     tell(0, len(wanted), "")
+    if len(wanted) <= FEW:  # sooner done than a process has started
+        _prepare(digits)
+        found = {}
+        for done, key in enumerate(wanted, start=1):
+            found[key] = _run(by_key[key])
+            tell(done, len(wanted), by_key[key].label)
+        return [msgspec.structs.replace(found[_key(run)], run=run) for run in runs]
     processes = max(1, min(len(wanted), os.cpu_count() or 1))
     pool = ProcessPoolExecutor(
         processes, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(digits,)

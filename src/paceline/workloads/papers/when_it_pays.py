@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -163,7 +164,7 @@ def survey(places: Sequence[Place], options: Options, tell: Tell) -> list[Verdic
         seconds = {
             label: median(o.reaches_s(TARGET) for o in outcomes if o.run.label == label) for label in MODELS
         }
-        winner = min(seconds, key=lambda label, seconds=seconds: seconds[label])
+        winner = min(seconds.items(), key=itemgetter(1))[0]
         speed_up = seconds["bsp"] / seconds[winner] if math.isfinite(seconds[winner]) else 1.0
         verdicts.append(
             Verdict(
