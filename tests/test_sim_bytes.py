@@ -25,18 +25,18 @@ CLUSTER = Cluster(
 )
 
 DIGESTS = {
-    "bsp": "",
-    "asp": "",
-    "ssp:staleness=2,execution=lazy": "",
-    "dssp:lower=1,upper=5": "",
-    "dsps:lower=1,upper=5": "",
-    "pssp:staleness=1": "",
-    "dynamic-pssp:staleness=1": "",
-    "drop-stragglers:quorum=3": "",
-    "naive-waiting:delay_s=0.2": "",
-    "elastic-bsp:lookahead=5": "",
-    "spec-sync": "",
-    "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30": "",
+    "bsp": "fa566925456e28d0",
+    "asp": "2655e161f4d7b258",
+    "ssp:staleness=2,execution=lazy": "d1df247c8eec7c17",
+    "dssp:lower=1,upper=5": "13ba2a5e07c57da9",
+    "dsps:lower=1,upper=5": "8d0f65bfeaf15bf4",
+    "pssp:staleness=1": "988bf8438528a911",
+    "dynamic-pssp:staleness=1": "d250c4e40a04c1ae",
+    "drop-stragglers:quorum=3": "9453acc8873c7317",
+    "naive-waiting:delay_s=0.2": "915a5ed363c088f8",
+    "elastic-bsp:lookahead=5": "deac0c8b406252e0",
+    "spec-sync": "f08982ce48e0da5f",
+    "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30": "e39da0318b5d3da5",
 }
 """Of all that `save` writes. They change with the rules of a model or of the simulation, and with nothing else."""
 

@@ -84,6 +84,7 @@ class _Worker:
         "computed_ns",
         "computing",
         "dropped_s",
+        "finished_s",
         "flags",
         "from_coordinator",
         "from_server",
@@ -116,6 +117,7 @@ class _Worker:
         self.begun_s = 0.0
         self.pushed_s = 0.0
         self.loss: float | None = None
+        self.finished_s = 0.0  # its last iteration
         self.flags = Flags(None, None, False)
         self.dropped_s: float | None = None
         self.restarted: tuple[float, float] | None = None
@@ -173,7 +175,6 @@ class Job:
         self._all_committed: set[int] = set()  # without overlap: workers that wait for the others' pushes
         self._present: set[int] = set()
         self._to_come = 0  # workers that will join
-        self._ended_ns = 0
         self.workers = []
         for worker in range(cluster.workers):
             its = _Worker()
@@ -213,11 +214,6 @@ class Job:
     def goes_on(self) -> bool:
         """Is a worker there, or to come."""
         return bool(self._present) or self._to_come > 0
-
-    @property
-    def ended_s(self) -> float:
-        """When the last worker had finished its last iteration."""
-        return self._ended_ns / SECOND_NS
 
     # -- what a driver has a worker do --------------------------------------------------------------------
 
@@ -390,10 +386,10 @@ class Job:
         if its.awaited:
             return
         now_s = self.kernel.now_s
-        self._ended_ns = self.kernel.now_ns
         if its.dropped_s is not None:  # the weights to start anew with
             its.restarted, its.dropped_s = (its.dropped_s, now_s), None
         else:
+            its.finished_s = now_s
             self._end_iteration(worker, its, now_s)
         self._driver.answered(worker)
 

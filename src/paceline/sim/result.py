@@ -37,7 +37,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         sync: the sync model, or the schedule.
         seed: of the run.
         servers: how many.
-        time_s: virtual time at which the last worker had finished its iterations.
+        finished_s: for each worker, the virtual time at which it had finished its last iteration.
         measures: the figures that a live run's `summary` has, too.
         staleness: of each applied push, per shard: updates applied between its pull and its application.
         bytes_by_kind: what was sent: "push", "pull", "pull again" (after a restart), "control" (small messages).
@@ -54,7 +54,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     sync: str
     seed: int
     servers: int
-    time_s: float
+    finished_s: tuple[float, ...]
     measures: Measures
     staleness: list[int]
     bytes_by_kind: dict[str, int]
@@ -66,6 +66,11 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     state_dict: dict[str, torch.Tensor] | None = None
     history: list[Loss] | None = None
     snapshots: list[tuple[float, WeightsSnapshot]] = []
+
+    @property
+    def time_s(self) -> float:
+        """Virtual time at which the last worker had finished its iterations."""
+        return max(self.finished_s)
 
     @property
     def updates(self) -> int:

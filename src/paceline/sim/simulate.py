@@ -230,7 +230,7 @@ def _result(
         sync=str(schedule),
         seed=seed,
         servers=cluster.servers,
-        time_s=job.ended_s,
+        finished_s=tuple(worker.finished_s for worker in job.workers),
         measures=meter.measures(),
         staleness=meter.staleness,
         bytes_by_kind=dict(job.bytes_sent),

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from statistics import fmean
 
 import msgspec
 
@@ -68,6 +69,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sync: the sync model.
         until_s: virtual seconds that it ran for.
+        finished_s: until a worker had finished its last iteration, the mean over the workers.
         gradients_per_s: applied pushes, of all workers, per virtual second.
         updates_per_s: optimizer steps; under BSP one for all gradients of a round.
         mean_staleness: in versions.
@@ -83,6 +85,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     sync: str
     until_s: float
+    finished_s: float
     gradients_per_s: float
     updates_per_s: float
     mean_staleness: float
@@ -110,6 +113,7 @@ def figures_of(sync: str, result: SimResult, shards: int) -> Figures:
     return Figures(
         sync=sync,
         until_s=measures.duration_s,
+        finished_s=fmean(result.finished_s),
         gradients_per_s=(pushes - measures.dropped_pushes / shards) / duration_s,
         updates_per_s=measures.updates_per_s,
         mean_staleness=measures.mean_staleness,

@@ -184,7 +184,7 @@ def pssp(options: Options, tell: Tell) -> Made:
         rows[kind] = [
             *(("-", f"{delayed[name]:.2%}") for name in syncs),
             ("97.1%, at most", f"{fewer[kind]:.0%}" if math.isfinite(fewer[kind]) else "none to save"),
-            ("-", f"{mine['SSP(12)'].until_s / mine['PSSP(3, 1/10)'].until_s:.2f}"),
+            ("-", f"{mine['SSP(12)'].finished_s / mine['PSSP(3, 1/10)'].finished_s:.2f}"),
         ]
 
     def draw() -> Figure:

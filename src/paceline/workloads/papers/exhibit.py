@@ -66,18 +66,33 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def beside(title: str, rows: Mapping[str, Sequence[tuple[str, str]]], columns: Sequence[str]) -> Table:
-    """A table with two figures in each place: the paper's and ours.
+    """A table of the paper's figures beside ours.
 
     Args:
         title: above it.
-        rows: label -> for each column (the paper's, ours); "-" for what there is none of.
+        rows: label -> for each column (the paper's, ours). "-" stands for a figure that the paper does not have; a
+            column without any has no place for them.
         columns: their headings.
     """
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("", overflow="fold")
-    for heading in columns:
-        table.add_column(f"{heading}\npaper", justify="right", no_wrap=True)
-        table.add_column("\nours", justify="right", no_wrap=True)
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("", overflow="fold", vertical="bottom", min_width=8)
+    printed = [
+        any(pairs[index][0] not in ("-", "") for pairs in rows.values()) for index in range(len(columns))
+    ]
+    for heading, has_paper in zip(columns, printed, strict=True):
+        if has_paper:
+            table.add_column(f"{heading}\npaper", justify="right")
+        table.add_column("ours" if has_paper else heading, justify="right", vertical="bottom")
     for label, pairs in rows.items():
-        table.add_row(label, *(cell for pair in pairs for cell in pair))
+        cells = []
+        for (paper, ours), has_paper in zip(pairs, printed, strict=True):
+            cells += [paper, ours] if has_paper else [ours]
+        table.add_row(label, *cells)
     return table

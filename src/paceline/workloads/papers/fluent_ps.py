@@ -175,7 +175,7 @@ def figure_9(options: Options, tell: Tell) -> Made:
     delayed = {
         label: row.delayed_share * cluster.workers * 100 for label, row in zip(labels, rows, strict=True)
     }
-    times = {label: row.until_s * 100 / iterations for label, row in zip(labels, rows, strict=True)}
+    times = {label: row.finished_s * 100 / iterations for label, row in zip(labels, rows, strict=True)}
     names = list(dict.fromkeys(name for name, _ in labels))
     table_rows = {
         name: [
@@ -298,7 +298,7 @@ def table_4(options: Options, tell: Tell) -> Made:
     for (name, _, execution, label, _), row in zip(wanted, rows, strict=True):
         cluster = clusters[name]
         pulls = cluster.workers * cluster.servers * 100
-        found[name, execution, label] = row.until_s * 100 / iterations, row.delayed_share * pulls
+        found[name, execution, label] = row.finished_s * 100 / iterations, row.delayed_share * pulls
     tables = []
     for name, title in (
         ("fluent-ps-64", "AlexNet on CIFAR-10: 64 workers, 1 server, s=3"),

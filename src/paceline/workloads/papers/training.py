@@ -23,7 +23,9 @@ from ..ranking import Tell
 
 __all__ = ["Outcome", "Run", "Setting", "best_of_each", "medians_to_target", "run_all", "with_setting"]
 
-FEW = 4
+FEW = 4  # runs are done in this process: another one takes longer to start
+
+JUDGED = 256  # training images that the loss is of: all of them would take longer than the training
 
 IN_A_ROW = 5
 """SpecSync's measure of convergence: so many evaluations in a row at or below the target."""
@@ -67,7 +69,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         run: the run.
         times_s: of the evaluations.
-        losses: at these times, over all training images.
+        losses: at these times, over the first `JUDGED` training images.
         accuracies: at these times, on the test images, from 0 to 1.
         time_s: when the last worker had finished.
         gradients: that were applied.
@@ -233,9 +235,10 @@ def _run(run: Run) -> Outcome:
 
 
 def _loss(state_dict: dict[str, torch.Tensor]) -> float:
-    """Over all training images; infinity where it is no number."""
+    """Over some training images; infinity where it is no number."""
     model = DigitsNet()
     model.load_state_dict(state_dict)
     with torch.inference_mode():
-        loss = float(nn.functional.cross_entropy(model(_digits.train_images), _digits.train_labels))
+        images, labels = _digits.train_images[:JUDGED], _digits.train_labels[:JUDGED]
+        loss = float(nn.functional.cross_entropy(model(images), labels))
     return loss if math.isfinite(loss) else math.inf
