@@ -111,8 +111,11 @@ def sweep_picture(title: str, key: str, lines: Mapping[str, Sequence[tuple[float
             )
         axes.set_xlabel(key)
         axes.set_title(label, fontsize=10)
+        axes.margins(y=0.08)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
+        if label.startswith("share"):
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         values = [value for points in lines.values() for value, _ in points]
         if min(values) > 0 and max(values) / min(values) > 20:
             axes.set_xscale("log", base=2)
