@@ -34,6 +34,7 @@ PROMISED = {
     "specsync-table2",
     "fluentps-fig6",
     "fluentps-fig9",
+    "fluentps-fig10",
     "fluentps-table4",
 }
 

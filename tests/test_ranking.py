@@ -311,3 +311,11 @@ def test_a_script_that_fails_is_shown_with_its_own_traceback(
     arguments = ["--script", str(tmp_path / "train.py"), "--sync", "bsp", "--out", str(tmp_path / "out")]
     assert run(monkeypatch, "simulate", "elastic-bsp", *arguments) == 1
     assert "worker 0 failed: ValueError: no such data" in capsys.readouterr().err
+
+
+def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path, EQUAL)
+    trace = folder / "trace-shard-0.jsonl"
+    trace.write_bytes(trace.read_bytes().replace(b'"format":2', b'"format":1', 1))
+    with pytest.raises(ConfigurationError, match="is a trace of format 1; this version reads 2"):
+        advise(folder)

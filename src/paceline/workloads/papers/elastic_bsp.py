@@ -12,7 +12,7 @@ from ...sim.cluster_file import read_preset
 from ...sync.actions import PublishPlan
 from ..zipline_bench import Tell
 from .exhibit import Exhibit, Made, Options, beside
-from .training import Outcome, Run, best_of_each, medians_to_target, run_all, with_setting
+from .training import Outcome, Run, common_and_tuned, medians_to_target
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,17 +70,8 @@ def _slowness(outcome: Outcome) -> float:
 def figure_14(options: Options, tell: Tell) -> Made:
     """Accuracy over time under every model: with the paper's common setting, and each at its own best rate."""
     runs = _runs(options)
-    common = run_all(runs, lambda done, of, what: tell(what, 0.3 * done / max(1, of)))
-    rates = best_of_each(
-        [run for run in runs if run.seed == 0],
-        [(rate, MOMENTUM) for rate in (RATES[1:3] if options.quick else RATES)],
-        _slowness,
-        lambda done, of, what: tell(f"tuning: {what}", 0.3 + 0.4 * done / max(1, of)),
-    )
-    tuned = run_all(
-        [with_setting(run, rates[run.label]) for run in runs],
-        lambda done, of, what: tell(what, 0.7 + 0.3 * done / max(1, of)),
-    )
+    grid = [(rate, MOMENTUM) for rate in (RATES[1:3] if options.quick else RATES)]
+    common, tuned, rates = common_and_tuned(runs, grid, _slowness, tell)
     rows = {}
     bests = [medians_to_target(found, lambda o: o.reaches_s(TARGET)) for found in (common, tuned)]
     ends = medians_to_target(tuned, lambda o: o.time_s)

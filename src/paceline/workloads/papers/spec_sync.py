@@ -16,7 +16,7 @@ from ...sync.events import PullRepeated, PushReceived
 from ...trace import Trace
 from ..zipline_bench import Tell
 from .exhibit import Exhibit, Made, Options, beside
-from .training import Outcome, Run, best_of_each, medians_to_target, run_all, with_setting
+from .training import Outcome, Run, Setting, common_and_tuned, medians_to_target, run_all
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,15 +131,12 @@ def small(cluster: Cluster, workers: int) -> Cluster:
     )
 
 
-def trained(
-    schemes: dict[str, str], options: Options, tell: Tell, *, tuned: bool
-) -> tuple[list[Outcome], dict[str, float]]:
-    """Each scheme on Cluster 1: under the paper's common learning rate, or each at its own best."""
+def runs_of(schemes: dict[str, str], options: Options) -> list[Run]:
+    """Each scheme on Cluster 1, under the paper's learning rate."""
     cluster = read_preset("spec-sync-1")
     if options.quick:
         cluster = small(cluster, 8)
-    seeds = range(1 if options.quick else options.seeds)
-    runs = [
+    return [
         Run(
             label=label,
             cluster=cluster,
@@ -150,21 +147,13 @@ def trained(
             every_s=ITERATION_S / 4,
         )
         for label, sync in schemes.items()
-        for seed in seeds
+        for seed in range(1 if options.quick else options.seeds)
     ]
-    rates = dict.fromkeys(schemes, (COMMON_RATE, 0.0))
-    if tuned:
-        first = [run for run in runs if run.seed == 0]
-        grid = RATES[2:4] if options.quick else RATES
-        rates = best_of_each(
-            first,
-            [(rate, 0.0) for rate in grid],
-            _slowness,
-            lambda done, of, what: tell(f"tuning: {what}", 0.5 * done / max(1, of)),
-        )
-    runs = [with_setting(run, rates[run.label]) for run in runs]
-    outcomes = run_all(runs, lambda done, of, what: tell(what, 0.5 + 0.5 * done / max(1, of)))
-    return outcomes, {label: rate for label, (rate, _) in rates.items()}
+
+
+def grid_of(options: Options) -> list[Setting]:
+    """The learning rates that are tried."""
+    return [(rate, 0.0) for rate in (RATES[2:4] if options.quick else RATES)]
 
 
 def _slowness(outcome: Outcome) -> float:
@@ -200,12 +189,9 @@ def _curves(title: str, outcomes: Sequence[Outcome]) -> Figure:
 
 def _converged(
     title: str, schemes: dict[str, str], paper: dict[str, str], options: Options, tell: Tell
-) -> tuple[Made, list[Outcome], list[Outcome]]:
+) -> Made:
     """Time to convergence, under the common learning rate and each at its own best."""
-    common, _ = trained(schemes, options, lambda what, share, slow=False: tell(what, share / 2), tuned=False)
-    tuned, rates = trained(
-        schemes, options, lambda what, share, slow=False: tell(what, 0.5 + share / 2), tuned=True
-    )
+    common, tuned, best = common_and_tuned(runs_of(schemes, options), grid_of(options), _slowness, tell)
     first, *_ = schemes
     rows = {}
     by_rate = [medians_to_target(found, lambda o: o.converges_s(TARGET_LOSS)) for found in (common, tuned)]
@@ -213,7 +199,7 @@ def _converged(
     for label in schemes:
         times = [("-", _seconds(found[label])) for found in by_rate]
         speedups = [(paper.get(label, "-"), _factor(found[first], found[label])) for found in by_rate]
-        rows[f"{label}, rate {rates[label]:g}"] = [
+        rows[f"{label}, rate {best[label][0]:g}"] = [
             times[0],
             speedups[0],
             times[1],
@@ -221,7 +207,7 @@ def _converged(
             ("-", f"{staleness[label]:.1f}"),
         ]
     columns = [f"s, rate {COMMON_RATE:g}", "speed-up", "s, own best", "speed-up", "staleness"]
-    made = Made(
+    return Made(
         tables=[beside(title, rows, columns)],
         figure=lambda: _curves(title, tuned),
         data={
@@ -229,7 +215,6 @@ def _converged(
             "tuned": [_plain(outcome) for outcome in tuned],
         },
     )
-    return made, common, tuned
 
 
 def _plain(outcome: Outcome) -> dict[str, object]:
@@ -266,8 +251,7 @@ def figure_5(options: Options, tell: Tell) -> Made:
     """Naive waiting with delays of 0, 1, 3 and 5 s."""
     schemes = {"no delay": "asp"} | {f"{d} s": f"naive-waiting:delay_s={d}" for d in (1, 3, 5)}
     paper = {"no delay": "1", "1 s": "> 1", "3 s": "about 1", "5 s": "< 1"}
-    made, *_ = _converged(f"{PAPER}, Fig. 5: naive waiting", schemes, paper, options, tell)
-    return made
+    return _converged(f"{PAPER}, Fig. 5: naive waiting", schemes, paper, options, tell)
 
 
 SCHEMES = {"Original": "asp", "SpecSync-Adaptive": "spec-sync", "SpecSync-Cherrypick": ""}
@@ -302,7 +286,7 @@ def figure_8(options: Options, tell: Tell) -> Made:
     picked, _ = cherry_pick(options, lambda what, share, slow=False: tell(what, share / 3))
     schemes = {**SCHEMES, "SpecSync-Cherrypick": picked}
     paper = {"Original": "1", "SpecSync-Adaptive": "2.25", "SpecSync-Cherrypick": "2.25 or a little more"}
-    made, *_ = _converged(
+    made = _converged(
         f"{PAPER}, Fig. 8b: CIFAR-10",
         schemes,
         paper,
@@ -315,14 +299,14 @@ def figure_8(options: Options, tell: Tell) -> Made:
 def figure_9(options: Options, tell: Tell) -> Made:
     """Loss over the accumulated number of iterations: how much each gradient is worth."""
     schemes = {label: sync for label, sync in SCHEMES.items() if sync}
-    outcomes, rates = trained(schemes, options, tell, tuned=True)
+    _, outcomes, best = common_and_tuned(runs_of(schemes, options), grid_of(options), _slowness, tell)
     needed = medians_to_target(outcomes, _gradients_to_target)
     first = needed["Original"]
     rows = {}
     for label, count in needed.items():
         fewer = "-" if not math.isfinite(count + first) else f"{1 - count / first:.0%}"
         paper = "58%, at most" if label != "Original" else "-"
-        rows[f"{label}, rate {rates[label]:g}"] = [("-", _seconds(count)), (paper, fewer)]
+        rows[f"{label}, rate {best[label][0]:g}"] = [("-", _seconds(count)), (paper, fewer)]
 
     def draw() -> Figure:
         from ...report.canvas import COLOURS, new_figure

@@ -21,7 +21,16 @@ from ...sim import Cluster, simulate
 from ..digits import Digits, DigitsNet, Recipe, accuracy, load, train
 from ..ranking import Tell
 
-__all__ = ["Outcome", "Run", "Setting", "best_of_each", "medians_to_target", "run_all", "with_setting"]
+__all__ = [
+    "Outcome",
+    "Run",
+    "Setting",
+    "best_of_each",
+    "common_and_tuned",
+    "medians_to_target",
+    "run_all",
+    "with_setting",
+]
 
 FEW = 4  # runs are done in this process: another one takes longer to start
 
@@ -160,6 +169,30 @@ def best_of_each(
         label: min(found, key=lambda setting: (median(found[setting]), grid.index(setting)))
         for label, found in judged.items()
     }
+
+
+def common_and_tuned(
+    runs: Sequence[Run],
+    grid: Sequence[Setting],
+    judge: Callable[[Outcome], float],
+    tell: Callable[[str, float], None],
+) -> tuple[list[Outcome], list[Outcome], dict[str, Setting]]:
+    """The runs as they are, by the papers' protocol, and again each label at its own best setting of a grid.
+
+    The first seed alone decides which that is.
+    """
+    common = run_all(runs, lambda done, of, what: tell(what, 0.3 * done / max(1, of)))
+    best = best_of_each(
+        [run for run in runs if run.seed == 0],
+        grid,
+        judge,
+        lambda done, of, what: tell(f"tuning {what}", 0.3 + 0.4 * done / max(1, of)),
+    )
+    tuned = run_all(
+        [with_setting(run, best[run.label]) for run in runs],
+        lambda done, of, what: tell(what, 0.7 + 0.3 * done / max(1, of)),
+    )
+    return common, tuned, best
 
 
 def with_setting(run: Run, setting: Setting) -> Run:
