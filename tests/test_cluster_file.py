@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, Constant, LogNormal, Occasional, Presence, Recorded, Uniform, simulate
-from paceline.sim.cluster_file import PRESETS, SIZES, TIMES, quantity, read_preset
+from paceline.sim.cluster_file import PRESETS, SIZES, TIMES, quantity
 
 WHOLE = """
 name = "mixed"
@@ -68,7 +68,7 @@ def test_what_is_left_out_costs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_clusters_of_the_papers_run(name: str) -> None:
-    cluster = read_preset(name)
+    cluster = Cluster.preset(name)
     assert cluster.name
     assert simulate(cluster, "ssp:staleness=3", iterations=5).time_s > 0
 
@@ -134,4 +134,4 @@ def test_a_file_that_is_not_there_is_named_with_what_there_is(tmp_path: Path) ->
     with pytest.raises(ConfigurationError, match=r"nowhere.toml cannot be read.*fluent-ps-32"):
         Cluster.from_toml(tmp_path / "nowhere.toml")
     with pytest.raises(ConfigurationError, match="unknown cluster 'fluent'"):
-        read_preset("fluent")
+        Cluster.preset("fluent")

@@ -11,7 +11,6 @@ from rich.console import Console
 from paceline.cli import main
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, simulate
-from paceline.sim.cluster_file import read_preset
 from paceline.workloads.papers import EXHIBITS, Options
 from paceline.workloads.papers.fluent_ps import resnet_56
 from paceline.workloads.papers.show import chosen, make
@@ -101,8 +100,8 @@ def test_resnet_56_has_the_parameters_of_the_paper() -> None:
 
 
 def test_the_clusters_of_the_papers_are_as_many_as_they_say() -> None:
-    assert [read_preset(f"fluent-ps-{n}").workers for n in (32, 64, 128)] == [32, 64, 128]
-    assert [read_preset(f"spec-sync-{n}").workers for n in (1, 2)] == [40, 40]
+    assert [Cluster.preset(f"fluent-ps-{n}").workers for n in (32, 64, 128)] == [32, 64, 128]
+    assert [Cluster.preset(f"spec-sync-{n}").workers for n in (1, 2)] == [40, 40]
 
 
 def test_an_exhibit_that_there_is_not_is_refused() -> None:

@@ -198,6 +198,20 @@ def test_snapshots_are_taken_on_a_grid_of_virtual_time() -> None:
     assert versions[-1] == result.updates == 12
 
 
+def test_a_run_ends_where_a_look_at_its_weights_says_so() -> None:
+    seen: list[float] = []
+
+    def enough(time_s: float, snapshot: object) -> bool:
+        seen.append(time_s)
+        return time_s >= 8.0
+
+    result = simulate(UNEQUAL, "asp", train_fn=train, snapshot_every_s=2.0, on_snapshot=enough)
+    assert seen == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert result.snapshots == []
+    assert max(record.answered_s for records in result.records for record in records) <= 8.0
+    assert threads() == []
+
+
 def test_a_preempted_worker_starts_anew_with_the_weights_of_now() -> None:
     starts: list[int] = []
 

@@ -8,12 +8,15 @@
 300
 """
 
-from .cluster import Cluster, Link, Presence
+from .cluster import Cluster
+from .cluster_file import PRESETS
+from .machines import Link, Presence
 from .result import Loss, SimResult
 from .simulate import simulate
 from .times import Constant, Drifting, LogNormal, Occasional, Pareto, Recorded, Times, Uniform
 
 __all__ = [
+    "PRESETS",
     "Cluster",
     "Constant",
     "Drifting",

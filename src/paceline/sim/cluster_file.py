@@ -34,10 +34,10 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from .cluster import Cluster, Link, Presence
+from .machines import Link, Presence
 from .times import Constant, Distribution, Times, Uniform, times_of
 
-__all__ = ["PRESETS", "read_cluster", "read_preset"]
+__all__ = ["PRESETS", "read_file", "read_preset"]
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 SIZES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -113,15 +113,15 @@ PRESETS = tuple(sorted(_preset_files()))
 """The clusters of the papers, by name."""
 
 
-def read_preset(name: str) -> Cluster:
-    """A cluster of the papers. Raises `ConfigurationError` if there is none of that name."""
+def read_preset(name: str) -> dict[str, Any]:
+    """What a cluster of the papers is made with. Raises `ConfigurationError` if there is none of that name."""
     if name not in PRESETS:
         raise unknown_name("cluster", name, PRESETS)
     return _parse(_preset_files()[name].read_text(encoding="utf-8"), name, name)
 
 
-def read_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """A cluster out of a file.
+def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the cluster in a file is made with: the arguments of `Cluster`.
 
     Raises:
         ConfigurationError: there is no such file, or something in it is wrong, with its place.
@@ -137,11 +137,11 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     return _parse(text, os.fspath(path), Path(path).stem)
 
 
-def _parse(text: str, source: str, name: str) -> Cluster:
+def _parse(text: str, source: str, name: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(text)
         file = msgspec.convert(table, File)
-        return _cluster(file, name)
+        return _arguments(file, name)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{source} is not TOML: {error}") from error
     except msgspec.ValidationError as error:
@@ -161,7 +161,7 @@ def _in_words(reason: str) -> str:
     return f"{place}: {reason}" if place else reason
 
 
-def _cluster(file: File, name: str) -> Cluster:
+def _arguments(file: File, name: str) -> dict[str, Any]:
     compute: list[Times] = []
     presence: dict[int, Presence] = {}
     links: dict[int, Link] = {}
@@ -187,16 +187,16 @@ def _cluster(file: File, name: str) -> Cluster:
             if latency is not None or bandwidth is not None:
                 links[worker] = Link(bandwidth_bps=bandwidth, to_server_s=latency, from_server_s=latency)
         compute += [time] * group.count
-    return Cluster(
-        compute_s=compute,
-        servers=file.servers,
-        latency_s=_times(file.latency, "latency"),
-        bandwidth_bps=math.inf if file.bandwidth is None else quantity(file.bandwidth, RATES, "bandwidth"),
-        size_bytes=round(quantity(file.parameters, SIZES, "parameters")),
-        presence=presence,
-        links=links,
-        name=file.name or name,
-    )
+    return {
+        "compute_s": compute,
+        "servers": file.servers,
+        "latency_s": _times(file.latency, "latency"),
+        "bandwidth_bps": math.inf if file.bandwidth is None else quantity(file.bandwidth, RATES, "bandwidth"),
+        "size_bytes": round(quantity(file.parameters, SIZES, "parameters")),
+        "presence": presence,
+        "links": links,
+        "name": file.name or name,
+    }
 
 
 def _times(value: object, what: str) -> Times:

@@ -35,8 +35,9 @@ from ..sync.following import Flags, Request, WorkerSync
 from ..sync.notation import notation, parse_shards
 from ..sync.schedule import Schedule
 from ..trace import Entry, EntryRecorder
-from .cluster import Cluster, Presence
+from .cluster import Cluster
 from .kernel import SECOND_NS, TIMER, Kernel, nanoseconds
+from .machines import Presence
 from .network import Card, Connection
 from .times import Constant, Distribution, Sample
 

@@ -39,6 +39,7 @@ class Kernel:
         self.happened = 0
         self._heap: list[tuple[int, int, int, Callable[..., None], tuple[object, ...]]] = []
         self._number = 0
+        self._until_ns: float = math.inf
 
     @property
     def now_s(self) -> float:
@@ -62,13 +63,17 @@ class Kernel:
         self._number = number = self._number + 1
         heapq.heappush(self._heap, (self.now_ns + delay_ns, MESSAGE, number, happen, arguments))
 
+    def stop(self) -> None:
+        """Let nothing more happen."""
+        self._until_ns = -1
+
     def run(self, until_s: float = math.inf) -> None:
         """Let happen what is due, until nothing is left or the time is up."""
         heap, pop = self._heap, heapq.heappop
-        until_ns = nanoseconds(until_s) if math.isfinite(until_s) else math.inf
+        self._until_ns = nanoseconds(until_s) if math.isfinite(until_s) else math.inf
         happened = 0
         try:
-            while heap and heap[0][0] <= until_ns:
+            while heap and heap[0][0] <= self._until_ns:
                 self.now_ns, _, _, happen, arguments = pop(heap)
                 happened += 1
                 happen(*arguments)

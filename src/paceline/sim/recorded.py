@@ -16,7 +16,8 @@ from ..runtime.records import IterationRecord, read_records
 from ..sync.actions import AnswerPull
 from ..sync.events import PullRepeated, PushReceived
 from ..trace import Trace, read
-from .cluster import Cluster, Link
+from .cluster import Cluster
+from .machines import Link
 from .times import Recorded
 
 __all__ = ["cluster_of", "read_cluster_of_run"]

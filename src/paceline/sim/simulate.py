@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ def simulate(
     overlap: str = "shards",
     on_nan: str = "stop",
     snapshot_every_s: float | None = None,
+    on_snapshot: Callable[[float, WeightsSnapshot], bool] | None = None,
     record: bool = True,
 ) -> SimResult:
     """Run a job in virtual time, on a cluster that need not exist.
@@ -64,6 +66,8 @@ def simulate(
         overlap: "shards": each answers for itself; "off": nobody pulls until everybody has pushed everything.
         on_nan: as for `paceline.launch`.
         snapshot_every_s: with `train_fn`, keep the weights of every so many seconds.
+        on_snapshot: is given these instead, each with its virtual time, and none is kept; if it returns True, the run
+            ends there.
         record: keep traces and records; without them a run of a billion events fits into memory.
 
     Raises:
@@ -132,7 +136,7 @@ def simulate(
         )
         training.job = job
         if snapshot_every_s is not None:
-            _take_snapshots(job, training.snapshot, snapshot_every_s, snapshots)
+            _take_snapshots(job, training.snapshot, snapshot_every_s, on_snapshot or _keeper(snapshots))
         job.run(training, until_s)
         final = training.snapshot()
     history = [
@@ -242,15 +246,31 @@ def _result(
     )
 
 
+def _keeper(
+    snapshots: list[tuple[float, WeightsSnapshot]],
+) -> Callable[[float, WeightsSnapshot], bool]:
+    """What keeps snapshots, and never has enough."""
+
+    def keep(time_s: float, snapshot: WeightsSnapshot) -> bool:
+        snapshots.append((time_s, snapshot))
+        return False
+
+    return keep
+
+
 def _take_snapshots(
-    job: Job, take: Callable[[], WeightsSnapshot], every_s: float, taken: list[tuple[float, WeightsSnapshot]]
+    job: Job,
+    take: Callable[[], WeightsSnapshot],
+    every_s: float,
+    keep: Callable[[float, WeightsSnapshot], bool],
 ) -> None:
-    """Have the weights kept at every multiple of an interval, until the last worker has left."""
-    ticks: Iterator[int] = iter(range(1, 1 << 62))
+    """Have the weights kept at every multiple of an interval, until the last worker has left or `keep` says True."""
+    ticks: Iterator[int] = itertools.count(1)
 
     def tick() -> None:
-        taken.append((job.kernel.now_s, take()))
-        if job.goes_on:
+        if keep(job.kernel.now_s, take()):
+            job.kernel.stop()
+        elif job.goes_on:
             job.kernel.at(nanoseconds(next(ticks) * every_s), tick)
 
     job.kernel.at(0, tick)

@@ -15,8 +15,7 @@ from ..report.canvas import new_figure, save
 from ..report.picture import timelines_picture
 from ..report.ranking import ranking_picture, ranking_table, sweep_picture
 from ..report.timeline import timeline_of
-from ..sim import Cluster, simulate
-from ..sim.cluster_file import PRESETS, read_cluster, read_preset
+from ..sim import PRESETS, Cluster, simulate
 from .ranking import Figures, Tell, rank, sweep
 
 __all__ = ["compare", "describe", "explore", "load_cluster", "new_folder"]
@@ -28,7 +27,8 @@ SHOWN_ITERATIONS = 12  # of the slowest worker, in one
 
 def load_cluster(source: str) -> Cluster:
     """A cluster file, or a cluster of the papers by its name. Raises `ConfigurationError`."""
-    return read_preset(source) if source in PRESETS and not Path(source).exists() else read_cluster(source)
+    by_name = source in PRESETS and not Path(source).exists()
+    return Cluster.preset(source) if by_name else Cluster.from_toml(source)
 
 
 def describe(cluster: Cluster) -> str:

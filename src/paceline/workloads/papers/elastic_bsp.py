@@ -8,7 +8,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ...sim import Cluster, simulate
-from ...sim.cluster_file import read_preset
 from ...sync.actions import PublishPlan
 from ..zipline_bench import Tell
 from .exhibit import Exhibit, Made, Options, beside
@@ -38,7 +37,7 @@ STEPS_PER_EPOCH = 1437 // 4 // BATCH  # of each worker's quarter of the training
 
 def cluster() -> Cluster:
     """The 4 machines; VGG-16's bytes on the wire."""
-    return read_preset("elastic-bsp")
+    return Cluster.preset("elastic-bsp")
 
 
 def _runs(options: Options) -> list[Run]:

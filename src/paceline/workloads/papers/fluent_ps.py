@@ -10,7 +10,6 @@ import msgspec
 
 from ...layout import Layout, Parameter, ShardSlice
 from ...sim import Cluster, Uniform
-from ...sim.cluster_file import read_preset
 from ...sim.simulate import simulate
 from ..ranking import Task, run_tasks
 from ..zipline_bench import Tell
@@ -158,7 +157,7 @@ PAIRS = (("A", "1/2", 2, 4), ("C", "1/3", 3, 5), ("E", "1/5", 5, 7), ("G", "1/10
 
 def figure_9(options: Options, tell: Tell) -> Made:
     """Delayed pulls per 100 iterations: PSSP(3, c) and the SSP that is its equal in regret bound, soft and lazy."""
-    cluster = read_preset("fluent-ps-64")
+    cluster = Cluster.preset("fluent-ps-64")
     iterations = 20 if options.quick else 400
     tasks = []
     labels = []
@@ -291,7 +290,7 @@ def table_4(options: Options, tell: Tell) -> Made:
         for label, sync in MODELS
         if label in TABLE_4[name][execution]
     ]
-    clusters = {name: read_preset(name) for name in TABLE_4}
+    clusters = {name: Cluster.preset(name) for name in TABLE_4}
     rows = run_tasks(
         [Task(clusters[name], sync, iterations, float("inf"), 0) for name, _, _, _, sync in wanted],
         lambda done, of, what: tell(what, done / of),
@@ -390,7 +389,7 @@ def _slowness(outcome: Outcome) -> float:
 
 def figure_10(options: Options, tell: Tell) -> Made:
     """Accuracy over time with 64 workers, under the paper's push scale 1/n."""
-    cluster = read_preset("fluent-ps-64")
+    cluster = Cluster.preset("fluent-ps-64")
     runs = [
         Run(
             label=label,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...sim import Cluster, simulate
-from ...sim.cluster_file import read_preset
 from ...sync.actions import AnswerPull
 from ...sync.events import PullRepeated, PushReceived
 from ...trace import Trace
@@ -62,7 +61,7 @@ def pushes_after_pulls(shard: Trace, intervals: int, width_s: float) -> list[lis
 def figure_3(options: Options, tell: Tell) -> Made:
     """How many pushes of others come in each second after a pull, under ASP on Cluster 1."""
     tell("asp on Cluster 1", 0.1)
-    cluster = read_preset("spec-sync-1")
+    cluster = Cluster.preset("spec-sync-1")
     result = simulate(cluster, "asp", 10 if options.quick else 60)
     counts = pushes_after_pulls(result.trace[0], 14, 1.0)
     boxes = [_box(values) for values in counts]
@@ -133,7 +132,7 @@ def small(cluster: Cluster, workers: int) -> Cluster:
 
 def runs_of(schemes: dict[str, str], options: Options) -> list[Run]:
     """Each scheme on Cluster 1, under the paper's learning rate."""
-    cluster = read_preset("spec-sync-1")
+    cluster = Cluster.preset("spec-sync-1")
     if options.quick:
         cluster = small(cluster, 8)
     return [
@@ -261,7 +260,7 @@ TRIALS = tuple((time_s, rate) for time_s in (1.0, 2.0, 4.0, 7.0) for rate in (0.
 
 def cherry_pick(options: Options, tell: Tell) -> tuple[str, list[Outcome]]:
     """The fixed hyper-parameters that converge first, and all that were tried."""
-    cluster = read_preset("spec-sync-1")
+    cluster = Cluster.preset("spec-sync-1")
     if options.quick:
         cluster = small(cluster, 8)
     trials = TRIALS[:2] if options.quick else TRIALS
@@ -411,7 +410,7 @@ def bytes_over_time(shard: Trace, size_bytes: int, every_s: float) -> list[tuple
 
 def figures_12_and_13(options: Options, tell: Tell) -> Made:
     """Bytes over time under Original and SpecSync-Adaptive, and what they are."""
-    cluster = read_preset("spec-sync-1")
+    cluster = Cluster.preset("spec-sync-1")
     iterations = 10 if options.quick else 100
     found = {}
     for number, (label, sync) in enumerate([("Original", "asp"), ("SpecSync-Adaptive", "spec-sync")]):

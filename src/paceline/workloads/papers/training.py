@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
+from ...runtime.reader import WeightsSnapshot
 from ...sim import Cluster, simulate
 from ..digits import Digits, DigitsNet, Recipe, accuracy, load, train
 from ..ranking import Tell
@@ -58,6 +59,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         until_s: virtual seconds after which it is cut.
         seed: of weights, data and times.
         every_s: virtual seconds between two evaluations.
+        enough: end the run when the accuracy has been there for two evaluations in a row; None for never.
     """
 
     label: str
@@ -70,6 +72,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     until_s: float = math.inf
     seed: int = 0
     every_s: float = 1.0
+    enough: float | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,6 +223,7 @@ def _key(run: Run) -> tuple[object, ...]:
         run.until_s,
         run.seed,
         run.every_s,
+        run.enough,
     )
 
 
@@ -240,6 +244,16 @@ def _run(run: Run) -> Outcome:
         iterations=run.iterations,
         seed=run.seed,
     )
+    times_s: list[float] = []
+    losses: list[float] = []
+    accuracies: list[float] = []
+
+    def judge(time_s: float, snapshot: WeightsSnapshot) -> bool:
+        times_s.append(time_s)
+        losses.append(_loss(snapshot.state_dict))
+        accuracies.append(accuracy(snapshot.state_dict, _digits))
+        return run.enough is not None and len(accuracies) > 1 and min(accuracies[-2:]) >= run.enough
+
     result = simulate(
         run.cluster,
         run.sync,
@@ -249,14 +263,15 @@ def _run(run: Run) -> Outcome:
         args=(_digits, recipe),
         on_nan="skip",
         snapshot_every_s=run.every_s,
+        on_snapshot=judge,
         record=False,
     )
     measures = result.measures
     return Outcome(
         run=run,
-        times_s=[time_s for time_s, _ in result.snapshots],
-        losses=[_loss(snapshot.state_dict) for _, snapshot in result.snapshots],
-        accuracies=[accuracy(snapshot.state_dict, _digits) for _, snapshot in result.snapshots],
+        times_s=times_s,
+        losses=losses,
+        accuracies=accuracies,
         time_s=result.time_s,
         gradients=sum(measures.iterations.values()),
         updates=measures.updates,

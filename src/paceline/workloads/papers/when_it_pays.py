@@ -150,6 +150,7 @@ def survey(places: Sequence[Place], options: Options, tell: Tell) -> list[Verdic
                 cluster=cluster,
                 sync=sync,
                 learning_rate=0.0,
+                enough=TARGET,
                 batch_size=BATCH,
                 until_s=until_s,
                 seed=seed,
