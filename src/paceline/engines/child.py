@@ -8,7 +8,6 @@ not import.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import runpy
@@ -16,7 +15,6 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import msgspec
@@ -26,16 +24,15 @@ from ..runtime.job import JOB_VARIABLE, Place
 from ..runtime.server import serve
 from ..runtime.worker import WorkerSession
 from ..sync.user_conditions import local_conditions
+from .lifetime import end_with_parent
 
 __all__ = ["main"]
-
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     """Be the process that the environment says."""
     place = msgspec.msgpack.decode(bytes.fromhex(os.environ.pop(JOB_VARIABLE)), type=Place)
-    _die_with_parent()
+    end_with_parent(int(os.environ.pop("PACELINE_PARENT")))
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
     if place.role == "server":
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when a server ends
@@ -70,16 +67,6 @@ def _train(arguments: list[str]) -> None:
     sys.argv = [script, *script_arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
-
-
-def _die_with_parent() -> None:
-    """Have the kernel end this process when the launcher ends, however that comes about."""
-    parent = int(os.environ.pop("PACELINE_PARENT"))
-    libc: Any = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
-        os._exit(1)
 
 
 def _one_line(error: BaseException) -> str:

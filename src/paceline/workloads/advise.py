@@ -21,7 +21,8 @@ from ..sim.recorded import read_cluster_of_run
 from ..sync.events import WorkerFinished, WorkerLost
 from ..sync.schedule import read_schedule
 from ..trace import Trace, read
-from .ranking import EVERY_MODEL, Figures, Tell, mark_front, rank
+from .pool import Tell
+from .ranking import EVERY_MODEL, Figures, mark_front, rank
 from .rehearsal import STAR, describe
 
 __all__ = ["Advice", "Report", "advise", "show"]

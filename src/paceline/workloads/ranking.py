@@ -6,11 +6,8 @@ that takes `simulate(train_fn=...)`.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 import msgspec
@@ -19,6 +16,7 @@ from ..errors import ConfigurationError
 from ..sim import Cluster, SimResult, simulate
 from ..sync import MODELS
 from ..sync.schedule import read_schedule
+from .pool import Tell, on_all_cores
 
 __all__ = [
     "EVERY_MODEL",
@@ -47,9 +45,6 @@ EVERY_MODEL = (
     "spec-sync",
 )
 """What is compared by default: each model with the parameters of its paper."""
-
-Tell = Callable[[int, int, str], None]
-"""(how many are done, of how many, what is done now)."""
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -143,23 +138,12 @@ def run_task(task: Task) -> Figures:
 
 def run_tasks(tasks: Sequence[Task], tell: Tell = lambda done, of, what: None) -> list[Figures]:
     """All of them, in order, on all cores."""
-    processes = min(len(tasks), os.cpu_count() or 1)
+    if len(tasks) > 1:
+        return on_all_cores(run_task, tasks, lambda task: task.sync, tell)
     tell(0, len(tasks), "")
-    if processes <= 1:
-        figures = []
-        for task in tasks:
-            figures.append(run_task(task))
-            tell(len(figures), len(tasks), task.sync)
-        return figures
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        futures = {pool.submit(run_task, task): task for task in tasks}
-        for done, future in enumerate(as_completed(futures), start=1):
-            future.result()  # whatever it raised
-            tell(done, len(tasks), futures[future].sync)
-        return [future.result() for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)
+    figures = [run_task(task) for task in tasks]
+    tell(len(tasks), len(tasks), "")
+    return figures
 
 
 def rank(

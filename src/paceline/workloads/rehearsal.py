@@ -16,7 +16,8 @@ from ..report.picture import timelines_picture
 from ..report.ranking import ranking_picture, ranking_table, sweep_picture
 from ..report.timeline import timeline_of
 from ..sim import PRESETS, Cluster, simulate
-from .ranking import Figures, Tell, rank, sweep
+from .pool import Tell
+from .ranking import Figures, rank, sweep
 
 __all__ = ["compare", "describe", "explore", "load_cluster", "new_folder"]
 

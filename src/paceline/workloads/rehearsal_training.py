@@ -6,12 +6,9 @@ What comes out is what a ranking of timings cannot say: how much staleness this 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import runpy
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from statistics import fmean
 
@@ -23,7 +20,8 @@ from rich.table import Table
 from ..report.canvas import save
 from ..report.loss import LossCurve, loss_picture
 from ..sim import Cluster, Loss, simulate
-from .ranking import Figures, Tell, figures_of
+from .pool import Tell, on_all_cores
+from .ranking import Figures, figures_of
 from .rehearsal import describe
 
 __all__ = ["Trained", "smooth", "train_and_compare"]
@@ -81,7 +79,7 @@ def train_and_compare(
         _Task(cluster, sync, str(script), list(arguments), seed, shards, str(out / f"script-{number}.log"))
         for number, sync in enumerate(syncs)
     ]
-    found = _run_all(tasks, tell)
+    found = on_all_cores(_run, tasks, lambda task: task.sync, tell)
     rows = [row for row in found if row.curve]
     target = found[0].final_loss if found else 0.0
     console.print(_table(cluster, rows, target, syncs[0]))
@@ -103,20 +101,6 @@ def smooth(history: Sequence[Loss]) -> list[tuple[float, float]]:
     return [
         (history[end - 1].time_s, fmean(loss.loss for loss in history[end - width : end])) for end in ends
     ]
-
-
-def _run_all(tasks: Sequence[_Task], tell: Tell) -> list[Trained]:
-    tell(0, len(tasks), "")
-    processes = max(1, min(len(tasks), os.cpu_count() or 1))
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        futures = {pool.submit(_run, task): task for task in tasks}
-        for done, future in enumerate(as_completed(futures), start=1):
-            future.result()
-            tell(done, len(tasks), futures[future].sync)
-        return [future.result() for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _run(task: _Task) -> Trained:

@@ -7,10 +7,7 @@ times, its network and the size of what travels are those of the paper.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from statistics import median
 
 import msgspec
@@ -20,7 +17,7 @@ from torch import nn
 from ...runtime.reader import WeightsSnapshot
 from ...sim import Cluster, simulate
 from ..digits import Digits, DigitsNet, Recipe, accuracy, load, train
-from ..ranking import Tell
+from ..pool import Tell, on_all_cores
 
 __all__ = [
     "Outcome",
@@ -126,7 +123,6 @@ def run_all(runs: Sequence[Run], tell: Tell = lambda done, of, what: None) -> li
     wanted = list(dict.fromkeys(map(_key, runs)))
     by_key = {_key(run): run for run in runs}
     digits = load()
-    tell(0, len(wanted), "")
     if len(wanted) <= FEW:  # sooner done than a process has started
         _prepare(digits)
         found = {}
@@ -134,19 +130,10 @@ def run_all(runs: Sequence[Run], tell: Tell = lambda done, of, what: None) -> li
             found[key] = _run(by_key[key])
             tell(done, len(wanted), by_key[key].label)
         return [msgspec.structs.replace(found[_key(run)], run=run) for run in runs]
-    processes = max(1, min(len(wanted), os.cpu_count() or 1))
-    pool = ProcessPoolExecutor(
-        processes, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(digits,)
-    )
-    try:
-        futures = {pool.submit(_run, by_key[key]): key for key in wanted}
-        for done, future in enumerate(as_completed(futures), start=1):
-            future.result()
-            tell(done, len(wanted), by_key[futures[future]].label)
-        outcomes = {key: future.result() for future, key in futures.items()}
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return [msgspec.structs.replace(outcomes[_key(run)], run=run) for run in runs]
+    tasks = [by_key[key] for key in wanted]
+    outcomes = on_all_cores(_run, tasks, lambda run: run.label, tell, _prepare, (digits,))
+    by_task = dict(zip(wanted, outcomes, strict=True))
+    return [msgspec.structs.replace(by_task[_key(run)], run=run) for run in runs]
 
 
 def best_of_each(
