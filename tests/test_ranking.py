@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from paceline.cli import main
 from paceline.errors import ConfigurationError
-from paceline.sim import Cluster, Uniform, simulate
+from paceline.sim import Cluster, Presence, Uniform, simulate
 from paceline.sim.recorded import read_cluster_of_run
 from paceline.workloads.advise import advise
-from paceline.workloads.ranking import EVERY_MODEL, rank, read_syncs, run_tasks, sweep, sweep_values
+from paceline.workloads.ranking import (
+    EVERY_MODEL,
+    Task,
+    rank,
+    read_syncs,
+    run_task,
+    run_tasks,
+    sweep,
+    sweep_values,
+    variants,
+)
 from paceline.workloads.rehearsal import describe
 
 STRAGGLER = Cluster(compute_s=[Uniform(low=0.9, high=1.1)] * 3 + [3.0], latency_s=0.01, servers=2)
@@ -319,3 +330,96 @@ def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
     trace.write_bytes(trace.read_bytes().replace(b'"format":2', b'"format":1', 1))
     with pytest.raises(ConfigurationError, match="is a trace of format 1; this version reads 2"):
         advise(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (
+            lambda folder: (folder / "worker-1.jsonl").unlink(),
+            "records of 3 workers, and its summary speaks of 4",
+        ),
+        (lambda folder: (folder / "summary.json").write_text('{"sync": "bsp"}'), "iterations"),
+        (lambda folder: (folder / "summary.json").write_text("{"), "cannot be read"),
+        (lambda folder: _keep_lines(folder / "trace-shard-0.jsonl", 1), "nothing but a header"),
+    ],
+)
+def test_a_damaged_run_is_refused(tmp_path: Path, damage: Callable[[Path], object], reason: str) -> None:
+    folder = saved(tmp_path, EQUAL)
+    damage(folder)
+    with pytest.raises(ConfigurationError, match=reason):
+        advise(folder)
+
+
+def _keep_lines(path: Path, count: int) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:count]))
+
+
+def test_a_worker_that_finished_nothing_is_left_out(tmp_path: Path) -> None:
+    folder = saved(tmp_path, EQUAL, "asp")
+    (folder / "worker-1.jsonl").write_bytes(b"")
+    assert read_cluster_of_run(folder).workers == 3
+
+
+def test_preemption_is_no_transfer_and_a_cut_off_run_is_measured_to_its_end() -> None:
+    preempted = Cluster(compute_s=[1.0], presence={0: Presence(preempted_every_s=1.0, back_after_s=0.1)})
+    row = run_task(Task(preempted, "asp", None, 1000.0, 0))
+    assert row.moving_share == pytest.approx(0.0, abs=1e-6)
+    assert row.wasted_share > 0.2
+    row = run_task(Task(Cluster(compute_s=[10.0, 10.0]), "bsp", None, 19.0, 0))
+    assert row.until_s == 19.0
+    assert row.gradients_per_s == pytest.approx(2 / 19)
+    assert row.computing_share == pytest.approx(1.0)
+
+
+def test_a_cluster_on_which_nothing_happens_is_refused_in_words() -> None:
+    with pytest.raises(ConfigurationError, match="nobody finishes an iteration"):
+        rank(Cluster(compute_s=[0.0]), ["asp"])
+
+
+def test_steps_of_a_sweep_are_exact() -> None:
+    assert sweep_values("probability=0.1..0.3:0.1")[1] == [0.1, 0.2, 0.3]
+    assert sweep_values("staleness=0..2:1")[1] == [0, 1, 2]
+    assert variants(["elastic-bsp"], "lookahead", [1234567.0]) == [
+        (1234567.0, "elastic-bsp:lookahead=1234567")
+    ]
+    with pytest.raises(ConfigurationError, match="more than 1000 values"):
+        sweep_values("lookahead=1..1000000000:1")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "code", "reason"),
+    [
+        ("import paceline, sys\n" + SCRIPT + "\nsys.exit(0)", "3", 0, ""),
+        (SCRIPT + "\nsys.exit(3)", "3", 1, "exit code 3"),
+        (SCRIPT.replace("return loss", "pass"), "3", 2, "returned no loss"),
+        (SCRIPT + "\nimport os\nos._exit(4)", "3", 1, "ended without a word"),
+        (
+            SCRIPT + "\nimport io\nclass Own(torch.nn.Linear): pass\ntorch.save(Own(2, 2), io.BytesIO())",
+            "3",
+            0,
+            "",
+        ),
+    ],
+    ids=["exit 0", "exit 3", "no loss", "gone", "pickles a class of its own"],
+)
+def test_however_a_script_ends_it_is_said_as_a_live_run_would(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: str,
+    arguments: str,
+    code: int,
+    reason: str,
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    command = [
+        "--script",
+        f"{tmp_path / 'train.py'} {arguments}",
+        "--sync",
+        "asp",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert run(monkeypatch, "simulate", "elastic-bsp", *command) == code
+    assert reason in capsys.readouterr().err

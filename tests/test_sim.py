@@ -426,14 +426,29 @@ PAIR = Cluster(compute_s=[1.0, 1.0])
         (lambda: Occasional(base=1.0, factor=2.0, lasting=5.0, every=4.0), "lasting is 5 s and every 4"),
         (
             lambda: Presence(lost_at_s=1.0, joins_at_s=2.0),
-            "lost_at_s is 1, expected a number of seconds >= 2",
+            "lost_at_s is 1.0, expected a number of seconds >= 2",
         ),
         (lambda: Presence(back_after_s=1.0), "never lost"),
+        (lambda: Presence(joins_at_s="3"), "joins_at_s is '3'"),  # type: ignore[arg-type]
+        (lambda: Cluster(compute_s=[1.0], presence={0: 3.0}), "expected a paceline.sim.Presence"),  # type: ignore[dict-item]
+        (lambda: Cluster(compute_s=[1.0], bandwidth_bps="1 Gbit/s"), "bandwidth_bps is '1 Gbit/s'"),  # type: ignore[arg-type]
+        (lambda: simulate(PAIR, "asp", seed=1.5), "seed is 1.5"),  # type: ignore[arg-type]
+        (lambda: simulate(PAIR, "asp", until_s="3"), "until_s is '3'"),  # type: ignore[arg-type]
+        (lambda: simulate(PAIR, "asp", shard_bytes=[-5]), "a size in shard_bytes is -5"),
+        (lambda: simulate(PAIR, "asp", snapshot_every_s=1.0), "without train_fn"),
+        (lambda: simulate(PAIR, "asp", train_fn=print, snapshot_every_s=0.0), "snapshot_every_s is 0"),
+        (lambda: simulate(PAIR, "asp", train_fn=print, on_snapshot=print), "without snapshot_every_s"),  # type: ignore[arg-type]
+        (lambda: simulate(Cluster(compute_s=[1e300]), "asp"), "1e\\+300 s is too long"),
     ],
 )
 def test_bad_input_is_an_error_that_names_it(call: Callable[[], object], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason.replace("(", r"\(")):
         call()
+
+
+def test_where_nothing_takes_any_time_it_is_said_instead_of_hanging() -> None:
+    with pytest.raises(RunFailedError, match="virtual time does not go on from 0 s"):
+        simulate(Cluster(compute_s=[0.0, 1.0]), "asp", None, until_s=5.0, record=False)
 
 
 def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:

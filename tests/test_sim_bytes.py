@@ -25,18 +25,18 @@ CLUSTER = Cluster(
 )
 
 DIGESTS = {
-    "bsp": "fa566925456e28d0",
-    "asp": "2655e161f4d7b258",
-    "ssp:staleness=2,execution=lazy": "d1df247c8eec7c17",
-    "dssp:lower=1,upper=5": "13ba2a5e07c57da9",
-    "dsps:lower=1,upper=5": "8d0f65bfeaf15bf4",
-    "pssp:staleness=1": "988bf8438528a911",
-    "dynamic-pssp:staleness=1": "d250c4e40a04c1ae",
-    "drop-stragglers:quorum=3": "9453acc8873c7317",
-    "naive-waiting:delay_s=0.2": "915a5ed363c088f8",
-    "elastic-bsp:lookahead=5": "deac0c8b406252e0",
-    "spec-sync": "f08982ce48e0da5f",
-    "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30": "e39da0318b5d3da5",
+    "bsp": "23a3a48f2fa6ce8d",
+    "asp": "e52909024f0d00ab",
+    "ssp:staleness=2,execution=lazy": "1a0f51e8b36633bc",
+    "dssp:lower=1,upper=5": "ba9594dad1536251",
+    "dsps:lower=1,upper=5": "109d4d70b6b9406d",
+    "pssp:staleness=1": "c143d252c3493e3d",
+    "dynamic-pssp:staleness=1": "314c367f058c5b5a",
+    "drop-stragglers:quorum=3": "60d324496452adfb",
+    "naive-waiting:delay_s=0.2": "3d1833cfdff4a8e1",
+    "elastic-bsp:lookahead=5": "280fc7a77912f4d3",
+    "spec-sync": "6953e356b491e9ab",
+    "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30": "f313e9ff4c14e876",
 }
 """Of all that `save` writes. They change with the rules of a model or of the simulation, and with nothing else."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from collections.abc import Callable
@@ -36,11 +37,19 @@ SYNCS = [
 ]
 
 
-def model_of(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """The same at every call."""
+def _first_model() -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).to(dtype)
+        layers = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
+        return nn.Sequential(*layers).to(torch.float64)
+
+
+FIRST = _first_model()  # made once: the threads of a live run share torch's generator
+
+
+def model_of() -> nn.Sequential:
+    """The same at every call."""
+    return copy.deepcopy(FIRST)
 
 
 def examples() -> tuple[torch.Tensor, torch.Tensor]:

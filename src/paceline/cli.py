@@ -565,7 +565,10 @@ def simulate(
 
     if sweep is not None and script is not None:
         raise ConfigurationError("--sweep and --script are two commands; give one of them.")
-    path, *arguments = shlex.split(script) if script is not None else [""]
+    try:
+        path, *arguments = shlex.split(script or "") or [""]
+    except ValueError as error:
+        raise ConfigurationError(f"the script {script!r} cannot be read: {error}.") from error
     if script is not None and not Path(path).is_file():
         raise ConfigurationError(f"the script {path!r} is not a file; give the path of a Python file.")
     machines = rehearsal.load_cluster(cluster)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import fsum
 from statistics import fmean
 
 import msgspec
@@ -140,16 +141,17 @@ class Meter:
         for _, _, versions in entry.staleness:
             self.staleness.append(versions)
 
-    def measures(self) -> Measures:
-        """The figures so far."""
+    def measures(self, until_s: float | None = None) -> Measures:
+        """The figures so far; up to a time after the last entry, if it is known that nothing happened meanwhile."""
         first = self._shards[0]
+        end_s = first.now_s if until_s is None else until_s
         waiting = defaultdict(float, self._waiting_s)
         for (worker, _), (_, longest_s) in sorted(self._waits.items()):
             waiting[worker] += longest_s
         lives = [*first.lives, *first.current.values()]
-        present_s = sum(life.until(first.now_s) - life.joined_s for life in lives)
+        present_s = sum(life.until(end_s) - life.joined_s for life in lives)
         joined_s = min((life.joined_s for life in lives), default=0.0)
-        duration_s = max((life.until(first.now_s) for life in lives), default=0.0) - joined_s
+        duration_s = max((life.until(end_s) for life in lives), default=0.0) - joined_s
         iterations: dict[int, int] = defaultdict(int)
         for life in sorted(lives, key=lambda life: life.number):
             iterations[life.worker] += life.iterations
@@ -160,7 +162,7 @@ class Meter:
             updates_per_s=first.updates / duration_s if duration_s else 0.0,
             iterations=dict(iterations),
             waiting_s={worker: waiting[worker] for worker in iterations},
-            waiting_share=sum(waiting.values()) / present_s if present_s else 0.0,
+            waiting_share=fsum(waiting.values()) / present_s if present_s else 0.0,
             mean_staleness=fmean(self.staleness) if self.staleness else 0.0,
             max_staleness=max(self.staleness, default=0),
             max_gap=max(shard.max_gap for shard in self._shards),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from .canvas import COLOURS, new_figure
@@ -57,13 +58,13 @@ COLUMNS: dict[str, Callable[[Ranked], str]] = {
 def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:
     """One line per model, in the order given."""
     table = Table(
-        title=title,
+        title=escape(title),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
         collapse_padding=True,
-        caption=caption,
+        caption=escape(caption),
         caption_justify="left",
     )
     table.add_column("sync", overflow="fold", vertical="bottom", min_width=20)

@@ -12,7 +12,7 @@ from .cluster_file import read_file, read_preset
 from .machines import Link, Presence
 from .times import Distribution, Times, times_of
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "require_whole"]
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,19 @@ class Cluster:
             )
         object.__setattr__(self, "compute_s", tuple(times_of(times) for times in self.compute_s))
         object.__setattr__(self, "latency_s", times_of(self.latency_s))
-        if isinstance(self.servers, bool) or not isinstance(self.servers, int) or self.servers < 1:
-            raise ConfigurationError(f"servers is {self.servers!r}, expected a whole number >= 1.")
+        require_whole("servers", self.servers, 1)
         _require_bandwidth(self.bandwidth_bps)
-        if isinstance(self.size_bytes, bool) or not isinstance(self.size_bytes, int) or self.size_bytes < 0:
-            raise ConfigurationError(f"size_bytes is {self.size_bytes!r}, expected a whole number >= 0.")
-        for name, by_worker in (("presence", self.presence), ("links", self.links)):
-            for worker in by_worker:
+        require_whole("size_bytes", self.size_bytes, 0)
+        kinds: tuple[tuple[str, Mapping[int, object], type], ...] = (
+            ("presence", self.presence, Presence),
+            ("links", self.links, Link),
+        )
+        for name, by_worker, kind in kinds:
+            for worker, value in by_worker.items():
+                if not isinstance(value, kind):
+                    raise ConfigurationError(
+                        f"{name} has {value!r} for worker {worker}, expected a paceline.sim.{kind.__name__}(...)."
+                    )
                 if not (isinstance(worker, int) and 0 <= worker < self.workers):
                     raise ConfigurationError(
                         f"{name} names worker {worker!r}, expected a number from 0 to {self.workers - 1}."
@@ -113,8 +119,14 @@ class Cluster:
         return times_of(self.latency_s if own is None else own)
 
 
-def _require_bandwidth(bandwidth_bps: float) -> None:
-    if not bandwidth_bps > 0:
+def require_whole(name: str, value: object, least: int) -> None:
+    """Refuse what is no whole number of at least so many. Raises `ConfigurationError`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} is {value!r}, expected a whole number >= {least}.")
+
+
+def _require_bandwidth(bandwidth_bps: object) -> None:
+    if not isinstance(bandwidth_bps, int | float) or not bandwidth_bps > 0:
         raise ConfigurationError(
-            f"bandwidth_bps is {bandwidth_bps:g}, expected a number of bits per second > 0, for example 10e9."
+            f"bandwidth_bps is {bandwidth_bps!r}, expected a number of bits per second > 0, for example 10e9."
         )

@@ -69,8 +69,8 @@ def quantity(value: object, units: dict[str, float], what: str) -> float:
             number = float(Decimal(match[1]) * Decimal(repr(units.get(unit, 1))))
         except InvalidOperation:
             number = None
-    if number is None or math.isnan(number) or number < 0:
-        example = next(iter(reversed(units)))
+    if number is None or not 0 <= number < math.inf:
+        example = max(units, key=lambda unit: units[unit] == 1)  # the base unit, if it has a name
         raise ConfigurationError(
             f"{what} is {value!r}, expected a number >= 0, or text such as '2 {example}'."
         )

@@ -36,7 +36,7 @@ from ..sync.notation import notation, parse_shards
 from ..sync.schedule import Schedule
 from ..trace import Entry, EntryRecorder
 from .cluster import Cluster
-from .kernel import SECOND_NS, TIMER, Kernel, nanoseconds
+from .kernel import SECOND_NS, STILL, TIMER, Kernel, nanoseconds
 from .machines import Presence
 from .network import Card, Connection
 from .times import Constant, Distribution, Sample
@@ -146,6 +146,7 @@ class Job:
         kernel: the clock.
         workers: what is known of each.
         bytes_sent: by kind.
+        cut_off_s: when the time was up; None if everybody has come to the end.
     """
 
     def __init__(
@@ -160,9 +161,10 @@ class Job:
         keep_records: bool,
         coordinator: EntryRecorder | None,
     ) -> None:
-        self.kernel = Kernel()
+        self.kernel = Kernel(STILL + 200 * cluster.workers * (len(shards) + 4))
         self.shards = shards
         self.bytes_sent = dict.fromkeys(KINDS, 0)
+        self.cut_off_s: float | None = None
         self._cluster = cluster
         self._schedule = schedule
         self._shard_bytes = shard_bytes
@@ -210,6 +212,12 @@ class Job:
         self.kernel.run(until_s)
         if self._present and self.kernel.idle:
             raise RunFailedError("the run", self._standstill())
+        if not self.kernel.idle:  # cut off: what is under way counts until then
+            end_ns = self.kernel.now_ns if self.kernel.stopped else nanoseconds(until_s)
+            self.cut_off_s = end_ns / SECOND_NS
+            for its in self.workers:
+                if its.computing:
+                    its.computed_ns += end_ns - its.started_ns
 
     @property
     def goes_on(self) -> bool:
@@ -346,6 +354,8 @@ class Job:
         its = self.workers[worker]
         if not its.present or its.life != life:
             return
+        if its.computing:
+            its.wasted_s += self.kernel.now_s - its.started_ns / SECOND_NS
         its.present, its.computing = False, False
         its.attempt += 1
         its.life += 1

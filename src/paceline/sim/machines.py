@@ -30,8 +30,9 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, least in (("joins_at_s", 0.0), ("lost_at_s", self.joins_at_s), ("back_after_s", 0.0)):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= least):
-                raise ConfigurationError(f"{name} is {value:g}, expected a number of seconds >= {least:g}.")
+            number = isinstance(value, int | float)
+            if value is not None and not (number and math.isfinite(value) and value >= least):
+                raise ConfigurationError(f"{name} is {value!r}, expected a number of seconds >= {least:g}.")
         every_s = self.preempted_every_s
         if every_s is not None and not (math.isfinite(every_s) and every_s > 0):
             raise ConfigurationError(f"preempted_every_s is {every_s:g}, expected a number of seconds > 0.")

@@ -44,7 +44,7 @@ def read_cluster_of_run(run_dir: Path) -> Cluster:
 def cluster_of(
     records: Sequence[Sequence[IterationRecord]], shards: Sequence[Trace], name: str = ""
 ) -> Cluster:
-    """The cluster that a run has shown.
+    """The cluster that a run has shown. A worker that finished no iteration, having been lost, is left out.
 
     Args:
         records: each worker's iterations.
@@ -52,15 +52,11 @@ def cluster_of(
         name: of the cluster.
 
     Raises:
-        ConfigurationError: a worker has not finished any iteration.
+        ConfigurationError: no worker has finished any iteration.
     """
-    for worker, its in enumerate(records):
-        if not its:
-            raise ConfigurationError(
-                f"worker {worker} recorded no iteration, so how fast it is cannot be told; run for longer."
-            )
-    if not records:
-        raise ConfigurationError("no worker recorded anything; run for longer.")
+    known = [(worker, its) for worker, its in enumerate(records) if its]
+    if not known:
+        raise ConfigurationError("no worker finished an iteration, so how fast they are cannot be told.")
     arrived: dict[Key, list[float]] = {}
     released: dict[Key, float] = {}
     for trace in shards:
@@ -73,7 +69,7 @@ def cluster_of(
                     key = action.worker, action.iteration
                     released[key] = max(released.get(key, 0.0), entry.event.now_s)
     links = {}
-    for worker, its in enumerate(records):
+    for index, (worker, its) in enumerate(known):
         there = [
             max(0.0, at_s - record.pushed_s)
             for record in its
@@ -84,12 +80,12 @@ def cluster_of(
             for record in its
             if (worker, record.iteration) in released
         ]
-        links[worker] = Link(
+        links[index] = Link(
             to_server_s=Recorded(seconds=tuple(there or [0.0])),
             from_server_s=Recorded(seconds=tuple(back or [0.0])),
         )
     return Cluster(
-        compute_s=[Recorded(seconds=tuple(map(_computed_s, its))) for its in records],
+        compute_s=[Recorded(seconds=tuple(map(_computed_s, its))) for _, its in known],
         servers=len(shards),
         links=links,
         name=name,

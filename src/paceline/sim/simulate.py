@@ -17,7 +17,7 @@ from ..sync import SyncModel
 from ..sync.notation import notation
 from ..sync.schedule import Schedule, read_schedule
 from ..trace import Entry, EntryRecorder, Header, Memory, Trace
-from .cluster import Cluster
+from .cluster import Cluster, require_whole
 from .job import Job
 from .kernel import SECOND_NS, nanoseconds
 from .result import Loss, SimResult
@@ -80,12 +80,9 @@ def simulate(
         (12.0, 4, 0.3333333333333333)
     """
     schedule, count = _checked(
-        cluster, sync, iterations, until_s, shards, shard_bytes, slicing, overlap, on_nan
+        cluster, sync, iterations, seed, until_s, shards, shard_bytes, slicing, overlap, on_nan
     )
-    if train_fn is not None and shard_bytes is not None:
-        raise ConfigurationError(
-            "shard_bytes is given, and train_fn too: what is trained has a size of its own."
-        )
+    _require_apart(cluster, train_fn, shard_bytes, snapshot_every_s, on_snapshot)
     meter = Meter(count)
     first = [worker for worker in range(cluster.workers) if not _joins_late(cluster, worker)]
     if train_fn is None:
@@ -235,7 +232,7 @@ def _result(
         seed=seed,
         servers=cluster.servers,
         finished_s=tuple(worker.finished_s for worker in job.workers),
-        measures=meter.measures(),
+        measures=meter.measures(job.cut_off_s),
         staleness=meter.staleness,
         bytes_by_kind=dict(job.bytes_sent),
         events=job.kernel.happened,
@@ -281,10 +278,43 @@ def _joins_late(cluster: Cluster, worker: int) -> bool:
     return presence is not None and presence.joins_at_s > 0
 
 
+def _require_apart(
+    cluster: Cluster,
+    train_fn: object,
+    shard_bytes: object,
+    snapshot_every_s: float | None,
+    on_snapshot: object,
+) -> None:
+    """Refuse what does not go together with training, or with times only."""
+    if train_fn is None:
+        if snapshot_every_s is not None or on_snapshot is not None:
+            raise ConfigurationError(
+                "snapshots are asked for without train_fn: there are no weights to look at."
+            )
+        return
+    if shard_bytes is not None:
+        raise ConfigurationError(
+            "shard_bytes is given, and train_fn too: what is trained has a size of its own."
+        )
+    if on_snapshot is not None and snapshot_every_s is None:
+        raise ConfigurationError(
+            "on_snapshot is given without snapshot_every_s, so it would never be called."
+        )
+    if snapshot_every_s is not None and not 1e-9 <= snapshot_every_s < math.inf:
+        raise ConfigurationError(
+            f"snapshot_every_s is {snapshot_every_s:g}, expected a number of seconds >= 1e-9."
+        )
+    if all(_joins_late(cluster, worker) for worker in range(cluster.workers)):
+        raise ConfigurationError(
+            "every worker joins late: with train_fn, one must be there at the beginning, to give the first weights."
+        )
+
+
 def _checked(
     cluster: Cluster,
     sync: str | SyncModel | Sequence[SyncModel] | Schedule,
     iterations: int | None,
+    seed: int,
     until_s: float,
     shards: int | None,
     shard_bytes: Sequence[int] | None,
@@ -297,12 +327,10 @@ def _checked(
         raise ConfigurationError(
             f"cluster is {cluster!r}, expected a paceline.Cluster, for example Cluster(compute_s=[1.0, 1.0, 3.0])."
         )
-    if iterations is not None and (
-        isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1
-    ):
-        raise ConfigurationError(f"iterations is {iterations!r}, expected a whole number >= 1.")
-    if not until_s > 0:
-        raise ConfigurationError(f"until_s is {until_s:g}, expected a number of seconds > 0.")
+    if iterations is not None:
+        require_whole("iterations", iterations, 1)
+    if not isinstance(until_s, int | float) or not until_s > 0:
+        raise ConfigurationError(f"until_s is {until_s!r}, expected a number of seconds > 0.")
     if iterations is None and math.isinf(until_s):
         raise ConfigurationError("give iterations, or until_s, or both: otherwise this never ends.")
     count = shards if shards is not None else len(shard_bytes) if shard_bytes is not None else cluster.servers
@@ -312,6 +340,9 @@ def _checked(
         )
     if shard_bytes is not None and len(shard_bytes) != count:
         raise ConfigurationError(f"shard_bytes has {len(shard_bytes)} sizes for {count} shards.")
+    for size in shard_bytes or ():
+        require_whole("a size in shard_bytes", size, 0)
+    require_whole("seed", seed, 0)
     for name, value, choices in (
         ("overlap", overlap, OVERLAPS),
         ("slicing", slicing, SLICINGS),

@@ -10,7 +10,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import UsageError
+
 __all__ = ["Strand"]
+
+PATIENCE = 100  # pauses of a function that is to end
 
 
 class _Ended(BaseException):
@@ -33,9 +37,8 @@ class Strand:
         self.ended = False
         self.error: BaseException | None = None
         self._function = function
-        self._go, self._back = threading.Lock(), threading.Lock()
-        self._go.acquire()
-        self._back.acquire()
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._out = False  # it has the turn
         self._message: Any = None
         self._ending = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -44,8 +47,14 @@ class Strand:
     def resume(self, message: Any = None) -> None:
         """Let it run until it pauses or is over. `pause` returns the message."""
         self._message = message
+        self._out = True
         self._go.release()
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Wait until it gives the turn back. May be interrupted, by Ctrl-C, and done again."""
         self._back.acquire()
+        self._out = False
         if self.ended:
             self._thread.join()
 
@@ -60,8 +69,16 @@ class Strand:
     def end(self) -> None:
         """Have it be over, whatever it was about: an exception is raised where it has paused."""
         self._ending = True
-        while not self.ended:  # more than once, if it pauses on its way out
+        if self._out:
+            self._take_back()
+        for _ in range(PATIENCE):  # more than once, if it pauses on its way out
+            if self.ended:
+                return
             self.resume()
+        raise UsageError(
+            f"{self._thread.name} cannot be ended: its function catches BaseException and goes on. Let those through "
+            "that are no Exception."
+        )
 
     def _run(self) -> None:
         self._go.acquire()
@@ -70,6 +87,8 @@ class Strand:
                 self._function()
         except _Ended:
             pass
+        except SystemExit as end:
+            self.error = end if end.code not in (None, 0) else None
         except BaseException as error:  # the function's own: whoever resumed the strand deals with it
             self.error = error
         finally:

@@ -10,6 +10,7 @@ dtype and number of threads, the current directory, open files. What the wall cl
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 
@@ -91,6 +92,7 @@ class Training:
 
     def __enter__(self) -> Training:
         self._outside = GeneratorStates()
+        self._main = sys.modules["__main__"]
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)  # a pool for each worker's thread would be more threads than cores
         return self
@@ -101,6 +103,7 @@ class Training:
         torch.set_num_threads(self._threads)
         if self._outside is not None:
             self._outside.give_back()
+        sys.modules["__main__"] = self._main
 
     # -- the beginning ------------------------------------------------------------------------------------
 
@@ -234,6 +237,10 @@ class Training:
             error = session.strand.error
             if isinstance(error, KeyboardInterrupt):
                 raise error
+            if isinstance(error, SystemExit):
+                raise RunFailedError(
+                    f"worker {session.worker}", f"the script ended with exit code {error.code}"
+                )
             raise RunFailedError(
                 f"worker {session.worker}", _one_line(error), "".join(traceback.format_exception(error))
             ) from error
@@ -244,10 +251,12 @@ class Training:
         if self._running is not session:
             if self._running is not None:
                 self._running.generators = GeneratorStates()
+                self._running.main = sys.modules["__main__"]
             self._running = session
             if session.generators is None:
                 session.generators = GeneratorStates.seeded(session.generator_seed)
             session.generators.give_back()
+            sys.modules["__main__"] = session.main
 
 
 class VirtualSession:
@@ -267,6 +276,7 @@ class VirtualSession:
         self.joined = False  # does it take part in the job
         self.generators: GeneratorStates | None = None
         self.generator_seed = generator_seed
+        self.main = sys.modules["__main__"]  # a script of its own, where it is run as one
         self._training = training
         self._epoch = -1
         self._requests: list[tuple[Sequence[AnySyncModel], int | None]] = []  # made before training has begun

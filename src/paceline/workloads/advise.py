@@ -73,6 +73,10 @@ def advise(
         ConfigurationError: there is no finished run in this directory.
     """
     summary = _summary(run_dir)
+    if (logs := len(list(run_dir.glob("worker-*.jsonl")))) != summary["workers"]:
+        raise ConfigurationError(
+            f"{run_dir} has records of {logs} workers, and its summary speaks of {summary['workers']}."
+        )
     cluster = read_cluster_of_run(run_dir)
     shards = cluster.servers
     iterations = max(20, min(int(count) for count in summary["iterations"].values()))
@@ -91,6 +95,10 @@ def advise(
 
 def _while_all_were_there(shard: Trace) -> tuple[float, int]:
     """How long it took until the first worker left, and the updates until then."""
+    if not shard.entries:
+        raise ConfigurationError(
+            "the trace of shard 0 has nothing but a header: nothing happened in this run."
+        )
     begun_s = shard.entries[0].event.now_s
     for entry in shard.entries:
         if isinstance(entry.event, WorkerFinished | WorkerLost) and entry.event.now_s > begun_s:
@@ -158,6 +166,9 @@ def _summary(run_dir: Path) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
         read_schedule(summary["sync"])
+        missing = {"workers", "servers", "seed", "iterations"} - summary.keys()
+        if missing:
+            raise KeyError(*sorted(missing))
         return summary
     except FileNotFoundError:
         raise ConfigurationError(

@@ -7,9 +7,11 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from ..engines.lifetime import end_with_parent
+from ..errors import RunFailedError
 
 __all__ = ["Tell", "on_all_cores"]
 
@@ -27,6 +29,8 @@ def on_all_cores(
     tell: Tell = lambda done, of, what: None,
     prepare: Callable[..., object] = tuple,
     prepare_args: tuple[Any, ...] = (),
+    *,
+    fresh: bool = False,
 ) -> list[Result]:
     """The results of all tasks, in order.
 
@@ -37,6 +41,10 @@ def on_all_cores(
         tell: hears of the progress.
         prepare: is called first in every process; importable. By default nothing comes of it.
         prepare_args: what with.
+        fresh: every task gets a process that has done nothing before.
+
+    Raises:
+        RunFailedError: a process ended without a word.
     """
     tell(0, len(tasks), "")
     if not tasks:
@@ -46,6 +54,7 @@ def on_all_cores(
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin,
         initargs=(os.getpid(), prepare, prepare_args),
+        max_tasks_per_child=1 if fresh else None,
     )
     try:
         futures = {pool.submit(function, task): task for task in tasks}
@@ -53,6 +62,11 @@ def on_all_cores(
             future.result()  # raises what the task raised
             tell(done, len(tasks), name_of(futures[future]))
         return [future.result() for future in futures]
+    except BrokenProcessPool as error:
+        raise RunFailedError(
+            "a process",
+            "it ended without a word: it was killed, or had too little memory, or called os._exit()",
+        ) from error
     except BaseException:
         for process in list((pool._processes or {}).values()):  # what they compute is of no use any more
             process.terminate()

@@ -47,6 +47,10 @@ EVERY_MODEL = (
 """What is compared by default: each model with the parameters of its paper."""
 
 
+MOST_VALUES = 1000
+"""Of a sweep."""
+
+
 class Task(msgspec.Struct, frozen=True):
     """One simulation."""
 
@@ -169,8 +173,14 @@ def rank(
 
 
 def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None) -> float:
-    """How long BSP takes."""
-    return simulate(cluster, "bsp", iterations, seed, shards=shards, record=False).time_s
+    """How long BSP takes. Raises `ConfigurationError` if it comes to nothing there, or takes no time."""
+    time_s = simulate(cluster, "bsp", iterations, seed, shards=shards, record=False).time_s
+    if not time_s:
+        raise ConfigurationError(
+            "under bsp, nobody finishes an iteration on this cluster, or none takes any time: there is nothing to "
+            "compare. Look at compute, and at when workers are lost."
+        )
+    return time_s
 
 
 def mark_front(rows: Sequence[Figures]) -> list[Figures]:
@@ -247,6 +257,10 @@ def sweep_values(text: str) -> tuple[str, list[float]]:
             values = [float(part) for part in rest.split(",")]
     except ValueError:
         values = []
+    if len(values) > MOST_VALUES:
+        raise ConfigurationError(
+            f"sweep {text!r} asks for more than {MOST_VALUES} values; take larger steps."
+        )
     if not (key and equals and values):
         raise ConfigurationError(
             f"sweep is {text!r}, expected key=from..to, key=from..to:step or key=value,value, for example "
@@ -282,14 +296,21 @@ def read_syncs(text: str) -> list[str]:
 
 
 def _steps(low: float, high: float, step: float | None) -> Iterator[float]:
-    if low > high or low <= 0 or (step is not None and step <= 0):
+    if low > high or (low <= 0 if step is None else step <= 0):
+        return
+    if step is not None:
+        count = int((high - low) / step * (1 + 1e-9)) + 1
+        yield from (round(low + index * step, 12) for index in range(min(count, MOST_VALUES + 1)))
         return
     value = low
     while value < high:
         yield value
-        value = value + step if step is not None else value * 2
-    if step is None or value == high:
-        yield high
+        value *= 2
+    yield high
+
+
+def _plain(value: float) -> str:
+    return str(int(value)) if value.is_integer() else repr(value)
 
 
 def _has_key(sync: str, key: str) -> bool:
@@ -300,4 +321,4 @@ def _has_key(sync: str, key: str) -> bool:
 def _with_key(sync: str, key: str, value: float) -> str:
     name, _, rest = sync.partition(":")
     kept = [item for item in rest.split(",") if item and item.partition("=")[0] != key]
-    return f"{name}:{','.join([f'{key}={value:g}', *kept])}"
+    return f"{name}:{','.join([f'{key}={_plain(value)}', *kept])}"

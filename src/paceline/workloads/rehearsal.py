@@ -65,7 +65,9 @@ def new_folder(out: Path | None, what: str) -> Path:
             for number in itertools.count(1)
             if not (folder := Path("runs", stamp if number == 1 else f"{stamp}-{number}")).exists()
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"{str(out)!r} is a file; choose a folder with --out.")
+    if out.exists() and any(out.iterdir()):
         raise ConfigurationError(
             f"the folder {str(out)!r} is there already and not empty; choose another with --out."
         )
@@ -100,8 +102,10 @@ def compare(
         timelines = {}
         for sync in syncs:
             result = simulate(cluster, sync, None, seed, until_s=2 * shown_s, shards=shards)
-            timelines[sync] = timeline_of(result.records, result.trace[0])
-        save(timelines_picture(timelines, shown_s), out / "timelines.png")
+            if any(result.records):  # else nobody has come to the end of an iteration
+                timelines[sync] = timeline_of(result.records, result.trace[0])
+        if timelines:
+            save(timelines_picture(timelines, shown_s), out / "timelines.png")
     return rows
 
 

@@ -15,8 +15,10 @@ from statistics import fmean
 import msgspec
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from ..errors import UsageError
 from ..report.canvas import save
 from ..report.loss import LossCurve, loss_picture
 from ..sim import Cluster, Loss, simulate
@@ -79,11 +81,16 @@ def train_and_compare(
         _Task(cluster, sync, str(script), list(arguments), seed, shards, str(out / f"script-{number}.log"))
         for number, sync in enumerate(syncs)
     ]
-    found = on_all_cores(_run, tasks, lambda task: task.sync, tell)
-    rows = [row for row in found if row.curve]
-    target = found[0].final_loss if found else 0.0
-    console.print(_table(cluster, rows, target, syncs[0]))
+    found = on_all_cores(
+        _run, tasks, lambda task: task.sync, tell, fresh=True
+    )  # modules keep what they are told
     (out / "training.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    rows = [row for row in found if row.curve]
+    if len(rows) < len(found):
+        raise UsageError(
+            f"{script} has trained, but returned no loss to compare: give optimizer.step() a closure that returns it."
+        )
+    console.print(_table(cluster, rows, rows[0].final_loss, syncs[0]))
     curves = [LossCurve(row.figures.sync, row.curve) for row in rows]
     save(loss_picture(f"{script.name} on {cluster.name}", describe(cluster), curves), out / "training.png")
     return found
@@ -124,11 +131,11 @@ def _run(task: _Task) -> Trained:
 
 def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str) -> Table:
     table = Table(
-        title=cluster.name,
+        title=escape(cluster.name),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
-        caption=f"{describe(cluster)}; losses are those of the training batches, smoothed. "
+        caption=f"{escape(describe(cluster))}; losses are those of the training batches, smoothed. "
         "All have the script's own learning rate; the mean of many gradients, as under bsp, bears a larger one.",
         caption_justify="left",
     )
