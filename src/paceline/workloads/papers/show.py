@@ -50,8 +50,25 @@ def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: 
     for note in made.notes:
         console.print(f"- {note}", highlight=False, markup=False)
     console.print(f"- What differs: {exhibit.differs}", "", highlight=False, markup=False)
-    kept = {"exhibit": exhibit.name, "differs": exhibit.differs, "notes": made.notes, "data": made.data}
+    kept = {
+        "exhibit": exhibit.name,
+        "source": exhibit.source,
+        "differs": exhibit.differs,
+        "notes": made.notes,
+        "tables": [_plain(table) for table in made.tables],
+        "data": made.data,
+    }
     (out / f"{exhibit.name}.json").write_bytes(
         msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n"
     )
     save(made.figure(), out / f"{exhibit.name}.png")
+
+
+def _plain(table: Table) -> dict[str, object]:
+    """A table as text: title, headings, rows."""
+    columns = [list(map(str, column.cells)) for column in table.columns]
+    return {
+        "title": str(table.title),
+        "columns": [str(column.header).replace("\n", " ") for column in table.columns],
+        "rows": [list(row) for row in zip(*columns, strict=True)],
+    }

@@ -78,7 +78,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         run: the run.
         times_s: of the evaluations.
-        losses: at these times, over the first `JUDGED` training images.
+        losses: at these times, over the first `JUDGED` training images; [] where accuracy is what counts.
         accuracies: at these times, on the test images, from 0 to 1.
         time_s: when the last worker had finished.
         gradients: that were applied.
@@ -237,7 +237,8 @@ def _run(run: Run) -> Outcome:
 
     def judge(time_s: float, snapshot: WeightsSnapshot) -> bool:
         times_s.append(time_s)
-        losses.append(_loss(snapshot.state_dict))
+        if run.enough is None:  # else it is the accuracy that is looked at, and looking takes time
+            losses.append(_loss(snapshot.state_dict))
         accuracies.append(accuracy(snapshot.state_dict, _digits))
         return run.enough is not None and len(accuracies) > 1 and min(accuracies[-2:]) >= run.enough
 

@@ -154,7 +154,7 @@ def survey(places: Sequence[Place], options: Options, tell: Tell) -> list[Verdic
                 batch_size=BATCH,
                 until_s=until_s,
                 seed=seed,
-                every_s=1.0,
+                every_s=2.0,
             )
             for label, sync in MODELS.items()
             for seed in seeds
