@@ -69,7 +69,7 @@ SECTIONS = {
     "map": ("", HEAD),
     "claim-elastic-bsp": (
         "ElasticBSP against BSP",
-        "One straggler of four that is three times slower; three momenta, each model at its own best learning rate there.",
+        "One straggler of four that is three times slower; three momenta, each model at its own best rate there.",
     ),
     "claim-pssp": (
         "PSSP against the SSP of the same bound on regret",
