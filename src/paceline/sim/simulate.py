@@ -14,12 +14,11 @@ from ..errors import ConfigurationError, unknown_name
 from ..measures import Meter
 from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
 from ..sync import SyncModel
-from ..sync.notation import notation
 from ..sync.schedule import Schedule, read_schedule
-from ..trace import Entry, EntryRecorder, Header, Memory, Trace
 from .cluster import Cluster, require_whole
 from .job import Job
 from .kernel import SECOND_NS, nanoseconds
+from .recording import Recorders
 from .result import Loss, SimResult
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def simulate(
     meter = Meter(count)
     first = [worker for worker in range(cluster.workers) if not _joins_late(cluster, worker)]
     if train_fn is None:
-        recorders = _Recorders(schedule, count, seed, meter, record)
+        recorders = Recorders(schedule, count, seed, meter, record)
         bare = [BareShard(schedule.at_shard(k), seed, k, recorders.shards[k]) for k in range(count)]
         sizes = shard_bytes or [
             cluster.size_bytes * (k + 1) // count - cluster.size_bytes * k // count for k in range(count)
@@ -116,11 +115,11 @@ def simulate(
     )
     snapshots: list[tuple[float, WeightsSnapshot]] = []
     with training:
-        recorders = _Recorders(schedule, count, seed, meter, record, computed_by())
+        recorders = Recorders(schedule, count, seed, meter, record, computed_by())
         real = training.make_shards(first, recorders.shards)
         sizes = [shard.bounds.size_bytes for shard in real]
         if cluster.size_bytes:
-            sizes = [cluster.size_bytes * size // sum(sizes) for size in sizes]
+            sizes = [cluster.size_bytes * size // max(1, sum(sizes)) for size in sizes]
         job = Job(
             cluster,
             schedule,
@@ -180,51 +179,13 @@ class _Clockwork:
         pass
 
 
-class _Recorders:
-    """Where the entries of each host go: to the meter, and into memory if they are to be kept."""
-
-    def __init__(
-        self, schedule: Schedule, shards: int, seed: int, meter: Meter, keep: bool, computed_by: str = ""
-    ) -> None:
-        self._kept: list[Memory] = []
-        self.shards: list[EntryRecorder] = []
-        for index in range(shards):
-            sync = str(schedule.at_shard(index))
-            header = Header(sync=sync, host="shard", index=index, seed=seed, computed_by=computed_by)
-            memory = Memory(header) if keep else None
-            self._kept += [memory] if memory is not None else []
-            self.shards.append(_Metered(meter, index, memory))
-        sync = notation(schedule.first)
-        header = Header(sync=sync, host="coordinator", seed=seed, computed_by=computed_by)
-        self.job = Memory(header) if keep else None
-        self._kept += [self.job] if self.job is not None else []
-
-    @property
-    def traces(self) -> list[Trace]:
-        return [memory.trace for memory in self._kept]
-
-
-class _Metered:
-    """Measures a shard's entries, and keeps them if they are to be kept."""
-
-    def __init__(self, meter: Meter, shard: int, memory: Memory | None) -> None:
-        self._meter = meter
-        self._shard = shard
-        self._memory = memory
-
-    def record(self, entry: Entry) -> None:
-        self._meter.record(self._shard, entry)
-        if self._memory is not None:
-            self._memory.record(entry)
-
-
 def _result(
     cluster: Cluster,
     schedule: Schedule,
     seed: int,
     job: Job,
     meter: Meter,
-    recorders: _Recorders,
+    recorders: Recorders,
     record: bool,
 ) -> SimResult:
     return SimResult(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...sim import Cluster, simulate
 from ...sync.actions import PublishPlan
+from ...zipline import solve_periodic
 from ..zipline_bench import Tell
 from .exhibit import Exhibit, Made, Options, beside
 from .training import Outcome, Run, common_and_tuned, medians_to_target
@@ -88,6 +92,7 @@ def figure_14(options: Options, tell: Tell) -> Made:
             ("-", f"{accuracies[1][label]:.1%}"),
             ("-", f"{ends[label]:.0f}"),
             ("-", supersteps[label]),
+            ("-", _planning_ms(label)),
         ]
     columns = [
         f"s to {TARGET:.0%},\nrate {COMMON_RATE:g}",
@@ -96,6 +101,7 @@ def figure_14(options: Options, tell: Tell) -> Made:
         "final\naccuracy",
         "s, all epochs",
         "iterations per\nsuperstep",
+        "ms to plan\na barrier",
     ]
     return Made(
         tables=[beside(f"{PAPER}, Fig. 14: {EPOCHS} epochs, medians of seeds", rows, columns)],
@@ -116,6 +122,20 @@ def _supersteps(sync: str) -> str:
         isinstance(action, PublishPlan) for entry in result.trace[-1].entries for action in entry.actions
     )
     return f"{200 / plans:.1f}" if plans else "> 200"
+
+
+def _planning_ms(label: str) -> str:
+    """What one plan takes on this machine, the median: the larger R, the longer."""
+    if not label.startswith("ElasticBSP"):
+        return "-"
+    lookahead = int(label.rpartition("=")[2])
+    last, interval = np.array([1.0, 1.1, 1.2, 1.3]), np.array([0.5, 0.51, 0.52, 1.5])
+    times_s = []
+    for _ in range(200):
+        begun_s = time.perf_counter()
+        solve_periodic(last, interval, lookahead)
+        times_s.append(time.perf_counter() - begun_s)
+    return f"{median(times_s) * 1000:.3f}"
 
 
 def _notes(bests: Sequence[dict[str, float]]) -> list[str]:
