@@ -67,7 +67,7 @@ def simulate(
         snapshot_every_s: with `train_fn`, keep the weights of every so many seconds.
         on_snapshot: is given these instead, each with its virtual time, and none is kept; if it returns True, the run
             ends there.
-        record: keep traces and records; without them a run of a billion events fits into memory.
+        record: keep traces and records; without them memory grows by one number per push and shard alone.
 
     Raises:
         ConfigurationError: bad input; nothing was computed.
