@@ -15,7 +15,7 @@ from ...sync.actions import PublishPlan
 from ...zipline import solve_periodic
 from ..zipline_bench import Tell
 from .exhibit import Exhibit, Made, Options, beside
-from .training import Outcome, Run, common_and_tuned, medians_to_target
+from .training import Outcome, Run, common_and_tuned, medians_to_target, slowness
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,17 +64,11 @@ def _runs(options: Options) -> list[Run]:
     ]
 
 
-def _slowness(outcome: Outcome) -> float:
-    """Time to the target; of those that never come there, what they lack at the end."""
-    time_s = outcome.reaches_s(TARGET)
-    return time_s if math.isfinite(time_s) else 1e6 * (2 - outcome.accuracies[-1])
-
-
 def figure_14(options: Options, tell: Tell) -> Made:
     """Accuracy over time under every model: with the paper's common setting, and each at its own best rate."""
     runs = _runs(options)
     grid = [(rate, MOMENTUM) for rate in (RATES[1:3] if options.quick else RATES)]
-    common, tuned, rates = common_and_tuned(runs, grid, _slowness, tell)
+    common, tuned, rates = common_and_tuned(runs, grid, slowness(TARGET), tell)
     rows = {}
     bests = [medians_to_target(found, lambda o: o.reaches_s(TARGET)) for found in (common, tuned)]
     ends = medians_to_target(tuned, lambda o: o.time_s)

@@ -14,7 +14,7 @@ from ...sim.simulate import simulate
 from ..ranking import Task, run_tasks
 from ..zipline_bench import Tell
 from .exhibit import Exhibit, Made, Options, beside
-from .training import Outcome, Run, common_and_tuned, medians_to_target
+from .training import Run, common_and_tuned, medians_to_target, slowness
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -144,7 +144,7 @@ def figure_6(options: Options, tell: Tell) -> Made:
         notes=[
             f"together: {whole:.0%} less communication time; the paper: 93.7 %.",
             "The simulated network carries the bytes and the waiting for the last of them. It has none of what a "
-            "scheduler and work per message cost PS-Lite, which is where most of the paper's saving must lie.",
+            "scheduler and work per message cost PS-Lite; how much of the paper's saving that is, is not shown.",
         ],
     )
 
@@ -381,12 +381,6 @@ PAPER_ACCURACY = {
 """Table IV, AlexNet on CIFAR-10, soft barrier."""
 
 
-def _slowness(outcome: Outcome) -> float:
-    """Time to the target; of those that never come there, what they lack at the end."""
-    time_s = outcome.reaches_s(TARGET)
-    return time_s if math.isfinite(time_s) else 1e6 * (2 - outcome.accuracies[-1])
-
-
 def figure_10(options: Options, tell: Tell) -> Made:
     """Accuracy over time with 64 workers, under the paper's push scale 1/n."""
     cluster = Cluster.preset("fluent-ps-64")
@@ -405,7 +399,7 @@ def figure_10(options: Options, tell: Tell) -> Made:
         for seed in range(1 if options.quick else options.seeds)
     ]
     grid = [(rate, 0.0) for rate in (RATES[2:3] if options.quick else RATES)]
-    common, tuned, best = common_and_tuned(runs, grid, _slowness, tell)
+    common, tuned, best = common_and_tuned(runs, grid, slowness(TARGET), tell)
     measures = [
         (
             medians_to_target(found, lambda o: o.reaches_s(TARGET)),

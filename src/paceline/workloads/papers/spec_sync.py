@@ -393,7 +393,6 @@ KINDS = {
     "pulls after restarts": ("pull again",),
     "notifications": ("control",),
 }
-PAPER_TB = {"Original": 3.17, "SpecSync-Adaptive": 2.00}
 
 
 def bytes_over_time(shard: Trace, size_bytes: int, every_s: float) -> list[tuple[float, float]]:

@@ -20,19 +20,24 @@ from ..digits import Digits, DigitsNet, Recipe, accuracy, load, train
 from ..pool import Tell, on_all_cores
 
 __all__ = [
+    "NEVER_S",
     "Outcome",
     "Run",
     "Setting",
+    "at_own_best",
     "best_of_each",
     "common_and_tuned",
     "medians_to_target",
     "run_all",
+    "slowness",
     "with_setting",
 ]
 
 FEW = 4  # runs are done in this process: another one takes longer to start
 
 JUDGED = 256  # training images that the loss is of: all of them would take longer than the training
+
+NEVER_S = 1e6  # no run here lasts so long
 
 IN_A_ROW = 5
 """SpecSync's measure of convergence: so many evaluations in a row at or below the target."""
@@ -179,17 +184,38 @@ def common_and_tuned(
     The first seed alone decides which that is.
     """
     common = run_all(runs, lambda done, of, what: tell(what, 0.3 * done / max(1, of)))
+    tuned, best = at_own_best(runs, grid, judge, lambda what, share: tell(what, 0.3 + 0.7 * share))
+    return common, tuned, best
+
+
+def at_own_best(
+    runs: Sequence[Run],
+    grid: Sequence[Setting],
+    judge: Callable[[Outcome], float],
+    tell: Callable[[str, float], None],
+) -> tuple[list[Outcome], dict[str, Setting]]:
+    """The runs, each label at its own best setting of a grid, and which that is. The first seed alone decides it."""
     best = best_of_each(
         [run for run in runs if run.seed == 0],
         grid,
         judge,
-        lambda done, of, what: tell(f"tuning {what}", 0.3 + 0.4 * done / max(1, of)),
+        lambda done, of, what: tell(f"tuning {what}", 0.6 * done / max(1, of)),
     )
-    tuned = run_all(
+    outcomes = run_all(
         [with_setting(run, best[run.label]) for run in runs],
-        lambda done, of, what: tell(what, 0.7 + 0.3 * done / max(1, of)),
+        lambda done, of, what: tell(what, 0.6 + 0.4 * done / max(1, of)),
     )
-    return common, tuned, best
+    return outcomes, best
+
+
+def slowness(target_accuracy: float) -> Callable[[Outcome], float]:
+    """A judge: the time to the target; of those that never come there, far more, by what they lack at the end."""
+
+    def judge(outcome: Outcome) -> float:
+        time_s = outcome.reaches_s(target_accuracy)
+        return time_s if math.isfinite(time_s) else NEVER_S * (2 - outcome.accuracies[-1])
+
+    return judge
 
 
 def with_setting(run: Run, setting: Setting) -> Run:

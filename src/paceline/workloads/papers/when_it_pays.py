@@ -20,7 +20,7 @@ from rich.table import Table
 from ...sim import Cluster, LogNormal, Occasional, Times, Uniform
 from ..zipline_bench import Tell
 from .exhibit import Exhibit, Made, Options
-from .training import Outcome, Run, best_of_each, run_all, with_setting
+from .training import Run, at_own_best, slowness
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,8 +138,8 @@ def survey(places: Sequence[Place], options: Options, tell: Tell) -> list[Verdic
     for number, place in enumerate(places):
         begun = number / len(places)
 
-        def told(done: int, of: int, what: str, begun: float = begun, name: str = place.cluster.name) -> None:
-            tell(f"{name}, {what}", begun + done / max(1, of) / len(places))
+        def told(what: str, share: float, begun: float = begun, name: str = place.cluster.name) -> None:
+            tell(f"{name}, {what}", begun + share / len(places))
 
         cluster = place.cluster
         typical_s = max(cluster.compute(worker).typical_s for worker in range(place.workers))
@@ -160,8 +160,7 @@ def survey(places: Sequence[Place], options: Options, tell: Tell) -> list[Verdic
             for seed in seeds
         ]
         grid = [(rate, 0.0) for rate in rates]
-        best = best_of_each([run for run in runs if run.seed == 0], grid, _slowness, told)
-        outcomes = run_all([with_setting(run, best[run.label]) for run in runs], told)
+        outcomes, best = at_own_best(runs, grid, slowness(TARGET), told)
         seconds = {
             label: median(o.reaches_s(TARGET) for o in outcomes if o.run.label == label) for label in MODELS
         }
@@ -177,11 +176,6 @@ def survey(places: Sequence[Place], options: Options, tell: Tell) -> list[Verdic
             )
         )
     return verdicts
-
-
-def _slowness(outcome: Outcome) -> float:
-    time_s = outcome.reaches_s(TARGET)
-    return time_s if math.isfinite(time_s) else 1e6 * (2 - outcome.accuracies[-1])
 
 
 def make_map(options: Options, tell: Tell) -> Made:
