@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import cli
+from paceline.cli import measuring, terminal
 from paceline.errors import RunFailedError
 from paceline.workloads import transport_bench
 from paceline.workloads.transport_bench import (
@@ -168,8 +169,8 @@ def test_ctrl_c_ends_every_process_and_says_so() -> None:
             assert program.poll() is None
         program.send_signal(signal.SIGINT)
         stdout, stderr = program.communicate(timeout=DEADLINE_S)
-    assert (program.returncode, stdout) == (cli.EXIT_INTERRUPTED, "")
-    assert stderr.splitlines()[-1] == f"interrupted: {cli.NOTHING_LEFT}"
+    assert (program.returncode, stdout) == (terminal.EXIT_INTERRUPTED, "")
+    assert stderr.splitlines()[-1] == f"interrupted: {measuring.NOTHING_LEFT}"
     assert "Traceback" not in stderr
 
 
@@ -308,7 +309,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     with pytest.raises(SystemExit) as end:
         cli.main()
     stdout, stderr = capsys.readouterr()
-    assert (end.value.code, stdout) == (cli.EXIT_BAD_INPUT, "")
+    assert (end.value.code, stdout) == (terminal.EXIT_BAD_INPUT, "")
     assert stderr.startswith(BAD_INPUT[arguments])
     assert stderr.count("\n") == 1
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import cli
+from paceline.cli import terminal
 from paceline.errors import ConfigurationError
 from paceline.workloads import zipline_bench
 from paceline.workloads.zipline_bench import (
@@ -302,5 +303,5 @@ def test_json_is_one_object_with_units_in_its_keys(printed_as_json: str) -> None
 
 def test_rounds_below_one_are_refused_before_anything_starts() -> None:
     result = CliRunner().invoke(cli.app, ["bench", "zipline", "--rounds", "0"])
-    assert result.exit_code == cli.EXIT_BAD_INPUT
+    assert result.exit_code == terminal.EXIT_BAD_INPUT
     assert result.stdout == ""
