@@ -27,7 +27,7 @@ class Ordering:
         self.asked += 1
         return not self.dropped and self.asked >= self.at
 
-    def hold_back(self) -> bool:
+    def hold_back(self, *, droppable: bool) -> bool:
         return not self.restart_ordered()
 
     def pull_again(self) -> None:

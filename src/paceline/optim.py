@@ -44,7 +44,7 @@ SCALAR_DTYPES = {torch.float64: torch.float64}
 LEAST_NORM = 1e-12
 """Of weights, where a gradient's significance is its norm over theirs: they may all be zero."""
 
-PROBE_SIZE = 16_384  # elements of each vector of weights that are compared from step to step
+PROBE_SIZE = 4096  # elements of each vector of weights that are compared from step to step
 COMPARED_SIZE = 65_536  # elements of a buffer that are
 
 
@@ -120,7 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             stale = replaced and closure is None  # its gradient was computed on weights that are nobody's now
         loss: Any = None
         if closure is None:
-            self._session.hold_back()  # it has been computed: too late to drop it
+            self._session.hold_back(droppable=False)  # it has been computed: too late to drop it
         else:
             with torch.enable_grad():
                 loss = self._trained.compute(self._session, closure)
@@ -268,7 +268,7 @@ class Trained:
         """Run a closure; more than once, if its computation is dropped. Weights are new each time."""
         if not session.may_restart:
             result = closure()
-            session.hold_back()
+            session.hold_back(droppable=False)
             return result
         if self._restartable is None:
             self._restartable = Restartable(self._model, self._parameters, session, self._remember)

@@ -64,7 +64,7 @@ class Restartable:
             self._before = _Before(self._model, self._parameters)
             try:
                 result = closure()
-                if self._session.hold_back():
+                if self._session.hold_back(droppable=True):
                     return result
             except _Dropped:
                 pass

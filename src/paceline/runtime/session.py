@@ -93,9 +93,9 @@ class Session(Protocol):
         """True if the computation at hand is to be dropped. Cheap: asked between any two layers."""
         ...
 
-    def hold_back(self) -> bool:
+    def hold_back(self, *, droppable: bool) -> bool:
         """The gradient is ready; where a slower machine is emulated, let time pass. False if the computation is to be
-        dropped instead, and started anew."""
+        dropped instead, and started anew: never where it is not droppable."""
         ...
 
     def pull_again(self) -> None:

@@ -227,10 +227,11 @@ class WorkerSession:
         self._hear_coordinator()
         return self._sync.restart_ordered
 
-    def hold_back(self) -> bool:
+    def hold_back(self, *, droppable: bool) -> bool:
         """Sleep until this iteration has taken as long as on the machine that is emulated."""
         assert self._begun_s is not None
         job = self._job
+        droppable = droppable and self.may_restart
         self._computed_s = now_s = job.now_s()
         if job.pace_s or job.slowdown:
             begun_s = self._restarted[1] if self._restarted is not None else self._begun_s
@@ -240,14 +241,14 @@ class WorkerSession:
             slowdown = job.slowdown[self.worker] if job.slowdown else 1.0
             until_s = begun_s + max(computed_s, max(pace_s, computed_s * slowdown) * factor)
             while now_s < until_s:
-                if not self.may_restart:
+                if not droppable:
                     time.sleep(until_s - now_s)
                 elif self.restart_ordered():
                     return False
                 else:
                     self._orders.poll((until_s - now_s) * 1000)
                 now_s = job.now_s()
-        return not (self.may_restart and self.restart_ordered())
+        return not (droppable and self.restart_ordered())
 
     def pull_again(self) -> None:
         dropped_s = self._job.now_s()

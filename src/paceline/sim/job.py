@@ -84,6 +84,7 @@ class _Worker:
         "committed",
         "computed_ns",
         "computing",
+        "droppable",
         "dropped_s",
         "finished_s",
         "flags",
@@ -113,6 +114,7 @@ class _Worker:
         self.present = False
         self.attempt = 0  # counts computations: what belongs to a former one is ignored
         self.computing = False
+        self.droppable = True  # may what it computes be dropped
         self.awaited = 0  # how many shards have yet to answer
         self.committed = 0  # without overlap: how many have yet to confirm
         self.begun_s = 0.0
@@ -226,11 +228,12 @@ class Job:
 
     # -- what a driver has a worker do --------------------------------------------------------------------
 
-    def compute(self, worker: int) -> None:
-        """Let the time of the iteration at hand pass; then `Driver.computed` or `Driver.aborted`."""
+    def compute(self, worker: int, *, droppable: bool = True) -> None:
+        """Let the time of the iteration at hand pass; then `Driver.computed`, or, if it is droppable,
+        `Driver.aborted`."""
         its = self.workers[worker]
         its.attempt += 1
-        its.computing = True
+        its.computing, its.droppable = True, droppable
         its.started_ns = self.kernel.now_ns
         length_s = its.sample(its.sync.iteration, self.kernel.now_s)
         self.kernel.after(nanoseconds(length_s), self._computed, worker, its.attempt)
@@ -416,7 +419,7 @@ class Job:
     def _restart(self, worker: int, iteration: int) -> None:
         its = self.workers[worker]
         its.sync.order_restart(iteration)
-        if its.present and its.computing and its.sync.restart_ordered:
+        if its.present and its.computing and its.droppable and its.sync.restart_ordered:
             its.attempt += 1
             its.computing = False
             self._driver.aborted(worker)

@@ -37,7 +37,10 @@ class Strand:
         self.ended = False
         self.error: BaseException | None = None
         self._function = function
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        # Bare locks, released by the other side than acquires them: semaphores are several locks and Python code each.
+        self._go, self._back = threading.Lock(), threading.Lock()
+        self._go.acquire()
+        self._back.acquire()
         self._out = False  # it has the turn
         self._message: Any = None
         self._ending = False

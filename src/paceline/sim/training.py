@@ -170,7 +170,11 @@ class Training:
         self._resume(session)
 
     def computed(self, worker: int) -> None:
-        self._resume(self._sessions[worker], True)
+        session = self._sessions[worker]
+        if session.commit_waits is None:
+            self._resume(session, True)
+        else:  # its function has nothing to say until it is answered
+            session.commit_waits()
 
     def aborted(self, worker: int) -> None:
         self._resume(self._sessions[worker], False)
@@ -281,6 +285,7 @@ class VirtualSession:
         self._epoch = -1
         self._requests: list[tuple[Sequence[AnySyncModel], int | None]] = []  # made before training has begun
         self._passed = False  # is the time of this computation over
+        self.commit_waits: Callable[[], None] | None = None  # sends what is committed when that time is over
         self._groups: tuple[bytes, tuple[HyperParameters, ...]] = b"", ()  # as they came last, and decoded
 
     @property
@@ -336,10 +341,11 @@ class VirtualSession:
             return not self._passed
         return False
 
-    def hold_back(self) -> bool:
-        passed = self._passed or self._pass_time()
-        self._passed = False
-        return passed
+    def hold_back(self, *, droppable: bool) -> bool:
+        if droppable and self.may_restart:
+            self._passed = self._passed or self._pass_time()
+            return self._passed
+        return True  # the time passes when all is said, so that the function pauses once and not twice
 
     def pull_again(self) -> None:
         self._training.job.pull_again(self.worker)
@@ -380,9 +386,18 @@ class VirtualSession:
                 )
                 for bounds in training.slices
             ]
-        if buffers:
-            training.keep_buffers(self.worker, buffers)
-        training.job.push(self.worker, pushes, empty=empty, significance=significance, loss=loss)
+
+        def send() -> None:
+            self._passed, self.commit_waits = False, None
+            if buffers:
+                training.keep_buffers(self.worker, buffers)
+            training.job.push(self.worker, pushes, empty=empty, significance=significance, loss=loss)
+
+        if self._passed:
+            send()
+        else:
+            self.commit_waits = send
+            training.job.compute(self.worker, droppable=False)
         self.strand.pause()
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
