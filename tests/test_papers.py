@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from paceline.workloads.papers import EXHIBITS, Options
 from paceline.workloads.papers.fluent_ps import resnet_56
 from paceline.workloads.papers.show import chosen, make
 from paceline.workloads.papers.spec_sync import pushes_after_pulls
-from paceline.workloads.papers.training import Run, best_of_each, run_all
+from paceline.workloads.papers.training import Run, Target, best_of_each, run_all
 
 PROMISED = {
     "zipline-table3",
@@ -38,6 +39,9 @@ PROMISED = {
 }
 
 FAST = [name for name in sorted(PROMISED) if EXHIBITS[name].minutes <= 1]
+
+
+LOSS = Target("loss", 0.1, in_a_row=2)
 
 
 def silent(what: str, share: float, slow: bool = False) -> None:
@@ -71,19 +75,36 @@ def test_an_exhibit_with_training_is_made(tmp_path: Path) -> None:
 def test_training_runs_come_out_the_same_in_any_process() -> None:
     cluster = Cluster(compute_s=[1.0, 1.0, 2.0])
     runs = [
-        Run(label=label, cluster=cluster, sync=sync, learning_rate=0.1, iterations=6, every_s=2.0)
+        Run(
+            label=label, cluster=cluster, sync=sync, target=LOSS, learning_rate=0.1, iterations=6, every_s=2.0
+        )
         for label, sync in (("a", "bsp"), ("b", "asp"), ("again", "bsp"))
     ]
     first, second, third = run_all(runs)
-    assert first.losses == third.losses != second.losses
+    assert first.values == third.values != second.values
     assert first.time_s == 12.0
-    assert first.losses[-1] < first.losses[0]
+    assert first.values[-1] < first.values[0]
 
 
 def test_each_label_gets_its_best_learning_rate() -> None:
     cluster = Cluster(compute_s=[1.0, 1.0])
-    run = Run(label="bsp", cluster=cluster, sync="bsp", learning_rate=0.0, iterations=8, every_s=4.0)
-    assert best_of_each([run], [(1e-5, 0.0), (0.1, 0.0)], lambda o: o.losses[-1]) == {"bsp": (0.1, 0.0)}
+    run = Run(label="bsp", cluster=cluster, sync="bsp", target=LOSS, iterations=8, every_s=4.0)
+    assert best_of_each([run], [(1e-5, 0.0), (0.1, 0.0)]) == {"bsp": (0.1, 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("target", "values", "index"),
+    [
+        (Target("accuracy", 0.9, 2), [0.91, 0.89, 0.9, 0.95, 0.5], 3),
+        (Target("accuracy", 0.9, 1), [0.1, 0.9], 1),
+        (Target("loss", 0.5, 3), [0.5, 0.4, 0.6, 0.4, 0.4], None),
+        (Target("loss", 0.5, 2), [0.6, math.inf, 0.4, 0.5], 3),
+    ],
+)
+def test_a_target_is_reached_by_so_many_evaluations_in_a_row(
+    target: Target, values: list[float], index: int | None
+) -> None:
+    assert target.reached_at(values) == index
 
 
 def test_pushes_after_a_pull_are_counted_by_second() -> None:

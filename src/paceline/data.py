@@ -106,7 +106,9 @@ class Part(Sampler[T]):
             epoch = next(self._passes)
             self._session.epoch_begins(epoch)
             seed = _mix(self._seed, epoch)
-            torch.default_generator.manual_seed(seed)  # of samplers; torch.manual_seed would seed a GPU's as well
+            torch.default_generator.manual_seed(
+                seed
+            )  # of samplers; torch.manual_seed would seed a GPU's as well
             generator = getattr(self._whole, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)

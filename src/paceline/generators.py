@@ -85,7 +85,7 @@ class _NumpyGenerator:
         self._seen = state
 
     def _unchanged(self) -> bool:
-        """Is it certain that nobody has drawn since it was looked at? A deviate is kept only after others are drawn."""
+        """Is it certain that nobody has drawn since it was looked at? Who keeps a deviate draws others first."""
         return (
             self._seen is not None
             and self._seen.raw is not None

@@ -37,7 +37,7 @@ class Strand:
         self.ended = False
         self.error: BaseException | None = None
         self._function = function
-        # Bare locks, released by the other side than acquires them: semaphores are several locks and Python code each.
+        # Bare locks, which one side acquires and the other releases: a semaphore is several, and Python code.
         self._go, self._back = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._back.acquire()

@@ -7,7 +7,7 @@ then; pushes that arrive evenly or in bursts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -16,16 +16,16 @@ import msgspec
 from ...sim import Cluster, LogNormal, Occasional, Times, Uniform
 from ..ranking import Task, run_tasks
 from ..zipline_bench import Tell
-from .exhibit import Exhibit, Made, Options, beside
+from .curves import draw_curves
+from .exhibit import Exhibit, Made, Options, beside, ratio, seconds
 from .training import (
-    NEVER_S,
     Outcome,
     Run,
     Setting,
+    Target,
     at_own_best,
     best_of_each,
     run_all,
-    slowness,
     with_setting,
 )
 
@@ -34,22 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = ["EXHIBITS"]
 
-TARGET = 0.95
-"""Accuracy on the test images."""
+TARGET = Target("accuracy", 0.95, in_a_row=2)
 
 
 def jitter(mean_s: float, share: float) -> Uniform:
     """A time that varies a little."""
     return Uniform(low=mean_s * (1 - share), high=mean_s * (1 + share))
-
-
-def _seconds(time_s: float) -> str:
-    return f"{time_s:.0f}" if time_s < NEVER_S else "never"
-
-
-def _ratio(one_s: float, other_s: float) -> str:
-    """In words, since a time may be that of a run that never came to its target."""
-    return f"{one_s / other_s:.2f}" if max(one_s, other_s) < NEVER_S else "not to be told"
 
 
 # -- ElasticBSP against BSP ------------------------------------------------------------------------------------
@@ -70,8 +60,7 @@ def elastic_bsp(options: Options, tell: Tell) -> Made:
             label=label,
             cluster=STRAGGLER,
             sync=sync,
-            learning_rate=0.0,
-            enough=TARGET,
+            target=TARGET,
             batch_size=32,
             until_s=60.0 if options.quick else 400.0,
             every_s=2.0,
@@ -85,7 +74,7 @@ def elastic_bsp(options: Options, tell: Tell) -> Made:
         def told(done: int, of: int, what: str, number: int = number) -> None:
             tell(f"tuning {what}", 0.6 * (number + done / max(1, of)) / len(momenta))
 
-        best[momentum] = best_of_each(tuning, [(rate, momentum) for rate in rates], slowness(TARGET), told)
+        best[momentum] = best_of_each(tuning, [(rate, momentum) for rate in rates], told)
     judged = run_all(
         [
             with_setting(_seeded(run, seed), best[momentum][label])
@@ -99,16 +88,16 @@ def elastic_bsp(options: Options, tell: Tell) -> Made:
     for label in schemes:
         for momentum in momenta:
             times[label, momentum] = median(
-                slowness(TARGET)(o) for o in judged if (o.run.label, o.run.momentum) == (label, momentum)
+                o.reached_s for o in judged if (o.run.label, o.run.momentum) == (label, momentum)
             )
     own_best = {label: min(times[label, momentum] for momentum in momenta) for label in schemes}
     rows = {}
     edge: list[str] = []
     for label in schemes:
-        cells = [("-", f"{_seconds(times[label, m])} ({best[m][label][0]:g})") for m in momenta]
-        rows[label] = [*cells, ("-", _seconds(own_best[label]))]
+        cells = [("-", f"{seconds(times[label, m])} ({best[m][label][0]:g})") for m in momenta]
+        rows[label] = [*cells, ("-", seconds(own_best[label]))]
         edge += [f"{label}, momentum {m:g}" for m in momenta if best[m][label][0] in (rates[0], rates[-1])]
-    factor = _ratio(own_best["BSP"], own_best["ElasticBSP, R=15"])
+    factor = ratio(own_best["BSP"], own_best["ElasticBSP, R=15"])
 
     def draw() -> Figure:
         from ...report.canvas import COLOURS, new_figure
@@ -118,13 +107,13 @@ def elastic_bsp(options: Options, tell: Tell) -> Made:
         for number, label in enumerate(schemes):
             axes.plot(
                 [f"{m:g}" for m in momenta],
-                [times[label, m] if times[label, m] < NEVER_S else math.nan for m in momenta],
+                [times[label, m] for m in momenta],
                 marker="o",
                 color=COLOURS[number],
                 label=label,
             )
         axes.set_xlabel("momentum, each at its own best learning rate")
-        axes.set_ylabel(f"virtual seconds to {TARGET:.0%}")
+        axes.set_ylabel(f"virtual seconds to {TARGET.value:.0%}")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
@@ -134,7 +123,11 @@ def elastic_bsp(options: Options, tell: Tell) -> Made:
     columns = [*(f"s (rate),\nmomentum {m:g}" for m in momenta), "own best"]
     return Made(
         tables=[
-            beside(f"seconds to {TARGET:.0%}, medians of {len(seeds)} seeds: {STRAGGLER.name}", rows, columns)
+            beside(
+                f"seconds to {TARGET.value:.0%}, medians of {len(seeds)} seeds: {STRAGGLER.name}",
+                rows,
+                columns,
+            )
         ],
         figure=draw,
         data={f"{label}, momentum {m}": times[label, m] for label, m in times},
@@ -142,8 +135,7 @@ def elastic_bsp(options: Options, tell: Tell) -> Made:
             f"BSP / ElasticBSP, each at its own best: {factor}; the paper's factor: 1.77.",
             f"From momentum {momenta[0]:g} to {momenta[-1]:g}, the time to the target becomes: "
             + ", ".join(
-                f"{label} {_ratio(times[label, momenta[-1]], times[label, momenta[0]])} x"
-                for label in schemes
+                f"{label} {ratio(times[label, momenta[-1]], times[label, momenta[0]])} x" for label in schemes
             ),
             f"The best rate lies at the edge of the grid, so a better one may lie beyond: {'; '.join(edge)}."
             if edge
@@ -236,23 +228,8 @@ def lazy(options: Options, tell: Tell) -> Made:
     clusters = kinds_of_inequality(workers)
     schemes = {"soft": "ssp:staleness=3", "lazy": "ssp:staleness=3,execution=lazy"}
     rates = (0.05, 0.1) if options.quick else (0.02, 0.05, 0.1, 0.2)
-    seeds = range(1 if options.quick else options.seeds)
-    runs = [
-        Run(
-            label=f"{kind}: {name}",
-            cluster=cluster,
-            sync=sync,
-            learning_rate=0.0,
-            enough=TARGET,
-            batch_size=16,
-            until_s=40.0 if options.quick else 200.0,
-            seed=seed,
-        )
-        for kind, cluster in clusters.items()
-        for name, sync in schemes.items()
-        for seed in seeds
-    ]
-    outcomes, best = at_own_best(runs, [(rate, 0.0) for rate in rates], slowness(TARGET), tell)
+    runs = _runs(clusters, schemes, options, until_s=40.0 if options.quick else 200.0, every_s=1.0)
+    outcomes, best = at_own_best(runs, [(rate, 0.0) for rate in rates], tell)
     tasks = [
         Task(cluster, sync, 200, math.inf, 0) for cluster in clusters.values() for sync in schemes.values()
     ]
@@ -265,9 +242,9 @@ def lazy(options: Options, tell: Tell) -> Made:
             ("-", f"{figures.waiting_share:.1%}"),
             ("-", f"{figures.mean_staleness:.1f}"),
             ("-", f"{figures.gradients_per_s:.2f}"),
-            ("-", f"{_seconds(median(map(slowness(TARGET), mine)))} (rate {best[run.label][0]:g})"),
+            ("-", f"{seconds(median(o.reached_s for o in mine))} (rate {best[run.label][0]:g})"),
         ]
-    columns = ["delayed", "waiting", "staleness", "gradients\nper s", f"s to {TARGET:.0%}"]
+    columns = ["delayed", "waiting", "staleness", "gradients\nper s", f"s to {TARGET.value:.0%}"]
     return Made(
         tables=[beside(f"SSP(3), {workers} workers: soft barrier and lazy execution", rows, columns)],
         figure=lambda: _accuracies("SSP(3): soft barrier and lazy execution", outcomes),
@@ -275,28 +252,36 @@ def lazy(options: Options, tell: Tell) -> Made:
     )
 
 
+def _runs(
+    clusters: Mapping[str, Cluster],
+    schemes: Mapping[str, str],
+    options: Options,
+    *,
+    until_s: float,
+    every_s: float,
+) -> list[Run]:
+    """Each scheme on each cluster; labels are "cluster: scheme"."""
+    return [
+        Run(
+            label=f"{kind}: {name}",
+            cluster=cluster,
+            sync=sync,
+            target=TARGET,
+            until_s=until_s,
+            seed=seed,
+            every_s=every_s,
+        )
+        for kind, cluster in clusters.items()
+        for name, sync in schemes.items()
+        for seed in range(1 if options.quick else options.seeds)
+    ]
+
+
 def _accuracies(title: str, outcomes: Sequence[Outcome]) -> Figure:
-    from ...report.canvas import COLOURS, DASHES, new_figure
+    from ...report.canvas import new_figure
 
     figure = new_figure(10.0, 4.6)
-    axes = figure.subplots()
-    labels = list(dict.fromkeys(outcome.run.label for outcome in outcomes))
-    for outcome in (o for o in outcomes if o.run.seed == 0):
-        number = labels.index(outcome.run.label)
-        axes.plot(
-            outcome.times_s,
-            outcome.accuracies,
-            color=COLOURS[number // 2 % len(COLOURS)],
-            linestyle=DASHES[number % 2],
-            label=outcome.run.label,
-        )
-    axes.axhline(TARGET, color="black", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("virtual seconds")
-    axes.set_ylabel("accuracy on the test images")
-    axes.set_ylim(0.5, 1.0)
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=True, fontsize=8)
+    draw_curves(figure.subplots(), outcomes, title, variants=2)
     return figure
 
 
@@ -320,39 +305,24 @@ def spec_sync(options: Options, tell: Tell) -> Made:
     clusters = arrivals(8 if options.quick else 40)
     schemes = {"ASP": "asp", "SpecSync": "spec-sync"}
     rates = (0.02, 0.05) if options.quick else (0.005, 0.01, 0.02, 0.05, 0.1)
-    seeds = range(1 if options.quick else options.seeds)
-    runs = [
-        Run(
-            label=f"{kind}: {name}",
-            cluster=cluster,
-            sync=sync,
-            learning_rate=0.0,
-            enough=TARGET,
-            until_s=200.0 if options.quick else 1200.0,
-            seed=seed,
-            every_s=5.0,
-        )
-        for kind, cluster in clusters.items()
-        for name, sync in schemes.items()
-        for seed in seeds
-    ]
-    outcomes, best = at_own_best(runs, [(rate, 0.0) for rate in rates], slowness(TARGET), tell)
+    runs = _runs(clusters, schemes, options, until_s=200.0 if options.quick else 4000.0, every_s=5.0)
+    outcomes, best = at_own_best(runs, [(rate, 0.0) for rate in rates], tell)
     times: dict[str, float] = {}
     rows = {}
     for label in best:
         mine = [outcome for outcome in outcomes if outcome.run.label == label]
-        times[label] = median(map(slowness(TARGET), mine))
+        times[label] = median(o.reached_s for o in mine)
         base = times[f"{label.partition(':')[0]}: ASP"]
         rows[label] = [
             ("-", f"{median(o.mean_staleness for o in mine):.1f}"),
             ("-", f"{median(o.restarts / max(1, o.gradients) for o in mine):.0%}"),
-            ("-", f"{_seconds(times[label])} (rate {best[label][0]:g})"),
+            ("-", f"{seconds(times[label])} (rate {best[label][0]:g})"),
             (
                 "1.5 to 3" if label.endswith("SpecSync") else "1",
-                _ratio(base, times[label]),
+                ratio(base, times[label]),
             ),
         ]
-    columns = ["staleness", "restarted", f"s to {TARGET:.0%}", "speed-up"]
+    columns = ["staleness", "restarted", f"s to {TARGET.value:.0%}", "speed-up"]
     return Made(
         tables=[beside("SpecSync-Adaptive over ASP, 40 workers", rows, columns)],
         figure=lambda: _accuracies("SpecSync-Adaptive against ASP", outcomes),

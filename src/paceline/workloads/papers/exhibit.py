@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from ..zipline_bench import Tell
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Exhibit", "Made", "Options", "beside"]
+__all__ = ["Exhibit", "Made", "Options", "beside", "ratio", "seconds"]
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -96,3 +97,19 @@ def beside(title: str, rows: Mapping[str, Sequence[tuple[str, str]]], columns: S
             cells += [paper, ours] if has_paper else [ours]
         table.add_row(label, *cells)
     return table
+
+
+def seconds(time_s: float) -> str:
+    """A time that may be infinite, to three digits or the second.
+
+    >>> seconds(7.25), seconds(1234.5), seconds(math.inf)
+    ('7.25', '1234', 'never')
+    """
+    if math.isinf(time_s):
+        return "never"
+    return f"{time_s:.3g}" if time_s < 100 else f"{time_s:.0f}"
+
+
+def ratio(one: float, other: float) -> str:
+    """Of two such; "-" where there is none."""
+    return f"{one / other:.2f}" if math.isfinite(one) and math.isfinite(other) else "-"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,14 @@ from ...sim import Cluster, Uniform
 from ...sim.simulate import simulate
 from ..ranking import Task, run_tasks
 from ..zipline_bench import Tell
-from .exhibit import Exhibit, Made, Options, beside
-from .training import Run, common_and_tuned, medians_to_target, slowness
+from .curves import draw_curves
+from .exhibit import Exhibit, Made, Options, beside, seconds
+from .training import (
+    Run,
+    Target,
+    common_and_tuned,
+    medians,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -359,7 +364,7 @@ def table_4(options: Options, tell: Tell) -> Made:
 
 # -- Figure 10: accuracy over time -----------------------------------------------------------------------------
 
-TARGET = 0.9
+TARGET = Target("accuracy", 0.9, in_a_row=2)
 COMMON_RATE = 0.8  # of the sum of n gradients over n
 RATES = (0.2, 0.4, 0.8, 1.6, 3.2)
 ITERATIONS = 60
@@ -389,6 +394,8 @@ def figure_10(options: Options, tell: Tell) -> Made:
             label=label,
             cluster=cluster,
             sync=sync,
+            target=TARGET,
+            until_target=False,
             learning_rate=COMMON_RATE,
             batch_size=8,
             iterations=3 if options.quick else ITERATIONS,
@@ -399,33 +406,34 @@ def figure_10(options: Options, tell: Tell) -> Made:
         for seed in range(1 if options.quick else options.seeds)
     ]
     grid = [(rate, 0.0) for rate in (RATES[2:3] if options.quick else RATES)]
-    common, tuned, best = common_and_tuned(runs, grid, slowness(TARGET), tell)
+    common, tuned, best = common_and_tuned(runs, grid, tell)
     measures = [
-        (
-            medians_to_target(found, lambda o: o.reaches_s(TARGET)),
-            medians_to_target(found, lambda o: -o.accuracies[-1]),
-        )
+        (medians(found, lambda o: o.reached_s), medians(found, lambda o: o.values[-1]))
         for found in (common, tuned)
     ]
-    ends = medians_to_target(common, lambda o: o.time_s)
+    ends = medians(common, lambda o: o.time_s)
     rows = {}
     for label in FIGURE_10:
-        cells = [("-", f"{ends[label]:.0f}")]
-        for times, accuracies in measures:
-            cells.append(("-", f"{times[label]:.1f}" if math.isfinite(times[label]) else "never"))
-            cells.append(("-", f"{-accuracies[label]:.1%}"))
-        cells[2] = (PAPER_ACCURACY.get(label, "-"), cells[2][1])
-        rows[f"{label} (own rate {best[label][0]:g})"] = cells
+        (common_s, own_s), (common_final, own_final) = zip(*measures, strict=True)
+        rows[label] = [
+            ("-", f"{ends[label]:.0f}"),
+            ("-", seconds(common_s[label])),
+            (PAPER_ACCURACY.get(label, "-"), f"{common_final[label]:.1%}"),
+            ("-", f"{best[label][0]:g}"),
+            ("-", seconds(own_s[label])),
+            ("-", f"{own_final[label]:.1%}"),
+        ]
     columns = [
         "s, all",
-        f"s to {TARGET:.0%},\nrate {COMMON_RATE:g}",
+        f"s to {TARGET.value:.0%},\nrate {COMMON_RATE:g}",
         "final",
-        f"s to {TARGET:.0%},\nown best",
-        "final, own",
+        "own\nrate",
+        f"s to\n{TARGET.value:.0%}",
+        "final",
     ]
 
     def draw() -> Figure:
-        from ...report.canvas import COLOURS, new_figure
+        from ...report.canvas import new_figure
 
         figure = new_figure(11.0, 4.4)
         for axes, found, title in zip(
@@ -434,21 +442,14 @@ def figure_10(options: Options, tell: Tell) -> Made:
             (f"all with rate {COMMON_RATE:g}", "each at its own best"),
             strict=True,
         ):
-            for outcome in (o for o in found if o.run.seed == 0):
-                number = list(FIGURE_10).index(outcome.run.label)
-                axes.plot(outcome.times_s, outcome.accuracies, color=COLOURS[number], label=outcome.run.label)
-            axes.set_xlabel("virtual seconds")
-            axes.set_ylabel("accuracy on the test images")
-            axes.set_title(title, fontsize=10)
-            axes.grid(alpha=0.3)
-        figure.axes[0].legend(frameon=True, fontsize=8.5)
+            draw_curves(axes, found, title)
         return figure
 
     return Made(
         tables=[beside(f"{PAPER}, Fig. 10: 64 workers, {ITERATIONS} iterations", rows, columns)],
         figure=draw,
         data={
-            f"{o.run.label}, rate {o.run.learning_rate:g}, seed {o.run.seed}": o.accuracies
+            f"{o.run.label}, rate {o.run.learning_rate:g}, seed {o.run.seed}": o.values
             for o in (*common, *tuned)
         },
         notes=["The paper's accuracies are AlexNet's on CIFAR-10 after 4000 iterations."],

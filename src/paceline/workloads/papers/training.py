@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Literal
 
 import msgspec
 import torch
@@ -20,16 +21,15 @@ from ..digits import Digits, DigitsNet, Recipe, accuracy, load, train
 from ..pool import Tell, on_all_cores
 
 __all__ = [
-    "NEVER_S",
     "Outcome",
     "Run",
     "Setting",
+    "Target",
     "at_own_best",
     "best_of_each",
     "common_and_tuned",
-    "medians_to_target",
+    "medians",
     "run_all",
-    "slowness",
     "with_setting",
 ]
 
@@ -39,12 +39,35 @@ JUDGED = 256  # training images that the loss is of: all of them would take long
 
 NEVER_S = 1e6  # no run here lasts so long
 
-IN_A_ROW = 5
-"""SpecSync's measure of convergence: so many evaluations in a row at or below the target."""
-
-
 Setting = tuple[float, float]
 """(learning rate, momentum)."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """What a run is to come to.
+
+    Attributes:
+        measure: "accuracy" on the test images, from 0 to 1, or "loss" over the first `JUDGED` training images.
+        value: at least such an accuracy, or at most such a loss.
+        in_a_row: at so many evaluations in a row.
+    """
+
+    measure: Literal["accuracy", "loss"]
+    value: float
+    in_a_row: int
+
+    def lack(self, value: float) -> float:
+        """By how much a value falls short; 0 or less for one that does not."""
+        return self.value - value if self.measure == "accuracy" else value - self.value
+
+    def reached_at(self, values: Sequence[float]) -> int | None:
+        """The evaluation that was the last of such a row."""
+        row = 0
+        for index, value in enumerate(values):
+            row = row + 1 if self.lack(value) <= 0 else 0
+            if row == self.in_a_row:
+                return index
+        return None
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,27 +77,29 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         label: what it is called in figures; runs with the same one differ in seed or learning rate only.
         cluster: the machines.
         sync: the sync model.
-        learning_rate: of SGD.
+        target: what it is to come to, and what is evaluated.
+        learning_rate: of SGD; 0 where it is yet to be chosen.
         momentum: likewise.
         batch_size: images per worker and iteration.
         iterations: of each worker.
         until_s: virtual seconds after which it is cut.
         seed: of weights, data and times.
         every_s: virtual seconds between two evaluations.
-        enough: end the run when the accuracy has been there for two evaluations in a row; None for never.
+        until_target: or when it has come to its target.
     """
 
     label: str
     cluster: Cluster
     sync: str
-    learning_rate: float
+    target: Target
+    learning_rate: float = 0.0
     momentum: float = 0.0
     batch_size: int = 16
     iterations: int = 1_000_000
     until_s: float = math.inf
     seed: int = 0
     every_s: float = 1.0
-    enough: float | None = None
+    until_target: bool = True
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +108,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         run: the run.
         times_s: of the evaluations.
-        losses: at these times, over the first `JUDGED` training images; [] where accuracy is what counts.
-        accuracies: at these times, on the test images, from 0 to 1.
+        values: what was measured at these times.
         time_s: when the last worker had finished.
         gradients: that were applied.
         updates: optimizer steps.
@@ -96,8 +120,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     run: Run
     times_s: list[float]
-    losses: list[float]
-    accuracies: list[float]
+    values: list[float]
     time_s: float
     gradients: int
     updates: int
@@ -106,21 +129,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     bytes_by_kind: dict[str, int]
     pushes_s: list[float]
 
-    def converges_s(self, target_loss: float) -> float:
-        """When the loss had been at or below the target for so many evaluations in a row; infinity if never."""
-        row = 0
-        for time_s, loss in zip(self.times_s, self.losses, strict=True):
-            row = row + 1 if loss <= target_loss else 0
-            if row == IN_A_ROW:
-                return time_s
-        return math.inf
+    @property
+    def reached_s(self) -> float:
+        """When it had come to its target; infinity if never."""
+        index = self.run.target.reached_at(self.values)
+        return math.inf if index is None else self.times_s[index]
 
-    def reaches_s(self, target_accuracy: float) -> float:
-        """When the accuracy was at or above the target for the second time in a row; infinity if never."""
-        for before, now, time_s in zip(self.accuracies, self.accuracies[1:], self.times_s[1:], strict=False):
-            if min(before, now) >= target_accuracy:
-                return time_s
-        return math.inf
+    @property
+    def slowness(self) -> float:
+        """The time to the target; of runs that never come there, far more, by what they lack at the end."""
+        lack = min(self.run.target.lack(self.values[-1]), NEVER_S)
+        return min(self.reached_s, NEVER_S * (1 + max(0.0, lack)))
 
 
 def run_all(runs: Sequence[Run], tell: Tell = lambda done, of, what: None) -> list[Outcome]:
@@ -144,21 +163,19 @@ def run_all(runs: Sequence[Run], tell: Tell = lambda done, of, what: None) -> li
 def best_of_each(
     runs: Sequence[Run],
     grid: Sequence[Setting],
-    judge: Callable[[Outcome], float],
     tell: Tell = lambda done, of, what: None,
 ) -> dict[str, Setting]:
-    """For each label, the setting whose runs are judged least; of equal ones the earlier.
+    """For each label, the setting whose runs come to their target first, in the median; of equal ones the earlier.
 
-    Where each label has one run, and that ends when it has come to its target, what counts is when: the settings are
-    then tried from the middle of the grid outwards, each for no longer than the best so far has taken.
+    Where each label has one run, and that ends there, the settings are tried from the middle of the grid outwards,
+    each for no longer than the best so far has taken.
 
     Args:
         runs: one or more for each label (its seeds).
         grid: what is tried.
-        judge: an outcome -> what should be small; of several seeds the median counts.
         tell: how far it is.
     """
-    if len({run.label for run in runs}) == len(runs) and all(run.enough is not None for run in runs):
+    if len({run.label for run in runs}) == len(runs) and all(run.until_target for run in runs):
         tasks = [(run, tuple(grid)) for run in runs]
         found = on_all_cores(_tune, tasks, lambda task: task[0].label, tell, _prepare, (load(),))
         return {run.label: setting for run, setting in zip(runs, found, strict=True)}
@@ -166,7 +183,7 @@ def best_of_each(
     judged: dict[str, dict[Setting, list[float]]] = {}
     for outcome in run_all(tried, tell):
         setting = outcome.run.learning_rate, outcome.run.momentum
-        judged.setdefault(outcome.run.label, {}).setdefault(setting, []).append(judge(outcome))
+        judged.setdefault(outcome.run.label, {}).setdefault(setting, []).append(outcome.slowness)
     return {
         label: min(found, key=lambda setting: (median(found[setting]), grid.index(setting)))
         for label, found in judged.items()
@@ -176,7 +193,6 @@ def best_of_each(
 def common_and_tuned(
     runs: Sequence[Run],
     grid: Sequence[Setting],
-    judge: Callable[[Outcome], float],
     tell: Callable[[str, float], None],
 ) -> tuple[list[Outcome], list[Outcome], dict[str, Setting]]:
     """The runs as they are, by the papers' protocol, and again each label at its own best setting of a grid.
@@ -184,21 +200,19 @@ def common_and_tuned(
     The first seed alone decides which that is.
     """
     common = run_all(runs, lambda done, of, what: tell(what, 0.3 * done / max(1, of)))
-    tuned, best = at_own_best(runs, grid, judge, lambda what, share: tell(what, 0.3 + 0.7 * share))
+    tuned, best = at_own_best(runs, grid, lambda what, share: tell(what, 0.3 + 0.7 * share))
     return common, tuned, best
 
 
 def at_own_best(
     runs: Sequence[Run],
     grid: Sequence[Setting],
-    judge: Callable[[Outcome], float],
     tell: Callable[[str, float], None],
 ) -> tuple[list[Outcome], dict[str, Setting]]:
     """The runs, each label at its own best setting of a grid, and which that is. The first seed alone decides it."""
     best = best_of_each(
         [run for run in runs if run.seed == 0],
         grid,
-        judge,
         lambda done, of, what: tell(f"tuning {what}", 0.6 * done / max(1, of)),
     )
     outcomes = run_all(
@@ -208,22 +222,12 @@ def at_own_best(
     return outcomes, best
 
 
-def slowness(target_accuracy: float) -> Callable[[Outcome], float]:
-    """A judge: the time to the target; of those that never come there, far more, by what they lack at the end."""
-
-    def judge(outcome: Outcome) -> float:
-        time_s = outcome.reaches_s(target_accuracy)
-        return time_s if math.isfinite(time_s) else NEVER_S * (2 - outcome.accuracies[-1])
-
-    return judge
-
-
 def with_setting(run: Run, setting: Setting) -> Run:
     """The same run with another learning rate and momentum."""
     return msgspec.structs.replace(run, learning_rate=setting[0], momentum=setting[1])
 
 
-def medians_to_target(outcomes: Sequence[Outcome], measure: Callable[[Outcome], float]) -> dict[str, float]:
+def medians(outcomes: Sequence[Outcome], measure: Callable[[Outcome], float]) -> dict[str, float]:
     """For each label, the median of a measure over its runs."""
     found: dict[str, list[float]] = {}
     for outcome in outcomes:
@@ -243,7 +247,8 @@ def _key(run: Run) -> tuple[object, ...]:
         run.until_s,
         run.seed,
         run.every_s,
-        run.enough,
+        run.target,
+        run.until_target,
     )
 
 
@@ -258,18 +263,14 @@ def _prepare(digits: Digits) -> None:
 def _tune(task: tuple[Run, tuple[Setting, ...]]) -> Setting:
     """The setting that comes to the target first; if none does, the one that comes nearest."""
     run, grid = task
-    assert run.enough is not None
     middle = len(grid) // 2
-    nearest: tuple[float, Setting] = (-1.0, grid[middle])
-    best: tuple[float, Setting | None] = (run.until_s, None)
+    best = math.inf, grid[middle]
+    until_s = run.until_s
     for index in sorted(range(len(grid)), key=lambda index: abs(index - middle)):
-        tried = msgspec.structs.replace(with_setting(run, grid[index]), until_s=best[0])
-        outcome = _run(tried)
-        reached_s = outcome.reaches_s(run.enough)
-        if reached_s < best[0]:
-            best = reached_s, grid[index]
-        nearest = max(nearest, (outcome.accuracies[-1], grid[index]))
-    return nearest[1] if best[1] is None else best[1]
+        outcome = _run(msgspec.structs.replace(with_setting(run, grid[index]), until_s=until_s))
+        best = min(best, (outcome.slowness, grid[index]))
+        until_s = min(until_s, best[0])
+    return best[1]
 
 
 def _run(run: Run) -> Outcome:
@@ -282,15 +283,13 @@ def _run(run: Run) -> Outcome:
         seed=run.seed,
     )
     times_s: list[float] = []
-    losses: list[float] = []
-    accuracies: list[float] = []
+    values: list[float] = []
+    measure = _accuracy if run.target.measure == "accuracy" else _loss
 
     def judge(time_s: float, snapshot: WeightsSnapshot) -> bool:
         times_s.append(time_s)
-        if run.enough is None:  # else it is the accuracy that is looked at, and looking takes time
-            losses.append(_loss(snapshot.state_dict))
-        accuracies.append(accuracy(snapshot.state_dict, _digits))
-        return run.enough is not None and len(accuracies) > 1 and min(accuracies[-2:]) >= run.enough
+        values.append(measure(snapshot.state_dict))
+        return run.until_target and run.target.reached_at(values[-run.target.in_a_row :]) is not None
 
     result = simulate(
         run.cluster,
@@ -308,8 +307,7 @@ def _run(run: Run) -> Outcome:
     return Outcome(
         run=run,
         times_s=times_s,
-        losses=losses,
-        accuracies=accuracies,
+        values=values,
         time_s=result.time_s,
         gradients=sum(measures.iterations.values()),
         updates=measures.updates,
@@ -318,6 +316,10 @@ def _run(run: Run) -> Outcome:
         bytes_by_kind=result.bytes_by_kind,
         pushes_s=[loss.time_s for loss in result.history or []],
     )
+
+
+def _accuracy(state_dict: dict[str, torch.Tensor]) -> float:
+    return accuracy(state_dict, _digits)
 
 
 def _loss(state_dict: dict[str, torch.Tensor]) -> float:
