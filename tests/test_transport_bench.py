@@ -19,10 +19,12 @@ from paceline import cli
 from paceline.cli import measuring, terminal
 from paceline.errors import RunFailedError
 from paceline.workloads import transport_bench
-from paceline.workloads.transport_bench import (
+from paceline.workloads.transport_bench import Plan, Row, estimate_s, measure, plan, tables
+from paceline.workloads.transport_bench.crew import crew_at
+from paceline.workloads.transport_bench.goals import GOALS, goal_rows
+from paceline.workloads.transport_bench.plan import (
     FLOOR,
     GLOO,
-    GOALS,
     OPTIMIZERS,
     SHM_ASP,
     SHM_BSP,
@@ -33,13 +35,9 @@ from paceline.workloads.transport_bench import (
     TCP_BSP,
     TURNS,
     Case,
-    Plan,
-    Row,
-    estimate_s,
-    goal_rows,
-    measure,
-    tables,
+    Turn,
 )
+from paceline.workloads.transport_bench.roles import launch_paceline
 
 KEYS = {"system", "transport", "mode", "size_mb", "workers", "median_ms", "low_ms", "high_ms"}
 CASES = [case for turn in TURNS for case in turn]
@@ -49,8 +47,8 @@ DEADLINE_S = 120.0  # a safety net
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few iterations, small optimizers."""
-    monkeypatch.setattr(transport_bench, "SECONDS", 0.001)
-    monkeypatch.setattr(transport_bench, "OPTIMIZER_MB", 0.1)
+    monkeypatch.setattr(plan, "SECONDS", 0.001)
+    monkeypatch.setattr(plan, "OPTIMIZER_MB", 0.1)
 
 
 def row(case: Case, size_mb: float, workers: int, median_ms: float) -> Row:
@@ -81,7 +79,7 @@ def update(optimizer: str, median_ms: float, traffic_ms: float) -> Row:
 
 def full(median_ms: float = 10_000.0) -> list[Row]:
     """As much as there is by default."""
-    sizes = [(size_mb, n) for size_mb in transport_bench.SIZES_MB for n in transport_bench.WORKERS]
+    sizes = [(size_mb, n) for size_mb in plan.SIZES_MB for n in plan.WORKERS]
     steps = [row(case, size_mb, n, median_ms) for size_mb, n in sizes for case in CASES]
     return steps + [update(name, median_ms, median_ms) for name in OPTIMIZERS]
 
@@ -135,8 +133,8 @@ def test_any_number_of_workers_and_servers_is_measured() -> None:
 @pytest.mark.processes
 @pytest.mark.usefixtures("few")
 def test_a_run_changes_to_bsp_in_every_shard(tmp_path: Path) -> None:
-    turn = transport_bench.Turn((SHM_ASP, SHM_BSP), 0.004, 2, 2, 10)
-    transport_bench._launch(turn, tmp_path)
+    turn = Turn((SHM_ASP, SHM_BSP), 0.004, 2, 2, 10)
+    launch_paceline(turn, tmp_path)
     for index in range(2):
         trace = (tmp_path / "run" / f"trace-shard-{index}.jsonl").read_text()
         assert trace.count("ApplyPush") >= 2 * turn.iterations
@@ -145,8 +143,8 @@ def test_a_run_changes_to_bsp_in_every_shard(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_process_that_fails_ends_all_with_its_traceback(tmp_path: Path) -> None:
-    turn = transport_bench.Turn((Case("floor", "shm", "asp"),), 0.004, 2, 2, 10)
-    with transport_bench._crew(tmp_path) as crew:
+    turn = Turn((Case("floor", "shm", "asp"),), 0.004, 2, 2, 10)
+    with crew_at(tmp_path) as crew:
         with pytest.raises(RunFailedError, match="FileNotFoundError"):
             crew.run(turn, tmp_path / "nowhere")
         group = crew.process.pid
@@ -268,19 +266,19 @@ def test_what_was_not_measured_has_no_table() -> None:
 
 
 def test_small_models_are_one_tensor_and_sizes_are_whole_kilobytes() -> None:
-    lengths = transport_bench.lengths
+    lengths = plan.lengths
     assert lengths(0.004) == [1024]
     assert lengths(0.0625) == [2048] * 8
     assert lengths(100.0) == [100 * 2**20 // 4 // 8] * 8
-    assert lengths(transport_bench.SMALLEST_MB) == [256]
+    assert lengths(plan.SMALLEST_MB) == [256]
 
 
 def test_all_processes_of_a_turn_do_equally_many_iterations_fewer_of_the_slow() -> None:
-    turns = transport_bench._turns(Plan())
+    turns = plan.turns_of(Plan())
     assert len(turns) == 4 * 2 * len(TURNS) + len(OPTIMIZERS)
     counts = [turn.iterations for turn in turns if turn.cases[0] == FLOOR and turn.workers == 2]
     assert counts == sorted(counts, reverse=True)
-    assert counts[-1] >= transport_bench.FEWEST
+    assert counts[-1] >= plan.FEWEST
     assert estimate_s(Plan(rounds=2)) == pytest.approx(2 * estimate_s(Plan(rounds=1)))
 
 

@@ -1,0 +1,107 @@
+"""What the figures should be, and whether they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from .plan import (
+    FLOOR,
+    GLOO,
+    OPTIMIZER,
+    SHM_ASP,
+    SHM_BSP,
+    SOCKET_BSP,
+    TCP_BSP,
+    Case,
+    Row,
+)
+
+__all__ = ["GOALS", "GoalRow", "Times", "goal_rows", "ratio_of", "times_by_case", "update_of"]
+
+
+class Goal(NamedTuple):
+    """What a figure, or the ratio of two, should be."""
+
+    top: Case
+    bottom: Case | None  # None: the figure itself, in microseconds
+    size_mb: float
+    workers: int
+    bound: float
+    at_least: bool = False
+
+
+def update_of(optimizer: str) -> Case:
+    """Where the figures of updates lie among the others."""
+    return Case(f"update by {optimizer}", OPTIMIZER.transport, OPTIMIZER.mode)
+
+
+def traffic_of(optimizer: str) -> Case:
+    return Case(f"traffic of {optimizer}", OPTIMIZER.transport, OPTIMIZER.mode)
+
+
+LARGE_MB = (25.0, 100.0)
+
+GOALS: tuple[Goal, ...] = (
+    *(Goal(SHM_ASP, FLOOR, size_mb, 2, 1.3) for size_mb in LARGE_MB),
+    *(Goal(GLOO, SHM_BSP, size_mb, n, 4.0, at_least=True) for size_mb in LARGE_MB for n in (2, 4)),
+    Goal(SHM_ASP, None, 0.004, 2, 60.0),
+    *(Goal(TCP_BSP, SOCKET_BSP, size_mb, n, 1.15) for size_mb in LARGE_MB for n in (2, 4)),
+    *(
+        Goal(GLOO, TCP_BSP, size_mb, n, speed, at_least=True)
+        for size_mb in LARGE_MB
+        for n, speed in ((2, 0.8), (4, 1.0))
+    ),
+    Goal(update_of("Adam"), traffic_of("Adam"), 100.0, 1, 1.5),
+)
+
+
+class GoalRow(msgspec.Struct, frozen=True):
+    """A goal, what was seen of it, and whether it is met."""
+
+    goal: Goal
+    figure: float
+    met: bool
+
+
+Times = Mapping[tuple[Case, float, int], float]
+"""Case, size, workers -> ms."""
+
+
+def goal_rows(rows: Sequence[Row]) -> list[GoalRow]:
+    """The goals whose figures were measured."""
+    times_ms = times_by_case(rows)
+    found = []
+    for goal in GOALS:
+        figure = _seen(times_ms, goal)
+        if figure is not None:
+            met = figure >= goal.bound if goal.at_least else figure <= goal.bound
+            found.append(GoalRow(goal, figure, met))
+    return found
+
+
+def _seen(times_ms: Times, goal: Goal) -> float | None:
+    if goal.bottom is not None:
+        return ratio_of(times_ms, goal.top, goal.bottom, goal.size_mb, goal.workers)
+    median_ms = times_ms.get((goal.top, goal.size_mb, goal.workers))
+    return None if median_ms is None else median_ms * 1e3
+
+
+def ratio_of(times_ms: Times, top: Case, bottom: Case, size_mb: float, workers: int) -> float | None:
+    """None if it was not measured, or if less than nothing is left of it without the backward."""
+    above, below = (times_ms.get((case, size_mb, workers), 0.0) for case in (top, bottom))
+    return above / below if above > 0 and below > 0 else None
+
+
+def times_by_case(rows: Sequence[Row]) -> Times:
+    times_ms: dict[tuple[Case, float, int], float] = {}
+    for row in rows:
+        case = Case(row.system, row.transport, row.mode)
+        if row.optimizer is not None:
+            case = update_of(row.optimizer)
+            assert row.traffic_ms is not None
+            times_ms[traffic_of(row.optimizer), row.size_mb, row.workers] = row.traffic_ms
+        times_ms[case, row.size_mb, row.workers] = row.median_ms
+    return times_ms
