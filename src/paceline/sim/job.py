@@ -13,7 +13,6 @@ from typing import Protocol
 from ..arithmetic import log
 from ..bare_shard import BareShard, ForHost
 from ..errors import ConfigurationError, InternalError, RunFailedError
-from ..runtime.records import IterationRecord
 from ..sync.actions import AnswerPull, PublishChange, PublishPlan, ReportFault, RestartWorker, SetTimer
 from ..sync.changes import JobSync
 from ..sync.draws import uniform
@@ -39,7 +38,8 @@ from .cluster import Cluster
 from .kernel import SECOND_NS, STILL, TIMER, Kernel, nanoseconds
 from .machines import Presence
 from .network import Card, Connection
-from .times import Constant, Distribution, Sample
+from .times import Constant, Distribution
+from .worker_state import WorkerState
 
 __all__ = ["Driver", "Job"]
 
@@ -72,63 +72,6 @@ class Driver(Protocol):
 
     def lost(self, worker: int) -> None:
         """It is gone; nothing more that it does counts."""
-
-
-class _Worker:
-    """What the job knows of one worker."""
-
-    __slots__ = (
-        "attempt",
-        "awaited",
-        "begun_s",
-        "committed",
-        "computed_ns",
-        "computing",
-        "droppable",
-        "dropped_s",
-        "finished_s",
-        "flags",
-        "from_coordinator",
-        "from_server",
-        "life",
-        "loss",
-        "present",
-        "pushed_s",
-        "records",
-        "restarted",
-        "sample",
-        "started_ns",
-        "sync",
-        "to_coordinator",
-        "to_server",
-        "wasted_s",
-    )
-
-    def __init__(self) -> None:
-        self.sync: WorkerSync
-        self.sample: Sample
-        self.to_server: list[Connection]
-        self.from_server: list[Connection]
-        self.to_coordinator: Connection
-        self.from_coordinator: Connection
-        self.present = False
-        self.attempt = 0  # counts computations: what belongs to a former one is ignored
-        self.computing = False
-        self.droppable = True  # may what it computes be dropped
-        self.awaited = 0  # how many shards have yet to answer
-        self.committed = 0  # without overlap: how many have yet to confirm
-        self.begun_s = 0.0
-        self.pushed_s = 0.0
-        self.loss: float | None = None
-        self.finished_s = 0.0  # its last iteration
-        self.flags = Flags(None, None, False)
-        self.dropped_s: float | None = None
-        self.restarted: tuple[float, float] | None = None
-        self.started_ns = 0  # when the computation at hand was
-        self.computed_ns = 0  # of all that were not dropped
-        self.wasted_s = 0.0  # what it computed in vain, with the pulls after it
-        self.life = 0  # how often it was lost: what belongs to a former life is ignored
-        self.records: list[IterationRecord] = []
 
 
 class Job:
@@ -182,7 +125,7 @@ class Job:
         self._to_come = 0  # workers that will join
         self.workers = []
         for worker in range(cluster.workers):
-            its = _Worker()
+            its = WorkerState()
             its.sample = cluster.compute(worker).sampler(seed, worker, COMPUTING)
             to_server = self._delays(cluster.latency(worker, to_server=True), worker, TO_SERVER)
             from_server = self._delays(cluster.latency(worker, to_server=False), worker, FROM_SERVER)
@@ -407,11 +350,11 @@ class Job:
             self._end_iteration(worker, its, now_s)
         self._driver.answered(worker)
 
-    def _end_iteration(self, worker: int, its: _Worker, now_s: float) -> None:
+    def _end_iteration(self, worker: int, its: WorkerState, now_s: float) -> None:
         if its.restarted is not None:
             its.wasted_s += its.restarted[1] - its.begun_s
         if self._keep_records:
-            its.records.append(_record(its, now_s))
+            its.records.append(its.record(now_s))
         its.restarted, its.begun_s = None, now_s
         if its.sync.answered():
             self._to_coordinator(worker, self._take_start, its.life, its.sync.iteration)
@@ -622,21 +565,3 @@ class Job:
             for worker, reason in shard.sync.waits().items()
         ]
         return "every worker waits, and no condition will release any of them:\n" + "\n".join(sorted(lines))
-
-
-def _record(its: _Worker, now_s: float) -> IterationRecord:
-    """Of the iteration that ends now."""
-    stop, change, *_ = its.flags
-    dropped_s, restarted_s = its.restarted or (None, None)
-    return IterationRecord(
-        its.sync.iteration,
-        its.begun_s,
-        its.pushed_s,
-        its.pushed_s,
-        now_s,
-        its.loss,
-        stop.superstep if stop is not None else None,
-        change.number if change is not None else None,
-        dropped_s,
-        restarted_s,
-    )

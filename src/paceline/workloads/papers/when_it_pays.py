@@ -8,6 +8,7 @@ rate; what counts is how much sooner than BSP it comes to the target.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
 BSP_ITERATIONS = 150  # whose time every run gets
 BATCH = 16
 BANDWIDTH_BPS = 1e9
+NEAR = 1.1  # what a place's first leads by less than is of no account: seeds differ by as much
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -204,9 +206,30 @@ def make_map(options: Options, tell: Tell) -> Made:
         figure=lambda: draw_map(verdicts),
         data=verdicts,
         notes=[
-            "The factor is how much sooner than bsp; transfers are their share of an iteration of equal workers."
+            "The factor is how much sooner than bsp; transfers are their share of an iteration of equal workers.",
+            *findings(verdicts),
         ],
     )
+
+
+def findings(verdicts: Sequence[Verdict]) -> list[str]:
+    """What the map says, in sentences: of each model, and of each way to be unequal."""
+    found = []
+    for label in MODELS:
+        times = [(verdict.seconds[label], verdict.seconds[verdict.best]) for verdict in verdicts]
+        near = sum(own is not None and best is not None and own <= NEAR * best for own, best in times)
+        never = sum(own is None for own, _ in times)
+        first = sum(verdict.best == label for verdict in verdicts)
+        found.append(
+            f"{label} is first in {first} of {len(verdicts)} places, and within {NEAR - 1:.0%} of the first in {near}"
+            + (f"; in {never} it never comes to the target." if never else ".")
+        )
+    for row in dict.fromkeys(verdict.place[:2] for verdict in verdicts):
+        factors = [verdict.speed_up for verdict in verdicts if verdict.place[:2] == row]
+        firsts = Counter(verdict.best for verdict in verdicts if verdict.place[:2] == row)
+        models = ", ".join(f"{label} ({count})" for label, count in firsts.most_common())
+        found.append(f"{': '.join(row)}: first are {models}; {min(factors):.1f} to {max(factors):.1f} x bsp.")
+    return found
 
 
 def draw_map(verdicts: Sequence[Verdict]) -> Figure:
