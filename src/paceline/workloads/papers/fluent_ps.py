@@ -452,7 +452,11 @@ def figure_10(options: Options, tell: Tell) -> Made:
             f"{o.run.label}, rate {o.run.learning_rate:g}, seed {o.run.seed}": o.values
             for o in (*common, *tuned)
         },
-        notes=["The paper's accuracies are AlexNet's on CIFAR-10 after 4000 iterations."],
+        notes=[
+            "The paper's accuracies are AlexNet's on CIFAR-10 after 4000 iterations.",
+            "Its Fig. 7 compares with PMLS-Caffe, which is not here. Quoted: the accuracy of PMLS-Caffe under SSP(3) is "
+            "below 20 % with more than 8 workers.",
+        ],
     )
 
 
