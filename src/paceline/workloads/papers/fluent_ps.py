@@ -454,8 +454,8 @@ def figure_10(options: Options, tell: Tell) -> Made:
         },
         notes=[
             "The paper's accuracies are AlexNet's on CIFAR-10 after 4000 iterations.",
-            "Its Fig. 7 compares with PMLS-Caffe, which is not here. Quoted: the accuracy of PMLS-Caffe under SSP(3) is "
-            "below 20 % with more than 8 workers.",
+            "Its Fig. 7 compares with PMLS-Caffe, which is not here. Quoted: PMLS-Caffe under SSP(3) comes to "
+            "less than 20 % with more than 8 workers.",
         ],
     )
 
