@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.errors import ConfigurationError, RunFailedError
+from paceline.errors import ConfigurationError, NonFiniteGradientError, RunFailedError
 from paceline.sim import Cluster, Presence, SimResult, Uniform, simulate
 from paceline.trace import replay
 
@@ -141,6 +143,79 @@ def test_a_step_without_a_closure_is_not_dropped_half_way() -> None:
     result = simulate(UNEQUAL, "spec-sync:abort_time_s=0.1,abort_rate=0", train_fn=plain)
     assert result.restarts == 0
     assert [len(records) for records in result.records] == [6, 6, 6]
+
+
+def test_a_step_that_cannot_be_dropped_takes_all_its_time() -> None:
+    def plain() -> None:
+        model = model_of()
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(examples()[0]).square().mean().backward()
+            optimizer.step()
+
+    ordered = simulate(UNEQUAL, "spec-sync:abort_time_s=0.1,abort_rate=0", train_fn=plain)
+    free = simulate(UNEQUAL, "asp", train_fn=plain)
+    assert ordered.finished_s == free.finished_s
+
+
+@pytest.mark.parametrize("sync", ["asp", "spec-sync:abort_time_s=0.5,abort_rate=0"])
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_gradient_that_is_refused_has_taken_its_time(sync: str, with_closure: bool) -> None:
+    def stumbling() -> None:
+        model = model_of()
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        for iteration in range(4):
+
+            def closure(iteration: int = iteration) -> float:
+                optimizer.zero_grad()
+                loss = model(examples()[0]).square().mean() * (math.nan if iteration == 1 else 1.0)
+                loss.backward()
+                return float(loss.detach())
+
+            try:
+                if with_closure:
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.step()
+            except NonFiniteGradientError:
+                assert iteration == 1
+
+    result = simulate(Cluster(compute_s=[2.0]), sync, train_fn=stumbling)
+    assert (result.measures.iterations, result.finished_s) == ({0: 3}, (8.0,))
+
+
+def test_a_worker_that_is_lost_while_it_computes_has_pushed_nothing() -> None:
+    def plain() -> None:
+        model = model_of()
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(examples()[0]).square().mean().backward()
+            optimizer.step()
+
+    cluster = Cluster(compute_s=[1.0, 4.0], presence={1: Presence(lost_at_s=2.0)})
+    result = simulate(cluster, "asp", train_fn=plain)
+    assert (result.measures.iterations, result.updates) == ({0: 3, 1: 0}, 3)
+
+
+def test_ctrl_c_between_two_turns_ends_all_functions() -> None:
+    def interrupted() -> None:
+        model = model_of()
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        for iteration in range(5):
+            optimizer.zero_grad()
+            model(examples()[0]).square().mean().backward()
+            if iteration == 3:
+                _thread.interrupt_main()
+            optimizer.step()
+
+    before = threading.active_count()
+    for _ in range(20):
+        with pytest.raises(KeyboardInterrupt):
+            simulate(UNEQUAL, "asp", train_fn=interrupted)
+    assert threading.active_count() == before
 
 
 def test_each_worker_has_generators_of_its_own_and_the_callers_stay_as_they_were() -> None:

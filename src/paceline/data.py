@@ -106,9 +106,8 @@ class Part(Sampler[T]):
             epoch = next(self._passes)
             self._session.epoch_begins(epoch)
             seed = _mix(self._seed, epoch)
-            torch.default_generator.manual_seed(
-                seed
-            )  # of samplers; torch.manual_seed would seed a GPU's as well
+            # Of samplers. torch.manual_seed would seed every accelerator's as well, with a stack trace for each.
+            torch.default_generator.manual_seed(seed)
             generator = getattr(self._whole, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)

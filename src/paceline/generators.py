@@ -1,8 +1,11 @@
 """The generators that scripts draw from without saying so: torch's default one, Python's, NumPy's global one.
 
-Simulated workers take turns at them, and a computation that may be dropped notes them before it begins. NumPy would
-take 70 us to hand out its state and to take it back, ten times as long as the others together, so its Mersenne
-Twister is copied where it lies in memory, at the address that NumPy publishes for such ends.
+Simulated workers take turns at them, and a computation that may be dropped notes them before it begins. NumPy takes
+70 us to hand out its state and to take it back, ten times as long as the others together. So its memory, at the
+address that NumPy publishes for such ends, tells whether somebody has drawn, and what is given back is written there.
+
+One thing is not seen: the second normal deviate of a pair, kept for later, if a script brings it back by `set_state`
+with a state that differs in nothing else from what the generator was when it was noted.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class GeneratorStates:
     def seeded(cls, seed: int) -> GeneratorStates:
         """What they are after seeding all of them; they stay as they were."""
         before = cls()
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every accelerator's, too
         random.seed(seed)
         if before._numpy is not None:
             sys.modules["numpy"].random.seed(seed % 2**32)
@@ -72,37 +75,41 @@ class _NumpyGenerator:
         """What it is now."""
         if not self._unchanged():
             whole = sys.modules["numpy"].random.get_state(legacy=False)
-            self._seen = _NumpyState(whole, None if whole["has_gauss"] else self._raw(whole))
+            self._bits = sys.modules["numpy"].random.get_bit_generator()
+            self._address = self._bits.ctypes.state_address
+            plain = whole["bit_generator"] == "MT19937" and not whole["has_gauss"]
+            self._seen = _NumpyState(whole, self._raw(whole) if plain else None)
         assert self._seen is not None
         return self._seen
 
     def give_back(self, state: _NumpyState) -> None:
         """Have it go on from a state. Written to memory only where no kept deviate has to come or go."""
         if state.raw is not None and self._unchanged():
-            ctypes.memmove(self._address, state.raw, _RAW_BYTES)
+            with self._bits.lock:
+                ctypes.memmove(self._address, state.raw, _RAW_BYTES)
         else:
             sys.modules["numpy"].random.set_state(state.whole)
         self._seen = state
 
     def _unchanged(self) -> bool:
-        """Is it certain that nobody has drawn since it was looked at? Who keeps a deviate draws others first."""
+        """Has nobody drawn since it was looked at, and was no deviate kept then?"""
         return (
             self._seen is not None
             and self._seen.raw is not None
             and sys.modules["numpy"].random.get_bit_generator() is self._bits
-            and ctypes.string_at(self._address, _RAW_BYTES) == self._seen.raw
+            and self._memory() == self._seen.raw
         )
 
     def _raw(self, whole: dict[str, Any]) -> bytes | None:
-        """What lies in memory, if that is what was handed out; None for another kind of generator."""
-        self._bits = sys.modules["numpy"].random.get_bit_generator()
-        self._address = self._bits.ctypes.state_address
-        if whole["bit_generator"] != "MT19937":
-            return None
-        raw = ctypes.string_at(self._address, _RAW_BYTES)
+        """What lies in memory, if that is what was handed out; a NumPy that arranges it otherwise is always asked."""
+        raw = self._memory()
         key, position = whole["state"]["key"], whole["state"]["pos"]
         same = raw == key.tobytes() + position.to_bytes(_RAW_BYTES - _KEY_BYTES, sys.byteorder)
         return raw if same else None
+
+    def _memory(self) -> bytes:
+        with self._bits.lock:
+            return ctypes.string_at(self._address, _RAW_BYTES)
 
 
 _numpy = _NumpyGenerator()

@@ -1,4 +1,4 @@
-"""The command line: `paceline run`, `demo`, `simulate`, `sync`, `bench`. Reads arguments, calls the library, prints.
+"""The command line: `paceline run`, `simulate`, `sync` and the others. Reads arguments, calls the library, prints.
 
 Bad input is one sentence on standard error and exit code 2, before anything starts. A run that fails shows the
 failing process's own traceback, once, and exits with 1. Ctrl-C ends every process and exits with 130.

@@ -94,8 +94,8 @@ class Session(Protocol):
         ...
 
     def hold_back(self, *, droppable: bool) -> bool:
-        """The gradient is ready; where a slower machine is emulated, let time pass. False if the computation is to be
-        dropped instead, and started anew: never where it is not droppable."""
+        """The gradient is ready; where a slower machine is emulated, let time pass, here or in `commit`. False if the
+        computation is to be dropped instead: never if it is not droppable, as nobody would start it anew."""
         ...
 
     def pull_again(self) -> None:

@@ -15,6 +15,7 @@ from ..errors import UsageError
 __all__ = ["Strand"]
 
 PATIENCE = 100  # pauses of a function that is to end
+LOOK_S = 0.02  # between two looks at whether it has
 
 
 class _Ended(BaseException):
@@ -41,47 +42,54 @@ class Strand:
         self._go, self._back = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._back.acquire()
-        self._out = False  # it has the turn
         self._message: Any = None
         self._ending = False
+        self._refusals = 0  # to be over
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def resume(self, message: Any = None) -> None:
-        """Let it run until it pauses or is over. `pause` returns the message."""
-        self._message = message
-        self._out = True
-        self._go.release()
-        self._take_back()
+        """Let it run until it pauses or is over. `pause` returns the message.
 
-    def _take_back(self) -> None:
-        """Wait until it gives the turn back. May be interrupted, by Ctrl-C, and done again."""
+        Ctrl-C may interrupt this anywhere; what then works is `end`.
+        """
+        self._message = message
+        self._go.release()
         self._back.acquire()
-        self._out = False
         if self.ended:
             self._thread.join()
 
     def pause(self) -> Any:
         """Called by the function: give the turn back until it is resumed."""
-        self._back.release()
-        self._go.acquire()
+        if not self._ending:
+            self._back.release()
+            self._go.acquire()
         if self._ending:
+            self._refusals += 1
+            if self._refusals > PATIENCE:
+                threading.Event().wait()  # for ever: its thread ends with the process
             raise _Ended
         return self._message
 
     def end(self) -> None:
-        """Have it be over, whatever it was about: an exception is raised where it has paused."""
+        """Have it be over, whatever it is about: an exception is raised where it has paused, or pauses next.
+
+        Whose turn it is need not be known, and after Ctrl-C it is not: one turn too many does no harm here.
+
+        Raises:
+            UsageError: the function does not let itself be ended.
+        """
         self._ending = True
-        if self._out:
-            self._take_back()
-        for _ in range(PATIENCE):  # more than once, if it pauses on its way out
-            if self.ended:
-                return
-            self.resume()
-        raise UsageError(
-            f"{self._thread.name} cannot be ended: its function catches BaseException and goes on. Let those through "
-            "that are no Exception."
-        )
+        while not self.ended and self._refusals <= PATIENCE:
+            if self._go.locked():
+                self._go.release()
+            self._thread.join(LOOK_S)
+        if not self.ended:
+            raise UsageError(
+                f"{self._thread.name} cannot be ended: its function catches BaseException and goes on. Let those "
+                "through that are no Exception."
+            )
+        self._thread.join()
 
     def _run(self) -> None:
         self._go.acquire()
@@ -96,4 +104,5 @@ class Strand:
             self.error = error
         finally:
             self.ended = True
-            self._back.release()
+            if self._back.locked():
+                self._back.release()

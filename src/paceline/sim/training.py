@@ -285,6 +285,7 @@ class VirtualSession:
         self._epoch = -1
         self._requests: list[tuple[Sequence[AnySyncModel], int | None]] = []  # made before training has begun
         self._passed = False  # is the time of this computation over
+        self._held_back = False  # it is computed, and not committed yet
         self.commit_waits: Callable[[], None] | None = None  # sends what is committed when that time is over
         self._groups: tuple[bytes, tuple[HyperParameters, ...]] = b"", ()  # as they came last, and decoded
 
@@ -336,16 +337,22 @@ class VirtualSession:
     def restart_ordered(self) -> bool:
         """Asked before the first layer, too: all the time passes there, so a gradient that is to be dropped is
         never computed."""
+        self._leave_refused()
         if not self._passed:
             self._passed = self._pass_time()
             return not self._passed
         return False
 
     def hold_back(self, *, droppable: bool) -> bool:
+        self._leave_refused()
         if droppable and self.may_restart:
             self._passed = self._passed or self._pass_time()
-            return self._passed
-        return True  # the time passes when all is said, so that the function pauses once and not twice
+            self._held_back = self._passed
+        else:
+            self._held_back = (
+                True  # the time passes with the commit, so that the function pauses once and not twice
+            )
+        return self._held_back
 
     def pull_again(self) -> None:
         self._training.job.pull_again(self.worker)
@@ -388,7 +395,8 @@ class VirtualSession:
             ]
 
         def send() -> None:
-            self._passed, self.commit_waits = False, None
+            self._passed = self._held_back = False
+            self.commit_waits = None
             if buffers:
                 training.keep_buffers(self.worker, buffers)
             training.job.push(self.worker, pushes, empty=empty, significance=significance, loss=loss)
@@ -429,8 +437,15 @@ class VirtualSession:
         request: Request = self._sync.ask(models, self.workers, shard)
         self._training.job.request(self.worker, request)
 
-    def _pass_time(self) -> bool:
-        self._training.job.compute(self.worker)
+    def _leave_refused(self) -> None:
+        """A computation begins. If `step()` has refused to commit the last one, that has taken its time as well."""
+        if self._held_back:
+            if not self._passed:
+                self._pass_time(droppable=False)
+            self._passed = self._held_back = False
+
+    def _pass_time(self, *, droppable: bool = True) -> bool:
+        self._training.job.compute(self.worker, droppable=droppable)
         passed: bool = self.strand.pause()
         return passed
 

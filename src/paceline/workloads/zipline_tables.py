@@ -16,16 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .zipline_bench import (
-    NAIVE_SHAPE,
-    PERIODIC,
-    TABLE_3_SHAPES,
-    TABLE_4_SHAPES,
-    GoalRow,
-    Report,
-    Shape,
-    Tell,
-)
+from .zipline_bench import NAIVE_SHAPE, PERIODIC, TABLE_3_SHAPES, TABLE_4_SHAPES, GoalRow, Report, Shape, Tell
 
 __all__ = ["shown_progress", "tables"]
 

@@ -18,16 +18,7 @@ from ..ranking import Task, run_tasks
 from ..zipline_bench import Tell
 from .curves import draw_curves
 from .exhibit import Exhibit, Made, Options, beside, ratio, seconds
-from .training import (
-    Outcome,
-    Run,
-    Setting,
-    Target,
-    at_own_best,
-    best_of_each,
-    run_all,
-    with_setting,
-)
+from .training import Outcome, Run, Setting, Target, at_own_best, best_of_each, run_all, with_setting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .training import Outcome
+from .training import JUDGED, Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["draw_curves"]
 
-AXIS = {"accuracy": "accuracy on the test images", "loss": "loss over 256 training images"}
+AXIS = {"accuracy": "accuracy on the test images", "loss": f"loss over {JUDGED} training images"}
 WORST_LOSS = 2.6  # drawn; a network that names the digits by chance has 2.3
 
 
@@ -44,7 +44,7 @@ def draw_curves(
         first = outcome.run.seed == 0
         axes.plot(
             along(outcome),
-            outcome.values,
+            [min(value, 2 * WORST_LOSS) for value in outcome.values],  # what diverges leaves at the top
             color=COLOURS[number % len(COLOURS)],
             linestyle=DASHES[(variant + number // len(COLOURS)) % len(DASHES)],
             alpha=1.0 if first else 0.25,

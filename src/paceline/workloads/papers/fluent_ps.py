@@ -14,12 +14,7 @@ from ..ranking import Task, run_tasks
 from ..zipline_bench import Tell
 from .curves import draw_curves
 from .exhibit import Exhibit, Made, Options, beside, seconds
-from .training import (
-    Run,
-    Target,
-    common_and_tuned,
-    medians,
-)
+from .training import Run, Target, common_and_tuned, medians
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -429,7 +424,7 @@ def figure_10(options: Options, tell: Tell) -> Made:
         "final",
         "own\nrate",
         f"s to\n{TARGET.value:.0%}",
-        "final",
+        "its\nfinal",
     ]
 
     def draw() -> Figure:

@@ -16,15 +16,7 @@ from ...trace import Trace
 from ..zipline_bench import Tell
 from .curves import draw_curves
 from .exhibit import Exhibit, Made, Options, beside, ratio, seconds
-from .training import (
-    Outcome,
-    Run,
-    Setting,
-    Target,
-    common_and_tuned,
-    medians,
-    run_all,
-)
+from .training import Outcome, Run, Setting, Target, common_and_tuned, medians, run_all
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -285,7 +277,11 @@ def figure_9(options: Options, tell: Tell) -> Made:
     for label, count in needed.items():
         fewer = "-" if not math.isfinite(count + first) else f"{1 - count / first:.0%}"
         paper = "58%, at most" if label != "Original" else "-"
-        rows[label] = [("-", f"{best[label][0]:g}"), ("-", seconds(count)), (paper, fewer)]
+        rows[label] = [
+            ("-", f"{best[label][0]:g}"),
+            ("-", f"{count:.0f}" if math.isfinite(count) else "never"),
+            (paper, fewer),
+        ]
 
     def draw() -> Figure:
         from ...report.canvas import new_figure

@@ -21,6 +21,7 @@ from ..digits import Digits, DigitsNet, Recipe, accuracy, load, train
 from ..pool import Tell, on_all_cores
 
 __all__ = [
+    "JUDGED",
     "Outcome",
     "Run",
     "Setting",
@@ -116,6 +117,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         mean_staleness: in versions.
         bytes_by_kind: what was sent.
         pushes_s: when each push began, ascending.
+        reached_s: when it had come to its target; infinity if never.
+        slowness: the same; of runs that never come there, far more, by what they lack at the end.
     """
 
     run: Run
@@ -264,13 +267,13 @@ def _tune(task: tuple[Run, tuple[Setting, ...]]) -> Setting:
     """The setting that comes to the target first; if none does, the one that comes nearest."""
     run, grid = task
     middle = len(grid) // 2
-    best = math.inf, grid[middle]
+    best = math.inf, middle
     until_s = run.until_s
     for index in sorted(range(len(grid)), key=lambda index: abs(index - middle)):
         outcome = _run(msgspec.structs.replace(with_setting(run, grid[index]), until_s=until_s))
-        best = min(best, (outcome.slowness, grid[index]))
+        best = min(best, (outcome.slowness, index))
         until_s = min(until_s, best[0])
-    return best[1]
+    return grid[best[1]]
 
 
 def _run(run: Run) -> Outcome:

@@ -20,12 +20,7 @@ from rich.table import Table
 from ...sim import Cluster, LogNormal, Occasional, Times, Uniform
 from ..zipline_bench import Tell
 from .exhibit import Exhibit, Made, Options
-from .training import (
-    Run,
-    Target,
-    at_own_best,
-    medians,
-)
+from .training import Run, Target, at_own_best, medians
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +41,7 @@ RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
 BSP_ITERATIONS = 150  # whose time every run gets
 BATCH = 16
 BANDWIDTH_BPS = 1e9
-NEAR = 1.1  # what a place's first leads by less than is of no account: seeds differ by as much
+NEAR = 1.1  # a smaller lead is luck: seeds differ by as much
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -134,6 +129,11 @@ class Verdict(msgspec.Struct, frozen=True):
     best: str
     speed_up: float
 
+    def lead(self, label: str) -> float:
+        """How many times as long as the first a model takes; infinity if it never comes there."""
+        own, best = self.seconds[label], self.seconds[self.best]
+        return math.inf if own is None or best is None else own / best
+
 
 def survey(places: Sequence[Place], options: Options, tell: Tell) -> list[Verdict]:
     """Train under every model at every place."""
@@ -216,19 +216,23 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
     """What the map says, in sentences: of each model, and of each way to be unequal."""
     found = []
     for label in MODELS:
-        times = [(verdict.seconds[label], verdict.seconds[verdict.best]) for verdict in verdicts]
-        near = sum(own is not None and best is not None and own <= NEAR * best for own, best in times)
-        never = sum(own is None for own, _ in times)
-        first = sum(verdict.best == label for verdict in verdicts)
+        there = [verdict for verdict in verdicts if verdict.seconds[label] is not None]
+        first = sum(verdict.best == label for verdict in there)
+        close = sum(verdict.lead(label) <= NEAR for verdict in there)
         found.append(
-            f"{label} is first in {first} of {len(verdicts)} places, and within {NEAR - 1:.0%} of the first in {near}"
-            + (f"; in {never} it never comes to the target." if never else ".")
+            f"{label} is first in {first} of {len(verdicts)} places, within {NEAR - 1:.0%} of the first in {close}"
+            + (f", never at the target in {len(verdicts) - len(there)}." if there != verdicts else ".")
         )
     for row in dict.fromkeys(verdict.place[:2] for verdict in verdicts):
-        factors = [verdict.speed_up for verdict in verdicts if verdict.place[:2] == row]
-        firsts = Counter(verdict.best for verdict in verdicts if verdict.place[:2] == row)
-        models = ", ".join(f"{label} ({count})" for label, count in firsts.most_common())
-        found.append(f"{': '.join(row)}: first are {models}; {min(factors):.1f} to {max(factors):.1f} x bsp.")
+        mine = [verdict for verdict in verdicts if verdict.place[:2] == row]
+        firsts = Counter(verdict.best for verdict in mine if verdict.seconds[verdict.best] is not None)
+        models = ", ".join(f"{label} ({count})" for label, count in firsts.most_common()) or "none"
+        factors = [verdict.speed_up for verdict in mine if math.isfinite(verdict.speed_up)]
+        found.append(
+            f"{': '.join(row)}: first are {models}"
+            + (f"; {min(factors):.1f} to {max(factors):.1f} times as soon as bsp" if factors else "")
+            + (f"; in {len(mine) - len(factors)} bsp never comes there." if len(factors) < len(mine) else ".")
+        )
     return found
 
 

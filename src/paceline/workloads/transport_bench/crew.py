@@ -20,14 +20,10 @@ import torch
 
 from ...errors import RunFailedError
 from .meeting import publish
-from .plan import (
-    LR,
-    Figures,
-    Turn,
-)
+from .plan import LR, Figures, Turn
 from .roles import SERVER_ROLES, WORKER_ROLES, launch_paceline
 
-__all__ = ["crew_at", "measure_turn", "one_thread_each"]
+__all__ = ["be_the_crew", "crew_at", "measure_turn", "one_thread_each"]
 
 LOG_LINES = 15
 
@@ -63,7 +59,7 @@ def crew_at(home: Path) -> Iterator[Crew]:
     log = home / "crew.log"
     with log.open("wb") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-c", f"from {__name__} import be_the_crew; be_the_crew()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -102,7 +98,7 @@ def measure_turn(turn: Turn, out: Path, crew: Crew) -> Figures:
     return {mode: fmean(figures[mode] for figures in found) for mode in found[0]}
 
 
-def _be_the_crew() -> None:
+def be_the_crew() -> None:
     """Fork the processes of each turn that comes on standard input."""
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)], lr=LR)  # imports what is half of torch: once, not in each process
@@ -134,7 +130,3 @@ def _be_server(turn: Turn, index: int, out: Path) -> None:
 
 def _be_worker(turn: Turn, index: int, out: Path) -> None:
     publish(out, f"figures-{index}", json.dumps(WORKER_ROLES[turn.cases[0].system](turn, index, out)))
-
-
-if __name__ == "__main__":
-    _be_the_crew()

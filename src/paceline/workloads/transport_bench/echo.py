@@ -11,13 +11,7 @@ from pathlib import Path
 import torch
 
 from .meeting import await_until, meet, publish
-from .plan import (
-    LR,
-    WARM_UP,
-    Figures,
-    Turn,
-    elements,
-)
+from .plan import LR, WARM_UP, Figures, Turn, elements
 from .timing import median_s
 
 __all__ = ["echo_server", "echo_worker"]

@@ -7,17 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .plan import (
-    FLOOR,
-    GLOO,
-    OPTIMIZER,
-    SHM_ASP,
-    SHM_BSP,
-    SOCKET_BSP,
-    TCP_BSP,
-    Case,
-    Row,
-)
+from .plan import FLOOR, GLOO, OPTIMIZER, SHM_ASP, SHM_BSP, SOCKET_BSP, TCP_BSP, Case, Row
 
 __all__ = ["GOALS", "GoalRow", "Times", "goal_rows", "ratio_of", "times_by_case", "update_of"]
 

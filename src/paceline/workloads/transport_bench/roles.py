@@ -20,13 +20,7 @@ from ...sync import ASP
 from ...sync.events import PullRequested, PushReceived, WorkerJoined
 from .echo import echo_server, echo_worker
 from .meeting import meet, publish
-from .plan import (
-    LR,
-    OPTIMIZERS,
-    Figures,
-    Turn,
-    lengths,
-)
+from .plan import LR, OPTIMIZERS, Figures, Turn, lengths
 from .timing import Flat, bare_backward_s, median_s
 
 __all__ = ["SERVER_ROLES", "WORKER_ROLES", "launch_paceline"]

@@ -10,15 +10,7 @@ from statistics import median
 
 from ..zipline_bench import Tell
 from .crew import crew_at, measure_turn, one_thread_each
-from .plan import (
-    Figures,
-    Plan,
-    Row,
-    Turn,
-    estimate_s,
-    turns_of,
-    work_s,
-)
+from .plan import Figures, Plan, Row, Turn, estimate_s, turns_of, work_s
 
 __all__ = ["measure"]
 

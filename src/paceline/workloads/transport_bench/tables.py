@@ -8,18 +8,7 @@ from rich import box
 from rich.table import Table
 
 from .goals import GoalRow, goal_rows, ratio_of, times_by_case
-from .plan import (
-    FLOOR,
-    GLOO,
-    SHM_ASP,
-    SHM_BSP,
-    SOCKET_ASP,
-    SOCKET_BSP,
-    TCP_ASP,
-    TCP_BSP,
-    Case,
-    Row,
-)
+from .plan import FLOOR, GLOO, SHM_ASP, SHM_BSP, SOCKET_ASP, SOCKET_BSP, TCP_ASP, TCP_BSP, Case, Row
 
 __all__ = ["tables"]
 

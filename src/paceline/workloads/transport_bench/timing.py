@@ -11,12 +11,7 @@ import torch
 from torch import nn
 
 from .meeting import meet
-from .plan import (
-    LR,
-    WARM_UP,
-    Turn,
-    lengths,
-)
+from .plan import LR, WARM_UP, Turn, lengths
 
 __all__ = ["Flat", "bare_backward_s", "median_s"]
 
