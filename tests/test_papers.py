@@ -69,7 +69,7 @@ def test_what_takes_no_training_is_made_with_its_numbers_and_its_plot(name: str,
 def test_an_exhibit_with_training_is_made(tmp_path: Path) -> None:
     make(EXHIBITS["specsync-fig9"], Options(quick=True, seeds=1), tmp_path, Console(quiet=True), silent)
     kept = json.loads((tmp_path / "specsync-fig9.json").read_text())
-    assert {row["label"] for row in kept["data"]} == {"Original", "SpecSync-Adaptive"}
+    assert {row["label"] for row in kept["data"]} == {"Original", "Adaptive"}
 
 
 def test_training_runs_come_out_the_same_in_any_process() -> None:

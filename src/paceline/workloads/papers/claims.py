@@ -18,7 +18,18 @@ from ..ranking import Task, run_tasks
 from ..zipline_bench import Tell
 from .curves import draw_curves
 from .exhibit import Exhibit, Made, Options, beside, ratio, seconds
-from .training import Outcome, Run, Setting, Target, at_own_best, best_of_each, run_all, with_setting
+from .training import (
+    Outcome,
+    Run,
+    Setting,
+    Target,
+    at_own_best,
+    best_of_each,
+    common_and_tuned,
+    medians,
+    run_all,
+    with_setting,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -280,45 +291,64 @@ def _accuracies(title: str, outcomes: Sequence[Outcome]) -> Figure:
 
 
 def arrivals(workers: int) -> dict[str, Cluster]:
-    """So many workers whose pushes arrive in three ways."""
+    """So many workers whose pushes arrive in three ways; all begin together, and little jitter keeps them so."""
     quarter = workers // 4
     return {
         "even": Cluster(compute_s=[jitter(14.0, 0.1)] * workers),
-        "bursty (all begin together, 1 % jitter)": Cluster(compute_s=[jitter(14.0, 0.01)] * workers),
+        "bursty": Cluster(compute_s=[jitter(14.0, 0.01)] * workers),
         "heterogeneous": Cluster(
             compute_s=[jitter(mean_s, 0.1) for mean_s in (7.0, 8.4, 14.0, 16.8) for _ in range(quarter)]
         ),
     }
 
 
+ONE_RATE = 0.02  # for all: about the largest that ASP bears with 40 workers
+
+
 def spec_sync(options: Options, tell: Tell) -> Made:
-    """SpecSync-Adaptive against ASP, 40 workers, by how pushes arrive; each at its own best learning rate."""
+    """SpecSync-Adaptive against ASP, 40 workers, by how pushes arrive: with one learning rate, and with each one's own."""
     clusters = arrivals(8 if options.quick else 40)
     schemes = {"ASP": "asp", "SpecSync": "spec-sync"}
     rates = (0.02, 0.05) if options.quick else (0.005, 0.01, 0.02, 0.05, 0.1)
-    runs = _runs(clusters, schemes, options, until_s=200.0 if options.quick else 4000.0, every_s=5.0)
-    outcomes, best = at_own_best(runs, [(rate, 0.0) for rate in rates], tell)
-    times: dict[str, float] = {}
+    runs = [
+        with_setting(run, (ONE_RATE, 0.0))
+        for run in _runs(clusters, schemes, options, until_s=200.0 if options.quick else 4000.0, every_s=5.0)
+    ]
+    common, outcomes, best = common_and_tuned(runs, [(rate, 0.0) for rate in rates], tell)
+    staleness = medians(outcomes, lambda o: o.mean_staleness)
+    restarted = medians(outcomes, lambda o: o.restarts / max(1, o.gradients))
+    times = [medians(found, lambda o: o.reached_s) for found in (common, outcomes)]
     rows = {}
     for label in best:
-        mine = [outcome for outcome in outcomes if outcome.run.label == label]
-        times[label] = median(o.reached_s for o in mine)
-        base = times[f"{label.partition(':')[0]}: ASP"]
+        base = f"{label.partition(':')[0]}: ASP"
+        paper = "1.5-3" if label.endswith("SpecSync") else "1"
         rows[label] = [
-            ("-", f"{median(o.mean_staleness for o in mine):.1f}"),
-            ("-", f"{median(o.restarts / max(1, o.gradients) for o in mine):.0%}"),
-            ("-", f"{seconds(times[label])} (rate {best[label][0]:g})"),
-            (
-                "1.5 to 3" if label.endswith("SpecSync") else "1",
-                ratio(base, times[label]),
-            ),
+            ("-", f"{staleness[label]:.1f}"),
+            ("-", f"{restarted[label]:.0%}"),
+            ("-", seconds(times[0][label])),
+            (paper, ratio(times[0][base], times[0][label])),
+            ("-", f"{best[label][0]:g}"),
+            ("-", seconds(times[1][label])),
+            ("-", ratio(times[1][base], times[1][label])),
         ]
-    columns = ["staleness", "restarted", f"s to {TARGET.value:.0%}", "speed-up"]
+    columns = [
+        "stale-\nness",
+        "re-\nstarted",
+        f"s to {TARGET.value:.0%},\nrate {ONE_RATE:g}",
+        "speed-up",
+        "own\nrate",
+        "s",
+        "speed-\nup",
+    ]
     return Made(
         tables=[beside("SpecSync-Adaptive over ASP, 40 workers", rows, columns)],
         figure=lambda: _accuracies("SpecSync-Adaptive against ASP", outcomes),
         data={label: [pair[1] for pair in pairs] for label, pairs in rows.items()},
-        notes=["By the paper's own Eq. 7 the expected gain is zero where pushes arrive evenly."],
+        notes=[
+            "By the paper's own Eq. 7 the expected gain is zero where pushes arrive evenly.",
+            "The paper compares under one learning rate. Fresher gradients bear a larger one: what is left of a "
+            "speed-up when each has its own is on the right.",
+        ],
     )
 
 

@@ -184,7 +184,12 @@ def _converged(
             ("-", mine[1][1]),
             ("-", f"{staleness[label]:.1f}"),
         ]
-    columns = [f"s, rate {COMMON_RATE:g}", "speed-up", "own rate", "s", "speed-up", "staleness"]
+    columns = [f"s, rate\n{COMMON_RATE:g}", "speed-up", "own\nrate", "s", "speed-up", "stale-\nness"]
+    notes = [
+        f"{label}: speed-up {ratio(by_rate[0][first], by_rate[0][label])} under one learning rate, "
+        f"{ratio(by_rate[1][first], by_rate[1][label])} with each at its own best."
+        for label in list(schemes)[1:]
+    ]
     return Made(
         tables=[beside(title, rows, columns)],
         figure=lambda: _curves(title, tuned),
@@ -192,6 +197,7 @@ def _converged(
             "common": [_plain(outcome) for outcome in common],
             "tuned": [_plain(outcome) for outcome in tuned],
         },
+        notes=notes,
     )
 
 
@@ -224,7 +230,7 @@ def figure_5(options: Options, tell: Tell) -> Made:
     return _converged(f"{PAPER}, Fig. 5: naive waiting", schemes, paper, options, tell)
 
 
-SCHEMES = {"Original": "asp", "SpecSync-Adaptive": "spec-sync", "SpecSync-Cherrypick": ""}
+SCHEMES = {"Original": "asp", "Adaptive": "spec-sync", "Cherrypick": ""}
 TRIALS = tuple((time_s, rate) for time_s in (1.0, 2.0, 4.0, 7.0) for rate in (0.05, 0.1, 0.2, 0.4))
 """ABORT_TIME up to half the batch time, and ABORT_RATE."""
 
@@ -255,8 +261,8 @@ def cherry_pick(options: Options, tell: Tell) -> tuple[str, list[Outcome]]:
 def figure_8(options: Options, tell: Tell) -> Made:
     """Loss over time, and time to convergence: Original, Cherrypick and Adaptive."""
     picked, _ = cherry_pick(options, lambda what, share, slow=False: tell(what, share / 3))
-    schemes = {**SCHEMES, "SpecSync-Cherrypick": picked}
-    paper = {"Original": "1", "SpecSync-Adaptive": "2.25", "SpecSync-Cherrypick": "2.25 or a little more"}
+    schemes = {**SCHEMES, "Cherrypick": picked}
+    paper = {"Original": "1", "Adaptive": "2.25", "Cherrypick": "2.25 or more"}
     made = _converged(
         f"{PAPER}, Fig. 8b: CIFAR-10",
         schemes,
@@ -264,7 +270,10 @@ def figure_8(options: Options, tell: Tell) -> Made:
         options,
         lambda what, share, slow=False: tell(what, (1 + 2 * share) / 3),
     )
-    return msgspec.structs.replace(made, notes=[f"cherry-picked: {picked}"])
+    return msgspec.structs.replace(
+        made,
+        notes=[*made.notes, f"cherry-picked, with the first seed and one learning rate for all: {picked}"],
+    )
 
 
 def figure_9(options: Options, tell: Tell) -> Made:
@@ -378,7 +387,7 @@ def figures_12_and_13(options: Options, tell: Tell) -> Made:
     cluster = Cluster.preset("spec-sync-1")
     iterations = 10 if options.quick else 100
     found = {}
-    for number, (label, sync) in enumerate([("Original", "asp"), ("SpecSync-Adaptive", "spec-sync")]):
+    for number, (label, sync) in enumerate([("Original", "asp"), ("Adaptive", "spec-sync")]):
         tell(label, number / 2)
         result = simulate(cluster, sync, iterations)
         curve = bytes_over_time(result.trace[0], cluster.size_bytes, ITERATION_S)
@@ -410,7 +419,7 @@ def figures_12_and_13(options: Options, tell: Tell) -> Made:
         left.set_ylabel("GB so far")
         left.set_title("Fig. 12")
         left.legend(frameon=False)
-        kinds = found["SpecSync-Adaptive"][0].bytes_by_kind
+        kinds = found["Adaptive"][0].bytes_by_kind
         values = [sum(kinds[kind] for kind in parts) / 1e9 for parts in KINDS.values()]
         right.bar(list(KINDS), values, color=COLOURS[: len(KINDS)])
         right.set_yscale("log")
