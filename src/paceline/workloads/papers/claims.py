@@ -306,7 +306,7 @@ ONE_RATE = 0.02  # for all: about the largest that ASP bears with 40 workers
 
 
 def spec_sync(options: Options, tell: Tell) -> Made:
-    """SpecSync-Adaptive against ASP, 40 workers, by how pushes arrive, with one learning rate and with each its own."""
+    """SpecSync-Adaptive against ASP, 40 workers, by how pushes arrive; one learning rate, then each its own."""
     clusters = arrivals(8 if options.quick else 40)
     schemes = {"ASP": "asp", "SpecSync": "spec-sync"}
     rates = (0.02, 0.05) if options.quick else (0.005, 0.01, 0.02, 0.05, 0.1)
