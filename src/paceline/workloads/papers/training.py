@@ -80,6 +80,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         sync: the sync model.
         target: what it is to come to, and what is evaluated.
         learning_rate: of SGD; 0 where it is yet to be chosen.
+        likely_rate: near which the best one is looked for first; None for the middle of what is tried.
         momentum: likewise.
         batch_size: images per worker and iteration.
         iterations: of each worker.
@@ -94,6 +95,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     sync: str
     target: Target
     learning_rate: float = 0.0
+    likely_rate: float | None = None
     momentum: float = 0.0
     batch_size: int = 16
     iterations: int = 1_000_000
@@ -170,8 +172,8 @@ def best_of_each(
 ) -> dict[str, Setting]:
     """For each label, the setting whose runs come to their target first, in the median; of equal ones the earlier.
 
-    Where each label has one run, and that ends there, the settings are tried from the middle of the grid outwards,
-    each for no longer than the best so far has taken.
+    Where each label has one run, and that ends there, the settings are tried from the likely one outwards, each for
+    no longer than the best so far has taken.
 
     Args:
         runs: one or more for each label (its seeds).
@@ -266,10 +268,12 @@ def _prepare(digits: Digits) -> None:
 def _tune(task: tuple[Run, tuple[Setting, ...]]) -> Setting:
     """The setting that comes to the target first; if none does, the one that comes nearest."""
     run, grid = task
-    middle = len(grid) // 2
-    best = math.inf, middle
+    likely = len(grid) // 2
+    if (rate := run.likely_rate) is not None:
+        likely = min(range(len(grid)), key=lambda index: abs(math.log(grid[index][0] / rate)))
+    best = math.inf, likely
     until_s = run.until_s
-    for index in sorted(range(len(grid)), key=lambda index: abs(index - middle)):
+    for index in sorted(range(len(grid)), key=lambda index: abs(index - likely)):
         outcome = _run(msgspec.structs.replace(with_setting(run, grid[index]), until_s=until_s))
         best = min(best, (outcome.slowness, index))
         until_s = min(until_s, best[0])
