@@ -69,6 +69,6 @@ def _plain(table: Table) -> dict[str, object]:
     columns = [list(map(str, column.cells)) for column in table.columns]
     return {
         "title": str(table.title),
-        "columns": [str(column.header).replace("\n", " ") for column in table.columns],
+        "columns": [str(column.header).replace("-\n", "-").replace("\n", " ") for column in table.columns],
         "rows": [list(row) for row in zip(*columns, strict=True)],
     }

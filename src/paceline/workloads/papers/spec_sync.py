@@ -184,7 +184,7 @@ def _converged(
             ("-", mine[1][1]),
             ("-", f"{staleness[label]:.1f}"),
         ]
-    columns = [f"s, rate\n{COMMON_RATE:g}", "speed-up", "own\nrate", "s", "speed-up", "stale-\nness"]
+    columns = [f"s, rate\n{COMMON_RATE:g}", "speed-up", "own\nrate", "s", "speed-up", "staleness"]
     notes = [
         f"{label}: speed-up {ratio(by_rate[0][first], by_rate[0][label])} under one learning rate, "
         f"{ratio(by_rate[1][first], by_rate[1][label])} with each at its own best."

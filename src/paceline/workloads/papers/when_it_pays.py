@@ -200,7 +200,8 @@ def make_map(options: Options, tell: Tell) -> Made:
         show_edge=False,
         pad_edge=False,
     )
-    for heading in ("unequal by", "trans-\nfers", "work-\ners"):
+    table.add_column("unequal by")
+    for heading in ("transfers", "workers"):
         table.add_column(heading, no_wrap=True)
     for label in MODELS:
         table.add_column(label.replace("-", "-\n"), justify="right")
