@@ -204,7 +204,7 @@ def make_map(options: Options, tell: Tell) -> Made:
     for heading in ("transfers", "workers"):
         table.add_column(heading, no_wrap=True)
     for label in MODELS:
-        table.add_column(label.replace("-", "-\n"), justify="right")
+        table.add_column(label.replace("-", "-\n"), justify="right", no_wrap=True)
     table.add_column("first", no_wrap=True)
     for verdict in verdicts:
         kind, degree, communication, workers = verdict.place
