@@ -193,7 +193,7 @@ EXHIBITS = (
             "DigitsNet on scikit-learn's digits stands in for VGG-16 on ImageNet; on the wire it is as large. "
             "Which machine straggles when is ours: the paper says that the shared switch made them straggle."
         ),
-        minutes=15,
+        minutes=5,
         make=figure_14,
     ),
 )

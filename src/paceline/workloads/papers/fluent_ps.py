@@ -485,7 +485,7 @@ EXHIBITS = (
             "DigitsNet on scikit-learn's digits stands in for AlexNet on CIFAR-10, and 200 iterations for 4000. "
             f"{NETWORK}"
         ),
-        minutes=10,
+        minutes=15,
         make=figure_10,
     ),
     Exhibit(

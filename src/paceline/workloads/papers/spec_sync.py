@@ -474,7 +474,7 @@ EXHIBITS = (
         source=f"{PAPER}, Fig. 9",
         title="loss over accumulated iterations",
         differs=STAND_IN,
-        minutes=3,
+        minutes=4,
         make=figure_9,
     ),
     Exhibit(
@@ -490,7 +490,7 @@ EXHIBITS = (
         source=f"{PAPER}, Table II",
         title="the cost of searching for fixed hyper-parameters",
         differs=STAND_IN,
-        minutes=3,
+        minutes=4,
         make=table_2,
     ),
 )

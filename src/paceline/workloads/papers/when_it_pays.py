@@ -285,7 +285,7 @@ EXHIBITS = (
         source="no paper",
         title="which model pays where: kind and degree of inequality, communication, workers",
         differs="DigitsNet on scikit-learn's digits, simulated; transfers take the share that is said.",
-        minutes=25,
+        minutes=35,
         make=make_map,
     ),
 )
