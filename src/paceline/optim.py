@@ -44,7 +44,7 @@ SCALAR_DTYPES = {torch.float64: torch.float64}
 LEAST_NORM = 1e-12
 """Of weights, where a gradient's significance is its norm over theirs: they may all be zero."""
 
-PROBE_SIZE = 4096  # elements of each vector of weights that are compared from step to step
+PROBE_SIZE = 16_384  # elements of each vector of weights that are compared from step to step
 COMPARED_SIZE = 65_536  # elements of a buffer that are
 
 
