@@ -349,9 +349,7 @@ class VirtualSession:
             self._passed = self._passed or self._pass_time()
             self._held_back = self._passed
         else:
-            self._held_back = (
-                True  # the time passes with the commit, so that the function pauses once and not twice
-            )
+            self._held_back = True  # the time passes with the commit: the function pauses once and not twice
         return self._held_back
 
     def pull_again(self) -> None:

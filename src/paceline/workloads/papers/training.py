@@ -80,8 +80,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         sync: the sync model.
         target: what it is to come to, and what is evaluated.
         learning_rate: of SGD; 0 where it is yet to be chosen.
-        likely_rate: near which the best one is looked for first; None for the middle of what is tried.
-        momentum: likewise.
+        momentum: of SGD, likewise.
+        likely_rate: near which the best rate is looked for first; None for the middle of what is tried.
         batch_size: images per worker and iteration.
         iterations: of each worker.
         until_s: virtual seconds after which it is cut.

@@ -38,9 +38,7 @@ MODELS = {
     "asp": "asp",
 }
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-LIKELY_RATE = (
-    0.4  # of a mean of gradients, as under bsp; that of each gradient is as much less as there are workers
-)
+LIKELY_RATE = 0.4  # of a mean of gradients, as under bsp; of single ones, divided by the number of workers
 BSP_ITERATIONS = 200  # whose time every run gets
 BATCH = 16
 BANDWIDTH_BPS = 1e9
