@@ -4,7 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help install demo check test check-models stress bench bench-overlap docs tune clean
+FUZZ   ?= 500000
+
+.PHONY: help install demo check test check-models stress chaos fuzz siege bench bench-overlap docs tune clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +35,15 @@ check-models: $(READY)  ## every interleaving of 3 workers, 2 shards, 4 iteratio
 
 stress: $(READY)  ## 100,000 pulls under concurrent pushes on each transport, a million small steps (about half an hour)
 	PACELINE_STRESS=1 $(BIN)/python -m pytest -s tests/test_stress.py
+
+chaos: $(READY)  ## 50 real runs in which a random process gets a random signal at a random moment (about 15 minutes)
+	PACELINE_CHAOS=$${PACELINE_CHAOS:-50} $(BIN)/python -m pytest -s tests/test_chaos.py
+
+fuzz: $(READY)  ## 500,000 mutated frames against hosts in process and 50,000 over sockets, with a valid token (about 15 minutes; FUZZ=n for fewer)
+	PACELINE_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_fuzz.py
+
+siege: $(READY)  ## 10,000 connections that reset at once and 2,000 held open beside a run with few descriptors (about 3 minutes)
+	PACELINE_SIEGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_siege.py
 
 bench: $(READY)  ## measure the step against bare copies, bare sockets and gloo all-reduce (about 11 minutes, quiet machine)
 	$(BIN)/paceline bench transport

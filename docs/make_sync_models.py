@@ -80,7 +80,7 @@ def picture_name(sync: str) -> str:
 def draw(sync: str, path: Path) -> None:
     """Rehearse one model and save its timeline."""
     model = Conditions(pull=lambda state: state.gap <= 2) if sync == "conditions" else sync
-    result = simulate(CLUSTER, model, iterations=None, until_s=2 * UNTIL_S)
+    result = simulate(CLUSTER, model, iterations=None, until_s=2 * UNTIL_S, record=True)
     save(timeline_picture(timeline_of(result.records, result.trace[0]), UNTIL_S), path)
 
 

@@ -15,16 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.engines.launch import read_traces
 from paceline.runtime import session as sessions
 from paceline.runtime.coordinator import Coordinator
 from paceline.runtime.job import Place, make_job
 from paceline.runtime.reader import Reader
 from paceline.runtime.server import Server
 from paceline.runtime.worker import WorkerSession
-from paceline.trace import Trace
+from paceline.trace import Trace, read_run
+
+from .live import mark
+
+__all__ = ["mark"]  # a fixture
 
 LONG_FILES = (
+    "test_ends.py",
     "test_live.py",
     "test_training.py",
     "test_exhaustive.py",
@@ -34,9 +38,14 @@ LONG_FILES = (
     "test_demo.py",
     "test_cli.py",
     "test_stress.py",
+    "test_siege.py",
+    "test_fuzz.py",
     "test_properties.py",
     "test_zipline_bench.py",
     "test_namespaces.py",
+    "test_output.py",
+    "test_siege.py",
+    "test_chaos.py",
 )
 
 
@@ -133,7 +142,7 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
             if crashes:
                 raise crashes[0]  # whatever else went wrong, this is why
         assert not any(thread.is_alive() for thread in servers), "a server hangs"
-        outcome.traces = read_traces(Path(job.run_dir))
+        outcome.traces = read_run(Path(job.run_dir))
         if outcome.errors and not keep_errors:
             raise next(iter(outcome.errors.values()))
         return outcome

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
-from paceline import DistributedOptimizer, worker_index
+from paceline import DistributedOptimizer, launch, worker_index
 from paceline.errors import ConfigurationError, UsageError, WeightsChangedError
 
 if TYPE_CHECKING:
@@ -384,3 +385,24 @@ def test_dense_gradients_are_not_mentioned(
     with caplog.at_level(logging.WARNING, logger="paceline.optim"):
         run_on_threads(training(seeded(lambda: Lookup(sparse=False)), 3), workers=1)
     assert not [record for record in caplog.records if record.name == "paceline.optim"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"jitter": 0.2}, "jitter is 0.2, and there is neither a pace nor a slowdown"),
+        (
+            {"jitter": 0.2, "pace": [], "slowdown": []},
+            "jitter is 0.2, and there is neither a pace nor a slowdown",
+        ),
+        ({"port": 4242}, "port is 4242 and transport 'auto': only 'tcp' listens on a port"),
+        ({"port": 4242, "transport": "shm"}, "port is 4242 and transport 'shm'"),
+    ],
+    ids=str,
+)
+def test_what_would_do_nothing_is_refused_before_anything_starts(
+    options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        launch(print, workers=2, run_dir=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()

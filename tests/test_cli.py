@@ -123,6 +123,7 @@ RUN_OPTIONS = {
     "--workers": "How many workers",
     "--servers": "How many servers",
     "--sync": "bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15",
+    "--import": "A module from which the script may take",
     "--shards": "How many slices",
     "--slicing": "Cut evenly",
     "--overlap": "Each shard answers for itself",
@@ -131,6 +132,7 @@ RUN_OPTIONS = {
     "--seed": "order and the jitter",
     "--on-nan": "NaN or inf stops the run",
     "--run-dir": "logs, traces and results",
+    "--stall-timeout": "silent for so long",
     "--pace": "Least seconds per iteration",
     "--slowdown": "one factor >= 1 per worker",
     "--jitter": "uniform factor",
@@ -262,6 +264,10 @@ BAD_INPUT = {
         ["--sync", "conditions:pull=nowhere:f", "train.py"],
         "'nowhere:f' cannot be imported here: No module named 'nowhere'",
     ),
+    "a module that cannot be imported": (
+        ["--import", "json", "--import", "nowhere", "train.py"],
+        "the module 'nowhere' cannot be imported: ModuleNotFoundError",
+    ),
     "a condition without a module": (
         ["--sync", "conditions:pull=f", "train.py"],
         "pull is 'f', expected a function, or its name as 'module:function'",
@@ -322,6 +328,20 @@ BAD_INPUT = {
         "error: jitter is -0.1, expected a number in [0, 1)",
     ),
     "a jitter of nan": (["--jitter", "nan", "train.py"], "error: jitter is nan, expected a number in [0, 1)"),
+    "a jitter of nothing": (
+        ["--jitter", "0.2", "train.py"],
+        "error: jitter is 0.2, and there is neither a pace nor a slowdown that it could vary. "
+        "Give one of them, or leave jitter out.",
+    ),
+    "a port without TCP": (
+        ["--port", "4242", "train.py"],
+        "error: port is 4242 and transport 'auto': only 'tcp' listens on a port, and 'auto' never chooses it. "
+        "Ask for transport 'tcp', or leave port out.",
+    ),
+    "a port of sockets of one machine": (
+        ["--port", "4242", "--transport", "unix", "train.py"],
+        "error: port is 4242 and transport 'unix'",
+    ),
     "a missing script": (["trian.py"], "error: the script 'trian.py' does not exist"),
     "a directory for a script": (["."], "error: the script '.' is not a file"),
     "no script": ([], "script"),
@@ -351,6 +371,10 @@ BAD_INPUT = {
     "no overlap under a model of other waits": (
         ["--overlap", "off", "--sync", "asp", "train.py"],
         "error: overlap is 'off', where nobody pulls until everybody has pushed: that is for the sync model bsp, ",
+    ),
+    "a stall timeout of 0": (
+        ["--stall-timeout", "0", "train.py"],
+        "error: stall_timeout is 0.0, expected a number of seconds > 0",
     ),
     "an unknown way with NaN": (["--on-nan", "ignore", "train.py"], "'ignore' is not one of 'stop', 'skip'"),
     "workers that are no number": (["--workers", "two", "train.py"], "Invalid value for '--workers'"),
@@ -445,6 +469,63 @@ def test_bad_input_in_a_process_of_its_own_ends_with_2(tmp_path: Path) -> None:
     assert contents(tmp_path) == ["train.py"]
 
 
+# -- options in the wrong place ------------------------------------------------------------------------------
+
+STRAYS = {
+    "with a value": (["--workers", "4"], "--workers"),
+    "with a value after =": (["--workers=4"], "--workers"),
+    "short": (["-n", "4"], "-n"),
+    "short, with its value": (["-n4"], "-n"),
+    "a flag": (["--epochs", "3", "--dry-run"], "--dry-run"),
+    "several, one twice": (["--sync", "asp", "--lr", "1", "-n", "4", "--sync=bsp"], "--sync, -n"),
+}
+
+
+@pytest.mark.parametrize("case", STRAYS)
+def test_options_after_the_script_that_look_like_ours_are_warned_of_and_go_to_the_script(
+    case: str, call: Call
+) -> None:
+    arguments, named = STRAYS[case]
+    ended = call("run", "--dry-run", "train.py", *arguments)
+
+    assert ended.code == 0
+    assert ended.stderr == (
+        f"warning: {named} came after train.py, so the script got it. If it is meant for paceline, write it "
+        f"before the script: paceline run {named.replace(',', '')} ... train.py. If it is meant for the script, "
+        f"write -- before the script, and this warning is gone: paceline run -- train.py {named.replace(',', '')} "
+        "...\n"
+    )
+    assert re.search(r"^workers\s+2\s*$", ended.stdout, re.MULTILINE)
+    assert " ".join([sys.executable, "train.py", *arguments]) in ended.stdout
+
+
+@pytest.mark.parametrize("option", RUN_OPTIONS)
+def test_every_option_of_run_is_known_to_the_warning(option: str, call: Call) -> None:
+    assert f"warning: {option} came after" in call("run", "--dry-run", "train.py", option).stderr
+
+
+NO_STRAYS = {
+    "the script's own": ["--epochs", "3", "--worker", "4", "-m", "-name", "-", "workers", "--help"],
+    "after a separator": ["--", "--workers", "4"],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("case", NO_STRAYS)
+def test_arguments_that_are_the_scripts_own_are_not_warned_of(case: str, call: Call) -> None:
+    ended = call("run", "--dry-run", "--workers", "3", "train.py", *NO_STRAYS[case])
+
+    assert (ended.code, ended.stderr) == (0, "")
+    assert " ".join([sys.executable, "train.py", *NO_STRAYS[case]]) in ended.stdout
+
+
+def test_a_separator_before_the_script_says_that_what_follows_is_the_scripts_own(call: Call) -> None:
+    ended = call("run", "--dry-run", "--workers", "3", "--", "train.py", "--workers", "4")
+
+    assert (ended.code, ended.stderr) == (0, "")
+    assert f"{sys.executable} train.py --workers 4" in ended.stdout
+
+
 # -- what it starts ------------------------------------------------------------------------------------------
 
 
@@ -475,6 +556,9 @@ def test_run_gives_the_script_its_arguments_and_shows_what_worker_0_prints(tmp_p
     assert lines[0] == f"worker 0 of 2: {['train.py', *arguments]}"
     assert lines[1].startswith("loss ")
     assert "worker 1 of 2" not in ended.stdout
+    assert ended.stderr.startswith(
+        "warning: --sync, --workers, -n came after train.py, so the script got it."
+    )
     assert "Traceback" not in ended.stderr
     shown = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines[2:-1])
     assert shown.keys() == {"sync", "duration", "updates", "waiting", "staleness"}
@@ -484,6 +568,38 @@ def test_run_gives_the_script_its_arguments_and_shows_what_worker_0_prints(tmp_p
     assert lines[-1] == f"weights, traces and logs: {run_dir}"
     assert (run_dir / "worker-1.log").read_text().startswith(f"worker 1 of 2: {['train.py', *arguments]}\n")
     assert {"summary.json", "weights.safetensors", "trace-shard-0.jsonl"} <= set(contents(run_dir))
+
+
+NAN_SCRIPT = """
+import torch
+
+import paceline
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for iteration in range(20):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).square().mean().backward()
+    if iteration > 0:
+        model.weight.grad[0, 1] = float("nan")
+    optimizer.step()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("shards", "pushes"), [(1, "38 of 40 pushes"), (2, "76 of 80 pushes to 2 shards")])
+def test_the_summary_says_how_many_pushes_were_left_out(shards: int, pushes: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NAN_SCRIPT)
+    ended = run_program(
+        *("-m", "paceline", "run", "--workers", "2", "--servers", "1", "--shards", str(shards)),
+        *("--on-nan", "skip", "train.py"),
+        folder=tmp_path,
+    )
+
+    assert ended.code == 0
+    [line] = [line for line in ended.stdout.splitlines() if line.startswith("left out")]
+    assert line.split(maxsplit=2)[2].rstrip() == f"{pushes} (no usable gradient, or too late)"
 
 
 # -- paceline sync, demo --------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ class Worker:
         self.worker = worker
         self.workers = workers
         self.seed = seed
-        self.counts_epochs = False
         self.epochs: list[int] = []  # that it was told of
 
     def epoch_begins(self, epoch: int) -> None:
@@ -357,7 +356,7 @@ def test_a_loader_over_an_iterable_dataset_is_refused_without_a_run_too() -> Non
 def test_more_workers_than_items_are_refused(batch_size: int | None) -> None:
     with (
         being(Worker(0, 4)),
-        pytest.raises(ConfigurationError, match="cannot give 4 workers a part each of 3"),
+        pytest.raises(ConfigurationError, match="cannot give each of 4 workers a part of 3"),
     ):
         distribute(DataLoader(items(3), batch_size=batch_size))
 
@@ -366,9 +365,14 @@ def test_more_workers_than_batches_of_the_users_own_are_refused() -> None:
     batches = BatchSampler(SequentialSampler(items(6)), batch_size=3, drop_last=False)
     with (
         being(Worker(2, 3)),
-        pytest.raises(ConfigurationError, match="cannot give 3 workers a part each of 2"),
+        pytest.raises(ConfigurationError, match="cannot give each of 3 workers a part of 2"),
     ):
         distribute(DataLoader(items(6), batch_sampler=batches))
+
+
+def test_a_loader_without_any_item_is_refused_with_one_worker_too() -> None:
+    with being(Worker(0, 1)), pytest.raises(ConfigurationError, match="each of 1 worker a part of 0 items"):
+        distribute(DataLoader(items(0)))
 
 
 # -- with and without a run -------------------------------------------------------------------------------
@@ -381,10 +385,17 @@ def test_without_a_run_the_loader_itself_comes_back() -> None:
     assert (worker_index(), worker_count()) == (0, 1)
 
 
-def test_with_one_worker_the_loader_itself_comes_back() -> None:
+def test_with_one_worker_the_order_is_that_of_the_seed_and_the_epoch_as_with_more() -> None:
+    alone, other_seed = (epochs_of(shuffled(), workers=1, epochs=3, seed=seed)[0] for seed in (5, 6))
+    two = epochs_of(shuffled(), workers=2, epochs=3, seed=5)
+    assert alone == [interleaved(list(epoch)) for epoch in zip(*two, strict=True)]
+    assert len({tuple(order) for order in [*alone, *other_seed]}) == 6
+
+
+def test_one_worker_gets_every_item_in_the_batches_of_the_loader() -> None:
     with being(Worker(0, 1)):
-        loader = DataLoader(items(10), shuffle=True)
-        assert distribute(loader) is loader
+        loader = distribute(DataLoader(items(11), batch_size=4))
+        assert [batch[0].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
 
 
 def test_in_a_run_the_workers_share_out_each_epoch(run_on_threads: RunOnThreads) -> None:

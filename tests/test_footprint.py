@@ -1,12 +1,13 @@
-"""How much memory a run needs, how much there is, and that a run that cannot have enough does not begin."""
+"""How much memory and how many descriptors a run needs, and that a run that cannot have enough does not begin."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +19,20 @@ import paceline
 from paceline import DistributedOptimizer, launch
 from paceline.errors import ConfigurationError, RunFailedError
 from paceline.footprint import (
+    DESCRIPTOR_HEADROOM,
     PROCESS_BYTES,
     available_bytes,
+    descriptor_shortage,
+    descriptors,
     footprint,
     in_words,
+    process_shortage,
     shortage,
     state_vectors,
 )
 from paceline.layout import Layout, Parameter
 from paceline.optimizers import ELEMENTWISE, PER_PARAMETER_STATE, OptimizerSpec, read_groups
-from paceline.runtime import coordinator
+from paceline.runtime import coordinator, job
 from paceline.slice_optimizers import FusedOptimizer, TorchOptimizer, optimizer_of_slice
 from paceline.wire.memory import MASTER, Region, StreamedInbox
 
@@ -332,3 +337,154 @@ def children() -> set[int]:
         if int(text.rpartition(")")[2].split()[1]) == os.getpid():
             found.add(int(file.parent.name))
     return found
+
+
+# -- before any process is started ------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+
+import paceline
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).square().mean().backward()
+    optimizer.step()
+"""
+MIB = 1024**2
+DEADLINE_S = 120.0  # a safety net
+
+
+def run_limited(first: str, options: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`paceline run` of a small script, started by a shell that does something else first."""
+    (folder / "train.py").write_text(SCRIPT)
+    return subprocess.run(
+        [
+            "sh",
+            "-c",
+            f'{first} && exec "$0" -m paceline run --run-dir run {options} train.py',
+            sys.executable,
+        ],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(paceline.__file__).parents[1])},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def test_the_busiest_process_counts() -> None:
+    """Its own 3; a listening socket, a selector, a pair of sockets, a trace, the weights (2); 4 for each of 6
+    children; 2 for each of 3 shards; the headroom."""
+    assert descriptors(4, 2, 3, "tcp", open_now=3) == 3 + 7 + 4 * 6 + 2 * 3 + DESCRIPTOR_HEADROOM
+    # One server of many shards: its 6; the weights (2); 2 for each worker; 3 for each shard.
+    assert descriptors(2, 1, 100, "shm", open_now=3) == 6 + 2 + 2 * 2 + 3 * 100 + DESCRIPTOR_HEADROOM
+    # A launcher that has many files open itself.
+    assert descriptors(4, 2, 3, "tcp", open_now=53) == descriptors(4, 2, 3, "tcp", open_now=3) + 50
+
+
+def test_too_few_descriptors_name_the_limit_and_what_is_needed_and_what_to_do() -> None:
+    needed = descriptors(4, 2, 2, "shm", open_now=3)
+    arguments = (4, 2, 2, "shm", 3)
+    assert descriptor_shortage(*arguments, limit=needed) == ""
+    assert descriptor_shortage(*arguments, limit=None) == ""
+    assert descriptor_shortage(*arguments, limit=24) == (
+        f"too few descriptors: with 4 workers, 2 servers and 2 shards one process may have {needed} files and "
+        f"connections open, and the limit is 24. Raise it with 'ulimit -n {needed}' before the start, or ask for "
+        "fewer workers, servers or shards."
+    )
+
+
+def test_processes_that_do_not_fit_name_both_sizes_and_what_to_do(tmp_path: Path) -> None:
+    """Usage of 100 MiB in a cgroup of 1 GiB: 924 MiB are left."""
+    files = MACHINE | V2 | of_v2("/user/job", str(GIB), 100 * MIB, 0)
+    files["proc/meminfo"] = "MemAvailable: 8000000 kB\n"
+    available = available_bytes(write(tmp_path, files))
+    assert process_shortage(3, 1, available) == ""
+    assert process_shortage(3, 1, None) == ""
+    assert process_shortage(4, 1, available) == (
+        "not enough memory: 4 workers and 1 server are 5 processes of about 200.0 MiB each before anything is "
+        "trained, 1000.0 MiB, and 924.0 MiB can still be had. Ask for fewer workers or servers, or give the machine "
+        "or container more memory."
+    )
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_run_whose_processes_do_not_fit_is_refused_and_makes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool
+) -> None:
+    monkeypatch.setattr(job, "available_bytes", lambda: 3 * PROCESS_BYTES)
+    options: dict[str, Any] = {"servers": 1, "run_dir": tmp_path / "run", "dry_run": dry_run}
+    with pytest.raises(
+        ConfigurationError, match=r"^not enough memory: 3 workers and 1 server are 4 processes"
+    ):
+        job.make_job(workers=3, **options)
+    assert not (tmp_path / "run").exists()
+    job.make_job(workers=2, **options)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_with_the_stated_number_of_descriptors_a_run_ends_well_and_with_one_less_it_is_refused(
+    transport: str, tmp_path: Path
+) -> None:
+    options = f"--transport {transport} --workers 2 --servers 2 --shards 4"
+    refused = run_limited("ulimit -n 24", options, tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert re.fullmatch(r"error: too few descriptors: .* and the limit is 24\. .*\n", refused.stderr)
+    assert not (tmp_path / "run").exists()
+
+    [needed] = map(int, re.findall(r"'ulimit -n (\d+)'", refused.stderr))
+    assert run_limited(f"ulimit -n {needed - 1}", options, tmp_path).returncode == 2
+    ended = run_limited(f"ulimit -n {needed}", options, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "run" / "weights.safetensors").exists()
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """limited(bytes): a new memory cgroup (version 1) with that limit, under this process's own."""
+    made: list[Path] = []
+
+    def make(size_bytes: int) -> Path:
+        mount = Path("/sys/fs/cgroup/memory")
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        paths = [line.split(":", 2)[2] for line in lines if "memory" in line.split(":", 2)[1].split(",")]
+        own = next((mount / path.lstrip("/") for path in paths if (mount / path.lstrip("/")).is_dir()), mount)
+        folder = own / f"paceline-test-{os.getpid()}-{len(made)}"
+        try:
+            folder.mkdir()
+            made.append(folder)
+            (folder / "memory.limit_in_bytes").write_text(str(size_bytes))
+        except OSError as error:
+            pytest.skip(f"no memory cgroup of version 1 can be made here: {error}")
+        return folder
+
+    yield make
+    for folder in made:
+        folder.rmdir()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs cgroups")
+def test_in_a_small_cgroup_a_run_is_refused_or_ends_well(
+    limited: Callable[[int], Path], tmp_path: Path
+) -> None:
+    launcher_bytes = 500 * MIB  # also for pages of files that it is the first to read
+    folder = limited(3 * PROCESS_BYTES + launcher_bytes)
+    inside = f"echo $$ > {folder}/cgroup.procs"
+    refused = run_limited(inside, "--workers 5 --servers 1", tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert re.fullmatch(
+        r"error: not enough memory: 5 workers and 1 server are 6 processes .*\n", refused.stderr
+    )
+    assert not (tmp_path / "run").exists()
+    assert not re.search("oom_kill [1-9]", (folder / "memory.oom_control").read_text())
+
+    ended = run_limited(inside, "--workers 2 --servers 1", tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "run" / "weights.safetensors").exists()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
+import math
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -17,17 +19,20 @@ import torch
 from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
-from paceline.errors import ConfigurationError, PeerLostError
+from paceline.errors import ConfigurationError, DeadlineError, PeerLostError
 from paceline.layout import ITEM_BYTES, Layout, Parameter
 from paceline.measures import measure
 from paceline.optimizers import OptimizerSpec, read_groups
 from paceline.runtime.reader import Reader
+from paceline.runtime.server import READERS_PER_SHARD
 from paceline.runtime.session import current
 from paceline.runtime.worker import WorkerSession
 from paceline.sync import ASP, BSP, AnySyncModel, ElasticBSP
+from paceline.sync.events import Change
 from paceline.wire.addresses import connect
 from paceline.wire.memory import PIECE_BYTES, cut
 from paceline.wire.messages import (
+    Begun,
     Commit,
     FetchSnapshot,
     FetchState,
@@ -41,6 +46,7 @@ from paceline.wire.messages import (
     Pull,
     Ready,
     Register,
+    RequestSync,
     Stage,
     Status,
 )
@@ -127,6 +133,7 @@ class Worker:
 
     def tell_coordinator(self, message: Message) -> None:
         self.session._coordinator.send(message)
+        self.session._coordinator.drain(TIMEOUT_S)
 
 
 def until_closed(sock: socket.socket) -> bytes:
@@ -330,6 +337,29 @@ ATTACKS: dict[str, Callable[[Worker], None]] = {
     "a pair for a number": lambda w: w.push(groups=groups_with(lr=(0.1, 0.2))),
     "a flag for a number": lambda w: w.push(groups=groups_with(lr=True)),
     "hyper-parameters of another name": lambda w: w.push(groups=groups_with(betas=(0.1, 0.2))),
+    "hyper-parameters that are not text in UTF-8": lambda w: w.push(groups=b"\x91\x81\xa2\xff\xfe\x01"),
+    "hyper-parameters with a name that is not text": lambda w: w.push(
+        groups=groups_with().replace(b"momentum", b"moment\xff\xff")
+    ),
+    "a learning rate that is no number": lambda w: w.push(groups=groups_with(lr=math.nan)),
+    "a learning rate without end": lambda w: w.push(groups=groups_with(lr=math.inf)),
+    "a weight decay that is no number": lambda w: w.push(groups=groups_with(weight_decay=math.nan)),
+    "the same buffer twice": lambda w: w.push(buffers=(0, 0), payload=[*w.pieces, memoryview(bytes(24))]),
+    "a significance that is no number": lambda w: w.push(significance=math.nan),
+    "a significance below zero": lambda w: w.push(significance=-1.0),
+    "a round that nobody has come to": lambda w: w.push(progress=2**40),
+    "a round beyond all numbers": lambda w: w.push(progress=2**63),
+    "a flag that is not for it": lambda w: w.push(change=Change(number=1, members=(0, 2), sync="asp")),
+    "a flag for a model that cannot run": lambda w: w.push(
+        change=Change(number=1, members=(0, 1, 2), sync="drop-stragglers:quorum=99")
+    ),
+    "a flag for a model that counts without end": lambda w: w.push(
+        change=Change(number=1, members=(1,), sync="dssp:lower=0,upper=1e18")
+    ),
+    "a flag for a condition from elsewhere": lambda w: w.push(
+        change=Change(number=1, members=(1,), sync="conditions:pull=pyclbr:readmodule")
+    ),
+    "an optimizer state of a shard elsewhere": lambda w: w.send(InitialState(1), b"12345678"),
     "hyper-parameters that nest without end": lambda w: w.push(groups=b"\x91\x81\xa2lr" + b"\x91" * 4000),
     "first weights again": lambda w: w.send(InitialWeights(0), bytes(vectors(w)[0]) + bytes(12)),
     "first weights of a shard elsewhere": lambda w: w.send(InitialWeights(5)),
@@ -504,6 +534,10 @@ def another_model() -> ModelSpec:
     return ModelSpec(layout, OptimizerSpec("SGD", read_groups(sgd(Slope())), (0,)), ())
 
 
+def asking(sync: str, number: int = 0) -> RequestSync:
+    return RequestSync("script", number, sync)
+
+
 TALK: dict[str, tuple[AnySyncModel, Callable[[Worker], None]]] = {
     "another model, later": (BSP(), lambda w: w.tell_coordinator(Register(another_model()))),
     "what only servers say": (BSP(), lambda w: w.tell_coordinator(Ready())),
@@ -517,6 +551,34 @@ TALK: dict[str, tuple[AnySyncModel, Callable[[Worker], None]]] = {
     "a header that nests without end": (BSP(), lambda w: w.coordinator.sendall(frame(NESTED))),
     "an iteration of the future": (ElasticBSP(lookahead=4), lambda w: w.tell_coordinator(Notify(99))),
     "an iteration below zero": (ElasticBSP(lookahead=4), lambda w: w.tell_coordinator(Notify(-1))),
+    "a beginning that nobody asked for": (BSP(), lambda w: w.tell_coordinator(Begun(w.session.iteration))),
+    "a beginning that no plan asked for": (
+        ElasticBSP(lookahead=4),
+        lambda w: w.tell_coordinator(Begun(w.session.iteration)),
+    ),
+    "a quorum above the workers": (BSP(), lambda w: w.tell_coordinator(asking("drop-stragglers:quorum=99"))),
+    "a model for one shard that is for all": (BSP(), lambda w: w.tell_coordinator(asking("bsp|elastic-bsp"))),
+    "a model that counts without end": (
+        BSP(),
+        lambda w: w.tell_coordinator(asking("dssp:lower=0,upper=1e18")),
+    ),
+    "a model that looks ahead without end": (
+        BSP(),
+        lambda w: w.tell_coordinator(asking("elastic-bsp:lookahead=1e18")),
+    ),
+    "a model of many words": (BSP(), lambda w: w.tell_coordinator(asking("bsp" + " " * 100_000))),
+    "a model of many bases": (
+        BSP(),
+        lambda w: w.tell_coordinator(asking("spec-sync:base=" * 60_000 + "asp")),
+    ),
+    "a condition from elsewhere": (
+        BSP(),
+        lambda w: w.tell_coordinator(asking("conditions:pull=pyclbr:readmodule")),
+    ),
+    "a condition of this process": (BSP(), lambda w: w.tell_coordinator(asking("conditions:pull=local:f-0"))),
+    "a change that is not its next": (BSP(), lambda w: w.tell_coordinator(asking("asp", number=7))),
+    "a change below zero": (BSP(), lambda w: w.tell_coordinator(asking("asp", number=-1))),
+    "a change that ends nothing": (BSP(), lambda w: w.tell_coordinator(Notify(w.session.iteration, None, 1))),
     "a superstep that there is not": (
         ElasticBSP(lookahead=4),
         lambda w: w.tell_coordinator(Notify(w.session.iteration, 99)),
@@ -542,6 +604,84 @@ def test_a_worker_that_tells_the_coordinator_nonsense_is_lost_and_the_others_fin
     assert "the coordinator refused worker 1: " in caplog.text
     if isinstance(sync, BSP):
         assert_weights(run.state_dict, ATTACKED * ALL + (STEPS - ATTACKED) * WITHOUT_1)
+
+
+def test_the_publisher_may_not_send_a_state_for_a_shard_elsewhere_either(
+    run_on_threads: RunOnThreads,
+) -> None:
+    def turn(worker: Worker, iteration: int) -> None:
+        if worker.session.worker == 0 and iteration == ATTACKED:
+            worker.send(InitialState(5))
+            until_closed(worker.server)
+            raise Expelled
+
+    run = run_on_threads(training(turn), workers=3, servers=2, keep_errors=True)
+    assert {worker: type(error) for worker, error in run.errors.items()} == {0: Expelled}
+
+
+@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+def test_a_worker_that_pushes_and_never_reads_its_answers_is_dropped(
+    run_on_threads: RunOnThreads, caplog: pytest.LogCaptureFixture, transport: str
+) -> None:
+    """Otherwise its answers would be queued without limit."""
+    count = itertools.count()
+
+    def turn(worker: Worker, iteration: int) -> None:
+        if worker.session.worker == 1 and iteration == ATTACKED:
+            stream = worker.session._servers[0]
+            with contextlib.suppress(
+                PeerLostError, DeadlineError
+            ):  # a ring that nobody reads any more is full
+                for number in range(20_000):
+                    worker.push(iteration=ATTACKED + number)
+                    stream.drain(1.0)
+                    next(count)
+                worker.send(Finished())
+                stream.drain(1.0)
+            until_closed(worker.server)
+            raise Expelled
+
+    make = functools.partial(Slope, 20_000)
+    run = run_on_threads(
+        training(turn, make=make), workers=2, servers=1, transport=transport, sync="asp", keep_errors=True
+    )
+    assert {worker: type(error) for worker, error in run.errors.items()} == {1: Expelled}
+    assert "server 0 refused worker 1: Commit came before shard 0's last answer was read" in caplog.text
+    assert next(count) < 20_000
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_callers_that_reset_at_once_end_neither_coordinator_nor_server(
+    run_on_threads: RunOnThreads, transport: str
+) -> None:
+    def call(worker: Worker, iteration: int) -> None:
+        if worker.session.worker != 1 or iteration != ATTACKED:
+            return
+        for peer in (worker.server, worker.coordinator):
+            for _ in range(200):
+                caller = stranger(peer)
+                caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                caller.close()
+
+    run = run_on_threads(training(call), workers=2, servers=1, transport=transport)
+    assert_weights(run.state_dict, STEPS * (SLOPES[0] + SLOPES[1]) / 2)
+
+
+def test_readers_are_not_let_in_without_limit(run_on_threads: RunOnThreads) -> None:
+    refused: list[bytes] = []
+
+    def call(worker: Worker, iteration: int) -> None:
+        if worker.session.worker != 1 or iteration != ATTACKED:
+            return
+        with contextlib.ExitStack() as stack:
+            callers = [stack.enter_context(stranger(worker.server)) for _ in range(READERS_PER_SHARD + 2)]
+            for caller in callers:
+                caller.sendall(greeting(worker.session._job.token, "reader", 0))
+            refused.extend(until_closed(caller) for caller in callers[-2:])
+
+    run = run_on_threads(training(call), workers=2, servers=1, transport="tcp")
+    assert refused == [b"", b""]
+    assert_weights(run.state_dict, STEPS * (SLOPES[0] + SLOPES[1]) / 2)
 
 
 # -- readers ----------------------------------------------------------------------------------------------

@@ -6,16 +6,13 @@ import contextlib
 import importlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import safetensors.torch
 import torch
@@ -23,73 +20,28 @@ import torch
 import paceline
 from paceline.errors import RunFailedError
 from paceline.measures import measure
-from paceline.runtime.job import JOB_VARIABLE, Place
 from paceline.sync.actions import ApplyMean, PublishPlan
 from paceline.trace import replay
 
+from .live import (
+    DEADLINE_S,
+    await_that,
+    descriptors,
+    meanwhile,
+    processes,
+    run_program,
+    start_program,
+    train,
+)
+
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.usefixtures("mark"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
 ]
 
-MARK = (
-    "PACELINE_TEST_MARK"  # an environment variable by which a test recognises the processes that it started
-)
-DEADLINE_S = 120.0  # a safety net: nothing here waits that long unless something hangs
 SYNC = "elastic-bsp:lookahead=5"
 STEPS = 24
-
-# A module that can be imported by the launcher and by its workers.
-WORKOUT = """
-import os
-import signal
-from pathlib import Path
-
-import torch
-from torch import nn
-
-import paceline
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Linear(6, 6, bias=False)
-        self.norm = nn.BatchNorm1d(6)
-        self.decoder = nn.Linear(6, 6, bias=False)
-        self.decoder.weight = self.encoder.weight
-
-    def forward(self, x):
-        return self.decoder(self.norm(self.encoder(x)))
-
-
-def make():
-    torch.manual_seed(0)
-    return Tied()
-
-
-def train(steps, killed=None, poisoned=None, progress=None):
-    worker = paceline.worker_index()
-    print(f"this is worker {worker} of {paceline.worker_count()}")
-    model = make()
-    optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(worker))
-    for iteration in range(steps):
-
-        def closure():
-            optimizer.zero_grad()
-            loss = (model(x) - x).square().mean()
-            loss.backward()
-            if (worker, iteration) == killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if (worker, iteration) == poisoned:
-                model.norm.bias.grad[2] = float("nan")
-            return loss
-
-        optimizer.step(closure)
-        if progress is not None and iteration == 3:
-            Path(f"{progress}-{worker}").touch()
-"""
 
 # A script that goes on until somebody ends it.
 ENDLESS = """
@@ -97,130 +49,6 @@ import workout
 
 workout.train(10**9, progress="progress")
 """
-
-
-# -- the processes of a run ---------------------------------------------------------------------------------
-
-
-def processes(mark: str) -> dict[str, int]:
-    """The living processes, other than this one, that a test has started: "server 0", "worker 1", "launcher"
-    -> id."""
-    found: dict[str, int] = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
-        try:
-            pairs = dict(
-                pair.split(b"=", 1) for pair in (folder / "environ").read_bytes().split(b"\0") if b"=" in pair
-            )
-        except OSError:
-            continue  # it has ended, or is not ours to look at
-        if pairs.get(MARK.encode()) != mark.encode():
-            continue
-        name = "launcher"
-        if JOB_VARIABLE.encode() in pairs:
-            place = msgspec.msgpack.decode(bytes.fromhex(pairs[JOB_VARIABLE.encode()].decode()), type=Place)
-            name = f"{place.role} {place.index}"
-        found[name] = int(folder.name)
-    return found
-
-
-def await_that(condition: Callable[[], object], what: str) -> None:
-    """Look until a condition holds."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"never happened: {what}"
-        time.sleep(0.02)
-
-
-def descriptors() -> dict[str, str]:
-    """The open descriptors of this process, and what each is."""
-    found = {}
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            found[entry] = os.readlink(f"/proc/self/fd/{entry}")
-    return found
-
-
-def sockets_under(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_socket()]
-
-
-@pytest.fixture(autouse=True)
-def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Marks whatever a test starts; after it, no process, socket, shared memory, descriptor or thread is left."""
-    mark = secrets.token_hex(8)
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    (tmp_path / "workout.py").write_text(WORKOUT)
-    monkeypatch.setenv(MARK, mark)
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setenv("PYTHONPATH", str(Path(paceline.__file__).parents[1]))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    before = descriptors()
-    threads = set(threading.enumerate())
-    memory = set(os.listdir("/dev/shm"))
-    try:
-        yield mark
-        assert processes(mark) == {}, "processes are left"
-    finally:
-        for process_id in processes(mark).values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, signal.SIGKILL)
-        sys.modules.pop("workout", None)
-    assert sockets_under(tmp_path) == []
-    assert [
-        path for path in temporary.iterdir() if not path.name.startswith("torchinductor")
-    ] == []  # torch's
-    await_that(lambda: set(os.listdir("/dev/shm")) <= memory, "/dev/shm is as it was")
-    assert set(threading.enumerate()) <= threads
-    assert descriptors() == before
-
-
-def train() -> Callable[..., None]:
-    """The training function, imported as a user's own module would be."""
-    function: Callable[..., None] = importlib.import_module("workout").train
-    return function
-
-
-def start_program(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # As from a terminal, also where the tests themselves run in the background, deaf to Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-
-
-def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    with start_program(*arguments) as program:
-        stdout, stderr = program.communicate(timeout=DEADLINE_S)
-    return subprocess.CompletedProcess(arguments, program.returncode, stdout, stderr)
-
-
-@contextlib.contextmanager
-def meanwhile(act: Callable[[], None]) -> Iterator[None]:
-    """Do something on another thread while a run is under way in this one."""
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            act()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 # -- one run, looked at from all sides -----------------------------------------------------------------------

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import TYPE_CHECKING
 
+import pytest
+import torch
+
+from paceline import DistributedOptimizer
+from paceline.bare_shard import BareShard
 from paceline.measures import Wait, measure, waits
-from paceline.sync import ASP, BSP, AnySyncModel
+from paceline.sim import Cluster, Presence, Uniform, simulate
+from paceline.sync import ASP, BSP, AnySyncModel, DropStragglers
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
+from paceline.sync.changes import ShardSync
 from paceline.sync.events import (
     AnyEvent,
+    Change,
+    PullRepeated,
     PullRequested,
     PushReceived,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
 )
-from paceline.trace import Entry, Header, Trace
+from paceline.trace import Entry, Header, Memory, Trace, new_machine
+
+if TYPE_CHECKING:
+    from tests.conftest import RunOnThreads
 
 
 class Shard:
@@ -32,9 +44,10 @@ class Shard:
         *actions: AnyAction,
         staleness: tuple[tuple[int, int, int], ...] = (),
         refused: str | None = None,
+        gap: int = 0,
     ) -> None:
         self._version += sum(isinstance(action, ApplyPush | ApplyMean) for action in actions)
-        self._entries.append(Entry(event, list(actions), refused, self._version, list(staleness)))
+        self._entries.append(Entry(event, list(actions), refused, self._version, list(staleness), gap))
 
     def join(self, now_s: float, worker: int, *, refused: str | None = None) -> None:
         self.note(WorkerJoined(now_s=now_s, worker=worker), refused=refused)
@@ -44,9 +57,9 @@ class Shard:
         event = PushReceived(now_s=now_s, worker=worker, iteration=iteration)
         self.note(event, ApplyPush(worker, iteration), staleness=((worker, iteration, stale),))
 
-    def pull(self, now_s: float, worker: int, iteration: int, *, answered: bool = True) -> None:
+    def pull(self, now_s: float, worker: int, iteration: int, *, answered: bool = True, gap: int = 0) -> None:
         actions = [AnswerPull(worker, iteration)] if answered else []
-        self.note(PullRequested(now_s=now_s, worker=worker, iteration=iteration), *actions)
+        self.note(PullRequested(now_s=now_s, worker=worker, iteration=iteration), *actions, gap=gap)
 
     def trace(self) -> Trace:
         return Trace(self._header, self._entries)
@@ -86,7 +99,7 @@ def asp_with_a_fast_and_a_slow_worker() -> Shard:
     shard.join(0.0, 1)
     for iteration in range(4):
         shard.apply(iteration + 1.0, 0, iteration)
-        shard.pull(iteration + 1.0, 0, iteration)
+        shard.pull(iteration + 1.0, 0, iteration, gap=iteration + 1)
     shard.apply(4.0, 1, 0, stale=4)
     shard.pull(4.0, 1, 0)
     for worker in range(2):
@@ -178,30 +191,152 @@ def test_a_worker_that_never_left_was_there_until_the_trace_ended() -> None:
     assert measures.updates_per_s == pytest.approx(0.1)
 
 
+# -- gaps: what a real shard records ----------------------------------------------------------------------------
+
+
+class Told:
+    """A shard without tensors that is told events by hand. Everything happens at one moment."""
+
+    def __init__(self, sync: AnySyncModel, workers: int) -> None:
+        self._memory = Memory(Header(sync=str(sync), host="shard"))
+        self._shard = BareShard(sync, recorder=self._memory)
+        for worker in range(workers):
+            self.tell(WorkerJoined(now_s=0.0, worker=worker))
+
+    def tell(self, event: AnyEvent) -> None:
+        self._shard.handle(event)
+
+    def iterate(self, worker: int, iterations: range, change: Change | None = None) -> None:
+        """Push and pull, several times; the last push is the worker's last one before a change."""
+        for iteration in iterations:
+            flag = change if iteration == iterations[-1] else None
+            self.tell(PushReceived(now_s=1.0, worker=worker, iteration=iteration, change=flag))
+            self.tell(PullRequested(now_s=1.0, worker=worker, iteration=iteration))
+
+    @property
+    def gaps(self) -> list[int]:
+        """Of each entry that answered anybody."""
+        return [
+            entry.gap
+            for entry in self._memory.trace.entries
+            if any(isinstance(action, AnswerPull) for action in entry.actions)
+        ]
+
+    @property
+    def max_gap(self) -> int:
+        return measure([self._memory.trace]).max_gap
+
+
 def test_a_gap_is_over_the_slowest_live_worker() -> None:
-    shard = Shard(ASP())
-    for worker in range(2):
-        shard.join(0.0, worker)
-    shard.apply(1.0, 0, 0)
-    shard.note(WorkerLost(now_s=1.0, worker=1))
-    for iteration in range(1, 9):
-        shard.apply(2.0, 0, iteration)
-        shard.pull(2.0, 0, iteration)
-    assert measure([shard.trace()]).max_gap == 0
+    shard = Told(ASP(), workers=2)
+    shard.iterate(0, range(1))
+    shard.tell(WorkerLost(now_s=1.0, worker=1))
+    shard.iterate(0, range(1, 9))
+    assert shard.gaps == [1, *[0] * 8]
 
 
 def test_a_worker_that_joins_late_is_level_with_the_slowest() -> None:
-    shard = Shard(ASP())
-    shard.join(0.0, 0)
-    for iteration in range(5):
-        shard.apply(1.0, 0, iteration)
-        shard.pull(1.0, 0, iteration)
-    shard.join(2.0, 1)
-    shard.apply(3.0, 1, 0)
-    shard.pull(3.0, 1, 0)
-    shard.apply(4.0, 1, 1)
-    shard.pull(4.0, 1, 1)
-    assert measure([shard.trace()]).max_gap == 2  # worker 1, with 5 + 2 against worker 0's 5
+    shard = Told(ASP(), workers=1)
+    shard.iterate(0, range(5))
+    shard.tell(WorkerJoined(now_s=2.0, worker=1))
+    shard.iterate(1, range(2))
+    assert shard.max_gap == 2  # worker 1, with 5 + 2 against worker 0's 5
+
+
+def test_a_worker_that_joins_with_a_count_of_another_shard_has_that_count() -> None:
+    shard = Told(ASP(), workers=1)
+    shard.iterate(0, range(5))
+    shard.tell(WorkerJoined(now_s=2.0, worker=1, count=4))
+    shard.iterate(0, range(5, 6))
+    assert shard.max_gap == 2  # worker 0, with 6 against 4
+
+
+def test_a_straggler_that_is_moved_on_to_a_later_round_is_no_longer_behind() -> None:
+    shard = Told(DropStragglers(quorum=1), workers=2)
+    shard.iterate(0, range(5))
+    shard.iterate(1, range(1))  # too late for its round: it is told to go on from V_train
+    shard.tell(PushReceived(now_s=2.0, worker=1, iteration=1, progress=5))
+    shard.iterate(0, range(5, 6))
+    assert shard.gaps == [1, 2, 3, 4, 5, 0, 0]
+    assert shard.max_gap == 5
+
+
+def test_after_a_change_of_the_model_everybody_is_level() -> None:
+    shard = Told(ASP(), workers=2)
+    change = Change(number=1, members=(0, 1), sync="asp")
+    shard.iterate(0, range(4), change)
+    shard.iterate(1, range(1), change)
+    shard.iterate(0, range(4, 6))
+    assert shard.gaps == [1, 2, 3, 0, 0, 1, 2]
+
+
+def test_a_restart_of_a_worker_is_measured_like_the_start_before_it() -> None:
+    shard = Told(ASP(), workers=2)
+    shard.iterate(0, range(3))
+    shard.tell(PullRepeated(now_s=2.0, worker=0, iteration=3))
+    assert shard.gaps == [1, 2, 3, 3]
+
+
+def largest_gap(trace: Trace) -> int:
+    """The largest c_p - min c of a worker whose pull was answered, by the ledger of a machine told the same."""
+    machine = new_machine(trace.header)
+    assert isinstance(machine, ShardSync)
+    largest = 0
+    for entry in trace.entries:
+        for action in machine.handle(entry.event):
+            if isinstance(action, AnswerPull):
+                slowest = machine.ledger.slowest
+                largest = max(largest, machine.ledger.count.get(action.worker, slowest) - slowest)
+    return largest
+
+
+MOVED_ON = "drop-stragglers:quorum=1"
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        "asp",
+        "ssp:staleness=2,execution=lazy",
+        MOVED_ON,
+        "elastic-bsp:lookahead=5",
+        "spec-sync",
+        "bsp|ssp:staleness=2",
+        "bsp@0,asp@10,ssp:staleness=1@25",
+    ],
+)
+def test_the_largest_gap_of_a_simulation_is_that_of_the_models_own_ledger(sync: str) -> None:
+    cluster = Cluster(
+        compute_s=[Uniform(low=0.9, high=1.1)] * 3 + [3.0],
+        servers=2,
+        latency_s=0.02,
+        presence={1: Presence(joins_at_s=10.0), 2: Presence(lost_at_s=15.0, back_after_s=7.0)},
+    )
+    result = simulate(cluster, sync, iterations=40, seed=5, record=True)
+    assert result.measures.max_gap == max(map(largest_gap, result.trace[:-1]))
+
+
+def test_a_straggler_that_is_moved_on_counts_from_where_it_was_moved_to() -> None:
+    result = simulate(Cluster(compute_s=[1.0, 5.0]), MOVED_ON, iterations=20, record=True)
+    assert result.measures.max_gap == largest_gap(result.trace[0]) == 9
+
+
+def test_the_largest_gap_of_a_live_run_is_that_of_the_models_own_ledger(
+    run_on_threads: RunOnThreads,
+) -> None:
+    def train() -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+    run = run_on_threads(train, workers=2, servers=2, sync=MOVED_ON, pace=(0.002, 0.01))
+    assert measure(run.shards).max_gap == max(map(largest_gap, run.shards)) > 0
+
+
+# -- lives -------------------------------------------------------------------------------------------------------
 
 
 def test_refused_events_change_no_figure() -> None:

@@ -42,6 +42,7 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
 """
 LAUNCHER = """
 import signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which it is not in the background
 from paceline.engines.namespaces import Link, network
 with network(2, Link()) as machines:
     print("up", flush=True)

@@ -8,14 +8,16 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from paceline import DistributedOptimizer, worker_index
+from paceline import Cluster, DistributedOptimizer, simulate, worker_index
 from paceline.errors import ConfigurationError, NonFiniteGradientError, UsageError, WeightsChangedError
 from paceline.measures import measure
+from paceline.runtime.records import read_records
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -645,3 +647,66 @@ def test_torchs_schedulers_work_on_it(run_on_threads: RunOnThreads, name: str, d
         torch.testing.assert_close(weights, expected_weights, rtol=1e-12, atol=1e-15)
     assert rates == expected_rates
     assert len(set(expected_rates)) > 1
+
+
+# -- what a closure returns -------------------------------------------------------------------------------
+
+RETURNED: dict[str, tuple[Any, float | None]] = {
+    "nothing": (None, None),
+    "a number": (0.5, 0.5),
+    "a whole number": (3, 3.0),
+    "a number that no float can be": (10**400, None),
+    "a number of NumPy's": (np.float32(0.25), 0.25),
+    "a number of NumPy's own size": (np.float16(0.5), 0.5),
+    "a tensor of one element": (torch.tensor([[0.125]]), 0.125),
+    "a tensor that requires a gradient": (torch.tensor(2.0, requires_grad=True), 2.0),
+    "a tensor of several elements": (torch.ones(2, 3), None),
+    "an empty tensor": (torch.ones(0), None),
+    "a complex tensor": (torch.tensor(1j), None),
+    "a tensor without data": (torch.ones(1, device="meta"), None),
+    "a tuple": ((torch.tensor(1.0), "accuracy"), None),
+    "a string": ("fine", None),
+    "something of the script's own": (object(), None),
+}
+
+
+@pytest.mark.parametrize("case", RETURNED)
+def test_what_a_closure_returns_is_passed_through_and_shown_if_it_is_a_number(
+    run_on_threads: RunOnThreads, case: str
+) -> None:
+    returned, shown = RETURNED[case]
+
+    def train() -> None:
+        model = net()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            backward(model)
+            return returned
+
+        for _ in range(2):
+            assert optimizer.step(closure) is returned
+
+    run = run_on_threads(train, workers=1)
+    [records] = read_records(run.run_dir)
+    assert [record.loss for record in records] == [shown, shown]
+    assert all(type(record.loss) is type(shown) for record in records)
+
+    simulated = simulate(Cluster(compute_s=[1.0]), sync="bsp", train_fn=train)
+    assert simulated.history is not None
+    assert [loss.loss for loss in simulated.history] == ([] if shown is None else [shown, shown])
+
+
+def test_what_a_closure_returns_has_the_type_that_it_returned() -> None:
+    """The type checker checks it, too."""
+    model = net()
+    optimizer = DistributedOptimizer(sgd(model), model=model)
+
+    def closure() -> tuple[float, str]:
+        return backward(model).item(), "seen"
+
+    loss, word = optimizer.step(closure)
+    assert (type(loss), word) == (float, "seen")
+    nothing: None = optimizer.step(lambda: None)
+    assert nothing is None

@@ -108,7 +108,7 @@ def test_a_target_is_reached_by_so_many_evaluations_in_a_row(
 
 
 def test_pushes_after_a_pull_are_counted_by_second() -> None:
-    result = simulate(Cluster(compute_s=[4.1, 0.7]), "asp", iterations=8)
+    result = simulate(Cluster(compute_s=[4.1, 0.7]), "asp", iterations=8, record=True)
     counts = pushes_after_pulls(result.trace[0], 2, 1.0)
     # Worker 0's first pull, at 4.1 s, sees worker 1's pushes at 4.2, 4.9 and 5.6 s; worker 1's own do not count.
     assert max(counts[0]) == 2

@@ -127,7 +127,7 @@ def test_a_cluster_in_one_line() -> None:
 
 
 def saved(tmp_path: Path, cluster: Cluster, sync: str = "bsp") -> Path:
-    return simulate(cluster, sync, iterations=60).save(tmp_path / "run")
+    return simulate(cluster, sync, iterations=60, record=True).save(tmp_path / "run")
 
 
 def test_what_a_run_recorded_is_the_cluster_that_it_ran_on(tmp_path: Path) -> None:
@@ -207,6 +207,37 @@ def test_simulate_prints_a_ranking_and_leaves_figures_and_pictures(
     assert printed.index("asp") < printed.index("ssp: staleness=3") < printed.index("bsp")
     assert {path.name for path in out.iterdir()} == {"ranking.json", "ranking.png", "timelines.png"}
     assert json.loads((out / "ranking.json").read_text())[0]["sync"] == "asp"
+
+
+CONDITIONS = """
+def broken(state):
+    return {}["no such key"]
+"""
+
+
+@pytest.mark.parametrize("way", ["ranking", "script", "advise"])
+def test_a_condition_that_fails_is_shown_below_the_table(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text(FILE)
+    (tmp_path / f"own_{way}.py").write_text(CONDITIONS)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    sync = f"bsp,conditions:pull=own_{way}:broken"
+    rehearse = ["simulate", str(tmp_path / "mine.toml"), "--sync", sync, "--out", str(tmp_path / "out")]
+    arguments = {
+        "ranking": [*rehearse, "--iterations", "20"],
+        "script": [*rehearse, "--script", f"{tmp_path / 'train.py'} 30"],
+        "advise": ["advise", str(saved(tmp_path, EQUAL)), "--sync", sync] if way == "advise" else [],
+    }
+    assert run(monkeypatch, *arguments[way]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"conditions:pull=own_{way}:broken: shard 0: the pull condition own_{way}:broken raised KeyError"
+        in printed
+    )
+    assert "It goes on with bsp." in printed
+    assert f"--sync conditions:pull=own_{way}:broken SCRIPT" not in printed
 
 
 def test_simulate_sweeps_a_key(
@@ -327,8 +358,8 @@ def test_a_script_that_fails_is_shown_with_its_own_traceback(
 def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, EQUAL)
     trace = folder / "trace-shard-0.jsonl"
-    trace.write_bytes(trace.read_bytes().replace(b'"format":2', b'"format":1', 1))
-    with pytest.raises(ConfigurationError, match="is a trace of format 1; this version reads 2"):
+    trace.write_bytes(trace.read_bytes().replace(b'"format":3', b'"format":1', 1))
+    with pytest.raises(ConfigurationError, match="is a trace of format 1; this version reads 3"):
         advise(folder)
 
 

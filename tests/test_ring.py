@@ -9,7 +9,7 @@ import random
 import select
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -91,12 +91,81 @@ def test_who_falls_asleep_hears_of_what_came_at_the_last_moment() -> None:
     assert reader.fall_asleep()
 
 
-def test_a_length_that_cannot_be_is_an_error() -> None:
+def set_word(ring: Ring, word: int, value: int) -> None:
+    """Write into the shared memory, as a peer can at any time."""
+    ring._words[word] = value
+
+
+FIRST = rings.HEADER_BYTES // WORD_BYTES  # of the frames' words
+
+# What a peer writes where, after it has written one frame of one byte; and whether that frame has been read by then.
+LIES: dict[str, tuple[bool, list[tuple[int, int]]]] = {
+    "a frame longer than the ring": (False, [(FIRST, DATA_BYTES)]),
+    "a frame that ends behind what is written": (False, [(FIRST, 9)]),
+    "a frame of nearly the largest length": (False, [(FIRST, rings.SKIP - 1)]),
+    "the whole ring left out": (False, [(FIRST, rings.SKIP)]),
+    "the whole ring left out, again and again": (False, [(FIRST, rings.SKIP), (rings.WRITTEN, 2**63)]),
+    "more written than the ring holds": (False, [(rings.WRITTEN, DATA_BYTES + 8)]),
+    "half a word written": (False, [(rings.WRITTEN, 12)]),
+    "less written than before": (True, [(rings.WRITTEN, 8)]),
+    "the rest left out, and nothing after it": (True, [(FIRST + 2, rings.SKIP), (rings.WRITTEN, 24)]),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_what_no_honest_writer_writes_is_an_error_and_never_read_for_ever(what: str) -> None:
+    read_first, words = LIES[what]
     writer, reader = pair()
     writer.write(b"1")
-    writer._words[rings.HEADER_BYTES // WORD_BYTES] = DATA_BYTES
-    with pytest.raises(ValueError, match="in a ring"):
+    if read_first:
         reader.read()
+    for word, value in words:
+        set_word(reader, word, value)
+    with pytest.raises(ValueError, match=r"in a ring|are said to be written"):
+        reader.read()
+
+
+@pytest.mark.parametrize("taken", [40, 2**64 - 8, 8])
+def test_a_reader_that_has_read_what_was_not_written_or_goes_back_is_an_error(taken: int) -> None:
+    writer, reader = pair()
+    writer.write(b"1")
+    reader.read()
+    writer.write(b"2")
+    set_word(reader, rings.READ, taken)
+    with pytest.raises(ValueError, match="the reader says that it has read"):
+        writer.write(b"3")
+
+
+def test_what_lay_in_the_memory_before_is_not_believed() -> None:
+    memory = memoryview(mmap.mmap(-1, RING_BYTES))
+    memory[:] = b"\xff" * RING_BYTES
+    writer = Ring(memory)
+    with pytest.raises(ValueError, match="the reader says"):
+        writer.write(b"1")
+    with pytest.raises(ValueError, match="are said to be written"):
+        Ring(memory).read()
+
+
+def test_whatever_a_peer_writes_into_the_ring_both_ends_come_to_an_end() -> None:
+    choice = random.Random(3)
+    values = [0, 1, 7, 8, 16, 24, DATA_BYTES, DATA_BYTES - 8, rings.SKIP, rings.SKIP - 1, 2**63]
+    for _ in range(3000):
+        writer, reader = pair()
+        for _ in range(choice.randrange(4)):
+            writer.write(bytes(choice.randrange(40)))
+        for _ in range(choice.randrange(1, 4)):
+            word = choice.choice(
+                [rings.WRITTEN, rings.READ, FIRST + choice.randrange(12), RING_BYTES // 8 - 1]
+            )
+            set_word(reader, word, choice.choice(values) if choice.random() < 0.8 else choice.getrandbits(64))
+        with contextlib.suppress(ValueError):
+            for _ in range(DATA_BYTES // WORD_BYTES + 1):  # no ring holds more frames
+                if reader.read() is None:
+                    break
+            else:
+                pytest.fail("more frames were read than a ring holds")
+        with contextlib.suppress(ValueError):
+            writer.write(b"more")
 
 
 # -- two processes ----------------------------------------------------------------------------------------
@@ -252,3 +321,77 @@ def test_a_message_whose_payload_was_left_out_is_refused() -> None:
         worker.send(PullAgain(0, 1))
         with pytest.raises(ProtocolError, match="without its payload"):
             list(server.receive(from_socket=False))
+
+
+def test_a_ring_that_makes_no_sense_is_the_peers_fault_at_either_end() -> None:
+    with streams() as (worker, server, _):
+        assert worker._ring_out is not None
+        set_word(worker._ring_out, rings.WRITTEN, 2**40)
+        with pytest.raises(ProtocolError, match="a ring cannot be read"):
+            list(server.receive(from_socket=False))
+        assert worker._ring_in is not None
+        set_word(worker._ring_in, rings.READ, 2**40)
+        with pytest.raises(ProtocolError, match="a ring cannot be written"):
+            server.send(Answer(0, 0, 0))
+
+
+def test_one_call_handles_what_the_ring_held_when_it_began_and_no_more() -> None:
+    with streams() as (worker, server, _):
+        worker.send(PullAgain(0, 0))
+        heard = 0
+        for _ in server.receive(from_socket=False):
+            heard += 1
+            assert heard < 10, "a peer that goes on sending holds its host for ever"
+            worker.send(PullAgain(0, heard))
+        assert heard == 1
+        assert server.ring_ready
+
+
+class FilledLate:
+    """A ring that its writer fills right after its reader has first found it empty."""
+
+    def __init__(self, ring: Any, sends: list[Callable[[], None]]) -> None:
+        self._ring = ring
+        self._sends = sends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ring, name)
+
+    def read(self, *end: int) -> bytes | None:
+        frame: bytes | None = self._ring.read(*end)
+        while frame is None and self._sends:
+            self._sends.pop(0)()
+        return frame
+
+
+def test_where_a_payload_goes_is_asked_when_all_that_comes_before_it_has_been_handed_out() -> None:
+    """The socket may be heard before the ring: the order is the ring's all the same."""
+    with streams() as (worker, server, payload):
+        asked: list[Message] = []
+        sink = server.sink
+
+        def note(message: FromPeerToServer, size_bytes: int) -> Sequence[memoryview]:
+            asked.append(message)
+            return sink(message, size_bytes)
+
+        server.sink = note
+        server._ring_in = FilledLate(  # type: ignore[assignment]
+            server._ring_in,
+            [
+                lambda: worker.send(PullAgain(0, 1)),
+                lambda: worker.send(InitialWeights(0), [memoryview(b"x" * 100)]),
+            ],
+        )
+        assert list(server.receive()) == [PullAgain(0, 1), InitialWeights(0)]
+        assert asked == [PullAgain(0, 1), InitialWeights(0)]
+        assert payload[:100] == b"x" * 100
+
+
+def test_a_message_that_has_no_place_in_the_ring_is_not_heard_and_its_connection_not_taken_for_closed() -> (
+    None
+):
+    with streams() as (worker, server, _):
+        stray: Stream[FromServer] = Stream(worker.sock, FromServer)  # without the ring
+        for number in range(3):
+            stray.send(InitialWeights(number), [memoryview(bytes(100_000))])
+            assert list(server.receive()) == []

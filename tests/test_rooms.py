@@ -33,6 +33,7 @@ ROOMS = [
     "buffers",
     "footprint",
     "runtime",
+    "hooks",
     "generators",
     "restart",
     "optim",

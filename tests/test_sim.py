@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import resource
+import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import ConfigurationError, RunFailedError
+from paceline.errors import ConfigurationError, RunFailedError, UsageError
+from paceline.runtime.records import read_records
 from paceline.sim import (
     Cluster,
     Constant,
@@ -24,13 +30,14 @@ from paceline.sim import (
     SimResult,
     Times,
     Uniform,
+    recording,
     simulate,
 )
 from paceline.sim.kernel import MESSAGE, TIMER, Kernel, nanoseconds
-from paceline.sync import Conditions
-from paceline.sync.actions import ApplyMean, ApplyPush, DropPush, PublishPlan
-from paceline.sync.events import PullRepeated, PushReceived, WorkerJoined, WorkerLost
-from paceline.trace import Trace, replay
+from paceline.sync import Conditions, PullState
+from paceline.sync.actions import ApplyMean, ApplyPush, DropPush, PublishPlan, ReportFault
+from paceline.sync.events import PullRepeated, PullRequested, PushReceived, WorkerJoined, WorkerLost
+from paceline.trace import Trace, read_run, replay
 
 MODELS = [
     "bsp",
@@ -87,7 +94,7 @@ def test_time_never_goes_back() -> None:
 @pytest.mark.parametrize("sync", MODELS)
 @pytest.mark.parametrize("latency_s", [0.0, Uniform(low=0.01, high=0.05)], ids=["at once", "late"])
 def test_every_model_comes_to_its_end_loses_no_push_and_replays(sync: str, latency_s: Times) -> None:
-    result = simulate(unequal(latency_s=latency_s, servers=2), sync, iterations=40)
+    result = simulate(unequal(latency_s=latency_s, servers=2), sync, iterations=40, record=True)
     pushes = {(worker, iteration) for worker in range(4) for iteration in range(40)}
     for trace in result.trace[:-1]:
         assert fates(trace) == dict.fromkeys(pushes, 1)
@@ -116,24 +123,109 @@ def fates(trace: Trace) -> dict[tuple[int, int], int]:
 
 def test_a_simulation_is_the_same_every_time_and_another_with_another_seed() -> None:
     cluster = unequal(latency_s=LogNormal(median=0.01, sigma=1.0), servers=2)
-    one, other, third = (simulate(cluster, "spec-sync", iterations=30, seed=seed) for seed in (0, 0, 1))
+    one, other, third = (
+        simulate(cluster, "spec-sync", iterations=30, seed=seed, record=True) for seed in (0, 0, 1)
+    )
     assert one == other
     assert one.records != third.records
 
 
 def test_the_same_iteration_takes_the_same_time_under_every_model() -> None:
     def lengths(sync: str) -> list[list[float]]:
-        result = simulate(unequal(), sync, iterations=20)
+        result = simulate(unequal(), sync, iterations=20, record=True)
         return [[round(r.pushed_s - r.begun_s, 9) for r in records] for records in result.records]
 
     assert lengths("bsp") == lengths("asp") == lengths("elastic-bsp:lookahead=5")
 
 
-def test_without_traces_the_figures_are_the_same() -> None:
-    kept = simulate(unequal(servers=2), "ssp:staleness=2", iterations=30)
-    bare = simulate(unequal(servers=2), "ssp:staleness=2", iterations=30, record=False)
-    assert (bare.trace, bare.records) == ([], [])
-    assert (bare.measures, bare.staleness, bare.time_s) == (kept.measures, kept.staleness, kept.time_s)
+def test_without_traces_the_figures_are_the_same_and_asking_for_a_trace_is_an_error(tmp_path: Path) -> None:
+    kept = simulate(unequal(servers=2), "ssp:staleness=2", iterations=30, record=True)
+    bare = simulate(unequal(servers=2), "ssp:staleness=2", iterations=30)
+    assert msgspec.structs.replace(kept, recording=None) == bare
+    assert kept.summary == bare.summary
+    for ask in (lambda: bare.trace, lambda: bare.records, lambda: bare.save(tmp_path / "run")):
+        with pytest.raises(
+            UsageError, match=r"recorded nothing\. Simulate with record=True .* run_dir=\.\.\."
+        ):
+            ask()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_staleness_is_counted_and_not_listed() -> None:
+    result = simulate(unequal(servers=2), "asp", iterations=30)
+    assert sum(result.staleness.values()) == 4 * 30 * 2
+    assert max(result.staleness) == result.measures.max_staleness
+    mean = fmean(versions for versions, count in result.staleness.items() for _ in range(count))
+    assert result.measures.mean_staleness == mean
+
+
+# -- in a run directory -----------------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("pending_bytes", [0, 1000, 10**9])
+def test_what_is_written_while_a_run_goes_on_is_what_is_saved_after_it(
+    pending_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "PENDING_BYTES", pending_bytes)
+    cluster = unequal(servers=2, latency_s=0.01)
+    kept = simulate(cluster, "elastic-bsp:lookahead=5", iterations=30, record=True)
+    written = simulate(cluster, "elastic-bsp:lookahead=5", iterations=30, run_dir=tmp_path / "written")
+    kept.save(tmp_path / "kept")
+    assert written.recording is None
+    assert contents(tmp_path / "written") == contents(tmp_path / "kept")
+    assert (written.trace, written.records) == (kept.trace, kept.records)
+    assert written.save(tmp_path / "again") == tmp_path / "again"
+    assert contents(tmp_path / "again") == contents(tmp_path / "kept")
+
+
+def test_more_workers_than_files_may_be_open_can_be_written(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        simulate(Cluster(compute_s=[1.0] * 600), "asp", iterations=2, run_dir=tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(read_records(tmp_path / "run")) == 600
+
+
+def test_what_happened_until_a_run_failed_can_be_read(tmp_path: Path) -> None:
+    stalling = Conditions(pull=lambda state: False, push=lambda state: state.pushed > state.live)
+    with pytest.raises(RunFailedError):
+        simulate(PAIR, stalling, iterations=3, run_dir=tmp_path / "run")
+    shard, _ = read_run(tmp_path / "run")
+    assert [type(entry.event) for entry in shard.entries] == [WorkerJoined] * 2 + [
+        PushReceived,
+        PullRequested,
+    ] * 2
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_run_directory_that_holds_a_run_is_refused_before_anything_happens(tmp_path: Path) -> None:
+    simulate(PAIR, "asp", iterations=3, run_dir=tmp_path / "run")
+    before = contents(tmp_path / "run")
+    with pytest.raises(ConfigurationError, match="holds a run already; choose another"):
+        simulate(PAIR, "asp", iterations=5, run_dir=tmp_path / "run")
+    assert contents(tmp_path / "run") == before
+
+
+def test_nothing_is_kept_of_an_iteration_that_nobody_asked_for() -> None:
+    """Memory at its largest grows neither with the length of a run nor with what happens in it."""
+
+    def peak_bytes(iterations: int, *, record: bool = False) -> int:
+        tracemalloc.start()
+        try:
+            simulate(unequal(servers=2), "ssp:staleness=2", iterations=iterations, record=record)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_bytes(5)
+    short, long = peak_bytes(20), peak_bytes(1000)
+    assert long < 2 * short < peak_bytes(1000, record=True) / 5
 
 
 # -- closed forms ----------------------------------------------------------------------------------------------
@@ -154,13 +246,13 @@ def recorded(table: list[list[float]]) -> Cluster:
 
 @given(TABLES)
 def test_bsp_takes_the_sum_of_its_slowest(table: list[list[float]]) -> None:
-    result = simulate(recorded(table), "bsp", iterations=len(table))
+    result = simulate(recorded(table), "bsp", iterations=len(table), record=True)
     assert result.time_s == sum(second(max(row)) for row in table) / 1e9
 
 
 @given(TABLES)
 def test_asp_takes_each_workers_own_sum(table: list[list[float]]) -> None:
-    result = simulate(recorded(table), "asp", iterations=len(table))
+    result = simulate(recorded(table), "asp", iterations=len(table), record=True)
     sums = [sum(map(second, column)) / 1e9 for column in zip(*table, strict=True)]
     assert [records[-1].answered_s for records in result.records] == sums
     assert result.time_s == max(sums)
@@ -169,7 +261,7 @@ def test_asp_takes_each_workers_own_sum(table: list[list[float]]) -> None:
 @given(TABLES, st.integers(0, 4))
 def test_ssp_takes_what_its_max_plus_recurrence_says(table: list[list[float]], s: int) -> None:
     """A worker starts its iteration k when it has ended k - 1 and everybody has ended k - 1 - s."""
-    result = simulate(recorded(table), f"ssp:staleness={s}", iterations=len(table))
+    result = simulate(recorded(table), f"ssp:staleness={s}", iterations=len(table), record=True)
     workers = range(len(table[0]))
     ends: list[list[int]] = []  # of each iteration, by worker
     starts = [0 for _ in workers]
@@ -216,7 +308,7 @@ def test_bytes_are_counted_by_kind() -> None:
 def test_one_worker_may_be_connected_otherwise() -> None:
     slow = Link(bandwidth_bps=1e9, to_server_s=0.5, from_server_s=Recorded(seconds=(0.25, 0.75)))
     cluster = Cluster(compute_s=[1.0, 1.0], size_bytes=125_000_000, links={1: slow})
-    free, bound = simulate(cluster, "asp", iterations=2).records
+    free, bound = simulate(cluster, "asp", iterations=2, record=True).records
     assert [r.answered_s for r in free] == [1.0, 2.0]
     assert [r.answered_s for r in bound] == pytest.approx(
         [1 + 1 + 0.5 + 0.25 + 1, 3.75 + 1 + 1 + 0.5 + 0.75 + 1]
@@ -298,7 +390,7 @@ def test_nobody_waits_for_those_who_come_and_go(sync: str) -> None:
         latency_s=Uniform(low=0.0, high=0.1),
         presence=COMING_AND_GOING,
     )
-    result = simulate(cluster, sync, iterations=40, seed=5)
+    result = simulate(cluster, sync, iterations=40, seed=5, record=True)
     for trace in result.trace:
         assert replay(trace) == []
         assert all(entry.refused is None for entry in trace.entries)
@@ -315,14 +407,14 @@ def test_nobody_waits_for_those_who_come_and_go(sync: str) -> None:
 
 def test_who_joins_later_is_not_there_before() -> None:
     cluster = Cluster(compute_s=[1.0, 1.0], presence={1: Presence(joins_at_s=5.0)})
-    result = simulate(cluster, "bsp", iterations=10)
+    result = simulate(cluster, "bsp", iterations=10, record=True)
     assert result.records[1][0].begun_s == 5.0
     assert result.time_s == 15.0
 
 
 def test_who_joins_anew_follows_the_model_in_force() -> None:
     cluster = Cluster(compute_s=[1.0, 1.1, 1.2], presence={2: Presence(lost_at_s=15.0, back_after_s=10.0)})
-    result = simulate(cluster, "bsp@0,elastic-bsp:lookahead=3@5", iterations=60)
+    result = simulate(cluster, "bsp@0,elastic-bsp:lookahead=3@5", iterations=60, record=True)
     plans = [a.plan for e in result.trace[-1].entries for a in e.actions if isinstance(a, PublishPlan)]
     assert (0, 1) in {plan.members for plan in plans if 15 < plan.barrier_s < 30}
     assert (0, 1, 2) in {plan.members for plan in plans if plan.barrier_s > 30}
@@ -333,7 +425,7 @@ def test_who_joins_anew_follows_the_model_in_force() -> None:
 
 def test_elastic_bsp_waits_less_than_bsp_and_restores_barriers() -> None:
     cluster = Cluster(compute_s=[1.0, 1.0, 1.0, 3.0])
-    elastic = simulate(cluster, "elastic-bsp:lookahead=15", iterations=None, until_s=300)
+    elastic = simulate(cluster, "elastic-bsp:lookahead=15", iterations=None, until_s=300, record=True)
     bsp = simulate(cluster, "bsp", iterations=None, until_s=300)
     assert elastic.waiting_share < 0.05 < 0.45 < bsp.waiting_share
     plans = [a for e in elastic.trace[-1].entries for a in e.actions if isinstance(a, PublishPlan)]
@@ -341,7 +433,7 @@ def test_elastic_bsp_waits_less_than_bsp_and_restores_barriers() -> None:
 
 
 def delayed_share(result: SimResult) -> float:
-    return result.delayed_pulls / (sum(result.measures.iterations.values()) * (len(result.trace) - 1))
+    return result.delayed_pulls / (sum(result.measures.iterations.values()) * result.shards)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -374,7 +466,7 @@ def test_pulls_are_fresher_than_asps(sync: str, seed: int) -> None:
 
 def test_an_iteration_restarts_at_most_once() -> None:
     cluster = unequal(latency_s=0.02)
-    result = simulate(cluster, "spec-sync:abort_time_s=0.1,abort_rate=0", None, until_s=200)
+    result = simulate(cluster, "spec-sync:abort_time_s=0.1,abort_rate=0", None, until_s=200, record=True)
     again = [
         (e.event.worker, e.event.iteration)
         for e in result.trace[0].entries
@@ -384,11 +476,39 @@ def test_an_iteration_restarts_at_most_once() -> None:
 
 
 def test_naive_waiting_puts_every_pull_off_by_its_delay() -> None:
-    result = simulate(Cluster(compute_s=[1.0, 2.0]), "naive-waiting:delay_s=0.5", iterations=10)
+    result = simulate(Cluster(compute_s=[1.0, 2.0]), "naive-waiting:delay_s=0.5", iterations=10, record=True)
     assert result.time_s == 10 * 2.5
     for records in result.records:
         for record in records:
             assert record.answered_s - record.pushed_s == pytest.approx(0.5)
+
+
+# -- conditions that fail ----------------------------------------------------------------------------------------
+
+
+def fails_late(state: PullState) -> bool:
+    return [True][state.progress // 5]
+
+
+def test_a_condition_that_fails_is_replaced_and_reported_and_the_run_goes_on() -> None:
+    sync = Conditions(pull=fails_late)
+    result = simulate(unequal(servers=2), sync, iterations=40, record=True)
+    assert result.measures.iterations == dict.fromkeys(range(4), 40)
+    assert len(result.faults) == 2
+    for shard, (fault, trace) in enumerate(zip(sorted(result.faults), result.trace[:-1], strict=True)):
+        words, traceback = fault.split("\n", maxsplit=1)
+        assert words == (
+            f"shard {shard}: the pull condition {sync.pull} raised IndexError: list index out of range. "
+            "It goes on with bsp."
+        )
+        assert "return [True][state.progress // 5]" in traceback
+        assert [type(a) for e in trace.entries for a in e.actions].count(ReportFault) == 1
+        assert replay(trace) == []
+    assert result.summary["faults"] == result.faults
+
+
+def test_a_run_without_failing_conditions_has_no_faults() -> None:
+    assert simulate(unequal(), "asp", iterations=5).summary["faults"] == []
 
 
 # -- bad input -------------------------------------------------------------------------------------------------
@@ -409,7 +529,6 @@ PAIR = Cluster(compute_s=[1.0, 1.0])
         (lambda: simulate(PAIR, "asp", overlap="of"), "unknown overlap 'of'"),
         (lambda: simulate(PAIR, "asp", until_s=-1.0), "until_s is -1"),
         (lambda: simulate(PAIR, "drop-stragglers:quorum=3"), "quorum is 3, but there are 2 workers"),
-        (lambda: simulate(PAIR, Conditions(pull=lambda state: 1 / 0)), "ZeroDivisionError"),
         (lambda: Cluster(compute_s=[]), "expected a time for each worker"),
         (lambda: Cluster(compute_s=[-1.0]), "seconds is -1, expected a number of seconds >= 0"),
         (lambda: Cluster(compute_s=[math.inf]), "seconds is inf"),
@@ -448,7 +567,7 @@ def test_bad_input_is_an_error_that_names_it(call: Callable[[], object], reason:
 
 def test_where_nothing_takes_any_time_it_is_said_instead_of_hanging() -> None:
     with pytest.raises(RunFailedError, match="virtual time does not go on from 0 s"):
-        simulate(Cluster(compute_s=[0.0, 1.0]), "asp", None, until_s=5.0, record=False)
+        simulate(Cluster(compute_s=[0.0, 1.0]), "asp", None, until_s=5.0)
 
 
 def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:

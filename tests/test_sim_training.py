@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import _thread
 import copy
+import gc
 import math
 import random
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigurationError, NonFiniteGradientError, RunFailedError
+from paceline.runtime.session import current
 from paceline.sim import Cluster, Presence, SimResult, Uniform, simulate
+from paceline.sim.training import VirtualSession
 from paceline.trace import replay
 
 if TYPE_CHECKING:
@@ -91,7 +95,9 @@ def same_weights(one: SimResult, other: SimResult) -> bool:
 
 @pytest.mark.parametrize("sync", SYNCS)
 def test_every_model_trains_replays_and_comes_out_the_same_twice(sync: str) -> None:
-    one, other = (simulate(UNEQUAL, sync, train_fn=train, args=(4, 0.1), seed=3) for _ in range(2))
+    one, other = (
+        simulate(UNEQUAL, sync, train_fn=train, args=(4, 0.1), seed=3, record=True) for _ in range(2)
+    )
     assert same_weights(one, other)
     assert (one.trace, one.history, one.time_s) == (other.trace, other.history, other.time_s)
     for trace in one.trace:
@@ -140,7 +146,7 @@ def test_a_step_without_a_closure_is_not_dropped_half_way() -> None:
             model(examples()[0]).square().mean().backward()
             optimizer.step()
 
-    result = simulate(UNEQUAL, "spec-sync:abort_time_s=0.1,abort_rate=0", train_fn=plain)
+    result = simulate(UNEQUAL, "spec-sync:abort_time_s=0.1,abort_rate=0", train_fn=plain, record=True)
     assert result.restarts == 0
     assert [len(records) for records in result.records] == [6, 6, 6]
 
@@ -289,7 +295,7 @@ def test_a_run_ends_where_a_look_at_its_weights_says_so() -> None:
         seen.append(time_s)
         return time_s >= 8.0
 
-    result = simulate(UNEQUAL, "asp", train_fn=train, snapshot_every_s=2.0, on_snapshot=enough)
+    result = simulate(UNEQUAL, "asp", train_fn=train, snapshot_every_s=2.0, on_snapshot=enough, record=True)
     assert seen == [0.0, 2.0, 4.0, 6.0, 8.0]
     assert result.snapshots == []
     assert max(record.answered_s for records in result.records for record in records) <= 8.0
@@ -307,7 +313,7 @@ def test_a_preempted_worker_starts_anew_with_the_weights_of_now() -> None:
         compute_s=[1.0, 1.0, 1.0],
         presence={1: Presence(lost_at_s=5.5, back_after_s=2.0), 2: Presence(lost_at_s=3.5)},
     )
-    result = simulate(cluster, "ssp:staleness=2", train_fn=count)
+    result = simulate(cluster, "ssp:staleness=2", train_fn=count, record=True)
     assert starts == [0, 1, 2, 1]
     assert [len(records) for records in result.records] == [16, 5 + 16, 3]
     assert threads() == []
@@ -333,6 +339,116 @@ def test_a_script_may_change_the_model() -> None:
 
     result = simulate(UNEQUAL, "bsp", train_fn=script)
     assert result.updates > 4
+
+
+def test_without_overlap_a_script_may_not_ask_for_asp_neither_simulated_nor_live(
+    run_on_threads: RunOnThreads,
+) -> None:
+    refused: list[str] = []
+
+    def asking() -> None:
+        with pytest.raises(ConfigurationError) as early:
+            paceline.set_sync("asp")  # before training has begun
+        train(epochs=1, shuffle=False)
+        with pytest.raises(ConfigurationError) as late:
+            paceline.set_sync("asp")
+        refused.extend([str(early.value), str(late.value)])
+
+    result = simulate(UNEQUAL, "bsp", train_fn=asking, overlap="off")
+    assert result.measures.max_staleness == 0
+    run_on_threads(asking, workers=3, servers=2, sync="bsp", overlap="off")
+    assert len(refused) == 2 * 2 * 3
+    [reason] = set(refused)
+    assert reason.startswith("overlap is 'off', where nobody pulls until everybody has pushed")
+
+
+# -- what is left of a run -----------------------------------------------------------------------------------
+
+RESTARTING = "spec-sync:abort_time_s=0.5,abort_rate=0"
+CUT_SHORT = Cluster(compute_s=[1.0, 1.0, 1.0], presence={1: Presence(lost_at_s=2.5, back_after_s=1.0)})
+
+
+class Left:
+    """Trains, and notes without holding on to them what each worker's run is made of."""
+
+    def __init__(self) -> None:
+        self.models: list[ref[Any]] = []
+        self.sessions: list[ref[Any]] = []
+        self.trainings: list[ref[Any]] = []
+
+    def __call__(self) -> None:
+        model = model_of()
+        session = current()
+        assert isinstance(session, VirtualSession)
+        self.models.append(ref(model))
+        self.sessions.append(ref(session))
+        self.trainings.append(ref(session._training))
+        fit(model, steps=5)
+
+    @property
+    def left(self) -> list[object]:
+        """Models and sessions that there still are."""
+        return [found for there in (*self.models, *self.sessions) if (found := there()) is not None]
+
+
+def fit(model: nn.Module, steps: int) -> None:
+    optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(examples()[0]).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("sync", ["asp", RESTARTING])
+@pytest.mark.parametrize(("cluster", "until_s"), [(UNEQUAL, math.inf), (CUT_SHORT, math.inf), (UNEQUAL, 3.5)])
+def test_after_the_call_nothing_of_a_run_is_left(sync: str, cluster: Cluster, until_s: float) -> None:
+    left = Left()
+    result = simulate(cluster, sync, train_fn=left, until_s=until_s)
+    gc.collect()
+    assert result.updates > 5
+    assert len(left.models) >= 3
+    assert left.left == []
+    assert [training() for training in left.trainings if training() is not None] == []
+
+
+@pytest.mark.parametrize("sync", ["asp", RESTARTING])
+def test_what_is_large_is_free_at_once_and_not_when_the_garbage_collector_comes_by(sync: str) -> None:
+    simulate(UNEQUAL, sync, train_fn=Left())  # what torch first imports now keeps its importer's frames
+    gc.collect()
+    left = Left()
+    gc.disable()
+    try:
+        simulate(UNEQUAL, sync, train_fn=left)
+        assert left.left == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("host", ["simulated", "live"])
+def test_a_model_that_outlives_its_run_has_no_hooks_left(host: str, run_on_threads: RunOnThreads) -> None:
+    models: list[nn.Module] = []
+
+    def keep() -> None:
+        models.append(model_of())
+        fit(models[-1], steps=3)
+
+    if host == "live":
+        run_on_threads(keep, workers=3, servers=2, sync=RESTARTING)
+    else:
+        simulate(UNEQUAL, RESTARTING, train_fn=keep)
+    gc.collect()
+    assert len(models) == 3
+    for model in models:
+        assert [module for module in model.modules() if module._forward_pre_hooks] == []
+        assert [p for p in model.parameters() if getattr(p, "_post_accumulate_grad_hooks", None)] == []
+
+
+# -- what fails ----------------------------------------------------------------------------------------------
 
 
 def raising() -> None:

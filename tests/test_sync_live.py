@@ -6,9 +6,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,10 +20,11 @@ from paceline.errors import ConfigurationError, RunFailedError
 from paceline.measures import Measures, measure
 from paceline.optim import DistributedOptimizer
 from paceline.runtime.records import read_records
+from paceline.sim import Cluster, simulate
 from paceline.sync import Conditions, PullState
 from paceline.sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, ReportFault, RestartWorker
 from paceline.sync.events import IterationStarted, PullRepeated, PushReceived
-from paceline.trace import Trace, replay
+from paceline.trace import Trace, read_run, replay
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -395,6 +396,83 @@ def test_a_condition_that_raises_is_reported_and_the_shard_goes_back_to_what_wor
     assert "return [True][state.progress // 5]" in caplog.text
 
 
+def test_a_simulation_reports_a_condition_that_fails_in_the_words_of_a_live_run(
+    run_on_threads: RunOnThreads, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails_at_once(state: PullState) -> bool:
+        raise KeyError("loss")
+
+    sync = Conditions(pull=fails_at_once)
+    run_on_threads(training(), workers=2, servers=1, sync=sync)
+    live = [record.getMessage() for record in caplog.records if record.name == "paceline.coordinator"]
+    caplog.clear()
+    result = simulate(Cluster(compute_s=[1.0, 2.0]), sync, train_fn=training())
+    assert result.measures.iterations == {0: STEPS, 1: STEPS}
+    assert result.faults == live
+    assert [record.getMessage() for record in caplog.records if record.name == "paceline.sim"] == live
+
+
+ELSEWHERE = "a_module_that_is_only_here"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module that could be imported; nobody has."""
+    tmp_path.joinpath(f"{ELSEWHERE}.py").write_text("def close(state):\n    return state.gap <= 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield ELSEWHERE
+    sys.modules.pop(ELSEWHERE, None)
+
+
+def test_a_condition_whose_module_was_not_named_at_the_launch_is_refused_in_the_script(
+    run_on_threads: RunOnThreads, elsewhere: str
+) -> None:
+    messages: list[str] = []
+
+    def meanwhile(iteration: int) -> None:
+        if iteration == 1:
+            with pytest.raises(ConfigurationError) as caught:
+                paceline.set_sync(f"conditions:pull={elsewhere}:close")
+            messages.append(str(caught.value))
+
+    run = run_on_threads(training(3, meanwhile), workers=2, sync="asp")
+    assert set(messages) == {
+        f"conditions: the module of '{elsewhere}:close' was not named when the run was launched. Name it there with "
+        f"--import {elsewhere}, or launch(imports=['{elsewhere}'])."
+    }
+    assert [in_force(trace) for trace in run.shards] == [[]]
+    assert elsewhere not in sys.modules
+
+
+@pytest.mark.parametrize("imports", [True, False])
+def test_a_condition_of_a_module_that_was_named_at_the_launch_may_be_changed_to(
+    run_on_threads: RunOnThreads, elsewhere: str, imports: bool
+) -> None:
+    """By --import, or as another condition of the schedule."""
+
+    def meanwhile(iteration: int) -> None:
+        if iteration == 2:
+            paceline.set_sync(f"conditions:pull={elsewhere}:close,execution=lazy")
+
+    wanted = f"conditions:pull={elsewhere}:close,execution=lazy"
+    named: dict[str, Any] = {"sync": "asp", "imports": [elsewhere]}
+    if not imports:
+        named = {"sync": f"asp@0,conditions:pull={elsewhere}:close@1000"}
+    run = run_on_threads(training(6, meanwhile), workers=2, **named)
+    assert [in_force(trace) for trace in run.shards] == [[wanted]]
+
+
+@pytest.mark.parametrize("names", [["nowhere_at_all"], ["sys", "nowhere.at.all"]])
+def test_a_module_that_cannot_be_imported_is_an_error_before_the_start(
+    names: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"the module '{names[-1]}' cannot be imported: ModuleNotFoundError"
+    ):
+        paceline.launch(training(), workers=1, imports=names, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.processes
 def test_conditions_that_stall_everybody_end_the_run_with_a_report_of_who_waits_for_what(
     tmp_path: Path,
@@ -423,13 +501,14 @@ def test_conditions_that_stall_everybody_end_the_run_with_a_report_of_who_waits_
 @pytest.mark.processes
 def test_a_condition_from_the_users_own_module_runs_in_the_servers(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def close(state):\n    return state.gap <= 1\n")
+    (tmp_path / "later.py").write_text("def closer(state):\n    return state.gap <= 0\n")
     (tmp_path / "train.py").write_text(
         "import torch, paceline\n"
         "model = torch.nn.Linear(2, 1)\n"
         "optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
         "for iteration in range(8):\n"
         "    if iteration == 4:\n"
-        "        paceline.set_sync('ssp:staleness=2')\n"
+        "        paceline.set_sync('conditions:pull=later:closer')\n"
         "    def closure():\n"
         "        optimizer.zero_grad()\n"
         "        loss = model(torch.ones(1, 2)).square().mean()\n"
@@ -450,7 +529,7 @@ def test_a_condition_from_the_users_own_module_runs_in_the_servers(tmp_path: Pat
         "out",
     ]
     ended = subprocess.run(
-        [*command, "--sync", "conditions:pull=mine:close", "train.py"],
+        [*command, "--sync", "conditions:pull=mine:close", "--import", "later", "train.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -458,3 +537,5 @@ def test_a_condition_from_the_users_own_module_runs_in_the_servers(tmp_path: Pat
     )
     assert ended.returncode == 0, ended.stderr
     assert "conditions:pull=mine:close" in ended.stdout
+    [shard] = [trace for trace in read_run(tmp_path / "out") if trace.header.host == "shard"]
+    assert in_force(shard) == ["conditions:pull=later:closer"]

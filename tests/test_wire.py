@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import itertools
 import os
 import select
 import socket
@@ -531,7 +532,7 @@ def commit_of(payload: bytes | bytearray | memoryview) -> Commit:
 
 MESSAGES = st.one_of(
     st.binary(max_size=300).map(lambda payload: (commit_of(payload), payload)),
-    st.integers(-(2**63), 2**63 - 1).map(lambda shard: (FetchState(shard), b"")),
+    st.integers(0, 2**53).map(lambda shard: (FetchState(shard), b"")),
     st.text(max_size=20).map(lambda token: (Hello(token, "reader", 0), b"")),
     st.just((Finished(), b"")),
 )
@@ -916,6 +917,41 @@ def test_what_arrives_is_what_was_there_when_it_was_sent(steps: list[tuple[str, 
         heard += end.read_out(len(sent) - len(heard))
         assert heard == sent
         assert not end.stream.backlog
+
+
+def test_a_peer_that_never_stops_sending_does_not_hold_its_host() -> None:
+    """A call hears a few buffers full; what is left is the next one's."""
+    with receiver() as end:
+        flood = memoryview(frame(encoded(Finished())) * 100_000)
+        sent = heard = 0
+        end.peer.setblocking(False)
+        for _ in itertools.chain([None], end.stream.receive()):
+            with contextlib.suppress(BlockingIOError):
+                sent += end.peer.send(flood[sent:])
+            heard += 1
+            assert sent < len(flood), "it hears for ever"
+        assert heard > 1000
+        assert (
+            end.stream._end - end.stream._start < len(encoded(Finished())) + 16
+        )  # nothing whole is left behind
+
+
+def test_who_has_not_read_what_it_was_sent_is_known_by_what_it_was() -> None:
+    with receiver() as end:
+        sender: Stream[Any] = Stream(end.peer, FromServer)
+        assert not sender.owes(0)
+        big = memoryview(bytes(1 << 22))
+        sender.send(Answer(0, 0, 0), [big], lent=0)
+        assert sender.owes(0)
+        assert not sender.owes(1)
+        sender.keep(0)
+        assert sender.owes(0)
+        assert sender.unsent == 1 or sender.unsent == 2
+        while sender.backlog:
+            end.stream.sock.recv(1 << 20)
+            sender.flush()
+        assert not sender.owes(0)
+        assert sender.unsent == 0
 
 
 def test_draining_waits_until_all_has_left_and_no_longer_than_told() -> None:

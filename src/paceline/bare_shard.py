@@ -46,7 +46,6 @@ class BareShard:
         self.sync = ShardSync(sync, seed, index)
         self._recorder = recorder
         self._versions = Versions()
-        self._staleness: list[tuple[int, int, int]] = []  # of the pushes that the event at hand had applied
 
     @property
     def version(self) -> int:
@@ -73,16 +72,20 @@ class BareShard:
         try:
             actions = self.sync.handle(event)
         except InvalidEventError as error:
-            self._record(event, [], str(error))
+            self._record(Entry(event, [], str(error), self.version))
             raise
         self._versions.note(event)
         self._take_in(event, push)
+        staleness: list[tuple[int, int, int]] = []
+        gap = 0
         for action in actions:
             self._carry_out(action)
-            self._staleness += self._versions.carry_out(action)
+            staleness += self._versions.carry_out(action)
+            if type(action) is AnswerPull:
+                gap = max(gap, self._gap(action.worker))
             if type(action) in _FOR_HOST:
                 host(action)  # type: ignore[arg-type]  # which is what the line above says
-        self._record(event, actions)
+        self._record(Entry(event, actions, None, self.version, staleness, gap))
 
     def _take_in(self, event: AnyEvent, push: object | None) -> None:
         """Keep what a push has brought."""
@@ -90,7 +93,11 @@ class BareShard:
     def _carry_out(self, action: AnyAction) -> None:
         """Do what an action asks of the tensors."""
 
-    def _record(self, event: AnyEvent, actions: list[AnyAction], refused: str | None = None) -> None:
+    def _gap(self, worker: int) -> int:
+        """c_p - min c; 0 for a worker that has joined during a change and lives by no model yet."""
+        ledger = self.sync.ledger
+        return ledger.count.get(worker, ledger.slowest) - ledger.slowest
+
+    def _record(self, entry: Entry) -> None:
         if self._recorder is not None:
-            self._recorder.record(Entry(event, actions, refused, self.version, self._staleness))
-        self._staleness = []
+            self._recorder.record(entry)

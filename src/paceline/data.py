@@ -71,7 +71,7 @@ def distribute(loader: DataLoader[T]) -> Iterable[T]:
             "Give each worker its part inside the dataset, by paceline.worker_index() and paceline.worker_count()."
         )
     session = current()
-    if session is None or (session.workers == 1 and not session.counts_epochs):
+    if session is None:
         return loader
     kept: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
     passes = _passes.setdefault(session, Passes()).over(loader.dataset)
@@ -95,7 +95,8 @@ class Part(Sampler[T]):
         self._passes = passes
         if not len(self):
             raise ConfigurationError(
-                f"distribute() cannot give {self._workers} workers a part each of {self._total()} items."
+                f"distribute() cannot give each of {self._workers} worker{'s' * (self._workers > 1)} a part of "
+                f"{self._total()} items."
             )
 
     def __len__(self) -> int:

@@ -32,6 +32,7 @@ __all__ = [
     "RunFailedError",
     "UsageError",
     "WeightsChangedError",
+    "first_line",
     "unknown_name",
 ]
 
@@ -123,6 +124,19 @@ class InternalError(PacelineError):
         lines = [f"{self.what} (this is a bug in Paceline; please report it)"]
         lines += [f"  {event!r}" for event in self.story]
         return "\n".join(lines)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type of any error and the first line of what it says.
+
+    >>> first_line(ValueError("the labels are missing\\nin 3 files"))
+    'ValueError: the labels are missing'
+    """
+    kind = type(error)
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    name = f"{module}{kind.__qualname__}"
+    said = str(error).strip().partition("\n")[0]
+    return f"{name}: {said}" if said else name
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> ConfigurationError:

@@ -1,4 +1,4 @@
-"""How much memory a run needs on this machine, and how much there is.
+"""How much memory and how many descriptors a run needs on this machine, and how much there is.
 
 With P the bytes of all parameters (padding included), n workers and an optimizer that keeps s vectors per vector of
 weights, a run holds
@@ -21,11 +21,16 @@ what is small (buffers, pages that are not full), what is there for a moment bef
 weights and an optimizer's state on their way to the servers), a push that is held while its worker goes on, and the
 snapshots that `launch` was asked to keep.
 
+Before there is a model, only the processes are known: of each child `PROCESS_BYTES`, and the descriptors that the
+busiest process has open, which is nearly always the launcher.
+
 Arithmetic and reading of small files: no tensor, no torch. A system that says nothing of its memory has no limit.
 """
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,11 +38,17 @@ from typing import Any
 import msgspec
 
 __all__ = [
+    "DESCRIPTOR_HEADROOM",
     "PROCESS_BYTES",
     "Footprint",
     "available_bytes",
+    "descriptor_limit",
+    "descriptor_shortage",
+    "descriptors",
     "footprint",
     "in_words",
+    "open_descriptors",
+    "process_shortage",
     "shortage",
     "state_vectors",
 ]
@@ -45,7 +56,11 @@ __all__ = [
 PROCESS_BYTES = 200 * 1024 * 1024
 """Of a process that has imported torch and Paceline: the five of a run with a tiny model hold 960 to 1100 MiB
 together (the sum of Pss in /proc/<pid>/smaps_rollup, torch 2.13 on the CPU); 155 of each are its own, the rest is
-libraries that they share."""
+libraries that they share. What a memory cgroup charges at the peak is 146 MiB for each server and 216 for each worker
+that trains a tiny model."""
+
+DESCRIPTOR_HEADROOM = 16
+"""For each process: modules that are being imported, a child that is being started, files that a script opens."""
 
 KEPT = {"Adagrad": 1, "Adadelta": 2, "Adamax": 2, "ASGD": 1, "NAdam": 2, "RAdam": 2, "Rprop": 2}
 """Optimizer -> how many vectors of state it keeps, where that does not depend on its hyper-parameters."""
@@ -171,6 +186,70 @@ def shortage(needed: Footprint, available: int | None, what: str) -> str:
     )
 
 
+def process_shortage(workers: int, servers: int, available: int | None) -> str:
+    """Why the processes of a run do not fit, whatever they train, in a sentence; "" if they do, or nobody knows.
+
+    Args:
+        workers: how many.
+        servers: how many.
+        available: bytes that can still be taken, besides what the launcher has, see `available_bytes`.
+    """
+    count = workers + servers
+    needed = count * PROCESS_BYTES
+    if available is None or needed <= available:
+        return ""
+    return (
+        f"not enough memory: {_many(workers, 'worker')} and {_many(servers, 'server')} are {count} processes of "
+        f"about {in_words(PROCESS_BYTES)} each before anything is trained, {in_words(needed)}, and "
+        f"{in_words(available)} can still be had. Ask for fewer workers or servers, or give the machine or container "
+        "more memory."
+    )
+
+
+def descriptors(workers: int, servers: int, shards: int, transport: str, open_now: int) -> int:
+    """How many descriptors the process of a run that has most of them has open at once, with `DESCRIPTOR_HEADROOM`.
+
+    Args:
+        workers: how many.
+        servers: how many.
+        shards: how many.
+        transport: "shm", "unix" or "tcp".
+        open_now: of the launcher, before the run.
+    """
+    # A listening socket, a selector, a pair of sockets, a trace, the weights' memory and its mapping. Each child's
+    # connection, input, output and log. Two readers of the weights, with a connection for each shard.
+    launcher = open_now + 7 + 4 * (workers + servers) + 2 * shards
+    # The standard three, a listening socket, a selector, the coordinator, the weights' memory and its mapping. Each
+    # worker's connection and mapping. Its shards' traces and readers.
+    shared = transport == "shm"
+    server = 6 + 2 * shared + (1 + shared) * workers + 3 * -(-shards // servers)
+    # A worker has a connection to each server and at most eleven others: always fewer than the launcher.
+    return max(launcher, server) + DESCRIPTOR_HEADROOM
+
+
+def descriptor_shortage(
+    workers: int, servers: int, shards: int, transport: str, open_now: int, limit: int | None
+) -> str:
+    """Why a run cannot begin for want of descriptors, in a sentence, and what to do; "" if it can.
+
+    Args:
+        workers, servers, shards, transport, open_now: see `descriptors`.
+        limit: of each process, see `descriptor_limit`.
+    """
+    needed = descriptors(workers, servers, shards, transport, open_now)
+    if limit is None or needed <= limit:
+        return ""
+    return (
+        f"too few descriptors: with {_many(workers, 'worker')}, {_many(servers, 'server')} and "
+        f"{_many(shards, 'shard')} one process may have {needed} files and connections open, and the limit is "
+        f"{limit}. Raise it with 'ulimit -n {needed}' before the start, or ask for fewer workers, servers or shards."
+    )
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
+
+
 def in_words(size_bytes: int) -> str:
     """A size as people read it."""
     size, unit = float(size_bytes), 0
@@ -194,6 +273,20 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     """
     sizes = [*_of_machine(root), *_of_cgroups(root)]
     return min(sizes) if sizes else None
+
+
+def descriptor_limit() -> int | None:
+    """How many descriptors a process may have open; None for any number. What it starts has the same limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def open_descriptors() -> int:
+    """How many this process has open; the standard three where it cannot be found out."""
+    try:
+        return len(os.listdir("/dev/fd")) - 1  # without the listing's own
+    except OSError:
+        return 3
 
 
 def _of_machine(root: Path) -> Iterator[int]:

@@ -1,12 +1,14 @@
 """What a run cost and how stale its gradients were: figures out of the traces of its shards.
 
     staleness   in versions, per (push, shard): updates applied between a worker's pull and its push's application
-    gap         in iterations: how far ahead of the slowest live worker a worker started an iteration, c_p - min c
+    gap         in iterations: how far ahead of the slowest live worker a worker started an iteration, c_p - min c as
+                the sync model itself counts them. Each entry has it; labels do not tell, since workers join late, are
+                moved on by `drop-stragglers`, and start level after a change of the model
     waiting     from the arrival of a pull to its release, the largest over the shards, without transfers
     updates     optimizer steps of a shard
     restarts    computations that were dropped and started anew
 
-Pure: traces in, figures out. `Meter` takes the entries as they come, so a long run need not keep them.
+Pure: traces in, figures out. `Meter` takes the entries as they come and keeps none, however long a run.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from math import fsum
-from statistics import fmean
 
 import msgspec
 
@@ -111,11 +112,11 @@ class Meter:
     """Measures a run while it goes on. The entries of one shard come in order; those of different shards may mix.
 
     Attributes:
-        staleness: in versions, of each push that was applied, per shard.
+        staleness: in versions -> how many pushes, per shard, were applied that stale.
     """
 
     def __init__(self, shards: int) -> None:
-        self.staleness: list[int] = []
+        self.staleness: dict[int, int] = defaultdict(int)
         self._shards = [_ShardMeter() for _ in range(shards)]
         self._waiting_s: dict[int, float] = defaultdict(
             float
@@ -139,7 +140,7 @@ class Meter:
             else:
                 self._waits[worker, iteration] = answered + 1, longest_s
         for _, _, versions in entry.staleness:
-            self.staleness.append(versions)
+            self.staleness[versions] += 1
 
     def measures(self, until_s: float | None = None) -> Measures:
         """The figures so far; up to a time after the last entry, if it is known that nothing happened meanwhile."""
@@ -155,6 +156,8 @@ class Meter:
         iterations: dict[int, int] = defaultdict(int)
         for life in sorted(lives, key=lambda life: life.number):
             iterations[life.worker] += life.iterations
+        applied = sum(self.staleness.values())
+        missed = sum(versions * count for versions, count in self.staleness.items())
         return Measures(
             duration_s=duration_s,
             present_s=present_s,
@@ -163,7 +166,7 @@ class Meter:
             iterations=dict(iterations),
             waiting_s={worker: waiting[worker] for worker in iterations},
             waiting_share=fsum(waiting.values()) / present_s if present_s else 0.0,
-            mean_staleness=fmean(self.staleness) if self.staleness else 0.0,
+            mean_staleness=missed / applied if applied else 0.0,
             max_staleness=max(self.staleness, default=0),
             max_gap=max(shard.max_gap for shard in self._shards),
             delayed_pulls=sum(shard.delayed_pulls for shard in self._shards),
@@ -175,14 +178,13 @@ class Meter:
 class _Life:
     """One worker's presence: one that was lost may join anew."""
 
-    __slots__ = ("asked_s", "iterations", "joined_s", "left_s", "number", "pushed", "worker")
+    __slots__ = ("asked_s", "iterations", "joined_s", "left_s", "number", "worker")
 
-    def __init__(self, worker: int, joined_s: float, pushed: int, number: int) -> None:
+    def __init__(self, worker: int, joined_s: float, number: int) -> None:
         self.worker = worker
         self.joined_s = joined_s
         self.left_s: float | None = None
         self.iterations = 0
-        self.pushed = pushed  # c_p: it joins at the slowest's
         self.number = number  # counts the joins
         self.asked_s = 0.0  # when its last pull came
 
@@ -203,21 +205,17 @@ class _ShardMeter:
         self.restarts = 0
         self.lives: list[_Life] = []  # that are over
         self.current: dict[int, _Life] = {}
-        self._at: dict[int, int] = defaultdict(int)  # c -> how many live workers have pushed that often
-        self._slowest = 0
 
     def take(self, entry: Entry) -> list[tuple[int, int, float]]:
         """Take one entry. Of each pull that it answered: (worker, iteration, seconds since it had come)."""
         event = entry.event
         self.now_s = event.now_s
+        self.max_gap = max(self.max_gap, entry.gap)
         if entry.version is not None:
             self.updates = entry.version
         kind = type(event)
         if kind is PushReceived:
-            its = self.current[event.worker]
-            its.iterations += 1
-            self._move(its.pushed, its.pushed + 1)
-            its.pushed += 1
+            self.current[event.worker].iterations += 1
         elif kind is PullRequested:
             self.current[event.worker].asked_s = event.now_s
             self.delayed_pulls += 1  # unless it is answered below
@@ -225,33 +223,17 @@ class _ShardMeter:
             self.restarts += 1
         elif kind is WorkerJoined:
             number = len(self.lives) + len(self.current)
-            self.current[event.worker] = _Life(event.worker, event.now_s, self._slowest, number)
-            self._move(None, self._slowest)
+            self.current[event.worker] = _Life(event.worker, event.now_s, number)
         elif kind is WorkerLost or kind is WorkerFinished:
             its = self.current.pop(event.worker)
             its.left_s = event.now_s
             self.lives.append(its)
-            self._move(its.pushed, None)
         answered = []
         for action in entry.actions:
-            if type(action) is AnswerPull:
-                its = self.current[action.worker]
-                self.max_gap = max(self.max_gap, its.pushed - self._slowest)
-                if kind is not PullRepeated:
-                    answered.append((action.worker, action.iteration, event.now_s - its.asked_s))
-                    self.delayed_pulls -= kind is PullRequested and action.worker == event.worker
+            if type(action) is AnswerPull and kind is not PullRepeated:
+                asked_s = self.current[action.worker].asked_s
+                answered.append((action.worker, action.iteration, event.now_s - asked_s))
+                self.delayed_pulls -= kind is PullRequested and action.worker == event.worker
             elif type(action) is DropPush:
                 self.dropped_pushes += 1
         return answered
-
-    def _move(self, before: int | None, after: int | None) -> None:
-        """A worker's count has changed; keep min c."""
-        at = self._at
-        if after is not None:
-            at[after] += 1
-        if before is not None:
-            at[before] -= 1
-            if not at[before]:
-                del at[before]
-        while at and self._slowest not in at:
-            self._slowest += 1

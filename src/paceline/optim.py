@@ -14,9 +14,12 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NoReturn, TypeVar, overload
+from weakref import ref
 
 import msgspec
 import torch
@@ -24,6 +27,7 @@ from torch import nn
 
 from .errors import ConfigurationError, NonFiniteGradientError, UsageError, WeightsChangedError
 from .gradients import Gradients
+from .hooks import remove_after, weakly
 from .lars import LARS
 from .layout import Layout, Parameter, ShardSlice
 from .optimizers import PER_PARAMETER_STATE, OptimizerSpec, read_groups, require_elementwise
@@ -34,7 +38,7 @@ from .wire.messages import BufferSpec, ModelSpec
 
 __all__ = ["DistributedOptimizer"]
 
-Loss = TypeVar("Loss", float, torch.Tensor)
+Loss = TypeVar("Loss")
 
 log = logging.getLogger("paceline.optim")
 
@@ -98,7 +102,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 own idiom. Without one, the gradients are those that the parameters have.
 
         Returns:
-            what the closure returned.
+            what the closure returned, whatever it is. If it is a number or a tensor of one element, it is shown and
+            recorded as the loss.
 
         Raises:
             NonFiniteGradientError: a gradient holds NaN or inf; nothing was sent.
@@ -124,8 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             with torch.enable_grad():
                 loss = self._trained.compute(self._session, closure)
-        shown = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
-        self._trained.commit(self._session, read_groups(self._wrapped), shown, stale)
+        self._trained.commit(self._session, read_groups(self._wrapped), _as_number(loss), stale)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,9 +233,15 @@ class Trained:
         replaced = not all(torch.equal(_bits(parameter), _bits(place)) for parameter, place in pairs)
         self._use(session.weights)
         session.on_moved = lambda: self._use(session.weights)
-        for index, parameter in enumerate(self._parameters):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._adopter(index, session))
+        adopt = weakly(self._adopt_and_tell)
+        remove_after(
+            session,
+            [
+                parameter.register_post_accumulate_grad_hook(partial(adopt, index, ref(session)))
+                for index, parameter in enumerate(self._parameters)
+                if parameter.requires_grad
+            ],
+        )
         self._buffers.changed()  # what they are now has been published
         self._remember()
         return replaced
@@ -271,7 +281,8 @@ class Trained:
             session.hold_back(droppable=False)
             return result
         if self._restartable is None:
-            self._restartable = Restartable(self._model, self._parameters, session, self._remember)
+            remember = weakly(self._remember)
+            self._restartable = Restartable(self._model, self._parameters, session, remember)
         return self._restartable.run(closure)
 
     def commit(
@@ -366,13 +377,13 @@ class Trained:
                 self.layout.parameters[index].names[0],
             )
 
-    def _adopter(self, index: int, session: Session) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            self._adopt(index)
-            if session.sends_early and self._scale is None:  # else it is not yet what is pushed
-                session.gradient_ready(index)
-
-        return hook
+    def _adopt_and_tell(self, index: int, session: ref[Session], parameter: torch.Tensor) -> None:
+        """Take a gradient that autograd has just accumulated, and tell the session if that may send it early."""
+        self._adopt(index)
+        living = session()
+        # A gradient that is yet to be scaled is not what is pushed.
+        if living is not None and living.sends_early and self._scale is None:
+            living.gradient_ready(index)
 
     def _first_not_finite(self) -> str | None:
         """The name of the first parameter whose gradient holds NaN or inf."""
@@ -531,6 +542,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _as_number(loss: object) -> float | None:
+    """What a closure returned, as a number to show; None if it is no real number, nor a tensor of just one."""
+    try:
+        if isinstance(loss, torch.Tensor):
+            loss = loss.item()
+        return float(loss) if isinstance(loss, numbers.Real) else None
+    except (RuntimeError, OverflowError):  # several elements, or no data (device meta); too large for a float
+        return None
 
 
 def _require_first(session: Session) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from .generators import GeneratorStates
+from .hooks import remove_after, weakly
 from .runtime.session import Session
 
 __all__ = ["Restartable"]
@@ -52,11 +53,10 @@ class Restartable:
         self._session = session
         self._pulled = pulled
         self._before: _Before | None = None  # what to give back; None while no closure runs
-        for module in model.modules():
-            module.register_forward_pre_hook(self._before_forward)
-        for parameter in parameters:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._after_gradient)
+        before, after = weakly(self._before_forward), weakly(self._after_gradient)
+        hooks = [module.register_forward_pre_hook(before) for module in model.modules()]
+        hooks += [p.register_post_accumulate_grad_hook(after) for p in parameters if p.requires_grad]
+        remove_after(session, hooks)
 
     def run(self, closure: Callable[[], Any]) -> Any:
         """Run a closure until it has come to its end; what it returned."""

@@ -3,7 +3,11 @@
 A trace is a text file of JSON lines, one per host of a machine (each shard, and the coordinator). The first
 line is the header: which model to begin with, hosted where, on which version of the format. Each further line is
 one entry, in the order of processing: the event with its exact time, the actions that came out, whether it was
-refused, and what came of the actions (the version that the shard reached, the staleness of each push it applied).
+refused, and what came of the actions (the version that the shard reached, the staleness of each push it applied, how
+far ahead the workers were whose pulls it answered).
+
+Traces of other versions of the format are refused. Version 2 does not say how far ahead workers were, which only the
+machine knew: every figure that builds on it would be wrong without a word.
 
 **Replay.** `replay(trace)` feeds the events to a new machine of the same model and compares the actions. They
 are identical, or it says where they part. Times survive the text exactly: the shortest decimal that reads back
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -24,9 +28,20 @@ from .sync.actions import AnyAction
 from .sync.changes import JobSync, ShardSync
 from .sync.events import AnyEvent
 
-__all__ = ["Entry", "EntryRecorder", "Header", "Memory", "Recorder", "Trace", "new_machine", "read", "replay"]
+__all__ = [
+    "Entry",
+    "EntryRecorder",
+    "Header",
+    "Memory",
+    "Recorder",
+    "Trace",
+    "new_machine",
+    "read",
+    "read_run",
+    "replay",
+]
 
-FORMAT = 2
+FORMAT = 3
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +78,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         version: how many updates the shard had applied afterwards; None at the coordinator.
         staleness: for each push that this event had applied, in order: (worker, iteration, updates applied
             between that worker's last pull and this application).
+        gap: the largest c_p - min c among the workers whose pulls this event had answered, by the ledger of the
+            model in force; 0 at the coordinator.
     """
 
     event: AnyEvent
@@ -70,6 +87,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     refused: str | None = None
     version: int | None = None
     staleness: list[tuple[int, int, int]] = []
+    gap: int = 0
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -93,10 +111,18 @@ class Memory:
         self.record = self.trace.entries.append
 
 
+class Sink(Protocol):
+    """Where the bytes of a trace go: a file, or something like one."""
+
+    def write(self, data: bytearray, /) -> object: ...
+
+    def close(self) -> object: ...
+
+
 class Recorder:
     """Writes one trace, line by line; lines reach the file when its buffer is full and on `close`."""
 
-    def __init__(self, file: IO[bytes], header: Header) -> None:
+    def __init__(self, file: Sink, header: Header) -> None:
         self._file = file
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
@@ -131,10 +157,19 @@ def read(path: Path) -> Trace:
     try:
         version = msgspec.json.decode(lines[0])["format"]
         if version != FORMAT:
-            raise ConfigurationError(f"{path} is a trace of format {version}; this version reads {FORMAT}.")
+            raise ConfigurationError(
+                f"{path} is a trace of format {version}; this version reads {FORMAT}. Record the run anew, or read "
+                "it with the version of Paceline that wrote it."
+            )
         return Trace(msgspec.json.decode(lines[0], type=Header), list(_entries(lines[1:-1])))
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{path} is not a trace of Paceline: {error}") from error
+
+
+def read_run(run_dir: Path) -> list[Trace]:
+    """Read the traces in a run directory: each shard's, in order, then the coordinator's. See `read`."""
+    shards = sorted(run_dir.glob("trace-shard-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    return [read(path) for path in [*shards, *run_dir.glob("trace-coordinator.jsonl")]]
 
 
 def new_machine(header: Header) -> Machine:

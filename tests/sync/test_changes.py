@@ -842,8 +842,63 @@ def test_speculation_begins_with_the_first_iteration_that_starts_after_the_chang
 def test_where_the_shards_differ_the_coordinator_has_no_part() -> None:
     told = Told("asp|ssp:staleness=1", 1)
     assert told.finished(0, 0) == []
-    assert told.tell(IterationStarted(now_s=1.0, worker=0, iteration=1)) == []
+    told.refuse(IterationStarted(now_s=1.0, worker=0, iteration=1))
     assert told.tell(TimerFired(now_s=1.0, worker=0, iteration=1)) == []
+
+
+@pytest.mark.parametrize(
+    "sync", ["asp", "bsp", "elastic-bsp:lookahead=2", "ssp|bsp", "drop-stragglers:quorum=1"]
+)
+def test_a_beginning_that_no_model_asks_for_is_refused(sync: str) -> None:
+    told = Told(sync, 2)
+    told.finished(0, 0)
+    told.refuse(IterationStarted(now_s=1.0, worker=0, iteration=1))
+
+
+@pytest.mark.parametrize(
+    ("sync", "said"),
+    [
+        ("elastic-bsp:lookahead=2", [IterationStarted(now_s=1.0, worker=0, iteration=1)]),
+        ("elastic-bsp:lookahead=2", [IterationFinished(now_s=1.0, worker=0, iteration=1, superstep=0)]),
+        ("asp", [IterationStarted(now_s=1.0, worker=0, iteration=1)]),
+        (SPEC_SYNC, [IterationStarted(now_s=1.0, worker=0, iteration=1)]),
+        (
+            SPEC_SYNC,
+            [
+                IterationFinished(now_s=1.0, worker=0, iteration=1),
+                IterationFinished(now_s=1.0, worker=0, iteration=2),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_what_the_new_model_would_refuse_is_refused_when_it_is_said_and_blames_nobody_else(
+    sync: str, said: list[AnyEvent]
+) -> None:
+    """Worker 0 has passed the change and goes on under the new model; worker 1 completes the change."""
+    told = Told("bsp" if sync == "asp" else "asp", 2)
+    told.ask(0, 0, sync)
+    told.finished(0, 0, change=1)
+    told.started(0, 1)
+    *allowed, last = said
+    for event in allowed:
+        assert told.tell(event) == []
+    told.refuse(last)
+    assert told.finished(1, 0, change=1) == []
+
+
+def test_a_change_that_is_asked_for_out_of_turn_is_refused() -> None:
+    told = Told("asp", 2)
+    ask = [SyncRequested(now_s=1.0, worker=0, source="script", number=n, sync="bsp") for n in (1, 2**53)]
+    for event in ask:
+        told.refuse(event)
+
+
+def test_who_asks_for_changes_without_end_is_refused_in_the_end() -> None:
+    told = Told("asp", 2)
+    for number in range(1000 + 1):
+        told.ask(0, number, "bsp" if number % 2 else "ssp:staleness=1")
+    told.refuse(SyncRequested(now_s=1.0, worker=0, source="script", number=1000 + 1, sync="bsp"))
 
 
 REFUSED_BY_JOB: dict[str, AnyEvent] = {

@@ -221,3 +221,10 @@ def test_every_step_is_to_be_runnable() -> None:
         read_schedule(NaiveWaiting(delay_s=2e6)).require_runnable(workers=2, shards=1)
     with pytest.raises(ConfigurationError, match="cannot be imported here"):
         read_schedule("conditions:pull=no_such_module_anywhere:f").require_runnable(workers=2, shards=1)
+
+
+def test_without_overlap_every_step_is_to_go_in_lockstep() -> None:
+    read_schedule("bsp@0,asp@5").require_overlap("shards")
+    read_schedule("bsp").require_overlap("off")
+    with pytest.raises(ConfigurationError, match="that is for the sync model bsp, not bsp@0,asp@5"):
+        read_schedule("bsp@0,asp@5").require_overlap("off")

@@ -26,7 +26,7 @@ from paceline.sync import (
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault
 from paceline.sync.changes import ShardSync
 from paceline.sync.events import Change
-from paceline.sync.user_conditions import local_conditions
+from paceline.sync.user_conditions import local_conditions, require_named
 
 from .world import Life
 
@@ -454,6 +454,40 @@ def test_what_cannot_be_found_here_is_refused_before_anything_starts(name: str, 
         assert complaint in str(refusal.value)
         with pytest.raises(ConfigurationError):
             sync.at_shard()
+
+
+def test_what_lies_in_another_module_than_the_one_that_is_named_is_refused() -> None:
+    """Else naming one module would name all that it imports: `mine:os.system`."""
+    with pytest.raises(
+        ConfigurationError, match="'itertools' is a module of its own; name it before the colon"
+    ):
+        Conditions(pull="paceline.sync.user_conditions:itertools.count").require_runnable(2)
+
+
+def test_only_conditions_of_modules_that_were_named_at_the_launch_may_be_changed_to() -> None:
+    own = Conditions(pull=lambda state: True)
+    launched = [Conditions(pull="mine:f", push="ours:g"), own, SSP()]
+    for model in (SSP(), Conditions(pull="mine:other"), Conditions(pull="more:h", push="ours:g"), own):
+        require_named([model], launched, ["more"])
+    for name in ("theirs:f", "mine.part:f", "minea:f"):
+        for model in (Conditions(pull=name), Conditions(pull="mine:f", push=name)):
+            with pytest.raises(
+                ConfigurationError, match=r"was not named when the run was launched.*--import"
+            ):
+                require_named([SSP(), model], launched, ["more"])
+    with pytest.raises(ConfigurationError, match="put its conditions into a module"):
+        require_named([Conditions(pull="local:f-99")], launched, [])
+    with pytest.raises(ConfigurationError):
+        require_named([own], [SSP()], ["local"])
+
+
+def test_a_condition_that_ends_the_process_is_a_fault_like_any_other() -> None:
+    def leave(state: PullState) -> bool:
+        raise SystemExit("enough")
+
+    life = begin(Conditions(pull=leave), 1)
+    [fault] = [action for action in iterate(life, 0) if isinstance(action, ReportFault)]
+    assert "raised SystemExit: enough" in fault.reason
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """The command line: `paceline run`, `simulate`, `sync` and the others. Reads arguments, calls the library, prints.
 
 Bad input is one sentence on standard error and exit code 2, before anything starts. A run that fails shows the
-failing process's own traceback, once, and exits with 1. Ctrl-C ends every process and exits with 130.
+failing process's own traceback, once, and exits with 1. One that comes to its end although workers have crashed, or
+whose results are not all where they should be, exits with 3. Ctrl-C ends every process and exits with 130, SIGTERM
+with 143.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from .. import __version__
 from ..errors import ConfigurationError, PacelineError, UsageError
 from .measuring import bench
 from .rehearsing import advise, paper, simulate
-from .running import demo, run
-from .terminal import EXIT_BAD_INPUT, EXIT_FAILED
+from .running import RunCommand, demo, run
+from .terminal import EXIT_BAD_INPUT, EXIT_FAILED, keep_streams_usable
 
 __all__ = ["app", "main"]
 
@@ -62,7 +64,9 @@ def sync(
 
 
 # In the order in which the help has them; what follows a script's name is the script's own.
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run)
+app.command(
+    cls=RunCommand, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
+)(run)
 app.command()(demo)
 app.add_typer(bench, name="bench")
 app.command()(simulate)
@@ -73,11 +77,12 @@ app.command()(sync)
 
 def main() -> None:
     """The entry point: turns errors into one sentence and an exit code."""
+    keep_streams_usable()
     try:
         app()
     except (ConfigurationError, UsageError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     except PacelineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         sys.exit(EXIT_FAILED)

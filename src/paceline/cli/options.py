@@ -61,6 +61,17 @@ Sync = Annotated[
         rich_help_panel="Run",
     ),
 ]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        help="A module from which the script may take conditions in mid-run (conditions:pull=MODULE:function). "
+        "Can be given several times.",
+        show_default=False,
+        rich_help_panel="Run",
+    ),
+]
 Shards = Annotated[
     int | None,
     typer.Option(
@@ -113,6 +124,17 @@ RunDir = Annotated[
     typer.Option(
         "--run-dir",
         help="Where logs, traces and results go. Default: a new directory under ./runs.",
+        show_default=False,
+        rich_help_panel="Run",
+    ),
+]
+StallTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--stall-timeout",
+        metavar="SECONDS",
+        help="End a worker or server that has been silent for so long while others wait for it. A worker is lost "
+        "then, and the others go on. Default: never; who is awaited is said all the same.",
         show_default=False,
         rich_help_panel="Run",
     ),

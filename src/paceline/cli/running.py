@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand
 
 from ..errors import ConfigurationError
 from .options import (
+    Imports,
     Jitter,
     OnNan,
     OnNanOption,
@@ -26,14 +28,45 @@ from .options import (
     Slicing,
     SlicingOption,
     Slowdown,
+    StallTimeout,
     Sync,
     Transport,
     TransportOption,
     Workers,
 )
-from .terminal import interruptible, read_numbers
+from .terminal import EXIT_NOT_ALL_WELL, interruptible, read_numbers
 
-__all__ = ["demo", "run"]
+__all__ = ["RunCommand", "demo", "run"]
+
+
+class RunCommand(TyperCommand):
+    """A command that ends with a script and the script's own arguments. Warns of those that look like its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)  # the parser takes them out
+        rest = super().parse_args(ctx, args)
+        script, arguments = ctx.params["script"], list(ctx.params["arguments"] or ())
+        options = {name for parameter in self.params for name in parameter.opts if name.startswith("-")}
+        strays = _strays(arguments, options)
+        separated = given[: len(given) - len(arguments) - 1][-1:] == ["--"]
+        if strays and not separated:
+            names = " ".join(strays)
+            print(
+                f"warning: {', '.join(strays)} came after {script}, so the script got it. If it is meant for "
+                f"paceline, write it before the script: paceline run {names} ... {script}. If it is meant for the "
+                f"script, write -- before the script, and this warning is gone: paceline run -- {script} {names} ...",
+                file=sys.stderr,
+            )
+        return rest
+
+
+def _strays(arguments: list[str], options: set[str]) -> list[str]:
+    """Those of a script's arguments, up to a --, that look like some options: --name, --name=value, -n, -n4."""
+    named = []
+    for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
+        name = argument.partition("=")[0]
+        named.append(name[:2] if name[1:2] != "-" and name[2:].isdigit() else name)
+    return [name for name in dict.fromkeys(named) if name in options]
 
 
 def run(
@@ -44,6 +77,7 @@ def run(
     workers: Workers = 2,
     servers: Servers = None,
     sync: Sync = "bsp",
+    imports: Imports = None,
     shards: Shards = None,
     slicing: SlicingOption = Slicing.EVEN,
     overlap: OverlapOption = Overlap.SHARDS,
@@ -52,6 +86,7 @@ def run(
     seed: Seed = 0,
     on_nan: OnNanOption = OnNan.STOP,
     run_dir: RunDir = None,
+    stall_timeout: StallTimeout = None,
     pace: Pace = None,
     slowdown: Slowdown = None,
     jitter: Jitter = 0.0,
@@ -63,30 +98,33 @@ def run(
 
     paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py --epochs 10
     """
-    from ..engines.launch import run_script
-    from ..runtime.job import describe, make_job
+    with interruptible("nothing had been started"):  # to import torch takes seconds
+        from ..engines.launch import run_script
+        from ..runtime.job import describe, make_job
 
-    sys.path.insert(0, str(script.resolve().parent))  # where a user's own conditions are looked for
-    if not script.is_file():
-        what = "is not a file" if script.exists() else "does not exist"
-        raise ConfigurationError(f"the script {str(script)!r} {what}; give the path of a Python file.")
-    job = make_job(
-        workers=workers,
-        servers=servers,
-        sync=sync,
-        shards=shards,
-        slicing=slicing.value,
-        overlap=overlap.value,
-        transport=transport.value,
-        seed=seed,
-        pace=read_numbers("pace", pace),
-        slowdown=read_numbers("slowdown", slowdown),
-        jitter=jitter,
-        on_nan=on_nan.value,
-        run_dir=run_dir,
-        port=port,
-        dry_run=dry_run,
-    )
+        sys.path.insert(0, str(script.resolve().parent))  # where a user's own conditions are looked for
+        if not script.is_file():
+            what = "is not a file" if script.exists() else "does not exist"
+            raise ConfigurationError(f"the script {str(script)!r} {what}; give the path of a Python file.")
+        job = make_job(
+            workers=workers,
+            servers=servers,
+            sync=sync,
+            imports=imports or (),
+            shards=shards,
+            slicing=slicing.value,
+            overlap=overlap.value,
+            transport=transport.value,
+            seed=seed,
+            pace=read_numbers("pace", pace),
+            slowdown=read_numbers("slowdown", slowdown),
+            jitter=jitter,
+            on_nan=on_nan.value,
+            run_dir=run_dir,
+            stall_timeout=stall_timeout,
+            port=port,
+            dry_run=True,
+        )
     if dry_run:
         _print_pairs(
             {**describe(job), "command": " ".join([sys.executable, str(script), *(arguments or [])])}
@@ -95,7 +133,12 @@ def run(
     with interruptible():
         result = run_script(job, script, arguments or [], console=Console(stderr=True))
     _print_summary(result.summary)
-    print(f"weights, traces and logs: {result.run_dir}")
+    if Path(result.summary["weights"]).parent == result.run_dir:
+        print(f"weights, traces and logs: {result.run_dir}")
+    else:
+        print(f"weights: {result.summary['weights']}; what there is of traces and logs: {result.run_dir}")
+    if result.problems or result.summary["crashed_workers"]:
+        raise typer.Exit(EXIT_NOT_ALL_WELL)
 
 
 def demo(
@@ -154,17 +197,29 @@ def _print_pairs(pairs: dict[str, str]) -> None:
     Console(soft_wrap=True).print(table)
 
 
-def _print_summary(summary: dict[str, object]) -> None:
+def _print_summary(summary: dict[str, Any]) -> None:
+    shown = {"sync": str(summary["sync"])}
+    if "duration_s" in summary:  # else the run's traces could not be read
+        shown |= _figures(summary)
+    if summary["emulated"]:
+        shown["emulated"] = str(summary["emulated"])
+    _print_pairs(shown)
+
+
+def _figures(summary: dict[str, Any]) -> dict[str, str]:
+    shards = summary["shards"]
+    pushes = sum(summary["iterations"].values()) * shards  # each iteration of a worker is one to each shard
+    to_shards = f" to {shards} shards" if shards > 1 else ""
     shown = {
-        "sync": str(summary["sync"]),
         "duration": f"{summary['duration_s']:.1f} s",
         "updates": f"{summary['updates']} ({summary['updates_per_s']:.1f} per second)",
+        "left out": f"{summary['dropped_pushes']} of {pushes} pushes{to_shards} (no usable gradient, or too late)",
         "waiting": f"{summary['waiting_share']:.1%} of the workers' time",
         "restarts": f"{summary['restarts']}, {summary['wasted_s']:.1f} s computed in vain",
         "staleness": f"mean {summary['mean_staleness']:.2f}, largest {summary['max_staleness']} (in updates)",
     }
+    if not summary["dropped_pushes"]:
+        del shown["left out"]
     if not summary["restarts"]:
         del shown["restarts"]
-    if summary["emulated"]:
-        shown["emulated"] = str(summary["emulated"])
-    _print_pairs(shown)
+    return shown

@@ -1,9 +1,8 @@
-"""The first code of every process that an engine starts: `python -m paceline.engines.child`.
+"""What a process of a run does once it has started (see `boot`): it becomes a server or a worker.
 
-It learns its place in the run from one environment variable, ties its life to its parent's, and becomes a
-server or a worker. A worker runs the user's script as `python script.py` would, or calls the function that it
-reads from its standard input. A server finds there where modules are looked for, and the conditions that it could
-not import.
+It learns its place in the run from one environment variable. A worker runs the user's script as `python script.py`
+would, or calls the function that it reads from its standard input. A server finds there where modules are looked
+for, and the conditions that it could not import.
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ from pathlib import Path
 import cloudpickle
 import msgspec
 
+from ..errors import PeerLostError, first_line
 from ..runtime import session as sessions
 from ..runtime.job import JOB_VARIABLE, Place
 from ..runtime.server import serve
 from ..runtime.worker import WorkerSession
 from ..sync.user_conditions import local_conditions
-from .lifetime import end_with_parent
+from . import boot
+from .endings import EXIT_PEER_LOST
 
 __all__ = ["main"]
 
 
 def main() -> int:
-    """Be the process that the environment says."""
+    """Be the process that the environment says; return its exit code."""
     place = msgspec.msgpack.decode(bytes.fromhex(os.environ.pop(JOB_VARIABLE)), type=Place)
-    end_with_parent(int(os.environ.pop("PACELINE_PARENT")))
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
     if place.role == "server":
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when a server ends
@@ -46,11 +46,12 @@ def main() -> int:
         _train(sys.argv[1:])
     except SystemExit as end:
         if end.code not in (None, 0):
-            session.fail(f"the script ended with exit code {end.code}", "")
+            session.fail(_ending(end.code), "")
             return 1
     except BaseException as error:  # whatever the script raises is reported, once, by the launcher
-        session.fail(_one_line(error), _own_traceback(error))
-        return 1
+        consequence = _follows_from_a_loss(error)
+        session.fail(first_line(error), _own_traceback(error), consequence=consequence)
+        return EXIT_PEER_LOST if consequence else 1
     session.finish()
     session.close()
     return 0
@@ -65,12 +66,26 @@ def _train(arguments: list[str]) -> None:
         return
     script, *script_arguments = rest
     sys.argv = [script, *script_arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
+    sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
 
 
-def _one_line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+def _ending(code: object) -> str:
+    """How a script ended that has called `sys.exit(code)`: a text there means exit code 1."""
+    if isinstance(code, int):
+        return f"the script ended with exit code {code}"
+    return f"the script ended with exit code 1: {code}"
+
+
+def _follows_from_a_loss(error: BaseException | None) -> bool:
+    """True if an error came of another process being gone, whatever the script has made of it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, PeerLostError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _own_traceback(error: BaseException) -> str:
@@ -82,11 +97,4 @@ def _own_traceback(error: BaseException) -> str:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename == __file__ or filename.startswith("<frozen ") or filename == runpy.__file__
-
-
-if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(status)
+    return filename in (__file__, boot.__file__, runpy.__file__) or filename.startswith("<frozen ")

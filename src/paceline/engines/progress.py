@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
+from typing import IO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..runtime.coordinator import Coordinator
+from .output import ForgivingStream
 
 __all__ = ["Progress"]
 
@@ -32,17 +34,23 @@ class Progress:
 
     Args:
         coordinator: of the run to show.
-        console: where to.
+        console: where to. What cannot be written there is dropped from now on.
     """
 
     def __init__(self, coordinator: Coordinator, console: Console) -> None:
         self._coordinator = coordinator
         self._console = console
+        # A console would end this process, or the thread that draws the table, when nobody reads it any more.
+        console.file = cast(IO[str], ForgivingStream(console.file, "the progress"))
         self._plain_s = time.monotonic()
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(
-                Text("starting"), console=console, refresh_per_second=REFRESH_PER_S, transient=True
+                Text("starting"),
+                console=console,
+                refresh_per_second=REFRESH_PER_S,
+                transient=True,
+                redirect_stdout=False,  # it may be elsewhere, and it is the caller's
             )
 
     def __enter__(self) -> Progress:
@@ -58,7 +66,7 @@ class Progress:
 
     def print(self, line: str) -> None:
         """Print a line that worker 0 printed: above the live table, or to standard output if that is elsewhere."""
-        if self._live is not None and sys.stdout.isatty():
+        if self._live is not None and sys.stdout is not None and sys.stdout.isatty():
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print(line, flush=True)

@@ -12,16 +12,14 @@ from pathlib import Path
 import msgspec
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
 from ..buffers import bytes_of, pack, packed_bytes, pool, torch_dtype, unpack
 from ..errors import ConfigurationError, ProtocolError
 from ..layout import ITEM_BYTES
-from ..optimizers import HyperParameters, rehearse
+from ..optimizers import HyperParameters
 from ..shard import ForHost, Push, Shard, Vectors
 from ..sync.events import (
     AnyEvent,
-    Change,
     PullRepeated,
     PullRequested,
     PushReceived,
@@ -30,11 +28,12 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from ..sync.notation import parse_shards, require_shards
 from ..trace import Header, Recorder
 from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut
 from ..wire.messages import Commit, CreateShards, InitialState, InitialWeights, Message, ShardWaits
+from .best_effort import BestEffortFile
 from .job import Job
+from .registration import require_groups
 
 __all__ = ["Holdings", "Perform", "byte_views", "tensors_over"]
 
@@ -55,6 +54,7 @@ class Holdings:
         job: the run.
         master: where the weights lie over shared memory; None for memory of its own.
         before_update: called with a shard's index before its weights change.
+        warn: called with what has gone wrong without ending the run, in words.
 
     Attributes:
         expected: who takes part and has not left.
@@ -69,6 +69,7 @@ class Holdings:
         job: Job,
         master: Region | None,
         before_update: Callable[[int], None],
+        warn: Callable[[str], None],
     ) -> None:
         self.expected = set(created.workers)
         self.publisher = created.publisher
@@ -78,8 +79,8 @@ class Holdings:
         self._job = job
         self._master = master
         self._before_update = before_update
+        self._warn = warn
         self._slices = {shard.index: shard for shard in created.shards}
-        self._group_kinds = [_kinds(group) for group in created.model.optimizer.groups]
         self._groups: tuple[bytes, tuple[HyperParameters, ...]] = b"", ()  # as they came last, and decoded
         self._recorders: list[Recorder] = []
         self._states: dict[int, Vectors] = {}  # optimizer states to start from, until their shard is made
@@ -108,10 +109,10 @@ class Holdings:
         """
         buffers = self._created.model.buffers
         match message:
-            case Commit(shard=0) if all(0 <= index < len(buffers) for index in message.buffers):
+            case Commit(shard=0) if _are_some_of(message.buffers, len(buffers)):
                 return [packed_bytes(buffers[index]) for index in message.buffers]
             case Commit() if message.buffers:
-                raise ProtocolError(f"a commit to shard {message.shard} has buffers {message.buffers}")
+                raise ProtocolError(f"a commit to shard {message.shard} has buffers {message.buffers[:8]}")
             case InitialWeights() if message.shard in self._slices:
                 bounds = self._slices[message.shard].bounds
                 sizes = [(stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in bounds.items()]
@@ -128,9 +129,11 @@ class Holdings:
 
     def start_state(self, message: InitialState, payload: bytes) -> None:
         """Keep the optimizer state that a shard is to start from."""
+        if message.shard not in self._slices or message.shard in self.shards:
+            raise ProtocolError(f"an optimizer state for shard {message.shard} is not expected")
         try:
             self._states[message.shard] = safetensors.torch.load(payload)
-        except SafetensorError as error:
+        except Exception as error:  # the library raises what it likes at bytes that are not its own
             raise ProtocolError(f"an optimizer state that cannot be read: {error}") from error
 
     def start(self, message: InitialWeights, payload: Sequence[bytearray]) -> None:
@@ -150,7 +153,8 @@ class Holdings:
         }
         sync, seed = models[index], self._job.seed
         header = Header(sync=str(sync), host="shard", index=index, seed=seed, emulated=self._job.emulated)
-        recorder = Recorder.to_path(Path(self._job.run_dir, f"trace-shard-{index}.jsonl"), header)
+        path = Path(self._job.run_dir, f"trace-shard-{index}.jsonl")
+        recorder = Recorder(BestEffortFile(path, self._warn), header)
         self._recorders.append(recorder)
         shard = Shard(
             bounds,
@@ -186,7 +190,10 @@ class Holdings:
         if len(message.present) != len(self._created.model.layout.parameters):
             raise ProtocolError("a commit does not say for each parameter whether it has a gradient")
         if message.change is not None:
-            self._require_known(message.change)
+            try:  # before a shard is half-way through it
+                self._job.read_sync(message.change.sync)
+            except ConfigurationError as error:
+                raise ProtocolError(f"it changes to a sync model that cannot run here: {error}") from error
         event = PushReceived(
             now_s=self._job.now_s(),
             worker=worker,
@@ -231,16 +238,6 @@ class Holdings:
             described.append(ShardWaits(index, str(shard.sync.sync), pulls, tuple(reasons.values())))
         return tuple(described)
 
-    def _require_known(self, change: Change) -> None:
-        """Refuse a change to what cannot run here, before a shard is half-way through it."""
-        try:
-            models = parse_shards(change.sync)
-            require_shards(models, self._job.shards)
-            for model in models:
-                model.require_runnable(self._job.workers)
-        except ConfigurationError as error:
-            raise ProtocolError(f"it changes to a sync model that cannot run here: {error}") from error
-
     def in_place(self, index: int) -> bool:
         """True if workers may read the shard's weights where they are, and need no copy.
 
@@ -255,25 +252,11 @@ class Holdings:
         if encoded != self._groups[0]:
             try:
                 groups = _groups_decoder.decode(encoded)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ProtocolError(f"hyper-parameters that cannot be read: {error}") from error
-            if [_kinds(group) for group in groups] != self._group_kinds:
-                raise ProtocolError("hyper-parameters of other names or kinds than the optimizer's")
-            self._require_usable(groups)
+            require_groups(self._created.model, groups)
             self._groups = encoded, groups
         return self._groups[1]
-
-    def _require_usable(self, groups: tuple[HyperParameters, ...]) -> None:
-        """Refuse hyper-parameters that the optimizer would trip over, half-way through a step. A learning rate
-        alone, which schedulers change all the time, needs no trial."""
-        optimizer = self._created.model.optimizer
-        same = [{**group, "lr": 0} for group in groups] == [{**group, "lr": 0} for group in optimizer.groups]
-        if same and all(isinstance(rate := group["lr"], float | int) and rate >= 0 for group in groups):
-            return
-        try:
-            rehearse(optimizer.name, optimizer.groups, groups)
-        except Exception as error:  # torch raises what it likes here
-            raise ProtocolError(f"hyper-parameters that the optimizer cannot use: {error!r}") from error
 
     def leave(self, worker: int, *, finished: bool, perform: Perform) -> None:
         """A worker takes no further part. It may be heard of twice: once is enough."""
@@ -315,10 +298,9 @@ class Holdings:
             recorder.close()
 
 
-def _kinds(group: HyperParameters) -> dict[str, str]:
-    """What each hyper-parameter of a group is, so that one push cannot bring what the optimizer trips over."""
-    kinds = {bool: "flag", int: "number", float: "number", tuple: "pair"}
-    return {key: kinds.get(type(value), "nothing") for key, value in group.items()}
+def _are_some_of(indices: Sequence[int], count: int) -> bool:
+    """True if these are indices of `count` things, each once."""
+    return len(set(indices)) == len(indices) and all(0 <= index < count for index in indices)
 
 
 def tensors_over(vectors: dict[str, memoryview]) -> Vectors:

@@ -1,13 +1,22 @@
 """One listening socket and everybody who calls: what the server's and the coordinator's loops have in common.
 
-A caller is let in when its first message shows the run's token. Until then only a small greeting is read from it,
-at most one descriptor is taken, nothing is sent, and it is dropped if it stays silent. A caller that breaks the
-rules is logged and its connection closed; the host goes on. Sending never blocks and never calls back: a connection
-that turns out to be broken while something is sent is dropped when the message at hand is done with.
+A caller is let in when its first message shows the run's token. Until then it is a *stranger* (see `strangers`): only
+a small greeting is read from it, at most one descriptor is taken, nothing is sent, and it is dropped if it stays
+silent, or if it has been silent for a moment and others want its place.
+
+A caller that breaks the rules is logged and its connection closed; the host goes on. Rules are checked where they are
+known, before anything changes, and broken with a `ProtocolError`. Should a message bring about any other exception,
+that costs its sender its connection too, and the traceback is logged. What is not the sender's fault ends the host,
+with its own message: a broken invariant of our own (`InternalError`), and what the machine lacks (`OSError`,
+`MemoryError`).
+
+Sending never blocks and never calls back: a connection that turns out to be broken while something is sent is dropped
+when the message at hand is done with, and so is one whose peer does not read what it is sent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import math
@@ -17,16 +26,22 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..errors import PeerLostError, ProtocolError
+from ..errors import DeadlineError, InternalError, PeerLostError, ProtocolError
+from ..wire.forks import close_in_forks
 from ..wire.messages import Hello, Message
 from ..wire.stream import Stream
 from .spin import fall_asleep, spin, wake_up
+from .strangers import Door, Strangers
 
-__all__ = ["GREETING_TIMEOUT_S", "Host", "Hub", "Peer"]
+__all__ = ["Host", "Hub", "Peer"]
 
 log = logging.getLogger("paceline.hub")
 
-GREETING_TIMEOUT_S = 10.0
+LAST_WORDS_S = 1.0  # without a word of a process that has ended, where its connection does not end with it
+ACCEPTED_AT_ONCE = 8  # callers, before the others are heard again
+MOST_UNSENT = 1 << 14  # parts of messages that wait for one peer; one that reads leaves a few per shard
+LONGEST_REASON = 1000  # characters of what a peer sent may be in it
+OUR_FAULT = (InternalError, OSError, MemoryError)  # ours or the machine's, whoever's message showed it
 SOCKETS_INTERVAL_S = 1e-3  # while rings are busy
 LONGEST_SLEEP_S = 0.1  # with rings: what a wake-up would cost at most, should one ever be lost
 IN_RING = 1 << 8  # beside the events of a selector
@@ -39,13 +54,17 @@ class Peer:
         stream: its stream.
         role: "worker", "server" or "reader", once it has been let in; "" until then.
         index: the worker's or server's number.
+        heard_s: when something came from it last, on the monotonic clock.
+        adopted: True if this host has made the connection itself.
     """
 
     def __init__(self, stream: Stream[Message]) -> None:
         self.stream = stream
         self.role = ""
         self.index = -1
-        self.since_s = time.monotonic()
+        self.adopted = False
+        self.heard_s = time.monotonic()
+        self.ended_s = math.inf  # when its process was found to have ended, though its connection had not
 
     def __str__(self) -> str:
         if not self.role:
@@ -73,7 +92,7 @@ class Host(Protocol[P_contra]):
         ...
 
     def gone(self, peer: P_contra, reason: str) -> None:
-        """A connection that had been let in has ended."""
+        """A connection that had been let in, or adopted, has ended."""
         ...
 
 
@@ -104,17 +123,20 @@ class Hub(Generic[P]):
         self.peers: set[P] = set()
         self._name = name
         self._token = token.encode()
-        self._listener = listener
+        self._door = Door(listener)
+        self._strangers: Strangers[P] = Strangers(name)
         self._accepts = accepts
         self._make_peer = make_peer
         self._host = host
-        self._broken: list[
-            tuple[P, str]
-        ] = []  # found while sending: dropped when the message at hand is done with
+        # Found while sending, with the reason: dropped when the message at hand is done with.
+        self._broken: list[tuple[P, PeerLostError | ProtocolError]] = []
         self._ringed: dict[Stream[Any], P] = {}  # those that have a ring
+        self._ending: set[P] = set()  # whose processes have ended, while their connections have not
         self._looked_s = 0.0  # at the sockets
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._door, selectors.EVENT_READ, self._accept)
+        self._accepting = True
+        close_in_forks(self)
 
     def watch(self, source: socket.socket | Stream[Any], heard: Callable[[], None]) -> None:
         """Have `poll` also look at this, and call `heard` when there is something to read."""
@@ -131,24 +153,51 @@ class Hub(Generic[P]):
                 return
             else:
                 timeout_s = min(LONGEST_SLEEP_S, math.inf if timeout_s is None else timeout_s)
-        silent = [peer for peer in self.peers if not peer.role]
-        if silent:
-            timeout_s = min(GREETING_TIMEOUT_S, math.inf if timeout_s is None else timeout_s)
+        timeout_s = self._strangers.left_s(timeout_s)
+        if self._ending:
+            timeout_s = min(LAST_WORDS_S, math.inf if timeout_s is None else timeout_s)
         ready = self._selector.select(timeout_s)
         self._looked_s = time.monotonic()
         wake_up(self._ringed)
         for key, events in ready:
-            if key.fileobj is self._listener:
-                self._accept()
-            elif isinstance(key.data, Peer):
+            if isinstance(key.data, Peer):
                 if key.data in self.peers:  # else it was dropped a moment ago
                     self._serve(key.data, events)
             else:
                 key.data()
             self._drop_broken()
-        for peer in silent:
-            if not peer.role and time.monotonic() - peer.since_s > GREETING_TIMEOUT_S:
-                self._drop(peer, "it has not shown the run's token in time")
+        for peer in self._strangers.late():
+            self.drop(peer, "it has not shown the run's token in time")
+        if not self._accepting and self._strangers.room:
+            self._selector.register(self._door, selectors.EVENT_READ, self._accept)
+            self._accepting = True
+        for peer in list(self._ending):
+            if time.monotonic() - max(peer.ended_s, peer.heard_s) > LAST_WORDS_S:
+                self.drop(peer, "its process has ended")
+
+    def adopt(self, peer: P) -> None:
+        """Have `poll` also serve a connection that this host has made itself, to somebody it trusts.
+
+        What goes wrong with a message of such a peer goes wrong here, and is raised by `poll`.
+        """
+        peer.adopted = True
+        self.peers.add(peer)
+        self._selector.register(peer.stream, selectors.EVENT_READ, peer)
+
+    def drain(self, peer: P, timeout_s: float) -> None:
+        """Send what is queued for a peer; give up when it takes longer, or the connection ends."""
+        if peer in self.peers:
+            with contextlib.suppress(PeerLostError, DeadlineError):
+                peer.stream.drain(timeout_s)
+
+    def expect_end(self, peer: P) -> None:
+        """Hear what a peer whose process has ended has still sent, then drop it.
+
+        Its connection ends by itself, unless a child that it has forked holds it open.
+        """
+        if peer in self.peers and peer not in self._ending:
+            peer.ended_s = time.monotonic()
+            self._ending.add(peer)
 
     def watch_ring(self, peer: P) -> None:
         """Have `poll` also look into a peer's ring."""
@@ -166,15 +215,26 @@ class Hub(Generic[P]):
         """Send a message, see `Stream.send`; never blocks, never raises."""
         try:
             peer.stream.send(message, payload, descriptors, lent=lent)
+            if peer.stream.unsent > MOST_UNSENT:
+                raise ProtocolError("it does not read what it is sent")
             self._watch_peer(peer)
         except PeerLostError as error:
-            self._broken.append((peer, str(error)))
+            self._broken.append((peer, error))
+        except ProtocolError as error:
+            self._refuse(peer, error)
+            self._broken.append((peer, error))
+
+    def close_in_fork(self) -> None:
+        """See `close_in_forks`."""
+        self._door.close()
+        self._selector.close()
 
     def close(self) -> None:
         """Close every connection and the listening socket."""
         for peer in self.peers:
             peer.stream.close()
-        self._listener.close()
+        self._strangers.close()
+        self._door.close()
         self._selector.close()
 
     def _hear_rings(self) -> bool:
@@ -188,23 +248,51 @@ class Hub(Generic[P]):
 
     def _drop_broken(self) -> None:
         while self._broken:
-            self._drop(*self._broken.pop())
+            peer, error = self._broken.pop()
+            if peer in self.peers and isinstance(error, PeerLostError):
+                self._serve(peer, selectors.EVENT_READ)  # it may have said goodbye before it left
+            self.drop(peer, str(error))
 
     def _accept(self) -> None:
+        """Let some of those in who have called, as far as there are places, and hear what they say."""
+        for _ in range(ACCEPTED_AT_ONCE):
+            if not self._strangers.room:
+                break
+            try:
+                sock = self._door.accept()
+                if sock is None:
+                    return
+                if (silent := self._strangers.to_make_room()) is not None:
+                    self.drop(silent, "others want its place")
+                peer = self._welcome(sock)
+            except OSError as error:  # out of descriptors, or the caller has gone already
+                self._strangers.note(f"{self._name} could not accept a connection: {error}")
+                if self._door.stuck:
+                    self._strangers.rest()
+                continue
+            self._serve(peer, selectors.EVENT_READ)  # most often its greeting is here, too
+            self._drop_broken()
+        if not self._strangers.room:
+            self._selector.unregister(self._door)
+            self._accepting = False
+
+    def _welcome(self, sock: socket.socket) -> P:
+        """Watch a caller. Raises `OSError` if it is gone already."""
         try:
-            sock, _ = self._listener.accept()
-        except OSError as error:  # out of descriptors, or the caller has gone already
-            log.warning("%s could not accept a connection: %s", self._name, error)
-            return
-        stream: Stream[Message] = Stream(
-            sock, self._accepts, trusted=False, takes_descriptor=sock.family == socket.AF_UNIX
-        )
-        peer = self._make_peer(stream)
+            stream: Stream[Message] = Stream(
+                sock, self._accepts, trusted=False, takes_descriptor=sock.family == socket.AF_UNIX
+            )
+            peer = self._make_peer(stream)
+            self._selector.register(stream, selectors.EVENT_READ, peer)
+        except OSError:
+            sock.close()
+            raise
         stream.sink = lambda message, size_bytes: (
             self._host.payload_targets(peer, message, size_bytes) if peer.role else []
         )
         self.peers.add(peer)
-        self._selector.register(stream, selectors.EVENT_READ, peer)
+        self._strangers.add(peer)
+        return peer
 
     def _serve(self, peer: P, events: int) -> None:
         try:
@@ -212,33 +300,60 @@ class Hub(Generic[P]):
                 peer.stream.flush()
                 self._watch_peer(peer)
             if events & (selectors.EVENT_READ | IN_RING):
+                peer.heard_s = time.monotonic()
                 for message in peer.stream.receive(from_socket=events != IN_RING):
                     if peer.role:
                         self._host.received(peer, message)
                     else:
                         self._greet(peer, message)
         except PeerLostError as error:
-            self._drop(peer, str(error))
-        except ProtocolError as error:
-            log.warning("%s refused %s: %s", self._name, peer, error)
-            self._drop(peer, str(error))
+            self.drop(peer, str(error))
+        except OUR_FAULT:
+            raise
+        except Exception as error:
+            if peer.adopted:
+                raise
+            if isinstance(error, ProtocolError):
+                self._refuse(peer, error)
+            else:
+                log.exception("%s tripped over what %s sent", self._name, peer)
+            self.drop(peer, str(error))
 
     def _greet(self, peer: P, message: Message) -> None:
         if not isinstance(message, Hello) or not hmac.compare_digest(message.token.encode(), self._token):
             raise ProtocolError("it did not show the run's token")
         self._host.greeted(peer, message)
-        peer.stream.trusted, peer.stream.takes_descriptor = True, False
+        self._strangers.discard(peer)
+        # What a reader asks is small, and there may be many of them.
+        peer.stream.trusted, peer.stream.takes_descriptor = peer.role != "reader", False
 
-    def _drop(self, peer: P, reason: str) -> None:
+    def _refuse(self, peer: P, error: ProtocolError) -> None:
+        text = f"{self._name} refused {peer}: {str(error)[:LONGEST_REASON]}"
+        if peer.role in ("worker", "server"):  # each can be expelled but once
+            log.warning("%s", text)
+        else:
+            self._strangers.note(text)
+
+    def drop(self, peer: P, reason: str) -> None:
+        """Close a connection, and tell the host."""
         if peer not in self.peers:
             return
-        log.info("%s closes the connection of %s: %s", self._name, peer, reason)
+        level = logging.INFO if peer.role else logging.DEBUG
+        log.log(level, "%s closes the connection of %s: %s", self._name, peer, reason)
         self.peers.remove(peer)
+        self._ending.discard(peer)
+        self._strangers.discard(peer)
         self._ringed.pop(peer.stream, None)
         self._selector.unregister(peer.stream)
         peer.stream.close()
-        if peer.role:
+        if not peer.role:
+            return
+        try:
             self._host.gone(peer, reason)
+        except OUR_FAULT:
+            raise
+        except Exception:
+            log.exception("%s tripped over the end of %s", self._name, peer)
 
     def _watch_peer(self, peer: P) -> None:
         """Have the selector look for what the peer's stream needs now."""

@@ -18,8 +18,17 @@ from typing import Literal
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from ..sync import SyncModel
+from ..footprint import (
+    available_bytes,
+    descriptor_limit,
+    descriptor_shortage,
+    open_descriptors,
+    process_shortage,
+)
+from ..sync import AnySyncModel, SyncModel
+from ..sync.notation import parse_shards, require_shards
 from ..sync.schedule import Schedule, read_schedule
+from ..sync.user_conditions import import_modules, require_named
 from ..wire.addresses import listen_tcp
 from ..wire.memory import shared_memory_available
 
@@ -29,6 +38,7 @@ __all__ = [
     "TRANSPORTS",
     "Job",
     "Place",
+    "claim_run_dir",
     "describe",
     "make_job",
     "require_usable",
@@ -45,6 +55,8 @@ SLICINGS = ("even", "by-parameter")
 OVERLAPS = ("shards", "off")
 ON_NAN = ("stop", "skip")
 
+LONGEST_MODEL = 1000  # characters of one, as it comes from a peer
+
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A run.
@@ -56,13 +68,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         slicing: "even", whatever the layers' sizes (EPS), or "by-parameter".
         overlap: "shards", each answers for itself, or "off", nobody pulls until everybody has pushed everything.
         sync: the sync model, or one for each shard, and when it changes.
+        imports: modules whose conditions the run may change to, beside those that `sync` names.
         transport: "shm" (shared memory, one machine), "unix" (sockets, one machine) or "tcp".
         seed: of the data's order, the jitter and whatever else is drawn.
         pace_s: for each worker, the least time of an iteration; () for none.
         slowdown: for each worker, the factor by which its measured compute time is stretched; () for none.
         jitter: half-width of the uniform factor 1 +- jitter on both.
         on_nan: what a gradient with NaN or inf does: "stop" the run, or "skip" that push.
-        run_dir: where logs, traces and results go.
+        run_dir: where logs, traces and results go; "" for a new directory that is yet to be made.
+        stall_timeout_s: whoever is awaited and has been silent for so long is ended; None for never.
         port: TCP port that the coordinator listens on, 0 for any free one.
         token: who does not show it gets nothing.
         epoch_s: the monotonic clock's reading at which the run's own time is 0.
@@ -74,6 +88,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     slicing: Literal["even", "by-parameter"]
     overlap: Literal["shards", "off"]
     sync: Schedule
+    imports: tuple[str, ...]
     transport: Literal["shm", "unix", "tcp"]
     seed: int
     pace_s: tuple[float, ...]
@@ -81,6 +96,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     jitter: float
     on_nan: Literal["stop", "skip"]
     run_dir: str
+    stall_timeout_s: float | None
     port: int
     token: str
     epoch_s: float
@@ -88,6 +104,31 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def now_s(self) -> float:
         """Seconds since the run began; the same clock in all processes of one machine."""
         return time.monotonic() - self.epoch_s
+
+    def read_sync(self, text: str) -> tuple[AnySyncModel, ...]:
+        """The sync model in this notation, or one for each shard, to which a peer wants to change.
+
+        Raises:
+            ConfigurationError: there is none such, or this run cannot change to it.
+        """
+        if any(len(model) > LONGEST_MODEL for model in text.split("|")):
+            raise ConfigurationError(f"a sync model of more than {LONGEST_MODEL} characters.")
+        models = parse_shards(text)
+        self.require_runnable(models)
+        return models
+
+    def require_runnable(self, models: Sequence[AnySyncModel]) -> None:
+        """Refuse sync models to which this run cannot change. Nothing is imported that was not named at its launch.
+
+        Raises:
+            ConfigurationError: and why.
+        """
+        require_shards(models, self.shards)
+        read_schedule(models).require_overlap(self.overlap)
+        launched = [model for step in self.sync.steps for model in step.models]
+        require_named(models, launched, self.imports)
+        for model in models:
+            model.require_runnable(self.workers)
 
     @property
     def emulated(self) -> str:
@@ -120,6 +161,7 @@ def make_job(
     slicing: str = "even",
     overlap: str = "shards",
     sync: str | SyncModel | Sequence[SyncModel] | Schedule = "bsp",
+    imports: Sequence[str] = (),
     transport: str = "auto",
     seed: int = 0,
     pace: Sequence[float] | None = None,
@@ -127,12 +169,13 @@ def make_job(
     jitter: float = 0.0,
     on_nan: str = "stop",
     run_dir: str | os.PathLike[str] | None = None,
+    stall_timeout: float | None = None,
     port: int = 0,
     dry_run: bool = False,
 ) -> Job:
     """Check everything that a user asks for, then make the run's description and its directory.
 
-    A dry run makes no directory.
+    A dry run makes no directory; see `claim_run_dir`.
 
     Raises:
         ConfigurationError: one sentence that names the value, what was expected and what to do.
@@ -148,6 +191,13 @@ def make_job(
     ):
         if value not in choices:
             raise unknown_name(name, value, choices)
+    if not 0 <= port <= 65535:
+        raise ConfigurationError(f"port is {port}, expected a number from 0 (any free one) to 65535.")
+    if port and transport != "tcp":
+        raise ConfigurationError(
+            f"port is {port} and transport {transport!r}: only 'tcp' listens on a port, and 'auto' never chooses it. "
+            "Ask for transport 'tcp', or leave port out."
+        )
     if transport == "auto":
         transport = "shm" if shared_memory_available() else "unix"
     if transport == "shm" and not shared_memory_available():
@@ -157,9 +207,19 @@ def make_job(
         )
     if not 0 <= jitter < 1:
         raise ConfigurationError(f"jitter is {jitter}, expected a number in [0, 1), for example 0.2.")
-    if not 0 <= port <= 65535:
-        raise ConfigurationError(f"port is {port}, expected a number from 0 (any free one) to 65535.")
-    if port and transport == "tcp":
+    if stall_timeout is not None and not 0 < stall_timeout < math.inf:
+        raise ConfigurationError(
+            f"stall_timeout is {stall_timeout}, expected a number of seconds > 0, for example 60; leave it out for "
+            "none."
+        )
+    pace_s = _per_worker("pace", pace, workers, least=0.0)
+    stretched = _per_worker("slowdown", slowdown, workers, least=1.0)
+    if jitter and not (pace_s or stretched):
+        raise ConfigurationError(
+            f"jitter is {jitter}, and there is neither a pace nor a slowdown that it could vary. Give one of "
+            "them, or leave jitter out."
+        )
+    if port:
         listen_tcp(port=port)[0].close()  # refused here, if it is in use
     if run_dir is not None:
         require_usable(run_dir)
@@ -170,13 +230,16 @@ def make_job(
             f"shards is {shards} and servers {servers}: each server needs one at least. Ask for {servers} shards or "
             "more."
         )
+    import_modules(imports)
     schedule = read_schedule(sync)
     schedule.require_runnable(workers, shards)
-    if overlap == "off" and not all(model.lockstep for step in schedule.steps for model in step.models):
-        raise ConfigurationError(
-            f"overlap is 'off', where nobody pulls until everybody has pushed: that is for the sync model bsp, not "
-            f"{schedule}."
-        )
+    schedule.require_overlap(overlap)
+    for reason in (
+        descriptor_shortage(workers, servers, shards, transport, open_descriptors(), descriptor_limit()),
+        process_shortage(workers, servers, available_bytes()),
+    ):
+        if reason:
+            raise ConfigurationError(reason)
     job = Job(
         workers=workers,
         servers=servers,
@@ -184,18 +247,25 @@ def make_job(
         slicing="even" if slicing == "even" else "by-parameter",
         overlap="shards" if overlap == "shards" else "off",
         sync=schedule,
+        imports=tuple(imports),
         transport="shm" if transport == "shm" else "unix" if transport == "unix" else "tcp",
         seed=_whole("seed", seed, least=0),
-        pace_s=_per_worker("pace", pace, workers, least=0.0),
-        slowdown=_per_worker("slowdown", slowdown, workers, least=1.0),
+        pace_s=pace_s,
+        slowdown=stretched,
         jitter=float(jitter),
         on_nan="skip" if on_nan == "skip" else "stop",
-        run_dir=str(run_dir or "a new directory under ./runs"),
+        run_dir="" if run_dir is None else str(run_dir),
+        stall_timeout_s=None if stall_timeout is None else float(stall_timeout),
         port=port,
         token=secrets.token_hex(16),
         epoch_s=time.monotonic(),
     )
-    return job if dry_run else msgspec.structs.replace(job, run_dir=str(_make_run_dir(run_dir)))
+    return job if dry_run else claim_run_dir(job)
+
+
+def claim_run_dir(job: Job) -> Job:
+    """Make the directory of a run that was described without one: the last thing before it starts."""
+    return msgspec.structs.replace(job, run_dir=str(_make_run_dir(job.run_dir or None)))
 
 
 _SLICED = {"even": "evenly (even)", "by-parameter": "by parameter (by-parameter)"}
@@ -222,7 +292,7 @@ def describe(job: Job) -> dict[str, str]:
         "emulated": job.emulated or "nothing: each worker runs as fast as it can",
         "on NaN": job.on_nan,
         "seed": str(job.seed),
-        "run directory": job.run_dir,
+        "run directory": job.run_dir or "a new directory under ./runs",
     }
 
 

@@ -7,10 +7,13 @@ for nobody: a worker whose connection ends without a word is lost.
 from __future__ import annotations
 
 import logging
+import math
 import socket
+import traceback
 from collections.abc import Sequence
+from typing import Any
 
-from ..errors import PeerLostError, ProtocolError
+from ..errors import ProtocolError, first_line
 from ..layout import Layout
 from ..shard import ForHost, Vectors
 from ..sync.actions import AnswerPull, SetTimer
@@ -22,6 +25,7 @@ from ..wire.messages import (
     Commit,
     Committed,
     CreateShards,
+    Failed,
     Faulted,
     FetchSnapshot,
     FetchState,
@@ -41,6 +45,7 @@ from ..wire.messages import (
     Stage,
     State,
     Waits,
+    Warned,
     WorkerGone,
 )
 from ..wire.ring import Ring
@@ -54,6 +59,9 @@ __all__ = ["Server", "serve"]
 
 log = logging.getLogger("paceline.server")
 
+GOODBYE_TIMEOUT_S = 5.0
+READERS_PER_SHARD = 32  # connections; each may have a snapshot of the shard under way
+
 
 class Caller(Peer):
     """A connection to a server."""
@@ -63,6 +71,16 @@ class Caller(Peer):
         self.inboxes: dict[int, tuple[Inbox, Vectors]] = {}  # shard -> where this worker's pushes lie
         self.follows = False  # it can read the weights in place
         self.payload: list[bytearray] = []  # of the message being received, besides what goes to an inbox
+
+    @classmethod
+    def coordinator(cls, stream: Stream[Any]) -> Caller:
+        """The connection that a server has made to its coordinator."""
+        peer = cls(stream)
+        peer.role = "coordinator"
+        return peer
+
+    def __str__(self) -> str:
+        return "the coordinator" if self.role == "coordinator" else super().__str__()
 
 
 class Server:
@@ -78,7 +96,7 @@ class Server:
         self, place: Place, listener: socket.socket, coordinator: Stream[FromCoordinatorToServer]
     ) -> None:
         self._job = place.job
-        self._coordinator = coordinator
+        self._coordinator = Caller.coordinator(coordinator)
         self._workers: dict[int, Caller] = {}  # those that have called and whose connection has not ended
         self._holdings: Holdings | None = None  # until training begins
         self._timers: Timers[tuple[int, SetTimer]] = Timers()  # (shard, what it has set)
@@ -86,7 +104,7 @@ class Server:
         self._hub: Hub[Caller] = Hub(
             f"server {place.index}", place.job.token, listener, FromPeerToServer, Caller, self
         )
-        self._hub.watch(coordinator, self._hear_coordinator)
+        self._hub.adopt(self._coordinator)
 
     @classmethod
     def connect(cls, place: Place) -> Server:
@@ -106,32 +124,47 @@ class Server:
                 self._hub.poll(self._timers.left_s(self._job.now_s()))
                 for shard, timer in self._timers.take_due(self._job.now_s()):
                     self._require_holdings().fire(timer.worker, shard, timer.iteration, self._perform)
+        except BaseException as error:
+            # Said before any connection ends: what the workers will report then is only its consequence.
+            failed = Failed(first_line(error), "".join(traceback.format_exception(error)))
+            self._hub.send(self._coordinator, failed)
+            raise
         finally:
             if self._holdings is not None:
                 self._holdings.close()
+            self._hub.drain(self._coordinator, GOODBYE_TIMEOUT_S)
             self._hub.close()
-            self._coordinator.close()
 
-    def _hear_coordinator(self) -> None:
-        try:
-            for message in self._coordinator.receive():
-                match message:
-                    case CreateShards():
-                        self._holdings = Holdings(
-                            message, self._job, self._attach_master(message.model.layout), self._keep
-                        )
-                        self._coordinator.send(Ready())
-                    case WorkerGone() if message.worker not in self._workers:
-                        self._leave(message.worker, finished=False)
-                    case Shutdown():
-                        self._running = False
-        except PeerLostError:
-            self._running = False  # the run is over, whether it said so or not
+    def _hear_coordinator(self, message: Message) -> None:
+        match message:
+            case CreateShards():
+                master = self._attach_master(message.model.layout)
+                self._holdings = Holdings(message, self._job, master, self._keep, self._warn)
+                self._hub.send(self._coordinator, Ready())
+            case WorkerGone() if message.worker in self._workers:
+                self._hub.expect_end(self._workers[message.worker])
+            case WorkerGone():
+                self._leave(message.worker, finished=False)
+            case FetchSnapshot():
+                self._send_snapshot(self._coordinator, message.shard)
+            case FetchWaits():
+                waits = self._holdings.waits() if self._holdings is not None else ()
+                self._hub.send(self._coordinator, Waits(waits, bool(self._timers)))
+            case Shutdown():
+                self._running = False
+
+    def _warn(self, words: str) -> None:
+        """Tell the user what has gone wrong without ending the run."""
+        log.warning("%s", words)
+        self._hub.send(self._coordinator, Warned(words))
 
     # -- what the hub asks --------------------------------------------------------------------------------
 
     def greeted(self, peer: Caller, hello: Hello) -> None:
         if hello.role != "worker":
+            most = READERS_PER_SHARD * math.ceil(self._job.shards / self._job.servers)
+            if sum(other.role not in ("", "worker") for other in self._hub.peers) >= most:
+                raise ProtocolError(f"there are {most} readers already")
             peer.role, peer.index = hello.role, hello.index
             return
         holdings = self._require_holdings()
@@ -154,9 +187,17 @@ class Server:
             self._perform(index, AnswerPull(peer.index, -1))
 
     def received(self, peer: Caller, message: Message) -> None:
+        if peer is self._coordinator:
+            self._hear_coordinator(message)
+            return
         holdings = self._require_holdings()
-        publishes = peer.role == "worker" and peer.index == holdings.publisher
+        publishes = self._publishes(peer)
         match message:
+            case Commit() | Pull() | PullAgain() if peer.stream.backlog and peer.stream.owes(message.shard):
+                # Else what is queued for it would grow without limit.
+                raise ProtocolError(
+                    f"{type(message).__name__} came before shard {message.shard}'s last answer was read"
+                )
             case Stage() if message.shard in peer.inboxes:
                 peer.inboxes[message.shard][0].take(message.pieces)
             case Commit() if message.shard in peer.inboxes:
@@ -165,22 +206,18 @@ class Server:
                 inbox.close(empty=message.empty)
                 holdings.commit(peer.index, message, gradient, peer.payload, self._perform)
                 if not message.pulls:
-                    self._hub.send(peer, Committed(message.shard, message.iteration))
+                    self._hub.send(peer, Committed(message.shard, message.iteration), lent=message.shard)
             case Pull() if message.shard in peer.inboxes:
                 holdings.pull(peer.index, message.shard, message.iteration, self._perform)
             case PullAgain() if message.shard in peer.inboxes:
                 holdings.pull_again(peer.index, message.shard, message.iteration, self._perform)
-            case FetchWaits() if not peer.stream.backlog:
-                self._hub.send(peer, Waits(holdings.waits(), bool(self._timers)))
             case FetchSnapshot() if not peer.stream.backlog:  # one at a time, so that the queue stays bounded
-                parts = holdings.snapshot(message.shard)
-                version = holdings.shard(message.shard).version
-                self._hub.send(peer, Snapshot(message.shard, version), parts)
+                self._send_snapshot(peer, message.shard)
             case FetchState() if not peer.stream.backlog:
                 blob = holdings.optimizer_state(message.shard)
                 self._hub.send(peer, State(message.shard), [memoryview(blob)])
             case InitialState() if publishes:
-                holdings.start_state(message, bytes(peer.payload[0]))
+                holdings.start_state(message, b"".join(peer.payload))
             case InitialWeights() if publishes:
                 holdings.start(message, peer.payload)
                 for worker in list(self._workers):
@@ -194,7 +231,9 @@ class Server:
         peer.payload = []
 
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
-        if self._holdings is None:
+        if self._holdings is None or peer.role != "worker":
+            return []
+        if isinstance(message, InitialState | InitialWeights) and not self._publishes(peer):
             return []
         peer.payload = [bytearray(size) for size in self._holdings.payload_sizes(message, size_bytes)]
         targets = [memoryview(part) for part in peer.payload]
@@ -204,9 +243,16 @@ class Server:
         return targets
 
     def gone(self, peer: Caller, reason: str) -> None:
-        if self._workers.get(peer.index) is peer:
+        if peer is self._coordinator:
+            self._running = False  # the run is over, whether it said so or not
+        elif self._workers.get(peer.index) is peer:
             del self._workers[peer.index]
             self._leave(peer.index, finished=False)
+
+    def _send_snapshot(self, peer: Caller, shard: int) -> None:
+        holdings = self._require_holdings()
+        parts = holdings.snapshot(shard)
+        self._hub.send(peer, Snapshot(shard, holdings.shard(shard).version), parts)
 
     # -- workers ------------------------------------------------------------------------------------------
 
@@ -218,7 +264,8 @@ class Server:
             case SetTimer():
                 self._timers.set(action.due_s, (shard, action))
             case _:
-                self._coordinator.send(Faulted(shard, action.reason, action.traceback, action.sync))
+                faulted = Faulted(shard, action.reason, action.traceback, action.sync)
+                self._hub.send(self._coordinator, faulted)
 
     def _answer(self, shard: int, pull: AnswerPull) -> None:
         """Let a worker have a shard's weights as they are now."""
@@ -248,13 +295,17 @@ class Server:
     def _attach_master(self, layout: Layout) -> Region | None:
         if self._job.transport != "shm":
             return None
-        if not self._coordinator.descriptors:
+        if not self._coordinator.stream.descriptors:
             raise ProtocolError("the coordinator did not pass the weights' memory")
-        return Region.attach(layout, self._coordinator.descriptors.pop(), MASTER)
+        return Region.attach(layout, self._coordinator.stream.descriptors.pop(), MASTER)
 
     def _leave(self, worker: int, *, finished: bool) -> None:
         if self._holdings is not None:
             self._holdings.leave(worker, finished=finished, perform=self._perform)
+
+    def _publishes(self, peer: Caller) -> bool:
+        publisher = self._require_holdings().publisher
+        return peer.role == "worker" and peer.index == publisher
 
     def _require_holdings(self) -> Holdings:
         if self._holdings is None:

@@ -35,7 +35,6 @@ class Session(Protocol):
         seed: the run's.
         needs_significance: True if pushes are to carry |g| / |w|. May change from one iteration to the next.
         may_restart: True if a computation may be dropped and started anew. Likewise.
-        counts_epochs: True if the session is to be told of each epoch that begins.
         skips_nan: True if a gradient with NaN or inf is to be left out instead of stopping the run.
         iteration: the number of iterations that this worker has committed.
         weights: dtype -> flat vector, from `begin` on.
@@ -47,7 +46,6 @@ class Session(Protocol):
     worker: int
     workers: int
     seed: int
-    counts_epochs: bool
     skips_nan: bool
     weights: Vectors
     gradients: Vectors

@@ -27,9 +27,9 @@ from ..layout import ShardSlice
 from ..shard import Vectors
 from ..sync import SyncModel
 from ..sync.following import WorkerSync
-from ..sync.notation import notation
 from ..sync.schedule import read_schedule
 from ..wire.addresses import connect, is_local
+from ..wire.forks import close_in_forks
 from ..wire.memory import Master, Region, cut
 from ..wire.messages import (
     AllCommitted,
@@ -61,10 +61,12 @@ from ..wire.messages import (
     State,
     Status,
     Stopping,
+    Warned,
 )
 from ..wire.ring import Ring
 from ..wire.ring import available as rings_available
 from ..wire.stream import Stream
+from .best_effort import BestEffortFile
 from .holdings import STATE_LIMIT_FACTOR, STATE_SLACK_BYTES, tensors_over
 from .job import Place
 from .outbox import Outbox
@@ -88,7 +90,6 @@ class WorkerSession:
         self.worker = place.index
         self.workers = job.workers
         self.seed = job.seed
-        self.counts_epochs = any(step.epoch is not None for step in job.sync.steps)
         self.skips_nan = job.on_nan == "skip"
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
@@ -123,7 +124,8 @@ class WorkerSession:
         self._status_s = self._heard_s = -math.inf
         self._shown = ""
         self._finished = False
-        self._log = Path(job.run_dir, f"worker-{place.index}.jsonl").open("wb")  # noqa: SIM115  # closed with the session
+        self._log = BestEffortFile(Path(job.run_dir, f"worker-{place.index}.jsonl"), self._warn)
+        close_in_forks(self)
 
     @classmethod
     def connect(cls, place: Place) -> WorkerSession:
@@ -265,10 +267,7 @@ class WorkerSession:
 
     def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
         models = read_schedule(sync).first
-        if self._job.overlap == "off" and not all(model.lockstep for model in models):
-            raise ConfigurationError(
-                f"overlap is 'off', which is for the sync model bsp, not {notation(models)}."
-            )
+        self._job.require_runnable(models)
         request = RequestSync(*self._sync.ask(models, self.workers, shard))
         if self._started is None:
             self._requests.append(request)
@@ -369,29 +368,38 @@ class WorkerSession:
             for dtype, place in self._region.weights.items():
                 place[:] = self._master.weights[dtype]
             self._move(in_place=False)
+        self._log.flush()
         for stream in self._streams():
             with contextlib.suppress(PeerLostError):  # whoever is gone need not be told
                 stream.send(Finished())
                 stream.drain(GOODBYE_TIMEOUT_S)
-        self._log.flush()
 
     # -- for whoever runs the script ----------------------------------------------------------------------
 
-    def fail(self, reason: str, traceback: str) -> None:
-        """Report that the script raised; the run is over."""
+    def fail(self, reason: str, traceback: str, *, consequence: bool = False) -> None:
+        """Report that the script raised. The run is over, unless that is only the consequence of a loss."""
         with contextlib.suppress(PeerLostError):  # the coordinator is gone: nobody is left to tell
-            self._coordinator.send(Failed(reason, traceback))
+            self._coordinator.send(Failed(reason, traceback, consequence))
             self._coordinator.drain(GOODBYE_TIMEOUT_S)
+
+    def close_in_fork(self) -> None:
+        """See `close_in_forks`. What else there is to close says so itself."""
+        self._selector.close()
 
     def close(self) -> None:
         """Close the connections."""
+        self._log.close()
         for stream in self._streams():
             stream.close()
         self._selector.close()
         for region in (self._region, self._master):
             if region is not None:
                 region.close()
-        self._log.close()
+
+    def _warn(self, words: str) -> None:
+        """Tell the user what has gone wrong without ending the run."""
+        with contextlib.suppress(PeerLostError):  # then the run is over
+            self._send(self._coordinator, Warned(words))
 
     # -- connections --------------------------------------------------------------------------------------
 

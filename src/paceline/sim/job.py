@@ -7,12 +7,13 @@ between its messages is left to a `Driver`: it may only let time pass, or comput
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..arithmetic import log
+from ..arithmetic import log as ln
 from ..bare_shard import BareShard, ForHost
-from ..errors import ConfigurationError, InternalError, RunFailedError
+from ..errors import InternalError, RunFailedError
 from ..sync.actions import AnswerPull, PublishChange, PublishPlan, ReportFault, RestartWorker, SetTimer
 from ..sync.changes import JobSync
 from ..sync.draws import uniform
@@ -33,15 +34,18 @@ from ..sync.events import (
 from ..sync.following import Flags, Request, WorkerSync
 from ..sync.notation import notation, parse_shards
 from ..sync.schedule import Schedule
-from ..trace import Entry, EntryRecorder
+from ..trace import Entry
 from .cluster import Cluster
 from .kernel import SECOND_NS, STILL, TIMER, Kernel, nanoseconds
 from .machines import Presence
 from .network import Card, Connection
+from .recording import Recorders
 from .times import Constant, Distribution
 from .worker_state import WorkerState
 
 __all__ = ["Driver", "Job"]
+
+log = logging.getLogger("paceline.sim")
 
 HEADER_BYTES = 64  # of any message: about what the live ones have
 
@@ -84,14 +88,14 @@ class Job:
         shard_bytes: the size of each.
         seed: of the run.
         overlap: False if nobody pulls until everybody has pushed everything.
-        keep_records: keep a record of every iteration.
-        coordinator: where the coordinator's trace goes; None for nowhere.
+        recorders: where the coordinator's trace and the record of every iteration go.
 
     Attributes:
         kernel: the clock.
         workers: what is known of each.
         bytes_sent: by kind.
         cut_off_s: when the time was up; None if everybody has come to the end.
+        faults: what went wrong without ending the run, in words, in order.
     """
 
     def __init__(
@@ -103,21 +107,20 @@ class Job:
         seed: int,
         *,
         overlap: bool,
-        keep_records: bool,
-        coordinator: EntryRecorder | None,
+        recorders: Recorders,
     ) -> None:
         self.kernel = Kernel(STILL + 200 * cluster.workers * (len(shards) + 4))
         self.shards = shards
         self.bytes_sent = dict.fromkeys(KINDS, 0)
         self.cut_off_s: float | None = None
+        self.faults: list[str] = []
         self._cluster = cluster
         self._schedule = schedule
         self._shard_bytes = shard_bytes
         self._seed = seed
         self._overlap = overlap
-        self._keep_records = keep_records
+        self._recorders = recorders
         self._sync = JobSync(notation(schedule.first), seed)
-        self._recorder = coordinator
         servers = [Card(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
         self._performs = [self._performer(shard) for shard in range(len(shards))]
         self._all_committed: set[int] = set()  # without overlap: workers that wait for the others' pushes
@@ -291,7 +294,7 @@ class Job:
         its = self.workers[worker]
         if presence.preempted_every_s is not None:
             draw = 1.0 - uniform(self._seed, worker, ABSENCES, its.life)
-            after_ns = nanoseconds(-log(draw) * presence.preempted_every_s)
+            after_ns = nanoseconds(-ln(draw) * presence.preempted_every_s)
             self.kernel.after(after_ns, self._lose, worker, its.life)
         elif presence.lost_at_s is not None and not its.life:
             self.kernel.at(nanoseconds(presence.lost_at_s), self._lose, worker, its.life)
@@ -353,8 +356,10 @@ class Job:
     def _end_iteration(self, worker: int, its: WorkerState, now_s: float) -> None:
         if its.restarted is not None:
             its.wasted_s += its.restarted[1] - its.begun_s
-        if self._keep_records:
-            its.records.append(its.record(now_s))
+        if self._recorders.takers:
+            record = its.record(now_s)
+            for take in self._recorders.takers:
+                take(worker, record)
         its.restarted, its.begun_s = None, now_s
         if its.sync.answered():
             self._to_coordinator(worker, self._take_start, its.life, its.sync.iteration)
@@ -461,8 +466,10 @@ class Job:
             elif type(action) is SetTimer:
                 due_ns = nanoseconds(action.due_s)
                 self.kernel.at(due_ns, self._fire_at_shard, shard, action, priority=TIMER)
-            elif type(action) is ReportFault:
-                raise ConfigurationError(f"{action.reason}\n{action.traceback}".rstrip())
+            elif type(action) is ReportFault:  # in the words of a live run's coordinator
+                words = f"shard {shard}: {action.reason}. It goes on with {action.sync}."
+                self.faults.append(f"{words}\n{action.traceback}".strip())
+                log.error("%s", self.faults[-1])
 
         return perform
 
@@ -533,8 +540,7 @@ class Job:
 
     def _at_coordinator(self, event: AnyEvent) -> None:
         actions = self._sync.handle(event)
-        if self._recorder is not None:
-            self._recorder.record(Entry(event, actions))
+        self._recorders.job.record(Entry(event, actions))
         for action in actions:
             match action:
                 case PublishPlan():

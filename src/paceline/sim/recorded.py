@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..runtime.records import IterationRecord, read_records
 from ..sync.actions import AnswerPull
 from ..sync.events import PullRepeated, PushReceived
-from ..trace import Trace, read
+from ..trace import Trace, read_run
 from .cluster import Cluster
 from .machines import Link
 from .times import Recorded
@@ -32,13 +32,13 @@ def read_cluster_of_run(run_dir: Path) -> Cluster:
     Raises:
         ConfigurationError: there is no finished run.
     """
-    paths = sorted(run_dir.glob("trace-shard-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
-    if not paths:
+    shards = [trace for trace in read_run(run_dir) if trace.header.host == "shard"]
+    if not shards:
         raise ConfigurationError(
             f"{run_dir} holds no run: no trace-shard-*.jsonl is there. Give the directory that paceline run names "
             "at its end."
         )
-    return cluster_of(read_records(run_dir), [read(path) for path in paths], run_dir.name)
+    return cluster_of(read_records(run_dir), shards, run_dir.name)
 
 
 def cluster_of(

@@ -9,9 +9,9 @@ import msgspec
 
 from ..errors import UsageError
 from ..measures import Measures
-from ..runtime.job import require_usable
-from ..runtime.records import IterationRecord
-from ..trace import Recorder, Trace
+from ..runtime.records import IterationRecord, read_records
+from ..trace import Trace, read_run
+from .recording import Recording, RunFolder
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +39,17 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         servers: how many.
         finished_s: for each worker, the virtual time at which it had finished its last iteration.
         measures: the figures that a live run's `summary` has, too.
-        staleness: of each applied push, per shard: updates applied between its pull and its application.
+        staleness: updates applied between a push's pull and its application -> how many pushes, per shard, missed so
+            many.
         bytes_by_kind: what was sent: "push", "pull", "pull again" (after a restart), "control" (small messages).
         events: how many things happened.
         computed_s: of all workers together, what they computed, without what was dropped.
         wasted_s: likewise, what they computed in vain, with the pulls after it.
-        trace: each shard's, then the coordinator's; [] if they were not recorded.
-        records: each worker's iterations, as in a live run's `worker-<index>.jsonl`; likewise.
+        shards: how many.
+        faults: what went wrong without ending the run, in words, in order: conditions that failed, and what their
+            shards went on with.
+        recording: traces and records, if they were kept in memory.
+        run_dir: where they were written while the run went on, if they were.
         state_dict: with a training function, the final weights and buffers under the model's own names.
         history: likewise, the losses in order of time.
         snapshots: likewise, (virtual time, weights), if they were asked for.
@@ -54,18 +58,46 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     sync: str
     seed: int
     servers: int
+    shards: int
     finished_s: tuple[float, ...]
     measures: Measures
-    staleness: list[int]
+    staleness: dict[int, int]
     bytes_by_kind: dict[str, int]
     events: int
     computed_s: float
     wasted_s: float
-    trace: list[Trace]
-    records: list[list[IterationRecord]]
+    faults: list[str]
+    recording: Recording | None = None
+    run_dir: Path | None = None
     state_dict: dict[str, torch.Tensor] | None = None
     history: list[Loss] | None = None
     snapshots: list[tuple[float, WeightsSnapshot]] = []
+
+    @property
+    def trace(self) -> list[Trace]:
+        """Each shard's trace, then the coordinator's. If they were written to `run_dir`, they are read from there.
+
+        Raises:
+            UsageError: they were neither kept nor written.
+        """
+        if self.recording is not None:
+            return self.recording.trace
+        return read_run(self._written())
+
+    @property
+    def records(self) -> list[list[IterationRecord]]:
+        """Each worker's iterations, as in a live run's `worker-<index>.jsonl`. See `trace`."""
+        if self.recording is not None:
+            return self.recording.records
+        return read_records(self._written())
+
+    def _written(self) -> Path:
+        if self.run_dir is None:
+            raise UsageError(
+                "this simulation has recorded nothing. Simulate with record=True to keep traces and records in "
+                "memory, or with run_dir=... to have them written while it goes on."
+            )
+        return self.run_dir
 
     @property
     def time_s(self) -> float:
@@ -102,28 +134,20 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             ConfigurationError: the directory cannot be written, or holds a run already.
-            UsageError: the run was simulated with `record=False`.
+            UsageError: the run was simulated without `record=True` or `run_dir=...`.
         """
-        if not self.trace:
-            raise UsageError("this run has kept no traces; simulate it with record=True to save it.")
-        require_usable(run_dir)
-        folder = Path(run_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        for trace in self.trace:
-            header = trace.header
-            name = f"shard-{header.index}" if header.host == "shard" else header.host
-            recorder = Recorder.to_path(folder / f"trace-{name}.jsonl", header)
+        traces, records = self.trace, self.records
+        folder = RunFolder(run_dir, len(records))
+        for trace in traces:
+            recorder = folder.recorder(trace.header)
             for entry in trace.entries:
                 recorder.record(entry)
-            recorder.close()
-        encoder = msgspec.json.Encoder()
-        for worker, records in enumerate(self.records):
-            lines = b"".join(encoder.encode(record) + b"\n" for record in records)
-            (folder / f"worker-{worker}.jsonl").write_bytes(lines)
-        (folder / "summary.json").write_bytes(
-            msgspec.json.format(msgspec.json.encode(self.summary), indent=2) + b"\n"
-        )
-        return folder
+        for worker, its in enumerate(records):
+            for record in its:
+                folder.take(worker, record)
+        folder.close()
+        folder.summarize(self.summary)
+        return folder.path
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -132,11 +156,11 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
             "sync": self.sync,
             "workers": len(self.measures.iterations),
             "servers": self.servers,
-            "shards": len([trace for trace in self.trace if trace.header.host == "shard"]),
+            "shards": self.shards,
             "seed": self.seed,
             "emulated": "simulated in virtual time",
             "lost_workers": [],
-            "faults": [],
+            "faults": self.faults,
             "wasted_s": self.wasted_s,
             **msgspec.to_builtins(self.measures, str_keys=True),
         }

@@ -5,20 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from ..bare_shard import BareShard
 from ..errors import ConfigurationError, unknown_name
-from ..measures import Meter
 from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
+from ..runtime.records import IterationRecord
 from ..sync import SyncModel
 from ..sync.schedule import Schedule, read_schedule
 from .cluster import Cluster, require_whole
 from .job import Job
 from .kernel import SECOND_NS, nanoseconds
-from .recording import Recorders
+from .recording import Recorders, TakeRecord
 from .result import Loss, SimResult
 
 if TYPE_CHECKING:
@@ -43,7 +42,8 @@ def simulate(
     on_nan: str = "stop",
     snapshot_every_s: float | None = None,
     on_snapshot: Callable[[float, WeightsSnapshot], bool] | None = None,
-    record: bool = True,
+    record: bool = False,
+    run_dir: str | Path | None = None,
 ) -> SimResult:
     """Run a job in virtual time, on a cluster that need not exist.
 
@@ -67,10 +67,14 @@ def simulate(
         snapshot_every_s: with `train_fn`, keep the weights of every so many seconds.
         on_snapshot: is given these instead, each with its virtual time, and none is kept; if it returns True, the run
             ends there.
-        record: keep traces and records; without them memory grows by one number per push and shard alone.
+        record: keep traces and records in memory, for `SimResult.trace`, `.records` and `.save`. They take about
+            a kilobyte per iteration, worker and shard; without them memory does not grow with the length of a run,
+            except for the losses and snapshots of a `train_fn`.
+        run_dir: a new directory to which traces and records are written while the run goes on, and a summary at its
+            end, as a live run does; `SimResult.trace` and `.records` then read them from there.
 
     Raises:
-        ConfigurationError: bad input; nothing was computed.
+        ConfigurationError: bad input, or a run directory that cannot be written; nothing was computed.
         RunFailedError: a training function failed, or everybody waits and nothing will release anybody.
 
     Example:
@@ -82,71 +86,71 @@ def simulate(
         cluster, sync, iterations, seed, until_s, shards, shard_bytes, slicing, overlap, on_nan
     )
     _require_apart(cluster, train_fn, shard_bytes, snapshot_every_s, on_snapshot)
-    meter = Meter(count)
     first = [worker for worker in range(cluster.workers) if not _joins_late(cluster, worker)]
-    if train_fn is None:
-        recorders = Recorders(schedule, count, seed, meter, record)
-        bare = [BareShard(schedule.at_shard(k), seed, k, recorders.shards[k]) for k in range(count)]
-        sizes = shard_bytes or [
-            cluster.size_bytes * (k + 1) // count - cluster.size_bytes * k // count for k in range(count)
-        ]
-        job = Job(
-            cluster,
-            schedule,
-            bare,
-            sizes,
-            seed,
-            overlap=overlap == "shards",
-            keep_records=record,
-            coordinator=recorders.job,
-        )
-        job.run(_Clockwork(job, math.inf if iterations is None else iterations), until_s)
-        return _result(cluster, schedule, seed, job, meter, recorders, record)
-    from .training import Training, computed_by
-
-    training = Training(
-        lambda: train_fn(*args),
-        workers=cluster.workers,
-        schedule=schedule,
-        seed=seed,
-        skips_nan=on_nan == "skip",
-        slicing=slicing,
-        shards=count,
-    )
+    history: list[Loss] = []
     snapshots: list[tuple[float, WeightsSnapshot]] = []
-    with training:
-        recorders = Recorders(schedule, count, seed, meter, record, computed_by())
-        real = training.make_shards(first, recorders.shards)
-        sizes = [shard.bounds.size_bytes for shard in real]
-        if cluster.size_bytes:
-            sizes = [cluster.size_bytes * size // max(1, sum(sizes)) for size in sizes]
-        job = Job(
-            cluster,
-            schedule,
-            real,
-            sizes,
-            seed,
-            overlap=overlap == "shards",
-            keep_records=True,
-            coordinator=recorders.job,
-        )
-        training.job = job
-        if snapshot_every_s is not None:
-            _take_snapshots(job, training.snapshot, snapshot_every_s, on_snapshot or _keeper(snapshots))
-        job.run(training, until_s)
-        final = training.snapshot()
-    history = [
-        Loss(its.pushed_s, worker, its.iteration, its.loss)
-        for worker, state in enumerate(job.workers)
-        for its in state.records
-        if its.loss is not None
-    ]
-    return msgspec.structs.replace(
-        _result(cluster, schedule, seed, job, meter, recorders, record),
-        state_dict=final.state_dict,
-        history=sorted(history, key=lambda loss: (loss.time_s, loss.worker)),
+    final: WeightsSnapshot | None = None
+    recorders = Recorders(schedule, cluster.workers, count, seed, keep=record, run_dir=run_dir)
+    with recorders:
+        if train_fn is None:
+            recorders.begin()
+            bare = [BareShard(schedule.at_shard(k), seed, k, recorders.shards[k]) for k in range(count)]
+            sizes = shard_bytes or [
+                cluster.size_bytes * (k + 1) // count - cluster.size_bytes * k // count for k in range(count)
+            ]
+            job = Job(cluster, schedule, bare, sizes, seed, overlap=overlap == "shards", recorders=recorders)
+            job.run(_Clockwork(job, math.inf if iterations is None else iterations), until_s)
+        else:
+            from .training import Training, computed_by
+
+            recorders.takers.append(_historian(history))
+            training = Training(
+                lambda: train_fn(*args),
+                workers=cluster.workers,
+                schedule=schedule,
+                seed=seed,
+                skips_nan=on_nan == "skip",
+                slicing=slicing,
+                overlap=overlap,
+                shards=count,
+            )
+            with training:
+                recorders.begin(computed_by())
+                real = training.make_shards(first, recorders.shards)
+                sizes = [shard.bounds.size_bytes for shard in real]
+                if cluster.size_bytes:
+                    sizes = [cluster.size_bytes * size // max(1, sum(sizes)) for size in sizes]
+                job = Job(
+                    cluster, schedule, real, sizes, seed, overlap=overlap == "shards", recorders=recorders
+                )
+                training.job = job
+                if snapshot_every_s is not None:
+                    _take_snapshots(
+                        job, training.snapshot, snapshot_every_s, on_snapshot or _keeper(snapshots)
+                    )
+                job.run(training, until_s)
+                final = training.snapshot()
+    result = SimResult(
+        sync=str(schedule),
+        seed=seed,
+        servers=cluster.servers,
+        shards=count,
+        finished_s=tuple(worker.finished_s for worker in job.workers),
+        measures=recorders.meter.measures(job.cut_off_s),
+        staleness=dict(sorted(recorders.meter.staleness.items())),
+        bytes_by_kind=dict(job.bytes_sent),
+        events=job.kernel.happened,
+        computed_s=sum(worker.computed_ns for worker in job.workers) / SECOND_NS,
+        wasted_s=sum(worker.wasted_s for worker in job.workers),
+        faults=job.faults,
+        recording=recorders.recording,
+        run_dir=Path(run_dir).absolute() if run_dir is not None else None,
+        state_dict=final.state_dict if final is not None else None,
+        history=sorted(history, key=lambda loss: (loss.time_s, loss.worker)) if final is not None else None,
         snapshots=snapshots,
     )
+    recorders.summarize(result.summary)
+    return result
 
 
 class _Clockwork:
@@ -179,29 +183,14 @@ class _Clockwork:
         pass
 
 
-def _result(
-    cluster: Cluster,
-    schedule: Schedule,
-    seed: int,
-    job: Job,
-    meter: Meter,
-    recorders: Recorders,
-    record: bool,
-) -> SimResult:
-    return SimResult(
-        sync=str(schedule),
-        seed=seed,
-        servers=cluster.servers,
-        finished_s=tuple(worker.finished_s for worker in job.workers),
-        measures=meter.measures(job.cut_off_s),
-        staleness=meter.staleness,
-        bytes_by_kind=dict(job.bytes_sent),
-        events=job.kernel.happened,
-        trace=recorders.traces,
-        computed_s=sum(worker.computed_ns for worker in job.workers) / SECOND_NS,
-        wasted_s=sum(worker.wasted_s for worker in job.workers),
-        records=[worker.records for worker in job.workers] if record else [],
-    )
+def _historian(history: list[Loss]) -> TakeRecord:
+    """What keeps the loss of every iteration that has one."""
+
+    def take(worker: int, its: IterationRecord) -> None:
+        if its.loss is not None:
+            history.append(Loss(its.pushed_s, worker, its.iteration, its.loss))
+
+    return take
 
 
 def _keeper(
@@ -313,9 +302,5 @@ def _checked(
             raise unknown_name(name, value, choices)
     schedule = read_schedule(sync)
     schedule.require_runnable(cluster.workers, count)
-    if overlap == "off" and not all(model.lockstep for step in schedule.steps for model in step.models):
-        raise ConfigurationError(
-            f"overlap is 'off', where nobody pulls until everybody has pushed: that is for the sync model bsp, not "
-            f"{schedule}."
-        )
+    schedule.require_overlap(overlap)
     return schedule, count

@@ -37,7 +37,6 @@ class Strand:
     def __init__(self, function: Callable[[], object], name: str) -> None:
         self.ended = False
         self.error: BaseException | None = None
-        self._function = function
         # Bare locks, which one side acquires and the other releases: a semaphore is several, and Python code.
         self._go, self._back = threading.Lock(), threading.Lock()
         self._go.acquire()
@@ -45,7 +44,7 @@ class Strand:
         self._message: Any = None
         self._ending = False
         self._refusals = 0  # to be over
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(function,), name=name, daemon=True)
         self._thread.start()
 
     def resume(self, message: Any = None) -> None:
@@ -91,11 +90,11 @@ class Strand:
             )
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, function: Callable[[], object]) -> None:
         self._go.acquire()
         try:
             if not self._ending:
-                self._function()
+                function()
         except _Ended:
             pass
         except SystemExit as end:

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from ..buffers import pool, torch_dtype
-from ..errors import RunFailedError
+from ..errors import RunFailedError, first_line
 from ..generators import GeneratorStates
 from ..layout import ShardSlice
 from ..optimizers import HyperParameters
@@ -52,6 +52,7 @@ class Training:
         seed: of the run.
         skips_nan: see `Session`.
         slicing: "even" or "by-parameter".
+        overlap: "shards" or "off".
         shards: how many.
 
     Attributes:
@@ -69,10 +70,12 @@ class Training:
         seed: int,
         skips_nan: bool,
         slicing: str,
+        overlap: str,
         shards: int,
     ) -> None:
         self.workers = workers
         self.schedule = schedule
+        self.overlap = overlap
         self.seed = seed
         self.skips_nan = skips_nan
         self.shards: list[Shard] = []
@@ -99,7 +102,12 @@ class Training:
 
     def __exit__(self, *_: object) -> None:
         for session in self._sessions.values():
-            session.strand.end()
+            session.end()
+        # Whatever is large is free when its last user is gone, and need not wait for the garbage collector, which
+        # counts objects and knows nothing of their size.
+        self._sessions.clear()
+        self._running = None
+        self.shards.clear()
         torch.set_num_threads(self._threads)
         if self._outside is not None:
             self._outside.give_back()
@@ -191,7 +199,7 @@ class Training:
     def lost(self, worker: int) -> None:
         session = self._sessions.pop(worker)
         self._swap_generators(session)
-        session.strand.end()
+        session.end()
 
     # -- what sessions ask --------------------------------------------------------------------------------
 
@@ -246,7 +254,7 @@ class Training:
                     f"worker {session.worker}", f"the script ended with exit code {error.code}"
                 )
             raise RunFailedError(
-                f"worker {session.worker}", _one_line(error), "".join(traceback.format_exception(error))
+                f"worker {session.worker}", first_line(error), "".join(traceback.format_exception(error))
             ) from error
         if session.strand.ended and session.joined:
             self.job.finish(session.worker)
@@ -270,7 +278,6 @@ class VirtualSession:
         self.worker = worker
         self.workers = training.workers
         self.seed = training.seed
-        self.counts_epochs = any(step.epoch is not None for step in training.schedule.steps)
         self.skips_nan = training.skips_nan
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
@@ -362,11 +369,12 @@ class VirtualSession:
             self._sync.reach(epoch)
 
     def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
-        models = read_schedule(sync).first
+        schedule = read_schedule(sync)
+        schedule.require_overlap(self._training.overlap)
         if self.weights:
-            self._ask(models, shard)
+            self._ask(schedule.first, shard)
         else:
-            self._requests.append((models, shard))
+            self._requests.append((schedule.first, shard))
 
     def commit(
         self,
@@ -417,6 +425,12 @@ class VirtualSession:
 
     # -- for the training ---------------------------------------------------------------------------------
 
+    def end(self) -> None:
+        """Have its function be over, and let go of what refers back to this session."""
+        self.strand.end()
+        self.on_moved = lambda: None
+        self.commit_waits = None
+
     def allocate(self, model: ModelSpec) -> None:
         """Make room for weights and gradients."""
         for vectors in (self.weights, self.gradients):
@@ -453,7 +467,3 @@ def computed_by() -> str:
     threads = torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {capability}, {threads} thread{'s' * (threads > 1)}"
-
-
-def _one_line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]

@@ -30,7 +30,6 @@ class WorkerState:
         "loss",
         "present",
         "pushed_s",
-        "records",
         "restarted",
         "sample",
         "started_ns",
@@ -64,7 +63,6 @@ class WorkerState:
         self.computed_ns = 0  # of all that were not dropped
         self.wasted_s = 0.0  # what it computed in vain, with the pulls after it
         self.life = 0  # how often it was lost: what belongs to a former life is ignored
-        self.records: list[IterationRecord] = []
 
     def record(self, now_s: float) -> IterationRecord:
         """Of the iteration that ends now."""

@@ -53,6 +53,8 @@ from .notation import AnySyncModel, parse_shards
 
 __all__ = ["JobSync", "ShardSync"]
 
+MOST_REQUESTED = 1000  # changes that have yet to be made
+
 
 class ShardSync:
     """One shard's sync model, through all changes.
@@ -299,7 +301,7 @@ class JobSync:
         self._seed = seed
         self._machine: JobMachine | None = self._new_machine(sync)
         self._live: set[int] = set()
-        self._seen: set[tuple[str, int]] = set()  # requests that somebody has made already
+        self._seen = {"schedule": -1, "script": -1}  # of each source, the last request that was made
         self._requested: deque[str] = deque()  # and that have yet to be published
         self._changes = 0  # how many have been published
         self._change: Change | None = None  # under way
@@ -307,6 +309,7 @@ class JobSync:
         self._remaining: set[int] = set()  # its members of whom it is not known that they have passed
         self._passed: dict[int, WorkerJoined] = {}  # the others: as what each will join the new model
         self._labels: dict[int, int] = {}  # the iteration that each of these will finish next
+        self._computing: set[int] = set()  # of these, those that have started it, where that is to be told
         self._early: list[AnyEvent] = []  # what is known of them under the new model, until it is there
         self._joined: set[int] = set()  # those who are no members
         self._to_start: dict[int, int] = {}  # worker that has passed -> its first iteration, yet to start
@@ -367,7 +370,15 @@ class JobSync:
         models = parse_shards(sync)
         return models[0].at_coordinator(self._seed) if len(set(models)) == 1 else None
 
+    def _require_expected(self, event: IterationStarted) -> None:
+        if not any(model.needs_starts for model in parse_shards(self.sync)):
+            raise InvalidEventError(
+                f"worker {event.worker} started iteration {event.iteration}, which {self.sync} does not ask for"
+            )
+
     def _tell(self, event: AnyEvent) -> list[AnyAction]:
+        if isinstance(event, IterationStarted):
+            self._require_expected(event)
         if self._machine is not None:
             return self._machine.handle(event)
         if isinstance(event, WorkerJoined):
@@ -382,9 +393,15 @@ class JobSync:
 
     def _request(self, event: SyncRequested) -> list[AnyAction]:
         self._require_live(event)
-        if (event.source, event.number) in self._seen:
+        seen = self._seen[event.source]
+        if event.number <= seen:
             return []
-        self._seen.add((event.source, event.number))
+        if event.number > seen + 1 or len(self._requested) >= MOST_REQUESTED:
+            raise InvalidEventError(
+                f"worker {event.worker} asks for change {event.number} of the {event.source}, expected {seen + 1} at "
+                f"most, and no more than {MOST_REQUESTED} that have yet to be made"
+            )
+        self._seen[event.source] = event.number
         self._requested.append(event.sync)
         return self._publish_next()
 
@@ -425,6 +442,7 @@ class JobSync:
         del self._to_start[event.worker]
         if event.worker not in self._passed:  # of an earlier change
             return []
+        self._computing.add(event.worker)
         self._certain = True
         return self._complete()
 
@@ -440,6 +458,7 @@ class JobSync:
         self._joined.discard(worker)
         self._passed.pop(worker, None)
         self._labels.pop(worker, None)
+        self._computing.discard(worker)
         self._early = [early for early in self._early if early.worker != worker]
         return self._complete()
 
@@ -451,18 +470,38 @@ class JobSync:
                 self._joined.add(event.worker)
             case IterationFinished() | IterationStarted():
                 self._require_live(event)
-                if event.worker not in self._passed:
-                    return []  # under the old model
-                if event.iteration != self._labels[event.worker]:
-                    raise InvalidEventError(
-                        f"{type(event).__name__} of worker {event.worker}, iteration {event.iteration}, expected "
-                        f"{self._labels[event.worker]}"
-                    )
-                self._labels[event.worker] += isinstance(event, IterationFinished)
-                self._early.append(event)
+                if event.worker in self._passed:  # otherwise it is under the old model
+                    self._note_early(event)
             case _:
                 raise InternalError(f"no coordinator is told of a {type(event).__name__}")
         return []
+
+    def _note_early(self, event: IterationFinished | IterationStarted) -> None:
+        """Keep what is for the new model's machine, which must not refuse it later: somebody else speaks then."""
+        worker, starts = event.worker, isinstance(event, IterationStarted)
+        if event.iteration != self._labels[worker]:
+            raise InvalidEventError(
+                f"{type(event).__name__} of worker {worker}, iteration {event.iteration}, expected "
+                f"{self._labels[worker]}"
+            )
+        needs_starts = any(model.needs_starts for model in parse_shards(self.sync))
+        if isinstance(event, IterationStarted):
+            self._require_expected(event)
+        elif event.superstep is not None:
+            raise InvalidEventError(
+                f"worker {worker} stopped for superstep {event.superstep}, before there is a plan"
+            )
+        if needs_starts and starts == (worker in self._computing):
+            raise InvalidEventError(
+                f"worker {worker} {'started' if starts else 'finished'} iteration {event.iteration}, which it has "
+                + ("started already" if starts else "yet to start")
+            )
+        if starts:
+            self._computing.add(worker)
+        else:
+            self._computing.discard(worker)
+            self._labels[worker] += 1
+        self._early.append(event)
 
     def _complete(self) -> list[AnyAction]:
         """Begin with the new model, if every member has passed or left and every shard will have it."""
@@ -471,6 +510,7 @@ class JobSync:
         passed, early = self._passed, self._early
         anew = self._joined or not self._certain
         self._change, self._passed, self._joined, self._early, self._labels = None, {}, set(), [], {}
+        self._computing = set()
         if anew:
             sync, self.sync = self.sync, ""
             self._requested.appendleft(sync)

@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..errors import InternalError, unknown_name
+from ..errors import InternalError, InvalidEventError, unknown_name
 from .actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
 from .events import (
     AnyEvent,
@@ -234,6 +234,7 @@ class ConditionMachine:
         """Take one event; return what follows from it."""
         match event:
             case PushReceived():
+                self._require_near(event)
                 before = self.ledger.count.get(event.worker, 0)
                 self.ledger.pushed(event)
                 return [self._receive(event, before), *self._close_rounds()]
@@ -289,6 +290,15 @@ class ConditionMachine:
         pushed = sum(count > self.v_train for count in self.ledger.count.values())
         if pushed != self._pushed:
             raise InternalError(f"Count[{self.v_train}] is {pushed}, not {self._pushed}")
+
+    def _require_near(self, push: PushReceived) -> None:
+        """Refuse a round that cannot have been closed at any shard: others close one earlier only by pushes that are
+        on their way here, and of each worker there is one at most."""
+        furthest = self.ledger.furthest + self.ledger.joins
+        if push.progress is not None and push.progress > furthest:
+            raise InvalidEventError(
+                f"worker {push.worker} goes on from round {push.progress}, expected at most {furthest}"
+            )
 
     def _receive(self, push: PushReceived, before: int) -> AnyAction:
         progress = self.ledger.count[push.worker] - 1

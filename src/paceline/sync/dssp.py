@@ -28,9 +28,11 @@ from .actions import AnyAction
 from .conditions import ConditionMachine, PullState
 from .events import AnyEvent, WorkerFinished, WorkerJoined, WorkerLost
 from .intervals import Intervals
-from .model import SyncModel, require_count, require_order
+from .model import SyncModel, require_count, require_order, require_within
 
 __all__ = ["DSSP", "iterations_to_spend"]
+
+MOST_TO_SPEND = 10_000  # iterations beyond the lower staleness
 
 
 class DSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="dssp"):
@@ -49,6 +51,10 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="dssp"):
     def __post_init__(self) -> None:
         require_count(self.name, "lower", self.lower, 0)
         require_order(self.name, "lower", self.lower, "upper", self.upper)
+
+    def require_runnable(self, workers: int) -> None:
+        # All of them are tried for each choice, which a server makes between two pushes.
+        require_within(self.name, "upper", self.upper, 0, self.lower + MOST_TO_SPEND)
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> SpendingMachine:
         return SpendingMachine(self)

@@ -52,10 +52,11 @@ from .events import (
     WorkerLost,
 )
 from .ledger import Ledger
-from .model import SyncModel, require_count
+from .model import SyncModel, require_count, require_within
 
 __all__ = ["ElasticBSP"]
 
+MOST_LOOKAHEAD = 100_000
 LEAST_INTERVAL_S = 1e-9  # two pushes in one tick of the clock still need an interval to extrapolate
 
 
@@ -72,6 +73,10 @@ class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="elastic-b
 
     def __post_init__(self) -> None:
         require_count(self.name, "lookahead", self.lookahead, 1)
+
+    def require_runnable(self, workers: int) -> None:
+        # The time that a plan takes grows with it.
+        require_within(self.name, "lookahead", self.lookahead, 1, MOST_LOOKAHEAD)
 
     @property
     def whole_job(self) -> bool:

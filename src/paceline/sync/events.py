@@ -10,7 +10,7 @@ worker that joins late starts with c_p at the slowest live worker's.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -20,6 +20,7 @@ __all__ = [
     "Event",
     "IterationFinished",
     "IterationStarted",
+    "Number",
     "PullRepeated",
     "PullRequested",
     "PushReceived",
@@ -32,6 +33,10 @@ __all__ = [
 ]
 
 
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""An index or a count. Where it arrives from another process, what is beyond any that there can be is refused."""
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The flag on a push with which a worker arrives at its superstep's barrier.
 
@@ -39,8 +44,8 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     that shard has or has not heard of yet.
     """
 
-    superstep: int
-    members: tuple[int, ...]
+    superstep: Number
+    members: tuple[Number, ...]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -52,8 +57,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         sync: what follows, in the notation of the command line: one model, or one for each shard with "|" between.
     """
 
-    number: int
-    members: tuple[int, ...]
+    number: Number
+    members: tuple[Number, ...]
     sync: str
 
 

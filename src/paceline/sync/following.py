@@ -57,7 +57,7 @@ class WorkerSync:
     def __init__(self, schedule: Schedule, shards: int) -> None:
         self.iteration = 0
         self._shards = shards
-        self._steps = list(enumerate(schedule.steps))[1:]  # to be asked for when they are due
+        self._steps = list(enumerate(schedule.steps[1:]))  # to be asked for when they are due
         self._epoch = 0
         self._wanted = schedule.first  # what the job will have when all that this worker asked for has come
         self._asked = 0  # changes that the script has asked for

@@ -40,12 +40,16 @@ class Ledger:
         count: c_p of each live worker, in order of joining.
         slowest: min c over the live workers; keeps its last value while there are none.
         fastest: max c, likewise.
+        furthest: the largest c that there has been.
+        joins: how many workers have joined, counting one that joined anew once more.
     """
 
     def __init__(self) -> None:
         self.count: dict[int, int] = {}
         self.slowest = 0
         self.fastest = 0
+        self.furthest = 0
+        self.joins = 0
         self._at: dict[int, int] = {}  # how many live workers have pushed exactly this often
         self._label: dict[int, int] = {}  # the iteration that each live worker's next push carries
         self._former: dict[int, int] = {}  # the same of those who have left: a label is never used twice
@@ -81,6 +85,7 @@ class Ledger:
                 f"worker {event.worker} joined anew with iteration {event.iteration}, expected at least "
                 f"{self._former[event.worker]}"
             )
+        self.joins += 1
         self._put(event.worker, count)
         self.slowest = min(self.slowest, count) if len(self.count) > 1 else count
         self.fastest = max(self.fastest, count) if len(self.count) > 1 else count
@@ -160,6 +165,7 @@ class Ledger:
 
     def _put(self, worker: int, count: int) -> None:
         self.count[worker] = count
+        self.furthest = max(self.furthest, count)
         self._at[count] = self._at.get(count, 0) + 1
 
     def _take(self, count: int) -> None:
@@ -168,9 +174,12 @@ class Ledger:
             del self._at[count]
 
     def _raise_slowest(self) -> None:
-        """One step for each round that somebody was the last to leave: constant per push in the long run."""
-        while self.slowest not in self._at:
+        """Nearly always a step or none; never more than there are counts, however far the next one is."""
+        for _ in self._at:
+            if self.slowest in self._at:
+                return
             self.slowest += 1
+        self.slowest = min(self._at)
 
     def _require_live(self, event: Event, worker: int) -> None:
         if worker not in self.count:

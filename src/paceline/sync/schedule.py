@@ -66,6 +66,14 @@ class Schedule(msgspec.Struct, frozen=True):
             for model in step.models:
                 model.require_runnable(workers)
 
+    def require_overlap(self, overlap: str) -> None:
+        """Raise `ConfigurationError` if a step cannot run with this overlap: "off" is for models in lockstep."""
+        if overlap == "off" and not all(model.lockstep for step in self.steps for model in step.models):
+            raise ConfigurationError(
+                "overlap is 'off', where nobody pulls until everybody has pushed: that is for the sync model bsp, "
+                f"not {self}."
+            )
+
     def __str__(self) -> str:
         return ",".join(map(str, self.steps)) if len(self.steps) > 1 else self.steps[0].sync
 

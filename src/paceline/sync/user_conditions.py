@@ -13,16 +13,19 @@ Deviations: none.
 >>> model = Conditions(pull=lambda state: state.gap <= 2)  # SSP(2), in one line
 >>> shard = model.at_shard()
 
-Conditions are looked up by name where they are needed, so a trace of them replays where they can be imported.
+Conditions are looked up by name where they are needed, so a trace of them replays where they can be imported. In a
+run they may come from the modules that were named when it was launched, and from no others: nothing is imported
+because somebody asks for it over a connection (see `require_named`).
 """
 
 from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -30,7 +33,7 @@ import msgspec
 from ..errors import ConfigurationError, unknown_name
 from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, Fault, PullState, PushState, everybody
 
-__all__ = ["Conditions", "UserMachine", "local_conditions"]
+__all__ = ["Conditions", "UserMachine", "import_modules", "local_conditions", "require_named"]
 
 PUSHES = ("apply", "average")
 
@@ -38,6 +41,8 @@ Condition = Callable[[Any], bool]
 
 local_conditions: dict[str, Condition] = {}
 """Those of this process that no other could import, by name. Whoever starts processes hands them on."""
+
+LOCAL = "local"  # in place of a module, where there is none
 
 _numbers = itertools.count()
 
@@ -85,6 +90,47 @@ class Conditions(ConditionModel, frozen=True, repr_omit_defaults=True, tag="cond
         return UserMachine(self)
 
 
+def require_named(models: Iterable[object], launched: Iterable[object], imports: Sequence[str]) -> None:
+    """Refuse conditions that are from no module which was named when the run was launched.
+
+    Args:
+        models: to which a run is to change.
+        launched: those that it was launched with.
+        imports: the modules that were named besides.
+
+    Raises:
+        ConfigurationError: and what to do.
+    """
+    known = {name for model in launched if isinstance(model, Conditions) for name in (model.pull, model.push)}
+    modules = {*(name.partition(":")[0] for name in known), *imports} - {LOCAL}
+    for model in models:
+        for name in (model.pull, model.push) if isinstance(model, Conditions) else ():
+            module = name.partition(":")[0]
+            if not name or name in known or module in modules:
+                continue
+            if module == LOCAL:
+                raise ConfigurationError(
+                    f"{model} cannot be sent to the servers in mid-run: put its conditions into a module, and name "
+                    "that at the launch with --import MODULE, or launch(imports=['MODULE'])."
+                )
+            raise ConfigurationError(
+                f"conditions: the module of {name!r} was not named when the run was launched. Name it there with "
+                f"--import {module}, or launch(imports=[{module!r}])."
+            )
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules from which conditions may be asked for. Raises `ConfigurationError`."""
+    for name in names:
+        try:
+            import_module(name)
+        except Exception as error:  # a module may raise what it likes
+            raise ConfigurationError(
+                f"the module {name!r} cannot be imported: {error!r}. Name one that Python finds beside the script or "
+                "in its path, as in --import mymodule."
+            ) from error
+
+
 class UserMachine(ConditionMachine):
     """Algorithm 1 with conditions that may fail. Once one has, it is set aside: see `fault`."""
 
@@ -105,7 +151,7 @@ class UserMachine(ConditionMachine):
                 return False
             try:
                 verdict = condition(state)
-            except Exception as error:  # whatever it is, it is the user's: reported with their own traceback
+            except (Exception, SystemExit) as error:  # the user's, whatever it is: with their own traceback
                 own = error.__traceback__.tb_next if error.__traceback__ is not None else None
                 text = "".join(traceback.format_exception(type(error), error, own))
                 self.fault = Fault(f"{what} raised {type(error).__name__}: {error}", text)
@@ -139,16 +185,18 @@ def _name_of(key: str, condition: object) -> str:
     for name, other in local_conditions.items():
         if other is condition:
             return name
-    name = f"local:{path}-{next(_numbers)}"
+    name = f"{LOCAL}:{path}-{next(_numbers)}"
     local_conditions[name] = condition
     return name
 
 
 def _imported(module: str, path: str) -> object:
-    """What is found under this name. Raises `ImportError` or `AttributeError`."""
+    """What is found under this name, in this module itself. Raises `ImportError` or `AttributeError`."""
     found: object = import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
+        if isinstance(found, ModuleType):
+            raise ImportError(f"{part!r} is a module of its own; name it before the colon")
     return found
 
 
@@ -163,7 +211,7 @@ def _find(name: str) -> Condition:
     module, _, path = name.partition(":")
     why = "it was defined in a script or a notebook of another process"
     found: object = None
-    if module != "local":
+    if module != LOCAL:
         try:
             found = _imported(module, path)
         except (ImportError, AttributeError) as error:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import errno
 import secrets
 import socket
+import time
 
 from ..errors import ConfigurationError, PeerLostError
 
 __all__ = ["connect", "is_local", "listen_tcp", "listen_unix"]
 
 BACKLOG = 1024
+QUEUE_INTERVAL_S = 0.01  # between two tries to get into a full one
 
 
 def listen_unix() -> tuple[socket.socket, str]:
@@ -69,10 +71,21 @@ def connect(address: str, timeout_s: float = 10.0) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
-            sock.connect("\0" + rest.removeprefix("@"))
+            _connect_unix(sock, "\0" + rest.removeprefix("@"), time.monotonic() + timeout_s)
         except BaseException:
             sock.close()
             raise
         return sock
     except OSError as error:
         raise PeerLostError(f"nobody answers at {address}: {error}") from error
+
+
+def _connect_unix(sock: socket.socket, name: str, deadline_s: float) -> None:
+    while True:
+        try:
+            sock.connect(name)
+            return
+        except BlockingIOError:  # the listener's queue is full; over TCP the system itself would try again
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(QUEUE_INTERVAL_S)

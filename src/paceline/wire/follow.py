@@ -14,6 +14,8 @@ import os
 
 import numpy as np
 
+from .forks import close_in_forks
+
 __all__ = ["Follower"]
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -43,6 +45,8 @@ class Follower:
         self._address = np.frombuffer(self._map, np.uint8).ctypes.data
         self._entries = np.zeros(size_bytes // PAGE_BYTES, np.uint64)
         self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptors = [descriptor, self._pagemap]  # until they are closed
+        close_in_forks(self)
         self._look()
 
     def edited(self) -> bool:
@@ -59,10 +63,14 @@ class Follower:
             self._map.madvise(mmap.MADV_DONTNEED)
         return False
 
+    def close_in_fork(self) -> None:
+        """See `close_in_forks`."""
+        self.close()
+
     def close(self) -> None:
         """Close the descriptors. The memory goes with its last user."""
-        os.close(self._descriptor)
-        os.close(self._pagemap)
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def _look(self) -> None:
         start = self._address // PAGE_BYTES * ENTRY_BYTES

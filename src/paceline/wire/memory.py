@@ -28,6 +28,7 @@ from typing import Final, Literal, Protocol
 from ..errors import ProtocolError
 from ..layout import ITEM_BYTES, Layout, Piece, ShardSlice
 from .follow import Follower
+from .forks import close_in_forks
 from .ring import RING_BYTES
 
 __all__ = [
@@ -93,6 +94,7 @@ class Region:
         channels: int = 0,
     ) -> None:
         self.descriptor = descriptor
+        close_in_forks(self)
         places, vectors_bytes = _places(layout, kinds)
         self.size_bytes = vectors_bytes + channels * CHANNEL_BYTES
         view = memoryview(mmap.mmap(-1 if descriptor is None else descriptor, self.size_bytes))
@@ -136,6 +138,10 @@ class Region:
             raise ProtocolError(f"shared memory cannot be mapped: {error}") from error
         finally:
             os.close(descriptor)
+
+    def close_in_fork(self) -> None:
+        """See `close_in_forks`."""
+        self.close()
 
     def close(self) -> None:
         """Close the descriptor. The memory goes with its last user."""
@@ -237,7 +243,7 @@ class StreamedInbox:
 
     def places(self, pieces: Sequence[int]) -> list[memoryview]:
         if not all(0 <= piece < len(self.pieces) for piece in pieces):
-            raise ProtocolError(f"pieces {pieces} of {len(self.pieces)}")
+            raise ProtocolError(f"pieces {pieces[:8]} of {len(self.pieces)}")
         return cut_pieces(self.gradient, [self.pieces[piece] for piece in pieces])
 
     def take(self, pieces: Sequence[int]) -> None:

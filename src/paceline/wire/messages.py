@@ -2,28 +2,29 @@
 
 A message is a small MessagePack header; bulk data (slices of weights and gradients) follows it raw. Nothing is
 ever unpickled from a connection, and each side decodes only what its peer may send it: see the unions at the
-end.
+end. Indices and counts of peers that are not trusted with a host's life are `Number`s.
 
-    worker -> coordinator   Hello, Register, Notify, Begun, AllCommitted, RequestSync, Status, Finished, Failed
+    worker -> coordinator   Hello, Register, Notify, Begun, AllCommitted, RequestSync, Status, Warned, Finished,
+                            Failed
     coordinator -> worker   Started, Refused, Stopping, Restart, Changing, MayPull
-    server -> coordinator   Hello, Ready, Faulted
-    coordinator -> server   CreateShards, WorkerGone, Shutdown
+    server -> coordinator   Hello, Ready, Faulted, Warned, Failed, Snapshot, Waits
+    coordinator -> server   CreateShards, WorkerGone, FetchSnapshot, FetchWaits, Shutdown
     worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, Pull, PullAgain, FetchState, Finished
     server -> worker        Committed, Answer, State
-    reader -> server        Hello, FetchSnapshot, FetchState, FetchWaits
-    server -> reader        Snapshot, State, Waits
+    reader -> server        Hello, FetchSnapshot, FetchState
+    server -> reader        Snapshot, State
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from ..layout import Layout, ShardSlice
 from ..optimizers import OptimizerSpec
 from ..sync import AnySyncModel
-from ..sync.events import Change, Stop
+from ..sync.events import Change, Number, Stop
 
 __all__ = [
     "AllCommitted",
@@ -69,6 +70,7 @@ __all__ = [
     "Status",
     "Stopping",
     "Waits",
+    "Warned",
     "WorkerGone",
 ]
 
@@ -124,10 +126,10 @@ class Hello(Message, frozen=True, tag=True):
 
     token: str
     role: Literal["worker", "server", "reader"]
-    index: int
+    index: Number
     address: str = ""
-    memory_bytes: int = 0
-    channels: int = 0
+    memory_bytes: Number = 0
+    channels: Number = 0
     channel: int = -1
     follows: bool = False
 
@@ -181,7 +183,7 @@ class Ready(Message, frozen=True, tag=True):
 
 
 class WorkerGone(Message, frozen=True, tag=True):
-    """A worker was lost. Matters to a server that it had not called yet; the others have seen it go."""
+    """A worker was lost. Its connection may still be open: a child that it has forked may hold it."""
 
     worker: int
 
@@ -193,13 +195,13 @@ class Shutdown(Message, frozen=True, tag=True):
 class InitialState(Message, frozen=True, tag=True):
     """Payload: a shard's optimizer state (safetensors), before its weights. Sent by the publisher on resuming."""
 
-    shard: int
+    shard: Number
 
 
 class InitialWeights(Message, frozen=True, tag=True):
     """Payload: a shard's first weights and, for shard 0, the model's other tensors. Sent by the publisher."""
 
-    shard: int
+    shard: Number
 
 
 class Stage(Message, frozen=True, tag=True):
@@ -208,8 +210,8 @@ class Stage(Message, frozen=True, tag=True):
     It counts for nothing until the commit. What is sent twice counts as it came last.
     """
 
-    shard: int
-    pieces: tuple[int, ...]
+    shard: Number
+    pieces: tuple[Number, ...]
 
 
 class Commit(Message, frozen=True, tag=True):
@@ -233,17 +235,17 @@ class Commit(Message, frozen=True, tag=True):
         pulls: False if the pull comes later, see `Pull`.
     """
 
-    shard: int
-    iteration: int
+    shard: Number
+    iteration: Number
     present: bytes
     groups: bytes
-    pieces: tuple[int, ...] = ()
+    pieces: tuple[Number, ...] = ()
     empty: bool = False
     stop: Stop | None = None
     change: Change | None = None
-    significance: float | None = None
-    progress: int | None = None
-    buffers: tuple[int, ...] = ()
+    significance: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    progress: Number | None = None
+    buffers: tuple[Number, ...] = ()
     pulls: bool = True
 
 
@@ -257,15 +259,15 @@ class Committed(Message, frozen=True, tag=True):
 class Pull(Message, frozen=True, tag=True):
     """The pull that a commit left out."""
 
-    shard: int
-    iteration: int
+    shard: Number
+    iteration: Number
 
 
 class PullAgain(Message, frozen=True, tag=True):
     """A worker has dropped its computation of `iteration` and wants the weights to start it anew."""
 
-    shard: int
-    iteration: int
+    shard: Number
+    iteration: Number
 
 
 class Answer(Message, frozen=True, tag=True):
@@ -285,7 +287,7 @@ class Answer(Message, frozen=True, tag=True):
 class FetchState(Message, frozen=True, tag=True):
     """Ask for a shard's optimizer state."""
 
-    shard: int
+    shard: Number
 
 
 class State(Message, frozen=True, tag=True):
@@ -295,9 +297,9 @@ class State(Message, frozen=True, tag=True):
 
 
 class FetchSnapshot(Message, frozen=True, tag=True):
-    """A reader asks for a shard's weights as they are."""
+    """A reader, or at the end of a run the coordinator, asks for a shard's weights as they are."""
 
-    shard: int
+    shard: Number
 
 
 class Snapshot(Message, frozen=True, tag=True):
@@ -324,7 +326,7 @@ class ShardWaits(msgspec.Struct, frozen=True):
 
 
 class FetchWaits(Message, frozen=True, tag=True):
-    """A reader asks who waits for what at a server."""
+    """The coordinator asks who waits for what at a server. A server that does not answer hangs."""
 
 
 class Waits(Message, frozen=True, tag=True):
@@ -340,15 +342,15 @@ class Notify(Message, frozen=True, tag=True):
     `superstep` and `change` are set if the push was the worker's last one before that.
     """
 
-    iteration: int
-    superstep: int | None = None
-    change: int | None = None
+    iteration: Number
+    superstep: Number | None = None
+    change: Number | None = None
 
 
 class AllCommitted(Message, frozen=True, tag=True):
     """Every shard has taken a worker's push of this iteration. Without overlap, for the coordinator."""
 
-    iteration: int
+    iteration: Number
 
 
 class MayPull(Message, frozen=True, tag=True):
@@ -360,7 +362,7 @@ class MayPull(Message, frozen=True, tag=True):
 class Begun(Message, frozen=True, tag=True):
     """A worker has its weights and computes this iteration. For sync models that ask for it, and after a change."""
 
-    iteration: int
+    iteration: Number
 
 
 class Restart(Message, frozen=True, tag=True):
@@ -373,7 +375,7 @@ class RequestSync(Message, frozen=True, tag=True):
     """A worker has reached a point at which the sync model is to change: see `SyncRequested`."""
 
     source: Literal["schedule", "script"]
-    number: int
+    number: Number
     sync: str
 
 
@@ -402,7 +404,7 @@ class Stopping(Message, frozen=True, tag=True):
 class Status(Message, frozen=True, tag=True):
     """For the eyes of the user: what a worker is doing."""
 
-    iteration: int
+    iteration: Number
     loss: float | None
     state: Literal["computing", "waiting", "pulling"]
 
@@ -412,10 +414,23 @@ class Finished(Message, frozen=True, tag=True):
 
 
 class Failed(Message, frozen=True, tag=True):
-    """A worker's script raised."""
+    """A worker's script, or a server, has raised.
+
+    Attributes:
+        reason: the error in one line.
+        traceback: of it.
+        consequence: True if it only says that another process is gone: then that one is the cause.
+    """
 
     reason: str
     traceback: str
+    consequence: bool = False
+
+
+class Warned(Message, frozen=True, tag=True):
+    """Something has gone wrong that a run can do without, in words, such as a log that cannot be written."""
+
+    words: str
 
 
 FromPeerToCoordinator = (
@@ -428,11 +443,14 @@ FromPeerToCoordinator = (
     | RequestSync
     | Faulted
     | Status
+    | Warned
     | Finished
     | Failed
+    | Snapshot
+    | Waits
 )
 FromCoordinatorToWorker = Started | Refused | Stopping | Restart | Changing | MayPull
-FromCoordinatorToServer = CreateShards | WorkerGone | Shutdown
+FromCoordinatorToServer = CreateShards | WorkerGone | FetchSnapshot | FetchWaits | Shutdown
 FromPeerToServer = (
     Hello
     | InitialState
@@ -443,8 +461,7 @@ FromPeerToServer = (
     | PullAgain
     | FetchState
     | FetchSnapshot
-    | FetchWaits
     | Finished
     | Bell
 )
-FromServer = Committed | Answer | State | Snapshot | Waits | Bell
+FromServer = Committed | Answer | State | Snapshot | Bell

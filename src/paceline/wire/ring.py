@@ -14,6 +14,10 @@ Each word is on a cache line of its own and has one writer. On x86-64 stores are
 made, which is all that a frame needs: its bytes, then the count. To fall asleep needs more: the flag must be seen
 before the last look into the ring is made, and the count before the writer looks at the flag. That takes a fence,
 which Python has not; taking a lock is one. On other processors there is no ring (`available`).
+
+The peer can write anything into this memory, at any time. So each end keeps its own count, reads each word of the
+peer's once, and believes it only within what an honest peer could have written; anything else is a `ValueError`. A
+reader's work is bounded by the size of the ring, whatever its memory says.
 """
 
 from __future__ import annotations
@@ -47,24 +51,35 @@ class Ring:
         memory: of `RING_BYTES`, zeroed before its first use, on a cache line's boundary.
     """
 
-    __slots__ = ("_bytes", "_read", "_words", "_written")
+    __slots__ = ("_bytes", "_read", "_taken", "_words", "_written")
 
     def __init__(self, memory: memoryview) -> None:
         self._words = memory.cast("Q")
         self._bytes = memory[HEADER_BYTES:RING_BYTES]
-        self._written = self._words[WRITTEN]
-        self._read = self._words[READ]
+        self._written = 0  # by this end; of the memory's words only the other end's are ever believed
+        self._read = 0  # by this end
+        self._taken = 0  # by the other end, as it said last
 
     # -- the writer's end ---------------------------------------------------------------------------------
 
     def write(self, frame: bytes) -> bool:
-        """Put a frame into the ring. False if there is no room for it now."""
+        """Put a frame into the ring. False if there is no room for it now.
+
+        Raises:
+            ValueError: the reader says that it has read what it cannot have read.
+        """
+        taken = self._words[READ]
+        if not self._taken <= taken <= self._written:
+            raise ValueError(
+                f"the reader says that it has read {taken} bytes, expected {self._taken} to {self._written}"
+            )
+        self._taken = taken
         length = len(frame)
         padded = WORD_BYTES + (length + WORD_BYTES - 1) // WORD_BYTES * WORD_BYTES
         place = self._written % DATA_BYTES
         left = DATA_BYTES - place  # to the end of the ring
         skipped = left if padded > left else 0
-        if self._written + skipped + padded - self._words[READ] > DATA_BYTES:
+        if self._written + skipped + padded - taken > DATA_BYTES:
             return False
         if skipped:
             self._words[(HEADER_BYTES + place) // WORD_BYTES] = SKIP
@@ -89,19 +104,33 @@ class Ring:
         """True if there is a frame to read."""
         return self._words[WRITTEN] != self._read
 
-    def read(self) -> bytes | None:
-        """The next frame, or None."""
-        while self._words[WRITTEN] != self._read:
-            place = self._read % DATA_BYTES
+    @property
+    def end(self) -> int:
+        """How far frames have been written, for `read`. Raises `ValueError` if that cannot be."""
+        written = self._words[WRITTEN]
+        if not 0 <= written - self._read <= DATA_BYTES or written % WORD_BYTES:
+            raise ValueError(f"{written} bytes are said to be written, of which {self._read} have been read")
+        return written
+
+    def read(self, end: int | None = None) -> bytes | None:
+        """The next frame, or None if there is none before `end`, by default as far as has been written by now.
+
+        Raises:
+            ValueError: no writer that keeps to the rules has written this.
+        """
+        end = self.end if end is None else end
+        while self._read != end:
+            place, written = self._read % DATA_BYTES, end - self._read
+            left = DATA_BYTES - place  # to the end of the ring
             length = self._words[(HEADER_BYTES + place) // WORD_BYTES]
-            if length == SKIP:
-                self._advance(DATA_BYTES - place)
-                continue
-            if length > DATA_BYTES - place - WORD_BYTES:
-                raise ValueError(f"a frame of {length} bytes in a ring")
-            frame = bytes(self._bytes[place + WORD_BYTES : place + WORD_BYTES + length])
-            self._advance(WORD_BYTES + (length + WORD_BYTES - 1) // WORD_BYTES * WORD_BYTES)
-            return frame
+            size_bytes = WORD_BYTES + (length + WORD_BYTES - 1) // WORD_BYTES * WORD_BYTES
+            if size_bytes <= left and size_bytes <= written:
+                frame = bytes(self._bytes[place + WORD_BYTES : place + WORD_BYTES + length])
+                self._advance(size_bytes)
+                return frame
+            if length != SKIP or not place or left > written:  # a whole ring is never left out
+                raise ValueError(f"a frame of {length} bytes in a ring that has {min(left, written)} there")
+            self._advance(left)
         return None
 
     def fall_asleep(self) -> bool:

@@ -12,7 +12,12 @@ queued of it before that memory changes. Most often nothing is queued any more.
 
 Two peers that share memory may have a pair of rings (see `ring`). Headers go through these then; a message that has a
 payload, or a large header, goes through the socket as ever, and an empty frame in the ring keeps its place in the
-order. The socket also wakes a peer that has fallen asleep, and tells that one is gone.
+order. The socket also wakes a peer that has fallen asleep, and tells that one is gone. Where a message's payload goes
+is asked when its place in the ring has been read: what comes before it in the order has been handed out by then.
+
+One call of `receive` does a bounded amount of work, however much a peer sends: what the ring held when it began, and
+a few buffers of the socket. No message that is whole stays behind in the buffer, so a level-triggered selector says
+when there is more.
 """
 
 from __future__ import annotations
@@ -26,11 +31,12 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Final, Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from ..errors import DeadlineError, PeerLostError, ProtocolError
+from .forks import close_in_forks
 from .messages import Bell, Message
 from .ring import Ring
 
@@ -52,8 +58,8 @@ LOOPBACK_BUFFER_BYTES = (
 )  # what is received is still in the cache then: a fifth less time for 25 to 100 MB
 BUFFER_BYTES = 64 * 1024  # of what is received: the headers of many messages
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)  # for a few descriptors
-OWN: Final = object()  # of the stream: nobody else has lent it
 LARGEST_IN_RING_BYTES = 4096  # of a header
+FILLS = 16  # of the buffer, in one call of `receive`
 
 _encoder = msgspec.msgpack.Encoder()
 _bell = _encoder.encode(Bell())
@@ -63,6 +69,20 @@ BELL = PREFIX.pack(MAGIC, len(_bell), 0) + _bell
 def no_payload(message: Message, size_bytes: int) -> Sequence[memoryview]:
     """The sink of a connection on which no message has a payload."""
     return []
+
+
+class Part(NamedTuple):
+    """Some bytes that are to leave.
+
+    Attributes:
+        data: the bytes.
+        lent: by whom, see `Stream.send`.
+        kept: True once they are in memory of the stream's own.
+    """
+
+    data: memoryview
+    lent: Hashable = None
+    kept: bool = False
 
 
 class Stream(Generic[T]):
@@ -99,7 +119,7 @@ class Stream(Generic[T]):
         self.sink = sink
         self.descriptors: list[int] = []
         self._decode: Callable[[bytes | memoryview], T] = msgspec.msgpack.Decoder(accepts).decode
-        self._queue: deque[tuple[memoryview, Hashable]] = deque()  # (what is to leave, who has lent it)
+        self._queue: deque[Part] = deque()  # what is to leave through the socket
         self._kept: dict[Hashable, bytearray] = {}  # memory for what is kept, used again
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._start = self._end = 0  # of what has been received into it and not been read
@@ -107,9 +127,10 @@ class Stream(Generic[T]):
         self._frames = self._read_frames()
         self._ring_out: Ring | None = None
         self._ring_in: Ring | None = None
-        self._late: deque[bytes] = deque()  # for the ring, when it has room
-        self._early: T | None = None  # from the socket, before its place in the ring has been read
-        self._on_socket = False  # the next message is
+        # What is for the ring, until it has room, and who has lent it.
+        self._late: deque[tuple[bytes, Hashable]] = deque()
+        self._on_socket = False  # the next message in the ring's order comes through the socket
+        close_in_forks(self)
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
@@ -119,6 +140,15 @@ class Stream(Generic[T]):
     def backlog(self) -> bool:
         """True while something that was sent has not left yet: call `flush` when the socket is writable."""
         return bool(self._queue or self._late)
+
+    @property
+    def unsent(self) -> int:
+        """How many parts of messages have not left yet."""
+        return len(self._queue) + len(self._late)
+
+    def owes(self, lent: Hashable) -> bool:
+        """True if something of what was sent as `lent` has not left yet."""
+        return any(part.lent == lent for part in self._queue) or any(late[1] == lent for late in self._late)
 
     def use_rings(self, outgoing: Ring, incoming: Ring) -> None:
         """Have what is sent and received from now on go through rings, as far as it can."""
@@ -158,7 +188,7 @@ class Stream(Generic[T]):
         payload = [part for part in payload if part.nbytes]
         if self._ring_out is not None:
             through_ring = not payload and not descriptors and len(header) <= LARGEST_IN_RING_BYTES
-            self._late.append(header if through_ring else b"")
+            self._late.append((header if through_ring else b"", lent))
             self._fill_ring(self._ring_out)
             if through_ring:
                 return
@@ -168,38 +198,45 @@ class Stream(Generic[T]):
             parts = self._push_out(parts, descriptors)
         elif descriptors:
             raise ProtocolError("descriptors cannot be passed while earlier messages are still queued")
-        if parts:
-            self._queue.extend((part, lent) for part in parts)
-            if lent is None:
-                self.keep(None)
+        waiting = [Part(part, lent) for part in parts]
+        self._queue.extend(self._copied(waiting) if lent is None and waiting else waiting)
 
     def keep(self, lent: Hashable) -> None:
         """Copy what is still queued of the memory that somebody has lent: it may change now."""
-        places = [place for place, (_, owner) in enumerate(self._queue) if owner == lent]
+        places = [place for place, part in enumerate(self._queue) if part.lent == lent and not part.kept]
         if not places:
             return
-        size_bytes = sum(self._queue[place][0].nbytes for place in places)
-        kept = self._kept.get(lent)
-        if kept is None or len(kept) < size_bytes or any(part.obj is kept for part, _ in self._queue):
-            kept = self._kept[lent] = bytearray(size_bytes)
+        for place, part in zip(places, self._copied([self._queue[place] for place in places]), strict=True):
+            self._queue[place] = part
+
+    def _copied(self, parts: Sequence[Part]) -> list[Part]:
+        """The same parts, all lent by the same, in memory of the stream's own; large memory is used again."""
+        lent = parts[0].lent
+        size_bytes = sum(part.data.nbytes for part in parts)
+        memory = self._kept.get(lent, b"")
+        if size_bytes <= BUFFER_BYTES:
+            memory = bytearray(size_bytes)
+        elif len(memory) < size_bytes or any(part.data.obj is memory for part in self._queue):
+            memory = self._kept[lent] = bytearray(size_bytes)
+        copies = []
         start = 0
-        for place in places:
-            part, _ = self._queue[place]
-            copy = memoryview(kept)[start : start + part.nbytes]
-            copy[:] = part
-            self._queue[place] = copy, OWN
-            start += part.nbytes
+        for part in parts:
+            copy = memoryview(memory)[start : start + part.data.nbytes]
+            copy[:] = part.data
+            copies.append(Part(copy, lent, kept=True))
+            start += part.data.nbytes
+        return copies
 
     def flush(self) -> None:
         """Send what is queued, as far as the socket takes it now."""
         if self._late and self._ring_out is not None:
             self._fill_ring(self._ring_out)
         if self._queue:
-            left = self._push_out([part for part, _ in self._queue])
+            left = self._push_out([part.data for part in self._queue])
             while len(self._queue) > len(left):
                 self._queue.popleft()
             if left:
-                self._queue[0] = left[0], self._queue[0][1]
+                self._queue[0] = self._queue[0]._replace(data=left[0])
 
     def drain(self, timeout_s: float) -> None:
         """Block until everything has left. Raises `DeadlineError`."""
@@ -218,31 +255,34 @@ class Stream(Generic[T]):
             PeerLostError: the connection is gone.
             ProtocolError: the peer sent what it may not send.
         """
-        if self._ring_in is None:
-            yield from self._receive_from_socket()
-            return
-        yield from self._receive_from_ring(self._ring_in)
-        if not from_socket:
-            return
-        try:
-            for message in self._receive_from_socket():
-                if not isinstance(message, Bell):
-                    self._early = message
-                    yield from self._receive_from_ring(self._ring_in)
-        except PeerLostError:
-            yield from self._receive_from_ring(self._ring_in)  # what it said before it left
-            raise
-
-    def _receive_from_ring(self, ring: Ring) -> Iterator[T]:
+        fills = FILLS if from_socket else 0
         while True:
-            if self._on_socket:
-                if self._early is None:
-                    return
-                message, self._early, self._on_socket = self._early, None, False
-                yield message
-                continue
+            if self._ring_in is None:
+                while (message := next(self._frames)) is not None:
+                    yield message
+            else:
+                yield from self._in_order(self._ring_in)
+            if not fills:
+                return
             try:
-                frame = ring.read()
+                fills = fills - 1 if self._fill() else 0
+            except PeerLostError:
+                if self._ring_in is not None:
+                    yield from self._in_order(self._ring_in)  # what it said before it left
+                raise
+
+    def _in_order(self, ring: Ring) -> Iterator[T]:
+        """Yield each message that is whole, in the ring's order, up to those that the ring holds now."""
+        end: int | None = None
+        while True:
+            if self._on_socket or self._start != self._end:
+                while (message := next(self._frames)) is not None:
+                    yield message
+                if self._on_socket:
+                    return
+            try:
+                end = ring.end if end is None else end
+                frame = ring.read(end)
             except ValueError as error:
                 raise ProtocolError(f"a ring cannot be read: {error}") from error
             if frame is None:
@@ -254,20 +294,6 @@ class Stream(Generic[T]):
                 yield message
             else:
                 self._on_socket = True
-
-    def _receive_from_socket(self) -> Iterator[T]:
-        more = True
-        while True:
-            while (message := next(self._frames)) is not None:
-                yield message
-            if not more:
-                return
-            try:
-                more = self._fill()
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                raise PeerLostError(f"connection lost: {error}") from error
 
     def wait(self, timeout_s: float) -> T:
         """Block until one message has arrived. Raises `DeadlineError` as well."""
@@ -282,6 +308,10 @@ class Stream(Generic[T]):
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
+        self.sock.close()
+
+    def close_in_fork(self) -> None:
+        """See `close_in_forks`."""
         self.sock.close()
 
     def _push_out(self, parts: list[memoryview], descriptors: Sequence[int] = ()) -> list[memoryview]:
@@ -314,20 +344,26 @@ class Stream(Generic[T]):
             self._buffer[: len(left)] = left
         room = self._buffer[self._end :]
         wanted = self._wanted
+        # When the buffer is full, all of it follows a message whose place in the ring is to come.
+        if not wanted.nbytes and not room.nbytes:
+            return False
         ancillary_bytes = ANCILLARY_BYTES if self.takes_descriptor else 0
-        if (
-            wanted.nbytes > BUFFER_BYTES and not ancillary_bytes
-        ):  # what comes into the buffer is copied once more
-            room = room[:0]
-            count = self.sock.recv_into(wanted)
-        elif wanted.nbytes or ancillary_bytes:
-            count, ancillary, _, _ = self.sock.recvmsg_into(
-                [wanted, room], ancillary_bytes, socket.MSG_CMSG_CLOEXEC
-            )
-            if ancillary:
-                self._take_descriptors(ancillary)
-        else:
-            count = self.sock.recv_into(room)
+        try:
+            if wanted.nbytes > BUFFER_BYTES and not ancillary_bytes:
+                room = room[:0]  # what comes into the buffer is copied once more
+                count = self.sock.recv_into(wanted)
+            elif wanted.nbytes or ancillary_bytes:
+                count, ancillary, _, _ = self.sock.recvmsg_into(
+                    [wanted, room], ancillary_bytes, socket.MSG_CMSG_CLOEXEC
+                )
+                if ancillary:
+                    self._take_descriptors(ancillary)
+            else:
+                count = self.sock.recv_into(room)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise PeerLostError(f"connection lost: {error}") from error
         if not count:
             raise PeerLostError("the peer closed the connection")
         self._wanted = wanted[count:]
@@ -360,6 +396,11 @@ class Stream(Generic[T]):
                 header = memoryview(bytearray(header_bytes))
                 yield from self._until_filled(header)
             message = self._read_header(header)
+            ringed = self._ring_in is not None
+            bell = isinstance(message, Bell)
+            # The ring has its place, after what comes before it.
+            while ringed and not bell and not self._on_socket:
+                yield None
             targets = self.sink(message, payload_bytes)
             expected_bytes = sum(target.nbytes for target in targets)
             if expected_bytes != payload_bytes:
@@ -369,6 +410,9 @@ class Stream(Generic[T]):
             for target in targets:
                 if target.nbytes:
                     yield from self._until_filled(target)
+            if ringed and bell:
+                continue
+            self._on_socket = False
             yield message
 
     def _read_header(self, header: bytes | memoryview) -> T:
@@ -380,11 +424,14 @@ class Stream(Generic[T]):
     def _fill_ring(self, ring: Ring) -> None:
         """Put what is late into the ring, as far as it has room; wake who reads it."""
         written = False
-        while self._late and ring.write(self._late[0]):
-            self._late.popleft()
-            written = True
+        try:
+            while self._late and ring.write(self._late[0][0]):
+                self._late.popleft()
+                written = True
+        except ValueError as error:
+            raise ProtocolError(f"a ring cannot be written: {error}") from error
         if written and ring.reader_asleep and not self._queue:
-            self._queue.extend((part, OWN) for part in self._push_out([memoryview(BELL)]))
+            self._queue.extend(Part(part, kept=True) for part in self._push_out([memoryview(BELL)]))
 
     def _until_filled(self, target: memoryview) -> Iterator[None]:
         """Fill some memory: first with what the buffer has of it, then straight from the socket."""

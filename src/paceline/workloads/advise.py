@@ -23,7 +23,7 @@ from ..sync.schedule import read_schedule
 from ..trace import Trace, read
 from .pool import Tell
 from .ranking import EVERY_MODEL, Figures, mark_front, rank
-from .rehearsal import STAR, describe
+from .rehearsal import STAR, describe, show_faults
 
 __all__ = ["Advice", "Report", "advise", "show"]
 
@@ -82,7 +82,7 @@ def advise(
     iterations = max(20, min(int(count) for count in summary["iterations"].values()))
     own = summary["sync"]
     together_s, updates = _while_all_were_there(read(run_dir / "trace-shard-0.jsonl"))
-    again = simulate(cluster, own, None, summary["seed"], until_s=together_s, record=False)
+    again = simulate(cluster, own, None, summary["seed"], until_s=together_s)
     rows = rank(cluster, _runnable(syncs, cluster, shards), iterations=iterations, tell=tell)
     return Report(
         sync=own,
@@ -120,6 +120,7 @@ def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
 
 
 def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
+    rows = [row for row in rows if not row.faults]  # the others are not what their names say
     [bsp] = [row for row in rows if row.sync == "bsp"]
     fastest = rows[0]
     bounded = [row for row in mark_front([row for row in rows if _bounded(row.sync)]) if row.front]
@@ -191,6 +192,7 @@ def show(report: Report, cluster: Cluster, console: Console) -> None:
         f"per s, simulated {report.simulated_updates_per_s:.4g} ({off:+.1%})"
     )
     console.print(ranking_table(f"what {cluster.name} would have been", report.rows, caption))
+    show_faults(report.rows, console)
     for advice in report.advice:
         console.print(f"\n[bold]{advice.wish}[/]: {advice.sync}", highlight=False)
         console.print(f"  {advice.reason}", highlight=False)

@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from ..engines.lifetime import end_with_parent
+from ..engines.boot import end_with_parent
 from ..errors import RunFailedError
 
 __all__ = ["Tell", "on_all_cores"]

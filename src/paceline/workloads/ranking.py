@@ -79,6 +79,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         delayed_share: of all pulls, those that were not answered on arrival.
         restarts: computations that were started anew.
         bytes_sent: by all.
+        faults: conditions that failed, and what their shards went on with, in words: the figures are not the model's.
         front: no other model of the comparison has both more gradients and less staleness.
     """
 
@@ -95,6 +96,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     delayed_share: float
     restarts: int
     bytes_sent: int
+    faults: list[str] = []
     front: bool = False
 
     @property
@@ -103,7 +105,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         return max(0.0, 1.0 - self.computing_share - self.waiting_share - self.wasted_share)
 
 
-def figures_of(sync: str, result: SimResult, shards: int) -> Figures:
+def figures_of(sync: str, result: SimResult) -> Figures:
     """The figures of one result."""
     measures = result.measures
     pushes = sum(measures.iterations.values())
@@ -113,16 +115,17 @@ def figures_of(sync: str, result: SimResult, shards: int) -> Figures:
         sync=sync,
         until_s=measures.duration_s,
         finished_s=fmean(result.finished_s),
-        gradients_per_s=(pushes - measures.dropped_pushes / shards) / duration_s,
+        gradients_per_s=(pushes - measures.dropped_pushes / result.shards) / duration_s,
         updates_per_s=measures.updates_per_s,
         mean_staleness=measures.mean_staleness,
         max_staleness=measures.max_staleness,
         computing_share=result.computed_s / present_s,
         waiting_share=measures.waiting_share,
         wasted_share=result.wasted_s / present_s,
-        delayed_share=measures.delayed_pulls / (pushes * shards) if pushes else 0.0,
+        delayed_share=measures.delayed_pulls / (pushes * result.shards) if pushes else 0.0,
         restarts=measures.restarts,
         bytes_sent=result.bytes_sent,
+        faults=result.faults,
     )
 
 
@@ -135,9 +138,8 @@ def run_task(task: Task) -> Figures:
         task.seed,
         until_s=task.until_s,
         shards=task.shards,
-        record=False,
     )
-    return figures_of(task.sync, result, task.shards or task.cluster.servers)
+    return figures_of(task.sync, result)
 
 
 def run_tasks(tasks: Sequence[Task], tell: Tell = lambda done, of, what: None) -> list[Figures]:
@@ -174,7 +176,7 @@ def rank(
 
 def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None) -> float:
     """How long BSP takes. Raises `ConfigurationError` if it comes to nothing there, or takes no time."""
-    time_s = simulate(cluster, "bsp", iterations, seed, shards=shards, record=False).time_s
+    time_s = simulate(cluster, "bsp", iterations, seed, shards=shards).time_s
     if not time_s:
         raise ConfigurationError(
             "under bsp, nobody finishes an iteration on this cluster, or none takes any time: there is nothing to "

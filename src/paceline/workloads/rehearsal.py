@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from ..sim import PRESETS, Cluster, simulate
 from .pool import Tell
 from .ranking import Figures, rank, sweep
 
-__all__ = ["compare", "describe", "explore", "load_cluster", "new_folder"]
+__all__ = ["compare", "describe", "explore", "load_cluster", "new_folder", "show_faults"]
 
 STAR = "*: no other model here has both more gradients per second and less staleness"
 MOST_DRAWN = 16  # workers in a picture of timelines
@@ -78,6 +78,13 @@ def new_folder(out: Path | None, what: str) -> Path:
     return out
 
 
+def show_faults(rows: Iterable[Figures], console: Console) -> None:
+    """Say of which models conditions have failed: their rows are those of what the shards went on with."""
+    for row in rows:
+        for fault in row.faults:
+            console.print(f"{row.sync}: {fault.splitlines()[0]}", style="red", markup=False, highlight=False)
+
+
 def compare(
     cluster: Cluster,
     syncs: Sequence[str],
@@ -94,6 +101,7 @@ def compare(
     until_s = rows[0].until_s
     note = f"{describe(cluster)}; {until_s:.4g} virtual seconds, in which bsp does {iterations} iterations"
     console.print(ranking_table(cluster.name, rows, f"{note}\n{STAR}"))
+    show_faults(rows, console)
     _keep(out / "ranking.json", rows)
     save(ranking_picture(cluster.name, note, rows), out / "ranking.png")
     if cluster.workers <= MOST_DRAWN:
@@ -101,7 +109,7 @@ def compare(
         shown_s = SHOWN_ITERATIONS * (slowest_s or 1.0)
         timelines = {}
         for sync in syncs:
-            result = simulate(cluster, sync, None, seed, until_s=2 * shown_s, shards=shards)
+            result = simulate(cluster, sync, None, seed, until_s=2 * shown_s, shards=shards, record=True)
             if any(result.records):  # else nobody has come to the end of an iteration
                 timelines[sync] = timeline_of(result.records, result.trace[0])
         if timelines:
@@ -126,6 +134,7 @@ def explore(
     points = sweep(cluster, syncs, key, values, iterations=iterations, seed=seed, shards=shards, tell=tell)
     rows = [row for _, row in points]
     console.print(ranking_table(cluster.name, rows, describe(cluster)))
+    show_faults(rows, console)
     _keep(out / "sweep.json", rows)
     lines: dict[str, list[tuple[float, Figures]]] = {}
     for value, row in points:

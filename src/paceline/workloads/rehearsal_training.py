@@ -24,7 +24,7 @@ from ..report.loss import LossCurve, loss_picture
 from ..sim import Cluster, Loss, simulate
 from .pool import Tell, on_all_cores
 from .ranking import Figures, figures_of
-from .rehearsal import describe
+from .rehearsal import describe, show_faults
 
 __all__ = ["Trained", "smooth", "train_and_compare"]
 
@@ -91,6 +91,7 @@ def train_and_compare(
             f"{script} has trained, but returned no loss to compare: give optimizer.step() a closure that returns it."
         )
     console.print(_table(cluster, rows, rows[0].final_loss, syncs[0]))
+    show_faults([row.figures for row in rows], console)
     curves = [LossCurve(row.figures.sync, row.curve) for row in rows]
     save(loss_picture(f"{script.name} on {cluster.name}", describe(cluster), curves), out / "training.png")
     return found
@@ -122,10 +123,9 @@ def _run(task: _Task) -> Trained:
             train_fn=runpy.run_path,
             args=(task.script, None, "__main__"),
             shards=task.shards,
-            record=False,
         )
     curve = smooth(result.history or [])
-    figures = figures_of(task.sync, result, task.shards or task.cluster.servers)
+    figures = figures_of(task.sync, result)
     return Trained(figures, curve, curve[-1][1] if curve else float("nan"))
 
 

@@ -150,7 +150,7 @@ def _fidelity(tell: Tell, models: Sequence[str], live_s: float) -> list[Fidelity
         for number, sync in enumerate(models):
             tell(f"live and simulated under {sync}", (number + 1) / (len(models) + 4))
             live = _live(sync, live_s, seed=2, run_dir=Path(folder, str(number)))
-            simulated = simulate(cluster, sync, None, seed=2, until_s=live["duration_s"], record=False)
+            simulated = simulate(cluster, sync, None, seed=2, until_s=live["duration_s"])
             rows.append(
                 FidelityRow(
                     sync,
@@ -210,14 +210,14 @@ def _speed(tell: Tell) -> list[SpeedRow]:
 
 def _cost_us(workers: int, iterations: int) -> float:
     begun_s = time.perf_counter()
-    result = simulate(jittery(workers), "asp", iterations, record=False)
+    result = simulate(jittery(workers), "asp", iterations)
     return (time.perf_counter() - begun_s) / result.events * 1e6
 
 
 def _ten_thousand() -> tuple[float, float]:
     """Seconds, and the peak of the process's memory in MiB."""
     begun_s = time.perf_counter()
-    simulate(jittery(10_000), "elastic-bsp:lookahead=15", 100, record=False)
+    simulate(jittery(10_000), "elastic-bsp:lookahead=15", 100)
     return time.perf_counter() - begun_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -121,7 +121,7 @@ def _supersteps(sync: str) -> str:
         return "1"
     if not sync.startswith("elastic"):
         return "-"
-    result = simulate(cluster(), sync, SUPERSTEPS_OF)
+    result = simulate(cluster(), sync, SUPERSTEPS_OF, record=True)
     plans = sum(
         isinstance(action, PublishPlan) for entry in result.trace[-1].entries for action in entry.actions
     )

@@ -89,7 +89,6 @@ def communication(setting: Setting, workers: int, iterations: int) -> tuple[floa
         iterations,
         shard_bytes=[part.size_bytes for part in slices],
         overlap=setting.overlap,
-        record=False,
     )
     computed_s = result.computed_s / workers / iterations
     return computed_s, result.time_s / iterations - computed_s

@@ -63,7 +63,7 @@ def figure_3(options: Options, tell: Tell) -> Made:
     """How many pushes of others come in each second after a pull, under ASP on Cluster 1."""
     tell("asp on Cluster 1", 0.1)
     cluster = Cluster.preset("spec-sync-1")
-    result = simulate(cluster, "asp", 10 if options.quick else 60)
+    result = simulate(cluster, "asp", 10 if options.quick else 60, record=True)
     counts = pushes_after_pulls(result.trace[0], 14, 1.0)
     boxes = [_box(values) for values in counts]
     first_two = median(a + b for a, b in zip(counts[0], counts[1], strict=True))
@@ -389,7 +389,7 @@ def figures_12_and_13(options: Options, tell: Tell) -> Made:
     found = {}
     for number, (label, sync) in enumerate([("Original", "asp"), ("Adaptive", "spec-sync")]):
         tell(label, number / 2)
-        result = simulate(cluster, sync, iterations)
+        result = simulate(cluster, sync, iterations, record=True)
         curve = bytes_over_time(result.trace[0], cluster.size_bytes, ITERATION_S)
         found[label] = result, curve
     rows = {}

@@ -308,7 +308,6 @@ def _run(run: Run) -> Outcome:
         on_nan="skip",
         snapshot_every_s=run.every_s,
         on_snapshot=judge,
-        record=False,
     )
     measures = result.measures
     return Outcome(

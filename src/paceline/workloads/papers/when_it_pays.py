@@ -149,7 +149,7 @@ def survey(places: Sequence[Place], options: Options, tell: Tell) -> list[Verdic
     for place in places:
         cluster = place.cluster
         iterations = 10 if options.quick else BSP_ITERATIONS
-        patience_s[place] = simulate(cluster, "bsp", iterations, record=False).time_s
+        patience_s[place] = simulate(cluster, "bsp", iterations).time_s
         runs += [
             Run(
                 label=_label(place, model),

@@ -1,0 +1,161 @@
+"""What a worker says that it trains: a host builds only on what fits together."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from paceline import DistributedOptimizer, worker_index
+from paceline.errors import ProtocolError
+from paceline.layout import Layout, Parameter
+from paceline.optimizers import ELEMENTWISE, HyperParameters, OptimizerSpec, read_groups
+from paceline.runtime.registration import require_groups, require_sound
+from paceline.runtime.session import current
+from paceline.runtime.worker import WorkerSession
+from paceline.wire.messages import BufferSpec, FromPeerToCoordinator, ModelSpec, Register
+
+from .test_fuzz import edited, flip
+from .test_hosts import Expelled, until_closed
+
+if TYPE_CHECKING:
+    from tests.conftest import RunOnThreads
+
+PARAMETERS = [Parameter(("a",), (40,), "float32"), Parameter(("b", "c"), (3, 8), "float16")]
+BUFFER = BufferSpec("count", (3,), "float32", False)
+
+
+def model_with(name: str = "SGD", **changes: Any) -> ModelSpec:
+    optimizer = ELEMENTWISE[name]([nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]
+    model = ModelSpec(Layout.of(PARAMETERS), OptimizerSpec(name, read_groups(optimizer), (0, 0)), (BUFFER,))
+    return msgspec.structs.replace(model, **changes)
+
+
+MODEL = model_with()
+
+
+def layout_with(**changes: Any) -> ModelSpec:
+    return model_with(layout=msgspec.structs.replace(MODEL.layout, **changes))
+
+
+def optimizer_with(**changes: Any) -> ModelSpec:
+    return model_with(optimizer=msgspec.structs.replace(MODEL.optimizer, **changes))
+
+
+def group_with(name: str = "SGD", **changes: Any) -> tuple[HyperParameters, ...]:
+    [group] = model_with(name).optimizer.groups
+    return ({**group, **changes},)
+
+
+UNSOUND: dict[str, ModelSpec] = {
+    "no parameters": layout_with(parameters=(), offsets=(), sizes={}),
+    "parameters that lie elsewhere": layout_with(offsets=(0, 7)),
+    "vectors that are shorter": layout_with(sizes={"float32": 1, "float16": 32}),
+    "vectors below zero": layout_with(sizes={"float32": -48, "float16": 32}),
+    "a vector of another dtype": layout_with(sizes={"float32": 48, "float16": 32, "float7": 16}),
+    "a parameter of another dtype": layout_with(parameters=(Parameter(("a",), (40,), "int64"),)),
+    "a parameter without a name": layout_with(parameters=(Parameter((), (40,), "float32"), PARAMETERS[1])),
+    "a shape below zero": layout_with(parameters=(Parameter(("a",), (-5, -8), "float32"), PARAMETERS[1])),
+    "more than there is memory": model_with(layout=Layout.of([Parameter(("a",), (2**50,), "float32")])),
+    "an optimizer that there is not": optimizer_with(name="Muon"),
+    "no groups": optimizer_with(groups=()),
+    "a parameter in no group": optimizer_with(group_of=(0,)),
+    "a parameter in a group that there is not": optimizer_with(group_of=(0, 1)),
+    "a parameter in a group below zero": optimizer_with(group_of=(0, -1)),
+    "hyper-parameters of another optimizer": optimizer_with(groups=group_with("Adam")),
+    "hyper-parameters without a learning rate": optimizer_with(groups=({"momentum": 0.0},)),
+    "hyper-parameters that say how to compute": optimizer_with(groups=group_with(fused=True)),
+    "a learning rate below zero": optimizer_with(groups=group_with(lr=-1.0)),
+    "a learning rate that is no number": optimizer_with(groups=group_with(lr=math.nan)),
+    "a learning rate that is none": optimizer_with(groups=group_with(lr=None)),
+    "a buffer of a dtype that there is not": model_with(buffers=(BufferSpec("x", (3,), "float7", False),)),
+    "a buffer of a dtype that is something else": model_with(buffers=(BufferSpec("x", (3,), "nn", False),)),
+    "a buffer below zero": model_with(buffers=(BufferSpec("x", (-3,), "float32", False),)),
+    "a buffer of more than there is memory": model_with(
+        buffers=(BufferSpec("x", (2**40, 2**40), "float32", False),)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNSOUND)
+def test_a_model_that_does_not_fit_together_is_refused(what: str) -> None:
+    with pytest.raises(ProtocolError):
+        require_sound(UNSOUND[what])
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_model_as_workers_send_it_is_sound(name: str) -> None:
+    require_sound(model_with(name))
+    model = model_with(name)
+    for lr in (0.0, 1e-3, 3, 1e5):
+        if lr <= 6e4:  # more is too much for half precision
+            require_groups(model, tuple({**group, "lr": lr} for group in model.optimizer.groups))
+
+
+UNUSABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "a rate that half precision cannot hold": ("SGD", {"lr": 1e5}),
+    "a rate that no precision can hold": ("SGD", {"lr": 1e300}),
+    "a rate of many digits": ("SGD", {"lr": 2**64 - 1}),
+    "a rate that is no number": ("Adam", {"lr": math.nan}),
+    "a pair without end": ("Adam", {"betas": (0.9, math.inf)}),
+    "a power that overflows late in a run": ("ASGD", {"alpha": 1e6}),
+    "a flag for a number": ("SGD", {"lr": True}),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_hyper_parameters_that_an_update_would_trip_over_are_refused(what: str) -> None:
+    name, changes = UNUSABLE[what]
+    with pytest.raises(ProtocolError, match="hyper-parameters"):
+        require_groups(model_with(name), group_with(name, **changes))
+
+
+def test_whatever_is_registered_is_refused_or_sound() -> None:
+    choice = random.Random("registered")
+    decode = msgspec.msgpack.Decoder(FromPeerToCoordinator).decode
+    header = msgspec.msgpack.encode(Register(MODEL))
+    sound = 0
+    for _ in range(3000):
+        changed = flip(header, choice) if choice.random() < 0.7 else edited(Register(MODEL), choice)
+        try:
+            message = decode(changed)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+        if isinstance(message, Register):
+            try:
+                require_sound(message.model)
+                sound += 1
+            except ProtocolError:
+                pass
+    assert sound > 0
+
+
+@pytest.mark.parametrize(
+    "what", ["vectors below zero", "an optimizer that there is not", "a buffer below zero"]
+)
+def test_a_worker_that_registers_nonsense_is_refused_and_the_others_train(
+    run_on_threads: RunOnThreads, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    def train() -> None:
+        if worker_index() == 0:
+            session = current()
+            assert isinstance(session, WorkerSession)
+            session._coordinator.send(Register(UNSOUND[what]))
+            until_closed(session._coordinator.sock)
+            raise Expelled
+        model = nn.Linear(3, 2)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+    run = run_on_threads(train, workers=3, servers=1, keep_errors=True)
+    assert {worker: type(error) for worker, error in run.errors.items()} == {0: Expelled}
+    assert sorted(run.results) == [1, 2]
+    assert "the coordinator refused worker 0" in caplog.text
