@@ -9,6 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ MARK = (
     "PACELINE_TEST_MARK"  # an environment variable by which a test recognises the processes that it started
 )
 DEADLINE_S = 120.0  # a safety net: nothing here waits that long unless something hangs
+
+CHAOS = "PACELINE_CHAOS" in os.environ
+"""True if what takes minutes is to run, too: `make chaos`."""
 
 # A module that can be imported by the launcher and by its workers.
 WORKOUT = """
@@ -129,32 +133,33 @@ def sockets_under(folder: Path) -> list[Path]:
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Marks whatever a test starts; after it, no process, socket, shared memory, descriptor or thread is left."""
     mark = secrets.token_hex(8)
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    (tmp_path / "workout.py").write_text(WORKOUT)
-    monkeypatch.setenv(MARK, mark)
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setenv("PYTHONPATH", str(Path(paceline.__file__).parents[1]))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    before = descriptors()
-    threads = set(threading.enumerate())
-    memory = set(os.listdir("/dev/shm"))
-    try:
-        yield mark
-        assert processes(mark) == {}, "processes are left"
-    finally:
-        for process_id in processes(mark).values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, signal.SIGKILL)
-        sys.modules.pop("workout", None)
-    assert sockets_under(tmp_path) == []
-    assert [
-        path for path in temporary.iterdir() if not path.name.startswith("torchinductor")
-    ] == []  # torch's
-    await_that(lambda: set(os.listdir("/dev/shm")) <= memory, "/dev/shm is as it was")
-    assert set(threading.enumerate()) <= threads
-    assert descriptors() == before
+    # A directory of its own for temporary files, not below `tmp_path`: a `DataLoader` listens on a socket in there,
+    # whose path must be short.
+    with tempfile.TemporaryDirectory(prefix="paceline-") as temporary:
+        (tmp_path / "workout.py").write_text(WORKOUT)
+        monkeypatch.setenv(MARK, mark)
+        monkeypatch.setenv("TMPDIR", temporary)
+        monkeypatch.setenv("PYTHONPATH", str(Path(paceline.__file__).parents[1]))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
+        before = descriptors()
+        threads = set(threading.enumerate())
+        memory = set(os.listdir("/dev/shm"))
+        try:
+            yield mark
+            assert processes(mark) == {}, "processes are left"
+        finally:
+            for process_id in processes(mark).values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+            sys.modules.pop("workout", None)
+        left = [
+            path for path in Path(temporary).iterdir() if not path.name.startswith("torchinductor")
+        ]  # torch's
+        assert sockets_under(tmp_path) + left == []
+        await_that(lambda: set(os.listdir("/dev/shm")) <= memory, "/dev/shm is as it was")
+        assert set(threading.enumerate()) <= threads
+        assert descriptors() == before
 
 
 def train() -> Callable[..., None]:

@@ -20,13 +20,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from .live import await_that, processes, start_program
+from .live import CHAOS, await_that, processes, start_program
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("mark")]
 
 RUNS = int(os.environ.get("PACELINE_CHAOS", "2"))
 FIRST_SEED = int(os.environ.get("PACELINE_CHAOS_SEED", "0"))
-SHOWN = "PACELINE_CHAOS" in os.environ
 
 LAST_MOMENT_S = 9.0  # a run of this script takes about that long on two idle cores
 STALL_TIMEOUT_S = 5
@@ -168,7 +167,7 @@ def expected(outcome: Outcome) -> str:
 def test_a_random_signal_at_a_random_moment_ends_as_documented(seed: int, mark: str) -> None:
     outcome = strike(seed, mark)
     wrong = expected(outcome)
-    if SHOWN:
+    if CHAOS:
         last = outcome.said.strip().splitlines()[-1:] or [""]
         print(
             f"\n{seed}: {outcome.what}{'' if outcome.hit else ' (nobody was there)'}: exit code {outcome.code}, "

@@ -12,9 +12,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import safetensors.torch
@@ -23,13 +25,15 @@ import paceline
 from paceline.errors import ConfigurationError
 from paceline.sync import Conditions
 
-from .live import DEADLINE_S, await_that, processes, run_program, start_program
+from .live import CHAOS, DEADLINE_S, await_that, processes, run_program, start_program
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.usefixtures("mark"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
 ]
+
+T = TypeVar("T")
 
 # What a script does is in `act(worker, iteration)`, which is called in the middle of each iteration, and in
 # `last(worker)`, when its worker has done its work.
@@ -147,6 +151,11 @@ PACE = ("--pace", "0.06,0.06")  # so that it is known how long iterations take
 NAMES = ["first.bias", "first.weight", "second.bias", "second.weight"]
 
 
+def others(*values: T) -> list[T]:
+    """Parameters with which a test shows little more: only `make chaos` tries them."""
+    return list(values) if CHAOS else []
+
+
 # -- nobody waits for the dead -------------------------------------------------------------------------------
 
 
@@ -179,8 +188,14 @@ FORKS = {
 }
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("how", FORKS)
+@pytest.mark.parametrize(
+    ("how", "transport"),
+    [
+        ("unnoticed by Python", "shm"),
+        ("with Python", "tcp"),
+        *others(("unnoticed by Python", "tcp"), ("with Python", "shm")),
+    ],
+)
 def test_a_worker_whose_child_holds_its_connections_is_lost_when_it_is_killed(
     how: str, transport: str
 ) -> None:
@@ -301,7 +316,7 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("how", SILENT)
+@pytest.mark.parametrize("how", ["asleep", *others("stopped", "in a dead lock")])
 def test_a_silent_worker_is_ended_after_the_stall_timeout_and_the_others_go_on(how: str) -> None:
     silent = f"""
 def act(worker, iteration):
@@ -358,7 +373,7 @@ def where_they_are(ended: subprocess.CompletedProcess[str]) -> Path:
     return Path(match[1])
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", *others("tcp")])
 def test_weights_are_saved_elsewhere_if_the_run_directory_was_deleted(transport: str) -> None:
     ended = run(
         """
@@ -448,7 +463,7 @@ def last(worker):
 """
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("name", ["SIGKILL", *others("SIGSTOP")])
 def test_over_shared_memory_all_weights_survive_a_server_that_fails_at_the_end(name: str) -> None:
     ended = run(END.format(signal=name), "--servers", "2", "--transport", "shm")
 
@@ -458,7 +473,7 @@ def test_over_shared_memory_all_weights_survive_a_server_that_fails_at_the_end(n
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("name", ["SIGSTOP", *others("SIGKILL")])
 def test_over_tcp_the_other_slices_survive_a_server_that_fails_at_the_end(name: str) -> None:
     ended = run(END.format(signal=name), "--servers", "2", "--transport", "tcp")
 
@@ -501,7 +516,7 @@ def act(worker, iteration):
     assert weights() == NAMES
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), *others(("SIGINT", 130), ("SIGHUP", 129))])
 def test_a_signal_to_the_launcher_in_the_last_second_costs_no_weights(
     name: str, code: int, mark: str
 ) -> None:
@@ -568,7 +583,9 @@ def fatal(state):
     assert weights() == NAMES
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGSEGV", 3), ("SIGABRT", 3), ("SIGKILL", 0), ("SIGTERM", 0)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGSEGV", 3), ("SIGTERM", 0), *others(("SIGABRT", 3), ("SIGKILL", 0))]
+)
 def test_a_crash_is_told_from_a_preemption(name: str, code: int) -> None:
     ended = run(f"""
 def act(worker, iteration):
@@ -583,14 +600,14 @@ def act(worker, iteration):
 
 
 def test_a_script_that_exits_with_a_text_shows_it() -> None:
-    ended = run("sys.exit('no data in /somewhere')")
+    ended = run("sys.exit('no data in /somewhere')", "--workers", "1")
 
     assert ended.returncode == 1
     assert "failed: the script ended with exit code 1: no data in /somewhere" in ended.stderr
 
 
 def test_a_failed_run_names_its_directory_and_the_log_to_read() -> None:
-    ended = run("os._exit(7)")
+    ended = run("os._exit(7)", "--workers", "1")
 
     assert ended.returncode == 1
     match = re.search(r"worker (\d) failed: it ended with exit code 7", ended.stderr)
@@ -599,7 +616,7 @@ def test_a_failed_run_names_its_directory_and_the_log_to_read() -> None:
 
 
 def test_a_run_that_is_refused_leaves_no_directory() -> None:
-    lock = __import__("threading").Lock()
+    lock = threading.Lock()
 
     def closed(state: object) -> bool:
         return lock is not None

@@ -36,7 +36,7 @@ DIGESTS = {
     "naive-waiting:delay_s=0.2": "b673af6c4b3f037d",
     "elastic-bsp:lookahead=5": "5d82dfa559044132",
     "spec-sync": "bf0160753570fc8c",
-    "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30": "c1266fe062731450",
+    "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30": "0bfcb9a51c8f0619",
 }
 """Of all that `save` writes. They change with the rules of a model or of the simulation, and with nothing else."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.engines import boot
 
 LARGE = bool(os.environ.get("PACELINE_STRESS"))
 WORKERS, SHARDS = 3, 2
@@ -94,7 +95,7 @@ def is_server(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:  # it has ended
         return False
-    return parent == os.getppid() and b"paceline.engines.child" in command and b"function" not in command
+    return parent == os.getppid() and boot.__file__.encode() in command and b"function" not in command
 
 
 def holds(pid: int) -> tuple[int, int]:

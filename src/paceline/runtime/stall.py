@@ -3,7 +3,7 @@
 Nothing here is certain. A worker whose script evaluates for a minute is as silent as one that hangs; so patience is
 measured in a worker's own usual iterations, and what comes out is a name and a time, for the user to judge.
 
-    before training   who has not come to its first step although others have
+    before training   who has not started, or not come to its first step, although others have
     in training       a server that does not answer; a worker that computes, or ought to, and has long said nothing
                       while others wait for it, or while no other is left
     standstill        every worker waits, and no condition will release any. No sync model of this package does that;
@@ -24,7 +24,7 @@ __all__ = ["Awaited", "StallWatch"]
 PATIENCE_S = 3.0  # at least, with a worker
 PATIENCE_ITERATIONS = 5  # of its usual ones
 FIRST_PATIENCE_S = 15.0  # while nobody knows how long its iterations take: the first may compile
-NOBODY_YET_PATIENCE_S = 60.0  # while no worker at all has come to its first step
+NOBODY_YET_PATIENCE_S = 60.0  # while nobody at all has started, or come to its first step
 SERVER_PATIENCE_S = 3.0  # a server answers between two messages
 SUSPICIOUS_S = 2.0  # that no worker computes, before the servers are asked
 APART_S = 1.0  # between two questions
@@ -127,16 +127,22 @@ class StallWatch:
 
     def _look_before_training(self, live: list[int]) -> list[Awaited]:
         coordinator = self._coordinator
-        registered = {w: at_s for w, at_s in coordinator.registered_s.copy().items() if w in live}
-        since_s = min(registered.values(), default=self._begun_s)
-        quiet_s = time.monotonic() - since_s
-        if quiet_s < (self._first_patience_s if registered else NOBODY_YET_PATIENCE_S):
-            return []
-        waiting = tuple(sorted(registered))
-        doing = "was to come to its first step()"
-        awaited = [Awaited("worker", w, quiet_s, doing, waiting) for w in live if w not in registered]
-        servers = [k for k in range(coordinator.job.servers) if ("server", k) not in coordinator.heard_s]
-        return awaited + [Awaited("server", k, quiet_s, "was to start", waiting) for k in servers]
+        heard_s = coordinator.heard_s.copy()
+        registered_s = {w: at_s for w, at_s in coordinator.registered_s.copy().items() if w in live}
+        waiting = tuple(sorted(registered_s))
+        expected = [("worker", w) for w in live] + [("server", k) for k in range(coordinator.job.servers)]
+        silent = [peer for peer in expected if peer not in heard_s]
+        unregistered = [("worker", w) for w in live if ("worker", w) in heard_s and w not in registered_s]
+        awaited = []
+        # All start together, and all workers run one script: the first one's time says what the others need.
+        for peers, first_s, doing in [
+            (silent, min(heard_s.values(), default=None), "was to start"),
+            (unregistered, min(registered_s.values(), default=None), "was to come to its first step()"),
+        ]:
+            quiet_s = time.monotonic() - (self._begun_s if first_s is None else first_s)
+            if quiet_s >= (NOBODY_YET_PATIENCE_S if first_s is None else self._first_patience_s):
+                awaited += [Awaited(role, index, quiet_s, doing, waiting) for role, index in peers]
+        return awaited
 
     @property
     def _answers(self) -> list[Waits]:
