@@ -1,0 +1,64 @@
+"""Whom a run waits for before it trains; what it waits for later is tried on real processes, in test_ends.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.runtime import stall
+from paceline.runtime.coordinator import Coordinator
+from paceline.runtime.job import make_job
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    """One that has yet to hear of its two workers and its server."""
+    coordinator = Coordinator.listen(make_job(workers=2, servers=1, run_dir=tmp_path))
+    coordinator.start()
+    yield coordinator
+    coordinator.stop(grace_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("started", "registered", "after_s", "awaited"),
+    [
+        ([], [], 50.0, []),
+        ([], [], 61.0, ["worker 0 was to start", "worker 1 was to start", "server 0 was to start"]),
+        (["worker 0"], [], 3.0, []),
+        (["worker 0"], [], 5.0, ["worker 1 was to start", "server 0 was to start"]),
+        (["worker 0", "worker 1"], [], 5.0, ["server 0 was to start"]),
+        (["worker 0", "server 0"], [0], 5.0, ["worker 1 was to start"]),
+        (["worker 0", "worker 1", "server 0"], [], 50.0, []),
+        (["worker 0", "worker 1", "server 0"], [0], 5.0, ["worker 1 was to come to its first step()"]),
+        (
+            ["worker 0", "worker 1", "server 0"],
+            [],
+            61.0,
+            ["worker 0 was to come to its first step()", "worker 1 was to come to its first step()"],
+        ),
+    ],
+)
+def test_who_is_awaited_before_training(
+    coordinator: Coordinator,
+    monkeypatch: pytest.MonkeyPatch,
+    started: list[str],
+    registered: list[int],
+    after_s: float,
+    awaited: list[str],
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now_s))
+    watch = stall.StallWatch(coordinator, timeout_s=4.0)
+    for name in started:
+        role, index = name.split()
+        coordinator.heard_s[role, int(index)] = now_s
+    coordinator.registered_s.update(dict.fromkeys(registered, now_s))
+
+    now_s += after_s
+    found = watch.look()
+
+    assert [f"{each.role} {each.index} {each.doing}" for each in found] == awaited
+    assert all(each.waiting == tuple(registered) for each in found)
