@@ -35,7 +35,9 @@ of the last cache for this, which in a virtual machine may be hundreds of megaby
 
 TERMINATE_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 10.0  # even SIGKILL waits for a system call that cannot be interrupted
-OUTPUT_TIMEOUT_S = 1.0  # for the last output of a process that has ended: a child of its may hold the pipe
+OUTPUT_TIMEOUT_S = (
+    1.0  # for the last output of a process that has ended: a child that it forked may hold the pipe
+)
 POLL_INTERVAL_S = 0.05
 TAIL_LINES = 15
 

@@ -118,7 +118,9 @@ def summarize(
         shards = [trace for trace in read_run(run_dir) if trace.header.host == "shard"]
         if len(shards) == job.shards:
             figures = msgspec.to_builtins(measure(shards), str_keys=True)
-            figures["wasted_s"] = sum(its.wasted_s for worker in read_records(run_dir) for its in worker)
+            figures["wasted_s"] = sum(
+                record.wasted_s for worker in read_records(run_dir) for record in worker
+            )
         else:
             faults.append(f"{run_dir} has the traces of {len(shards)} of {job.shards} shards: no figures")
     except (ConfigurationError, OSError, msgspec.DecodeError) as error:
