@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -38,15 +39,21 @@ LONG_FILES = (
     "test_demo.py",
     "test_cli.py",
     "test_stress.py",
-    "test_siege.py",
     "test_fuzz.py",
     "test_properties.py",
     "test_zipline_bench.py",
     "test_namespaces.py",
     "test_output.py",
+    "test_ranking.py",
     "test_siege.py",
     "test_chaos.py",
 )
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, also in the background, where a shell has it ignored: some tests send it to themselves."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 import pytest
@@ -26,9 +26,6 @@ MARK = (
     "PACELINE_TEST_MARK"  # an environment variable by which a test recognises the processes that it started
 )
 DEADLINE_S = 120.0  # a safety net: nothing here waits that long unless something hangs
-
-CHAOS = "PACELINE_CHAOS" in os.environ
-"""True if what takes minutes is to run, too: `make chaos`."""
 
 # A module that can be imported by the launcher and by its workers.
 WORKOUT = """
@@ -160,6 +157,14 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         await_that(lambda: set(os.listdir("/dev/shm")) <= memory, "/dev/shm is as it was")
         assert set(threading.enumerate()) <= threads
         assert descriptors() == before
+
+
+def chaos(*values: object) -> list[Any]:
+    """Parameters with which a test shows little more: only `make chaos` runs it with them."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.chaos)
+        for value in values
+    ]
 
 
 def train() -> Callable[..., None]:

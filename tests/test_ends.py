@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import safetensors.torch
@@ -25,15 +24,13 @@ import paceline
 from paceline.errors import ConfigurationError
 from paceline.sync import Conditions
 
-from .live import CHAOS, DEADLINE_S, await_that, processes, run_program, start_program
+from .live import DEADLINE_S, await_that, chaos, processes, run_program, start_program
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.usefixtures("mark"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
 ]
-
-T = TypeVar("T")
 
 # What a script does is in `act(worker, iteration)`, which is called in the middle of each iteration, and in
 # `last(worker)`, when its worker has done its work.
@@ -151,11 +148,6 @@ PACE = ("--pace", "0.06,0.06")  # so that it is known how long iterations take
 NAMES = ["first.bias", "first.weight", "second.bias", "second.weight"]
 
 
-def others(*values: T) -> list[T]:
-    """Parameters with which a test shows little more: only `make chaos` tries them."""
-    return list(values) if CHAOS else []
-
-
 # -- nobody waits for the dead -------------------------------------------------------------------------------
 
 
@@ -192,8 +184,7 @@ FORKS = {
     ("how", "transport"),
     [
         ("unnoticed by Python", "shm"),
-        ("with Python", "tcp"),
-        *others(("unnoticed by Python", "tcp"), ("with Python", "shm")),
+        *chaos(("with Python", "tcp"), ("unnoticed by Python", "tcp"), ("with Python", "shm")),
     ],
 )
 def test_a_worker_whose_child_holds_its_connections_is_lost_when_it_is_killed(
@@ -242,6 +233,7 @@ def act(worker, iteration):
     assert not [word for word in ("socket:", "eventpoll", "pagemap", ".jsonl") if word in held]
 
 
+@pytest.mark.chaos
 def test_what_a_killed_worker_has_started_ends_with_it(mark: str) -> None:
     ended = run("""
 def act(worker, iteration):
@@ -255,6 +247,7 @@ def act(worker, iteration):
     assert processes(mark) == {}
 
 
+@pytest.mark.chaos
 def test_a_worker_that_leaves_without_a_word_is_lost() -> None:
     ended = run("""
 def act(worker, iteration):
@@ -292,6 +285,7 @@ def act(worker, iteration):
     assert summary()["lost_workers"] == []
 
 
+@pytest.mark.chaos
 def test_a_stopped_server_is_named_and_comes_back(mark: str) -> None:
     stop = """
 def act(worker, iteration):
@@ -316,7 +310,7 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("how", ["asleep", *others("stopped", "in a dead lock")])
+@pytest.mark.parametrize("how", ["asleep", *chaos("stopped", "in a dead lock")])
 def test_a_silent_worker_is_ended_after_the_stall_timeout_and_the_others_go_on(how: str) -> None:
     silent = f"""
 def act(worker, iteration):
@@ -334,6 +328,7 @@ def act(worker, iteration):
     assert summary()["iterations"] == {"0": 12, "1": 6}
 
 
+@pytest.mark.chaos
 def test_a_silent_server_is_ended_after_the_stall_timeout_and_the_run_fails_with_its_weights() -> None:
     ended = run(
         """
@@ -349,6 +344,7 @@ def act(worker, iteration):
     assert weights() == NAMES
 
 
+@pytest.mark.chaos
 def test_a_worker_that_is_stopped_before_its_first_step_is_ended_after_the_stall_timeout() -> None:
     ended = run(
         """
@@ -373,7 +369,7 @@ def where_they_are(ended: subprocess.CompletedProcess[str]) -> Path:
     return Path(match[1])
 
 
-@pytest.mark.parametrize("transport", ["shm", *others("tcp")])
+@pytest.mark.parametrize("transport", ["shm", *chaos("tcp")])
 def test_weights_are_saved_elsewhere_if_the_run_directory_was_deleted(transport: str) -> None:
     ended = run(
         """
@@ -435,6 +431,7 @@ def act(worker, iteration):
     where_they_are(ended).parent.rmdir()
 
 
+@pytest.mark.chaos
 def test_weights_are_saved_elsewhere_if_the_disk_has_no_room_for_them_alone() -> None:
     with small_disk(512):
         ended = run("SIZE = 400")
@@ -463,7 +460,7 @@ def last(worker):
 """
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", *others("SIGSTOP")])
+@pytest.mark.parametrize("name", ["SIGKILL", *chaos("SIGSTOP")])
 def test_over_shared_memory_all_weights_survive_a_server_that_fails_at_the_end(name: str) -> None:
     ended = run(END.format(signal=name), "--servers", "2", "--transport", "shm")
 
@@ -473,7 +470,7 @@ def test_over_shared_memory_all_weights_survive_a_server_that_fails_at_the_end(n
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["SIGSTOP", *others("SIGKILL")])
+@pytest.mark.parametrize("name", ["SIGSTOP", *chaos("SIGKILL")])
 def test_over_tcp_the_other_slices_survive_a_server_that_fails_at_the_end(name: str) -> None:
     ended = run(END.format(signal=name), "--servers", "2", "--transport", "tcp")
 
@@ -484,6 +481,7 @@ def test_over_tcp_the_other_slices_survive_a_server_that_fails_at_the_end(name: 
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.chaos
 def test_buffers_that_went_with_their_server_are_named_as_missing() -> None:
     ended = run(
         """
@@ -516,7 +514,7 @@ def act(worker, iteration):
     assert weights() == NAMES
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), *others(("SIGINT", 130), ("SIGHUP", 129))])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), *chaos(("SIGINT", 130), ("SIGHUP", 129))])
 def test_a_signal_to_the_launcher_in_the_last_second_costs_no_weights(
     name: str, code: int, mark: str
 ) -> None:
@@ -533,6 +531,7 @@ def last(worker):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.chaos
 def test_ctrl_c_while_the_weights_are_saved_costs_no_weights() -> None:
     Path("launch.py").write_text("""
 import os, signal, sys
@@ -584,7 +583,7 @@ def fatal(state):
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("SIGSEGV", 3), ("SIGTERM", 0), *others(("SIGABRT", 3), ("SIGKILL", 0))]
+    ("name", "code"), [("SIGSEGV", 3), *chaos(("SIGTERM", 0), ("SIGABRT", 3), ("SIGKILL", 0))]
 )
 def test_a_crash_is_told_from_a_preemption(name: str, code: int) -> None:
     ended = run(f"""
@@ -599,6 +598,7 @@ def act(worker, iteration):
     assert summary()["crashed_workers"] == ([1] if code else [])
 
 
+@pytest.mark.chaos
 def test_a_script_that_exits_with_a_text_shows_it() -> None:
     ended = run("sys.exit('no data in /somewhere')", "--workers", "1")
 

@@ -36,6 +36,8 @@ from paceline.runtime import coordinator, job
 from paceline.slice_optimizers import FusedOptimizer, TorchOptimizer, optimizer_of_slice
 from paceline.wire.memory import MASTER, Region, StreamedInbox
 
+from .live import chaos
+
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
 
@@ -428,7 +430,7 @@ def test_a_run_whose_processes_do_not_fit_is_refused_and_makes_nothing(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", *chaos("tcp")])
 def test_with_the_stated_number_of_descriptors_a_run_ends_well_and_with_one_less_it_is_refused(
     transport: str, tmp_path: Path
 ) -> None:

@@ -231,7 +231,7 @@ print(result.summary["updates"], sorted(result.state_dict))
     assert explained.startswith("explained: launch() was called inside a worker.")
     assert "if __name__ == '__main__':" in explained
     assert result == "5 ['bias', 'weight']"
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["run", "temporary"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["run"]
 
 
 # -- what fails ----------------------------------------------------------------------------------------------

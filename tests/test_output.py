@@ -17,6 +17,8 @@ import pytest
 
 import paceline
 
+from .live import chaos
+
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /dev/full"),
@@ -149,6 +151,7 @@ def test_a_run_whose_standard_output_is_closed_after_two_lines_goes_on_to_its_en
     assert_trained_to_the_end(folder)
 
 
+@pytest.mark.chaos
 def test_a_run_whose_standard_output_is_full_says_so_once_and_goes_on_to_its_end(folder: Path) -> None:
     with program(RUN, folder, redirect=">/dev/full") as process:
         stderr = rest_of(process.stderr)
@@ -158,7 +161,7 @@ def test_a_run_whose_standard_output_is_full_says_so_once_and_goes_on_to_its_end
     assert_trained_to_the_end(folder)
 
 
-@pytest.mark.parametrize("redirect", ["<&- >&- 2>&-", ">&- 2>/dev/full"])
+@pytest.mark.parametrize("redirect", ["<&- >&- 2>&-", *chaos(">&- 2>/dev/full")])
 def test_a_run_without_standard_streams_goes_on_to_its_end(folder: Path, redirect: str) -> None:
     """Without care a socket gets the number of a closed one, and what is printed goes to its other end."""
     with program(RUN, folder, redirect=redirect) as process:
@@ -182,6 +185,7 @@ def test_a_run_whose_terminal_goes_away_goes_on_to_its_end(folder: Path) -> None
     assert_trained_to_the_end(folder)
 
 
+@pytest.mark.chaos
 def test_a_run_whose_logs_cannot_be_written_says_so_once_for_each_and_goes_on_to_its_end(
     folder: Path,
 ) -> None:
@@ -232,7 +236,7 @@ def test_json_that_could_not_be_written_ends_with_1(folder: Path) -> None:
 # -- from code --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("redirect", ["", ">&- 2>/dev/full", ">/dev/full 2>&-"])
+@pytest.mark.parametrize("redirect", ["", *chaos(">&- 2>/dev/full", ">/dev/full 2>&-")])
 def test_a_launch_goes_on_to_its_end_whatever_becomes_of_the_scripts_output(
     folder: Path, redirect: str
 ) -> None:
@@ -247,6 +251,7 @@ def test_a_launch_goes_on_to_its_end_whatever_becomes_of_the_scripts_output(
     assert_trained_to_the_end(folder)
 
 
+@pytest.mark.chaos
 def test_a_launch_with_a_live_table_leaves_the_scripts_own_standard_output_alone(folder: Path) -> None:
     (folder / "looking.py").write_text(LOOKING)
     with (

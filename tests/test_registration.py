@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,7 +17,8 @@ from paceline import DistributedOptimizer, worker_index
 from paceline.errors import ProtocolError
 from paceline.layout import Layout, Parameter
 from paceline.optimizers import ELEMENTWISE, HyperParameters, OptimizerSpec, read_groups
-from paceline.runtime.registration import require_groups, require_sound
+from paceline.runtime import registration
+from paceline.runtime.registration import PLAIN, require_groups, require_sound
 from paceline.runtime.session import current
 from paceline.runtime.worker import WorkerSession
 from paceline.wire.messages import BufferSpec, FromPeerToCoordinator, ModelSpec, Register
@@ -37,6 +40,11 @@ def model_with(name: str = "SGD", **changes: Any) -> ModelSpec:
 
 
 MODEL = model_with()
+
+
+def model_like(model: ModelSpec, group: HyperParameters) -> ModelSpec:
+    optimizer = msgspec.structs.replace(model.optimizer, groups=(group,))
+    return msgspec.structs.replace(model, optimizer=optimizer)
 
 
 def layout_with(**changes: Any) -> ModelSpec:
@@ -95,6 +103,23 @@ def test_a_model_as_workers_send_it_is_sound(name: str) -> None:
     for lr in (0.0, 1e-3, 3, 1e5):
         if lr <= 6e4:  # more is too much for half precision
             require_groups(model, tuple({**group, "lr": lr} for group in model.optimizer.groups))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_needs_no_trial_would_pass_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_with(name)
+    [group] = model.optimizer.groups
+    assert group.keys() == PLAIN[name].keys()
+    values: dict[str, Sequence[Any]] = {key: bounds or (False, True) for key, bounds in PLAIN[name].items()}
+    if "betas" in values:
+        values["betas"] = list(product(values["betas"], repeat=2))
+    values.pop("nesterov", None)
+    for choice in product(*values.values()):
+        plain = model_like(model, {**group, **dict(zip(values, choice, strict=True))})
+        with monkeypatch.context() as context:
+            context.setattr(registration, "_try", pytest.fail)
+            require_sound(plain)
+        registration._try(plain, plain.optimizer.groups)
 
 
 UNUSABLE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -136,7 +136,7 @@ def summarize(
         "seed": job.seed,
         "emulated": job.emulated,
         "lost_workers": coordinator.lost,
-        "losses": {str(w): coordinator.endings.get(w, "its connection ended") for w in coordinator.lost},
+        "losses": {str(w): coordinator.ending(w) for w in coordinator.lost},
         "crashed_workers": list(crashed),
         "faults": faults,
         "weights": str(weights),

@@ -165,6 +165,9 @@ class Run:
                 coordinator.stop(grace_s, self._interruption.hurried)
                 everybody = [*engine.workers, *engine.servers]
                 left = engine.end(everybody, grace_s=grace_s, hurried=self._interruption.hurried)
+        for worker, process in enumerate(engine.workers):
+            if process.ending:  # the coordinator, which would note it, has stopped
+                coordinator.endings.setdefault(worker, process.ending)
         for process in left:
             self._notes.append(f"{process.name} (process {process.id}) was killed, but has not ended yet")
         if failure is not None:
@@ -222,16 +225,15 @@ class Run:
             return True
         if coordinator.gone_servers or coordinator.cut_off:
             return False  # the process that they miss is about to end
+        if any(worker not in coordinator.endings for worker in coordinator.lost):
+            return False  # its connection has ended, and the process is about to
         failed = [w for w, process in enumerate(engine.workers) if (process.exit_code or 0) > 0]
         return all(coordinator.fate(worker) for worker in failed)  # else its own report is yet to be read
 
     def _losses(self) -> str:
         """How each lost worker ended, a line each."""
-        endings = self._coordinator.endings
-        return "".join(
-            f"\n  worker {worker}: {endings.get(worker, 'its connection ended')}"
-            for worker in self._coordinator.lost
-        )
+        coordinator = self._coordinator
+        return "".join(f"\n  worker {worker}: {coordinator.ending(worker)}" for worker in coordinator.lost)
 
     # -- its end ------------------------------------------------------------------------------------------
 
@@ -265,8 +267,9 @@ class Run:
             what = self._notes[0] if self._notes else "the weights could not be read"
             raise self._explained(RunFailedError("the run", what))
         for worker in coordinator.lost:
-            how = coordinator.endings.get(worker, "its connection ended")
-            self._say(f"worker {worker} was lost: {how}. The others went on without it.")
+            self._say(
+                f"worker {worker} was lost: {coordinator.ending(worker)}. The others went on without it."
+            )
         crashed = [index for index, process in enumerate(self._engine.workers) if process.crashed]
         faults = [*coordinator.faults, *self._notes]
         summary = summarize(coordinator, faults, crashed, self._weights_path)

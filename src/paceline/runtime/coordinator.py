@@ -203,6 +203,10 @@ class Coordinator:
             return "lost"
         return "finished" if worker in self._left else ""
 
+    def ending(self, worker: int) -> str:
+        """How a worker that was lost has ended, in words, as far as that is known."""
+        return self.endings.get(worker, "its connection ended")
+
     @property
     def everybody_left(self) -> bool:
         """True if no worker is left, finished or lost."""

@@ -25,6 +25,21 @@ MOST_BYTES = 2**48  # of the parameters, and of a buffer: more than any machine 
 PLAIN_RATE = 1e4  # a learning rate up to this one needs no trial: every dtype can hold it
 LATE_STEP = 1e9  # later than any run comes
 
+# Optimizer -> the bounds of its numbers, and None for its flags. With these torch takes every combination, so nothing
+# has to be tried when a run begins: a trial imports torch's compiler, which takes one and a half seconds.
+_RATES = {"lr": (0.0, PLAIN_RATE), "weight_decay": (0.0, 1.0), "maximize": None}
+_ADAM = _RATES | {
+    "betas": (0.0, 0.9999),
+    "eps": (1e-16, 1.0),
+    "amsgrad": None,
+    "decoupled_weight_decay": None,
+}
+PLAIN: dict[str, dict[str, tuple[float, float] | None]] = {
+    "SGD": _RATES | {"momentum": (0.0, 1.0), "dampening": (0.0, 1.0), "nesterov": None},
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+}
+
 
 def require_sound(model: ModelSpec) -> None:
     """Refuse a model that does not fit together, or that no shard could train.
@@ -53,6 +68,8 @@ def require_sound(model: ModelSpec) -> None:
         0 <= group < len(optimizer.groups) for group in optimizer.group_of
     ):
         raise ProtocolError("its parameters are in groups that there are not")
+    if all(_is_plain(optimizer.name, group) for group in optimizer.groups):
+        return
     [known] = read_groups(ELEMENTWISE[optimizer.name]([torch.zeros(1)]))  # type: ignore[call-arg]
     if any(group.keys() != known.keys() for group in optimizer.groups):
         raise ProtocolError(f"its hyper-parameters are not those of {optimizer.name}")
@@ -101,6 +118,23 @@ def _try(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
         optimizer.step([ones()], 1.0, lambda parameter: True, groups)
     except Exception as error:  # torch raises what it likes here
         raise ProtocolError(f"hyper-parameters that the optimizer cannot use: {error!r}") from error
+
+
+def _is_plain(name: str, group: HyperParameters) -> bool:
+    """True if torch is known to take these hyper-parameters. See `PLAIN`."""
+    bounds = PLAIN.get(name)
+    if bounds is None or group.keys() != bounds.keys() or group.get("nesterov"):
+        return False  # nesterov asks for a momentum
+    return all(
+        isinstance(value, bool) if bounds[key] is None else _lies_within(value, bounds[key])
+        for key, value in group.items()
+    )
+
+
+def _lies_within(value: object, bounds: tuple[float, float] | None) -> bool:
+    assert bounds is not None
+    numbers = value if isinstance(value, tuple) else (value,)
+    return all(type(number) in (int, float) and bounds[0] <= number <= bounds[1] for number in numbers)
 
 
 def _numbers(groups: Sequence[HyperParameters]) -> list[float]:
