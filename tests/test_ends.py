@@ -143,6 +143,7 @@ def weights(path: str | Path = "run/weights.safetensors") -> list[str]:
     return sorted(safetensors.torch.load_file(path))
 
 
+ALONE = ("--workers", "1")  # where a second one would only take time
 PACE = ("--pace", "0.06,0.06")  # so that it is known how long iterations take
 
 NAMES = ["first.bias", "first.weight", "second.bias", "second.weight"]
@@ -165,7 +166,7 @@ def test_a_worker_that_is_killed_during_its_imports_is_lost_and_the_others_train
 
 
 def test_a_run_whose_only_worker_is_killed_during_its_imports_ends(mark: str) -> None:
-    with running("", "--workers", "1") as program:
+    with running("", *ALONE) as program:
         await_that(lambda: "worker 0" in processes(mark), "worker 0 is there")
         os.kill(processes(mark)["worker 0"], signal.SIGSEGV)
         program.communicate(timeout=DEADLINE_S)
@@ -377,6 +378,7 @@ def act(worker, iteration):
     if (worker, iteration) == (0, 6):
         shutil.rmtree(run_dir)
 """,
+        *ALONE,
         "--transport",
         transport,
     )
@@ -406,7 +408,8 @@ def small_disk(size_kib: int) -> Iterator[None]:
 
 def test_a_disk_that_is_full_in_mid_run_costs_logs_and_traces_alone() -> None:
     with small_disk(64):
-        ended = run("""
+        ended = run(
+            """
 STEPS = 200
 
 def act(worker, iteration):
@@ -419,7 +422,9 @@ def act(worker, iteration):
                 pass
     if iteration > 10:
         print("a line of some length, which the full disk has no room for" * 10)
-""")
+""",
+            *ALONE,
+        )
 
     assert ended.returncode == 3, ended.stderr
     assert weights(where_they_are(ended)) == NAMES
@@ -518,11 +523,14 @@ def act(worker, iteration):
 def test_a_signal_to_the_launcher_in_the_last_second_costs_no_weights(
     name: str, code: int, mark: str
 ) -> None:
-    ended = run(f"""
+    ended = run(
+        f"""
 def last(worker):
     if worker == 0:
         os.kill(os.getppid(), signal.{name})
-""")
+""",
+        *ALONE,
+    )
 
     assert ended.returncode == code, ended.stderr
     assert weights() == NAMES
@@ -571,7 +579,7 @@ def fatal(state):
         raise GeneratorExit("a fault in the server")  # no Exception, which would be the condition's own fault
     return True
 """)
-    ended = run("", "--sync", "conditions:pull=rules:fatal", "--workers", "3")
+    ended = run("", "--sync", "conditions:pull=rules:fatal", "--workers", "2")
 
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: server 0 failed: GeneratorExit: a fault in the server\n") or (
@@ -600,14 +608,14 @@ def act(worker, iteration):
 
 @pytest.mark.chaos
 def test_a_script_that_exits_with_a_text_shows_it() -> None:
-    ended = run("sys.exit('no data in /somewhere')", "--workers", "1")
+    ended = run("sys.exit('no data in /somewhere')", *ALONE)
 
     assert ended.returncode == 1
     assert "failed: the script ended with exit code 1: no data in /somewhere" in ended.stderr
 
 
 def test_a_failed_run_names_its_directory_and_the_log_to_read() -> None:
-    ended = run("os._exit(7)", "--workers", "1")
+    ended = run("os._exit(7)", *ALONE)
 
     assert ended.returncode == 1
     match = re.search(r"worker (\d) failed: it ended with exit code 7", ended.stderr)
@@ -664,7 +672,7 @@ import numpy
 def test_nothing_is_imported_from_the_current_directory() -> None:
     Path("elsewhere").mkdir()
     Path("cloudpickle.py").write_text("raise SystemExit('the wrong cloudpickle')")
-    ended = run_program(*RUN, write_script("", "elsewhere/train.py"))
+    ended = run_program(*RUN, *ALONE, write_script("", "elsewhere/train.py"))
 
     assert ended.returncode == 0, ended.stderr
 

@@ -142,8 +142,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
             recorder = folder.recorder(trace.header)
             for entry in trace.entries:
                 recorder.record(entry)
-        for worker, its in enumerate(records):
-            for record in its:
+        for worker, kept in enumerate(records):
+            for record in kept:
                 folder.take(worker, record)
         folder.close()
         folder.summarize(self.summary)
