@@ -101,7 +101,7 @@ def processes(mark: str) -> dict[str, int]:
         if JOB_VARIABLE.encode() in pairs:
             place = msgspec.msgpack.decode(bytes.fromhex(pairs[JOB_VARIABLE.encode()].decode()), type=Place)
             name = f"{place.role} {place.index}"
-        found[name] = int(folder.name)
+        found[name] = min(int(folder.name), found.get(name, sys.maxsize))  # its children have its environment
     return found
 
 

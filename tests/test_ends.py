@@ -189,7 +189,7 @@ FORKS = {
     ],
 )
 def test_a_worker_whose_child_holds_its_connections_is_lost_when_it_is_killed(
-    how: str, transport: str
+    how: str, transport: str, mark: str
 ) -> None:
     child = f"""
 def act(worker, iteration):
@@ -205,6 +205,7 @@ def act(worker, iteration):
         ended = run(child, "--transport", transport)
     finally:
         os.kill(int(Path("child").read_text()), signal.SIGKILL)
+    await_that(lambda: not processes(mark), "the child has ended")
 
     assert ended.returncode == 0, ended.stderr
     assert summary()["lost_workers"] == [1]

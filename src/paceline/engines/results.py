@@ -57,6 +57,8 @@ def save_weights(snapshot: WeightsSnapshot, run_dir: Path) -> tuple[Path | None,
     Returns:
         where they are, None if they could not be saved at all; and what has to be said about it.
     """
+    if not snapshot.state_dict:
+        return None, ["no weights were saved: none could be read"]
     name = "weights-partial.safetensors" if snapshot.absent else "weights.safetensors"
     said = []
     if snapshot.absent:
