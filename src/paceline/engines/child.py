@@ -34,12 +34,12 @@ def main() -> int:
     """Be the process that the environment says; return its exit code."""
     place = msgspec.msgpack.decode(bytes.fromhex(os.environ.pop(JOB_VARIABLE)), type=Place)
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
-    if place.role == "server":
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when a server ends
+    if place.role == "server":  # which ignores Ctrl-C: the launcher decides when a server ends
         sys.path[:] = cloudpickle.load(sys.stdin.buffer)
         local_conditions.update(cloudpickle.load(sys.stdin.buffer))
         serve(place)
         return 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     session = WorkerSession.connect(place)
     sessions.install(session)
     try:
