@@ -27,7 +27,7 @@ check: $(READY)  ## linter and type checker
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: check  ## linter, type checker, all tests, two files at once (about 6 minutes)
+test: check  ## linter, type checker, all tests, two files at once (about 10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check-models: $(READY)  ## every interleaving of 3 workers, 2 shards, 4 iterations under every sync model (long; prints how far it is)
@@ -36,10 +36,10 @@ check-models: $(READY)  ## every interleaving of 3 workers, 2 shards, 4 iteratio
 stress: $(READY)  ## 100,000 pulls under concurrent pushes on each transport, a million small steps (about half an hour)
 	PACELINE_STRESS=1 $(BIN)/python -m pytest -s tests/test_stress.py
 
-chaos: $(READY)  ## 50 runs in which a random process gets a random signal, and more of how runs end (about 20 minutes)
+chaos: $(READY)  ## 50 runs in which a random process gets a random signal, and more of how runs end (about 15 minutes)
 	PACELINE_CHAOS=$${PACELINE_CHAOS:-50} $(BIN)/python -m pytest -s -m chaos
 
-fuzz: $(READY)  ## 500,000 mutated frames against hosts in process and 50,000 over sockets, with a valid token (about 15 minutes; FUZZ=n for fewer)
+fuzz: $(READY)  ## 500,000 mutated frames against hosts in process and 50,000 over sockets, with a valid token (about 9 minutes; FUZZ=n for fewer)
 	PACELINE_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_fuzz.py
 
 siege: $(READY)  ## 10,000 connections that reset at once and 2,000 held open beside a run with few descriptors (about 3 minutes)

@@ -33,7 +33,9 @@ def end_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     end_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until it is known whose it is; a worker's script will hear it
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # until it is known whose it is; a worker's script will hear it
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if root not in sys.path:  # the launcher may have found the package where this process does not look
         sys.path.append(root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -24,44 +24,48 @@ class BestEffortFile:
         self._path = path
         self._failed = failed
         self._file: IO[bytes] | None = None
-        with self._giving_up():
+        try:
             self._file = path.open("wb")
+        except OSError as error:
+            self._give_up(error)
         close_in_forks(self)
 
     def write(self, data: bytes | bytearray) -> None:
         """Write some bytes, if nothing has failed so far."""
         if self._file is not None:
-            with self._giving_up():
+            try:
                 self._file.write(data)
+            except OSError as error:
+                self._give_up(error)
 
     def flush(self) -> None:
         """Write what is buffered, likewise."""
         if self._file is not None:
-            with self._giving_up():
+            try:
                 self._file.flush()
+            except OSError as error:
+                self._give_up(error)
 
     def close(self) -> None:
         """Write what is buffered and close the file, likewise."""
-        file, self._file = self._file, None
-        if file is not None:
-            with self._giving_up():
-                file.close()
+        if self._file is not None:
+            try:
+                self._file.close()
+                self._file = None
+            except OSError as error:
+                self._give_up(error)
 
     def close_in_fork(self) -> None:
         """See `close_in_forks`. What is buffered is the parent's to write."""
         if self._file is not None:
             self._file.raw.close()  # type: ignore[attr-defined]  # of a BufferedWriter
 
-    @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            file, self._file = self._file, None
-            if file is not None:
-                with contextlib.suppress(OSError):  # it tries once more to write what is buffered
-                    file.close()
-            self._failed(
-                f"{self._path.name} cannot be written and is incomplete: {error.strerror or error}. The run goes "
-                "on without it."
-            )
+    def _give_up(self, error: OSError) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # it tries once more to write what is buffered
+                file.close()
+        self._failed(
+            f"{self._path.name} cannot be written and is incomplete: {error.strerror or error}. The run goes on "
+            "without it."
+        )
