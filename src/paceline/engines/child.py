@@ -24,7 +24,6 @@ from ..runtime.job import JOB_VARIABLE, Place
 from ..runtime.server import serve
 from ..runtime.worker import WorkerSession
 from ..sync.user_conditions import local_conditions
-from . import boot
 from .endings import EXIT_PEER_LOST
 
 __all__ = ["main"]
@@ -97,4 +96,9 @@ def _own_traceback(error: BaseException) -> str:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename in (__file__, boot.__file__, runpy.__file__) or filename.startswith("<frozen ")
+    """True for this file, for `boot.py` beside it, and for what runs a script."""
+    return (
+        os.path.dirname(filename) == os.path.dirname(__file__)
+        or filename == runpy.__file__
+        or filename.startswith("<frozen ")
+    )
