@@ -95,7 +95,7 @@ class StallWatch:
             return []
         silent = [
             Awaited("server", server, now_s - asked_s, "owed an answer", tuple(late))
-            for server, asked_s in sorted(coordinator.asked_s.items())
+            for server, asked_s in sorted(coordinator.asked_s.copy().items())
             if now_s - asked_s > SERVER_PATIENCE_S
         ]
         if silent or not self._answered:
