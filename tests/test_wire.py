@@ -52,6 +52,8 @@ from paceline.wire.stream import (
     no_payload,
 )
 
+from .live import descriptors
+
 TIMEOUT_S = 30.0
 SMALL_BUFFER_BYTES = 1 << 14  # of a socket's, so that much stays queued
 MIXED = Layout.of(
@@ -71,19 +73,11 @@ SHARDS = {"several dtypes": 2, "more shards than blocks": 7, "larger than a sock
 
 @pytest.fixture(autouse=True)
 def no_descriptor_is_leaked() -> Iterator[None]:
-    before = open_descriptors()
+    before = descriptors()
     yield
-    if open_descriptors().items() - before.items():
+    if descriptors().items() - before.items():
         gc.collect()  # memory that is mapped holds a descriptor until it is freed
-    assert not open_descriptors().items() - before.items()
-
-
-def open_descriptors() -> dict[str, str]:
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            found[name] = os.readlink(f"/proc/self/fd/{name}")
-    return found
+    assert not descriptors().items() - before.items()
 
 
 def fill(vectors: Any, seed: int) -> dict[str, bytes]:
@@ -801,11 +795,11 @@ def test_a_stranger_may_pass_one_descriptor_and_no_more() -> None:
 
 def test_descriptors_that_come_after_the_greeting_are_not_taken_in() -> None:
     with tempfile.TemporaryFile() as file, receiver() as end:
-        before = open_descriptors()
+        before = descriptors()
         socket.send_fds(end.peer, [frame(encoded(Finished()))], [file.fileno()] * 3)
         assert list(end.stream.receive()) == [Finished()]
         assert end.stream.descriptors == []
-        assert open_descriptors() == before
+        assert descriptors() == before
 
 
 # -- slow readers -----------------------------------------------------------------------------------------
