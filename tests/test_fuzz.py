@@ -115,6 +115,25 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+class Progress:
+    """Prints how far a long attack is, and for how long it has been going on; nothing unless PACELINE_FUZZ is set."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._begun_s = self._shown_s = time.monotonic()
+
+    def now_and_then(self, what: str) -> None:
+        """Print it, if the last line is ten seconds old."""
+        if time.monotonic() - self._shown_s > 10:
+            self.now(what)
+
+    def now(self, what: str) -> None:
+        """Print it."""
+        self._shown_s = time.monotonic()
+        if LOUD:
+            print(f"{self._where}, after {self._shown_s - self._begun_s:.0f} s: {what}", flush=True)
+
+
 # -- mutations --------------------------------------------------------------------------------------------
 
 NUMBERS: list[object] = [
@@ -739,7 +758,7 @@ def test_mutated_frames_in_process_end_no_host_and_hold_no_honest_worker_up(
     logging.getLogger("paceline").setLevel(logging.ERROR)
     sent = checked = 0
     before = 0
-    begun_s = shown_s = time.monotonic()
+    show = Progress("in process")
     try:
         for number in itertools.count():
             count, exact = attack_by_hand(tmp_path / "run", number, FRAMES - sent, shifts)
@@ -747,12 +766,7 @@ def test_mutated_frames_in_process_end_no_host_and_hold_no_honest_worker_up(
             sent += count
             checked += exact
             before = before or resident_bytes()  # after the first run: what is imported and kept is there
-            if LOUD and time.monotonic() - shown_s > 10:
-                shown_s = time.monotonic()
-                print(
-                    f"in process: {sent:,} frames in {number + 1:,} runs, {shown_s - begun_s:.0f} s",
-                    flush=True,
-                )
+            show.now_and_then(f"{sent:,} frames in {number + 1:,} runs")
             if sent >= FRAMES:
                 break
     finally:
@@ -762,11 +776,10 @@ def test_mutated_frames_in_process_end_no_host_and_hold_no_honest_worker_up(
     tripped = Counter(
         record.exc_info[0].__name__ for record in caplog.records if record.exc_info and record.exc_info[0]
     )
-    if LOUD:
-        print(
-            f"in process: {sent:,} frames in {number + 1:,} runs, {time.monotonic() - begun_s:.0f} s; the weights of "
-            f"{checked:,} runs checked; {grown / 2**20:.0f} MiB more than after the first; nets: {dict(tripped)}"
-        )
+    show.now(
+        f"{sent:,} frames in {number + 1:,} runs, the weights of {checked:,} checked, {grown / 2**20:.0f} MiB more than "
+        f"after the first, nets: {dict(tripped)}"
+    )
     assert checked > 0
     assert grown < MOST_GROWTH_BYTES
     assert not tripped, "what broke no rule that anybody had written down: see the log"
@@ -787,7 +800,7 @@ def test_mutated_frames_over_sockets_end_no_host_and_the_others_weights_are_righ
     """One of three workers turns hostile, first as itself, then as any number of readers."""
     logging.getLogger("paceline").setLevel(logging.ERROR)
     frames, sent, before = max(1, FRAMES // 10), 0, 0
-    begun_s = shown_s = time.monotonic()
+    show = Progress("over sockets")
     try:
         for number in itertools.count():
             attacker = Attacker((SEED, "threads", number))
@@ -822,12 +835,7 @@ def test_mutated_frames_over_sockets_end_no_host_and_the_others_weights_are_righ
                 for value, trace in zip(values, run.shards, strict=True):
                     torch.testing.assert_close(value, torch.full_like(value, -updates(trace, LAST_WORD)))
             before = before or resident_bytes()
-            if LOUD and time.monotonic() - shown_s > 10:
-                shown_s = time.monotonic()
-                print(
-                    f"over sockets: {sent:,} frames in {number + 1:,} runs, {shown_s - begun_s:.0f} s",
-                    flush=True,
-                )
+            show.now_and_then(f"{sent:,} frames in {number + 1:,} runs")
             if sent >= frames:
                 break
     finally:
@@ -835,10 +843,7 @@ def test_mutated_frames_over_sockets_end_no_host_and_the_others_weights_are_righ
     gc.collect()
     grown = resident_bytes() - before
     tripped = [record for record in caplog.records if record.exc_info]
-    if LOUD:
-        print(
-            f"over sockets: {sent:,} frames, {time.monotonic() - begun_s:.0f} s, {grown / 2**20:.0f} MiB more"
-        )
+    show.now(f"{sent:,} frames in {number + 1:,} runs, {grown / 2**20:.0f} MiB more than after the first")
     assert grown < MOST_GROWTH_BYTES
     assert not tripped
 
