@@ -777,8 +777,8 @@ def test_mutated_frames_in_process_end_no_host_and_hold_no_honest_worker_up(
         record.exc_info[0].__name__ for record in caplog.records if record.exc_info and record.exc_info[0]
     )
     show.now(
-        f"{sent:,} frames in {number + 1:,} runs, the weights of {checked:,} checked, {grown / 2**20:.0f} MiB more than "
-        f"after the first, nets: {dict(tripped)}"
+        f"{sent:,} frames in {number + 1:,} runs, the weights of {checked:,} checked, {grown / 2**20:.0f} MiB more "
+        f"than after the first, nets: {dict(tripped)}"
     )
     assert checked > 0
     assert grown < MOST_GROWTH_BYTES
