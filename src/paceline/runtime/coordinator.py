@@ -522,10 +522,8 @@ class Coordinator:
             addresses = tuple(address for _, address in self.shards)
             started = Started(slices, addresses, self._publisher)
             self._hub.send(worker, started, descriptors=self._descriptors)
-        if (
-            self._master is not None
-        ):  # everybody has its descriptor, or will find it in a message that has left
-            self._master.close()
+        if self._master is not None:
+            self._master.close()  # everybody has its descriptor, or will find it in a message that has left
 
     @property
     def _descriptors(self) -> list[int]:

@@ -125,14 +125,13 @@ def _is_plain(name: str, group: HyperParameters) -> bool:
     bounds = PLAIN.get(name)
     if bounds is None or group.keys() != bounds.keys() or group.get("nesterov"):
         return False  # nesterov asks for a momentum
-    return all(
-        isinstance(value, bool) if bounds[key] is None else _lies_within(value, bounds[key])
-        for key, value in group.items()
-    )
+    return all(_lies_within(value, bounds[key]) for key, value in group.items())
 
 
 def _lies_within(value: object, bounds: tuple[float, float] | None) -> bool:
-    assert bounds is not None
+    """True for a flag, which has no bounds, and for a number or a pair of numbers within its bounds."""
+    if bounds is None:
+        return isinstance(value, bool)
     numbers = value if isinstance(value, tuple) else (value,)
     return all(type(number) in (int, float) and bounds[0] <= number <= bounds[1] for number in numbers)
 
