@@ -134,7 +134,7 @@ RUN_OPTIONS = {
     "--seed": "order and the jitter",
     "--on-nan": "NaN or inf stops the run",
     "--run-dir": "logs, traces and results",
-    "--stall-timeout": "silent for so long",
+    "--stall-timeout": "silent for this long",
     "--pace": "Least seconds per iteration",
     "--slowdown": "one factor >= 1 per worker",
     "--jitter": "uniform factor",

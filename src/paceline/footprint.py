@@ -187,7 +187,7 @@ def shortage(needed: Footprint, available: int | None, what: str) -> str:
 
 
 def process_shortage(workers: int, servers: int, available: int | None) -> str:
-    """Why the processes of a run do not fit, whatever they train, in a sentence; "" if they do, or nobody knows.
+    """Return why the processes of a run do not fit into memory; "" if they do, or if the size of it is unknown.
 
     Args:
         workers: how many.
@@ -230,7 +230,7 @@ def descriptors(workers: int, servers: int, shards: int, transport: str, open_no
 def descriptor_shortage(
     workers: int, servers: int, shards: int, transport: str, open_now: int, limit: int | None
 ) -> str:
-    """Why a run cannot begin for want of descriptors, in a sentence, and what to do; "" if it can.
+    """Return why a run has too few descriptors to begin, and what to do; "" if it has enough.
 
     Args:
         workers, servers, shards, transport, open_now: see `descriptors`.

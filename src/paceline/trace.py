@@ -158,7 +158,7 @@ def read(path: Path) -> Trace:
         version = msgspec.json.decode(lines[0])["format"]
         if version != FORMAT:
             raise ConfigurationError(
-                f"{path} is a trace of format {version}; this version reads {FORMAT}. Record the run anew, or read "
+                f"{path} is a trace of format {version}; this version reads {FORMAT}. Record the run again, or read "
                 "it with the version of Paceline that wrote it."
             )
         return Trace(msgspec.json.decode(lines[0], type=Header), list(_entries(lines[1:-1])))

@@ -133,8 +133,8 @@ StallTimeout = Annotated[
     typer.Option(
         "--stall-timeout",
         metavar="SECONDS",
-        help="End a worker or server that has been silent for so long while others wait for it. A worker is lost "
-        "then, and the others go on. Default: never; who is awaited is said all the same.",
+        help="End a worker or server that has been silent for this long while others wait for it. A worker is lost "
+        "then, and the others go on. Default: never; the terminal names whom the run waits for in any case.",
         show_default=False,
         rich_help_panel="Run",
     ),

@@ -35,7 +35,7 @@ def describe_ending(exit_code: int, *, out_of_memory: bool = False) -> str:
 
     Args:
         exit_code: negative if a signal ended it.
-        out_of_memory: True if the system has killed a process for want of memory meanwhile.
+        out_of_memory: True if the system has killed a process meanwhile because it ran out of memory.
 
     >>> describe_ending(3), describe_ending(-11)
     ('it ended with exit code 3', 'it was ended by signal SIGSEGV')
@@ -58,7 +58,10 @@ def is_crash(exit_code: int, *, out_of_memory: bool = False) -> bool:
 
 
 def out_of_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """How many processes the system has killed for want of memory since it was booted; 0 where it does not say."""
+    """Return how many processes the system has killed since it was booted because it ran out of memory.
+
+    0 where it does not say.
+    """
     try:
         lines = vmstat.read_text().splitlines()
     except OSError:

@@ -136,8 +136,8 @@ class Run:
 
         Raises:
             RunFailedError: a process has failed; none is left running.
-            KeyboardInterrupt: Ctrl-C; likewise.
-            Terminated: SIGTERM or SIGHUP; likewise.
+            KeyboardInterrupt: Ctrl-C; none is left running.
+            Terminated: SIGTERM or SIGHUP; none is left running.
         """
         engine, coordinator = self._engine, self._coordinator
         coordinator.start()

@@ -1,4 +1,4 @@
-"""Tells the user whom a run waits for, and ends whoever keeps it waiting for too long if that was asked for."""
+"""Tells the user which process a run waits for and, if that was asked for, ends it after a time-out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Waiting:
     Args:
         coordinator: of the run.
         engine: its processes.
-        timeout_s: whoever is silent and awaited for so long is ended; None for never.
+        timeout_s: a process that has been awaited for this long is ended; None for never.
         say: prints a line.
     """
 

@@ -39,7 +39,7 @@ class BestEffortFile:
                 self._give_up(error)
 
     def flush(self) -> None:
-        """Write what is buffered, likewise."""
+        """Write what is buffered, if nothing has failed so far."""
         if self._file is not None:
             try:
                 self._file.flush()
@@ -47,7 +47,7 @@ class BestEffortFile:
                 self._give_up(error)
 
     def close(self) -> None:
-        """Write what is buffered and close the file, likewise."""
+        """Write what is buffered, if nothing has failed so far, and close the file."""
         if self._file is not None:
             try:
                 self._file.close()

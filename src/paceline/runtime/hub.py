@@ -41,7 +41,11 @@ LAST_WORDS_S = 1.0  # without a word of a process that has ended, where its conn
 ACCEPTED_AT_ONCE = 8  # callers, before the others are heard again
 MOST_UNSENT = 1 << 14  # parts of messages that wait for one peer; one that reads leaves a few per shard
 LONGEST_REASON = 1000  # characters of what a peer sent may be in it
-OUR_FAULT = (InternalError, OSError, MemoryError)  # ours or the machine's, whoever's message showed it
+OUR_FAULT = (
+    InternalError,
+    OSError,
+    MemoryError,
+)  # not the sender's, although its message brought it to light
 SOCKETS_INTERVAL_S = 1e-3  # while rings are busy
 LONGEST_SLEEP_S = 0.1  # with rings: what a wake-up would cost at most, should one ever be lost
 IN_RING = 1 << 8  # beside the events of a selector

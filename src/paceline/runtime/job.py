@@ -76,7 +76,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         jitter: half-width of the uniform factor 1 +- jitter on both.
         on_nan: what a gradient with NaN or inf does: "stop" the run, or "skip" that push.
         run_dir: where logs, traces and results go; "" for a new directory that is yet to be made.
-        stall_timeout_s: whoever is awaited and has been silent for so long is ended; None for never.
+        stall_timeout_s: a process that others await is ended when it has been silent for this long; None for never.
         port: TCP port that the coordinator listens on, 0 for any free one.
         token: who does not show it gets nothing.
         epoch_s: the monotonic clock's reading at which the run's own time is 0.

@@ -27,7 +27,7 @@ __all__ = ["Door", "Strangers"]
 log = logging.getLogger("paceline.hub")
 
 LEAST, MOST = 4, 256
-SHARE_OF_DESCRIPTORS = 8  # strangers may have one in so many of those that this process may open
+SHARE_OF_DESCRIPTORS = 8  # strangers may have one in eight of those that this process may open
 GREETING_TIMEOUT_S = 10.0
 GREETING_S = 0.25  # a greeting follows its connection at once: who has been silent for so long may have to go
 SAID_IN_FULL = 5  # lines

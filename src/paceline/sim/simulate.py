@@ -184,11 +184,11 @@ class _Clockwork:
 
 
 def _historian(history: list[Loss]) -> TakeRecord:
-    """What keeps the loss of every iteration that has one."""
+    """Return a function that appends the loss of every iteration that has one."""
 
-    def take(worker: int, its: IterationRecord) -> None:
-        if its.loss is not None:
-            history.append(Loss(its.pushed_s, worker, its.iteration, its.loss))
+    def take(worker: int, record: IterationRecord) -> None:
+        if record.loss is not None:
+            history.append(Loss(record.pushed_s, worker, record.iteration, record.loss))
 
     return take
 

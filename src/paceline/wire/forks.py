@@ -1,4 +1,4 @@
-"""What a forked child of a process of ours must not keep open.
+"""Closes, in a forked child, what it must not keep open.
 
 A script may fork: a `DataLoader` with workers does. The child inherits every descriptor, and a connection does not
 end while anybody holds it: a worker that was killed would not be noticed before its children have ended, too. So
