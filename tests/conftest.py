@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.runtime import session as sessions
+from paceline.frontend import session as sessions
 from paceline.runtime.coordinator import Coordinator
 from paceline.runtime.job import Place, make_job
 from paceline.runtime.reader import Reader
 from paceline.runtime.server import Server
 from paceline.runtime.worker import WorkerSession
-from paceline.trace import Trace, read_run
+from paceline.trace.recording import Trace, read_run
 
 from .live import mark
 

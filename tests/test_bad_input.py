@@ -368,10 +368,10 @@ def test_sparse_gradients_train_as_dense_ones_and_are_mentioned_once_by_each_wor
     run_on_threads: RunOnThreads, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     sparse, dense = (seeded(lambda sparse=sparse: Lookup(sparse)) for sparse in (True, False))  # type: ignore[misc]
-    with caplog.at_level(logging.WARNING, logger="paceline.optim"):
+    with caplog.at_level(logging.WARNING, logger="paceline.frontend.optimizer"):
         run = run_on_threads(training(sparse, 6), workers=WORKERS, servers=2, transport=transport)
     assert_close(run.state_dict, alone(dense, 6), 1e-12)
-    said = [record.getMessage() for record in caplog.records if record.name == "paceline.optim"]
+    said = [record.getMessage() for record in caplog.records if record.name == "paceline.frontend.optimizer"]
     assert len(said) == WORKERS
     for words in said:
         assert words.startswith("the gradient of ")
@@ -382,9 +382,9 @@ def test_sparse_gradients_train_as_dense_ones_and_are_mentioned_once_by_each_wor
 def test_dense_gradients_are_not_mentioned(
     run_on_threads: RunOnThreads, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="paceline.optim"):
+    with caplog.at_level(logging.WARNING, logger="paceline.frontend.optimizer"):
         run_on_threads(training(seeded(lambda: Lookup(sparse=False)), 3), workers=1)
-    assert not [record for record in caplog.records if record.name == "paceline.optim"]
+    assert not [record for record in caplog.records if record.name == "paceline.frontend.optimizer"]
 
 
 @pytest.mark.parametrize(

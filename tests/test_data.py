@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from paceline import DistributedOptimizer, distribute, worker_count, worker_index
 from paceline.errors import ConfigurationError
-from paceline.runtime.session import Session, current, install
+from paceline.frontend.session import Session, current, install
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads

@@ -545,7 +545,7 @@ def test_ctrl_c_while_the_weights_are_saved_costs_no_weights() -> None:
     Path("launch.py").write_text("""
 import os, signal, sys
 
-import paceline.engines.run as engine
+import paceline.launcher.run as engine
 from paceline.cli import main
 
 save = engine.save_weights

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.optim import DistributedOptimizer
+from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.wire import memory
 from paceline.wire.follow import COMPARED_BYTES, PAGE_BYTES, Follower
 

@@ -17,8 +17,11 @@ from torch import nn
 
 import paceline
 from paceline import DistributedOptimizer, launch
+from paceline.core.layout import Layout, Parameter
+from paceline.core.model_spec import OptimizerSpec
 from paceline.errors import ConfigurationError, RunFailedError
-from paceline.footprint import (
+from paceline.runtime import coordinator, job
+from paceline.runtime.footprint import (
     DESCRIPTOR_HEADROOM,
     PROCESS_BYTES,
     available_bytes,
@@ -30,10 +33,8 @@ from paceline.footprint import (
     shortage,
     state_vectors,
 )
-from paceline.layout import Layout, Parameter
-from paceline.optimizers import ELEMENTWISE, PER_PARAMETER_STATE, OptimizerSpec, read_groups
-from paceline.runtime import coordinator, job
-from paceline.slice_optimizers import FusedOptimizer, TorchOptimizer, optimizer_of_slice
+from paceline.shard.optimizers import ELEMENTWISE, PER_PARAMETER_STATE, read_groups
+from paceline.shard.slice_optimizers import FusedOptimizer, TorchOptimizer, optimizer_of_slice
 from paceline.wire.memory import MASTER, Region, StreamedInbox
 
 from .live import chaos
@@ -171,7 +172,7 @@ def test_a_shortage_names_both_sizes_and_what_to_do() -> None:
 
 def test_it_is_arithmetic_and_needs_no_torch() -> None:
     program = f"import sys; sys.path.insert(0, {str(Path(paceline.__file__).parents[1])!r})\n"
-    program += "import paceline.footprint; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    program += "import paceline.runtime.footprint; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-I", "-c", program]).returncode == 0
 
 

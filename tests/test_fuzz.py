@@ -32,28 +32,12 @@ import torch
 from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
-from paceline.errors import PacelineError, PeerLostError, ProtocolError
-from paceline.layout import Layout, Parameter, ShardSlice
-from paceline.optimizers import OptimizerSpec, read_groups
-from paceline.runtime import spin
-from paceline.runtime.coordinator import Coordinator
-from paceline.runtime.holdings import Holdings
-from paceline.runtime.job import Place, make_job
-from paceline.runtime.server import Server
-from paceline.runtime.session import current
-from paceline.runtime.worker import WorkerSession
-from paceline.sync.actions import ApplyMean, ApplyPush
-from paceline.sync.events import Change, Stop, TimerFired
-from paceline.sync.following import WorkerSync
-from paceline.trace import Trace, read_run
-from paceline.wire.addresses import connect
-from paceline.wire.memory import PIECE_BYTES, Region, cut
-from paceline.wire.messages import (
+from paceline.core.layout import Layout, Parameter, ShardSlice
+from paceline.core.messages import (
     AllCommitted,
     Answer,
     Begun,
     Bell,
-    BufferSpec,
     Changing,
     Commit,
     Committed,
@@ -71,7 +55,6 @@ from paceline.wire.messages import (
     InitialWeights,
     MayPull,
     Message,
-    ModelSpec,
     Notify,
     Pull,
     PullAgain,
@@ -88,6 +71,22 @@ from paceline.wire.messages import (
     Stopping,
     WorkerGone,
 )
+from paceline.core.model_spec import BufferSpec, ModelSpec, OptimizerSpec
+from paceline.core.worker import WorkerSync
+from paceline.errors import PacelineError, PeerLostError, ProtocolError
+from paceline.frontend.session import current
+from paceline.runtime import spin
+from paceline.runtime.coordinator import Coordinator
+from paceline.runtime.holdings import Holdings
+from paceline.runtime.job import Place, make_job
+from paceline.runtime.server import Server
+from paceline.runtime.worker import WorkerSession
+from paceline.shard.optimizers import read_groups
+from paceline.sync.actions import ApplyMean, ApplyPush
+from paceline.sync.events import Change, Stop, TimerFired
+from paceline.trace.recording import Trace, read_run
+from paceline.wire.addresses import connect
+from paceline.wire.memory import PIECE_BYTES, Region, cut
 from paceline.wire.ring import RING_BYTES, Ring, available
 from paceline.wire.stream import MAGIC, PREFIX, Stream
 

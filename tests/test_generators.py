@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.generators import GeneratorStates
+from paceline.frontend.generators import GeneratorStates
 
 NUMPY: Any = np.random  # its stubs lack what swaps the bit generator
 

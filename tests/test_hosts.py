@@ -19,19 +19,8 @@ import torch
 from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
-from paceline.errors import ConfigurationError, DeadlineError, PeerLostError
-from paceline.layout import ITEM_BYTES, Layout, Parameter
-from paceline.measures import measure
-from paceline.optimizers import OptimizerSpec, read_groups
-from paceline.runtime.reader import Reader
-from paceline.runtime.server import READERS_PER_SHARD
-from paceline.runtime.session import current
-from paceline.runtime.worker import WorkerSession
-from paceline.sync import ASP, BSP, AnySyncModel, ElasticBSP
-from paceline.sync.events import Change
-from paceline.wire.addresses import connect
-from paceline.wire.memory import PIECE_BYTES, cut
-from paceline.wire.messages import (
+from paceline.core.layout import ITEM_BYTES, Layout, Parameter
+from paceline.core.messages import (
     Begun,
     Commit,
     FetchSnapshot,
@@ -41,7 +30,6 @@ from paceline.wire.messages import (
     InitialState,
     InitialWeights,
     Message,
-    ModelSpec,
     Notify,
     Pull,
     Ready,
@@ -50,6 +38,18 @@ from paceline.wire.messages import (
     Stage,
     Status,
 )
+from paceline.core.model_spec import ModelSpec, OptimizerSpec
+from paceline.errors import ConfigurationError, DeadlineError, PeerLostError
+from paceline.frontend.session import current
+from paceline.runtime.reader import Reader
+from paceline.runtime.server import READERS_PER_SHARD
+from paceline.runtime.worker import WorkerSession
+from paceline.shard.optimizers import read_groups
+from paceline.sync import ASP, BSP, AnySyncModel, ElasticBSP
+from paceline.sync.events import Change
+from paceline.trace.measures import measure
+from paceline.wire.addresses import connect
+from paceline.wire.memory import PIECE_BYTES, cut
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads

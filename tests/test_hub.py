@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pytest
 
+from paceline.core.messages import FetchState, Finished, FromPeerToServer, Hello, Message, ShardWaits, Waits
 from paceline.errors import InternalError, ProtocolError
 from paceline.runtime import strangers
 from paceline.runtime.hub import MOST_UNSENT, Hub, Peer
 from paceline.wire.addresses import connect, listen_tcp, listen_unix
-from paceline.wire.messages import FetchState, Finished, FromPeerToServer, Hello, Message, ShardWaits, Waits
 
 TOKEN = "the token"
 LISTEN = {"unix": listen_unix, "tcp": listen_tcp}

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline import LARS, DistributedOptimizer, worker_index
 from paceline.errors import ConfigurationError, NonFiniteGradientError
-from paceline.optimizers import make_optimizer, read_groups, require_elementwise
+from paceline.shard.optimizers import make_optimizer, read_groups, require_elementwise
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads

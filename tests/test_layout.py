@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.core.layout import ALIGNMENT_BYTES, ITEM_BYTES, Layout, Parameter, ShardSlice
 from paceline.errors import ConfigurationError
-from paceline.layout import ALIGNMENT_BYTES, ITEM_BYTES, Layout, Parameter, ShardSlice
 
 # A busy machine is no failure.
 patiently = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

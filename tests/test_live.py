@@ -19,9 +19,9 @@ import torch
 
 import paceline
 from paceline.errors import RunFailedError
-from paceline.measures import measure
 from paceline.sync.actions import ApplyMean, PublishPlan
-from paceline.trace import replay
+from paceline.trace.measures import measure
+from paceline.trace.recording import replay
 
 from .live import (
     DEADLINE_S,

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from paceline import DistributedOptimizer
-from paceline.bare_shard import BareShard
-from paceline.measures import Wait, measure, waits
+from paceline.core.changes import ShardSync
+from paceline.core.shard import BareShard
 from paceline.sim import Cluster, Presence, Uniform, simulate
 from paceline.sync import ASP, BSP, AnySyncModel, DropStragglers
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
-from paceline.sync.changes import ShardSync
 from paceline.sync.events import (
     AnyEvent,
     Change,
@@ -24,7 +23,8 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from paceline.trace import Entry, Header, Memory, Trace, new_machine
+from paceline.trace.measures import Wait, measure, waits
+from paceline.trace.recording import Entry, Header, Memory, Trace, new_machine
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads

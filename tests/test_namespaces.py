@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engines import namespaces
-from paceline.engines.local import Machine, Placement
-from paceline.engines.namespaces import Link, network, rate_bps, why_not
 from paceline.errors import ConfigurationError
+from paceline.launcher import namespaces
+from paceline.launcher.local import Machine, Placement
+from paceline.launcher.namespaces import Link, network, rate_bps, why_not
 from paceline.runtime.job import make_job
 
 pytestmark = pytest.mark.usefixtures("machines_alone")
@@ -43,7 +43,7 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
 LAUNCHER = """
 import signal, subprocess, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which it is not in the background
-from paceline.engines.namespaces import Link, network
+from paceline.launcher.namespaces import Link, network
 with network(2, Link()) as machines:
     print("up", flush=True)
     {then}
@@ -147,8 +147,8 @@ def test_no_process_of_a_run_outlives_a_launcher_that_is_killed(tmp_path: Path) 
     program = f"""
 import os, time
 import paceline
-from paceline.engines.local import Placement
-from paceline.engines.namespaces import Link, network
+from paceline.launcher.local import Placement
+from paceline.launcher.namespaces import Link, network
 def train():
     open(f"{tmp_path}/{{os.getpid()}}", "w").close()
     time.sleep(1000)

@@ -16,8 +16,8 @@ from torch.optim import lr_scheduler
 
 from paceline import Cluster, DistributedOptimizer, simulate, worker_index
 from paceline.errors import ConfigurationError, NonFiniteGradientError, UsageError, WeightsChangedError
-from paceline.measures import measure
-from paceline.runtime.records import read_records
+from paceline.trace.measures import measure
+from paceline.trace.records import read_records
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads

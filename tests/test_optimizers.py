@@ -9,15 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.core.model_spec import HyperParameters, OptimizerSpec
 from paceline.errors import ConfigurationError
-from paceline.optimizers import (
-    ELEMENTWISE,
-    HyperParameters,
-    OptimizerSpec,
-    make_optimizer,
-    read_groups,
-    require_elementwise,
-)
+from paceline.shard.optimizers import ELEMENTWISE, make_optimizer, read_groups, require_elementwise
 
 SIZE = 203
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.layout import Layout, Parameter
+from paceline.core.layout import Layout, Parameter
+from paceline.core.messages import Message, Stage
 from paceline.runtime.outbox import LONGEST_PAUSE, Outbox
 from paceline.wire.memory import PIECE_BYTES, Region, StreamedInbox, cut
-from paceline.wire.messages import Message, Stage
 
 Key = tuple[int, int]  # (shard, piece)
 

@@ -47,7 +47,7 @@ LAST_LINE = f"iteration {STEPS - 1} " + "x" * 10_000
 LAUNCH = "paceline.launch(fit, workers=1, servers=1, run_dir='run', progress=True)\n"
 LOOKING = f"""
 import sys
-from paceline.engines import progress
+from paceline.launcher import progress
 {FIT}
 mine, seen, update = sys.stdout, set(), progress.Progress.update
 

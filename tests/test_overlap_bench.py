@@ -12,8 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import cli
-from paceline.engines.namespaces import why_not
 from paceline.errors import ConfigurationError
+from paceline.launcher.namespaces import why_not
 from paceline.report.canvas import new_figure
 from paceline.report.overlap_picture import (
     ANSWERING,
@@ -24,10 +24,10 @@ from paceline.report.overlap_picture import (
     draw_exchange,
     exchange_of,
 )
-from paceline.runtime.records import IterationRecord
 from paceline.sync.actions import AnswerPull, ApplyMean, HoldPush
 from paceline.sync.events import PullRequested, PushReceived
-from paceline.trace import Entry, Header, Trace
+from paceline.trace.recording import Entry, Header, Trace
+from paceline.trace.records import IterationRecord
 from paceline.workloads import overlap_bench
 from paceline.workloads.overlap_bench import (
     SERVERS,

@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
+from paceline.core.layout import Layout, Parameter
+from paceline.core.messages import FromPeerToCoordinator, Register
+from paceline.core.model_spec import BufferSpec, HyperParameters, ModelSpec, OptimizerSpec
 from paceline.errors import ProtocolError
-from paceline.layout import Layout, Parameter
-from paceline.optimizers import ELEMENTWISE, HyperParameters, OptimizerSpec, read_groups
+from paceline.frontend.session import current
 from paceline.runtime import registration
 from paceline.runtime.registration import PLAIN, require_groups, require_sound
-from paceline.runtime.session import current
 from paceline.runtime.worker import WorkerSession
-from paceline.wire.messages import BufferSpec, FromPeerToCoordinator, ModelSpec, Register
+from paceline.shard.optimizers import ELEMENTWISE, read_groups
 
 from .test_fuzz import edited, flip
 from .test_hosts import Expelled, until_closed

@@ -19,10 +19,10 @@ from paceline.report.canvas import new_figure, save
 from paceline.report.comparison import Outcome, comparison_table, medians
 from paceline.report.picture import comparison_picture
 from paceline.report.timeline import COMPUTING, DROPPED, WAITING, Timeline, draw_timeline, read_timeline
-from paceline.runtime.records import IterationRecord
 from paceline.sync.actions import ApplyMean, ApplyPush
 from paceline.sync.events import PushReceived
-from paceline.trace import Entry, Header, Recorder
+from paceline.trace.recording import Entry, Header, Recorder
+from paceline.trace.records import IterationRecord
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 BSP_CURVE = Curve("bsp", (0.0, 1.0, 2.0, 3.0), (0.1, 0.7, 0.95, 0.96), 3.0)

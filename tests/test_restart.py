@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.restart import Restartable
-from paceline.runtime.session import Session
+from paceline.frontend.restart import Restartable
+from paceline.frontend.session import Session
 
 
 class Ordering:

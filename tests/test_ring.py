@@ -17,9 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import PeerLostError, ProtocolError
-from paceline.wire import ring as rings
-from paceline.wire.messages import (
+from paceline.core.messages import (
     Answer,
     Finished,
     FromPeerToServer,
@@ -28,6 +26,8 @@ from paceline.wire.messages import (
     Message,
     PullAgain,
 )
+from paceline.errors import PeerLostError, ProtocolError
+from paceline.wire import ring as rings
 from paceline.wire.ring import DATA_BYTES, RING_BYTES, WORD_BYTES, Ring
 from paceline.wire.stream import Stream
 

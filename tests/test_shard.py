@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.core.layout import Layout, Parameter
+from paceline.core.model_spec import HyperParameters, OptimizerSpec
 from paceline.errors import InvalidEventError, ProtocolError
-from paceline.layout import Layout, Parameter
-from paceline.measures import measure
-from paceline.optimizers import ELEMENTWISE, HyperParameters, OptimizerSpec, read_groups, require_elementwise
-from paceline.shard import ForHost, Push, Shard, Vectors
+from paceline.shard.optimizers import ELEMENTWISE, read_groups, require_elementwise
+from paceline.shard.store import ForHost, Push, Shard, Vectors
 from paceline.sync import ASP, BSP, SSP, AnySyncModel, Conditions, ElasticBSP, PullState, PushState
 from paceline.sync.actions import AnswerPull
 from paceline.sync.events import (
@@ -24,7 +24,8 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from paceline.trace import Header, Recorder, read, replay
+from paceline.trace.measures import measure
+from paceline.trace.recording import Header, Recorder, read, replay
 
 SHAPES = [(7, 5), (5,), (), (3, 4, 2), (40,)]  # a scalar among them; 104 elements on 3 shards cut across them
 

@@ -34,7 +34,7 @@ TIMEOUT_S = 300.0
 
 SCRIPT = """
 import json, os, sys, paceline, torch
-from paceline.runtime.session import current
+from paceline.frontend.session import current
 
 def train(steps, out):
     torch.set_num_threads(1)

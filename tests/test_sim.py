@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigurationError, RunFailedError, UsageError
-from paceline.runtime.records import read_records
 from paceline.sim import (
     Cluster,
     Constant,
@@ -37,7 +36,8 @@ from paceline.sim.kernel import MESSAGE, TIMER, Kernel, nanoseconds
 from paceline.sync import Conditions, PullState
 from paceline.sync.actions import ApplyMean, ApplyPush, DropPush, PublishPlan, ReportFault
 from paceline.sync.events import PullRepeated, PullRequested, PushReceived, WorkerJoined, WorkerLost
-from paceline.trace import Trace, read_run, replay
+from paceline.trace.recording import Trace, read_run, replay
+from paceline.trace.records import read_records
 
 MODELS = [
     "bsp",

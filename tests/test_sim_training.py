@@ -19,10 +19,10 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigurationError, NonFiniteGradientError, RunFailedError
-from paceline.runtime.session import current
+from paceline.frontend.session import current
 from paceline.sim import Cluster, Presence, SimResult, Uniform, simulate
 from paceline.sim.training import VirtualSession
-from paceline.trace import replay
+from paceline.trace.recording import replay
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads

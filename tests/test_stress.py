@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.engines import boot
+from paceline.launcher import boot
 
 LARGE = bool(os.environ.get("PACELINE_STRESS"))
 WORKERS, SHARDS = 3, 2

@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.data import distribute, worker_index
 from paceline.errors import ConfigurationError, RunFailedError
-from paceline.measures import Measures, measure
-from paceline.optim import DistributedOptimizer
-from paceline.runtime.records import read_records
+from paceline.frontend.data import distribute, worker_index
+from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.sim import Cluster, simulate
 from paceline.sync import Conditions, PullState
 from paceline.sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, ReportFault, RestartWorker
 from paceline.sync.events import IterationStarted, PullRepeated, PushReceived
-from paceline.trace import Trace, read_run, replay
+from paceline.trace.measures import Measures, measure
+from paceline.trace.recording import Trace, read_run, replay
+from paceline.trace.records import read_records
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.changes import JobSync, ShardSync
 from paceline.errors import ConfigurationError, InvalidEventError
 from paceline.sync import (
     ASP,
@@ -37,7 +38,6 @@ from paceline.sync.actions import (
     RestartWorker,
     SetTimer,
 )
-from paceline.sync.changes import JobSync, ShardSync
 from paceline.sync.events import (
     AnyEvent,
     Change,
@@ -53,7 +53,7 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from paceline.trace import Entry, Header, Recorder, Trace, new_machine, read, replay
+from paceline.trace.recording import Entry, Header, Recorder, Trace, new_machine, read, replay
 
 
 def near(state: PullState) -> bool:

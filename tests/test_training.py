@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from paceline import DistributedOptimizer, set_sync, worker_count, worker_index
-from paceline.measures import measure
-from paceline.optimizers import ELEMENTWISE
+from paceline.frontend.session import current
 from paceline.runtime import worker as worker_module
-from paceline.runtime.session import current
 from paceline.runtime.worker import WorkerSession
+from paceline.shard.optimizers import ELEMENTWISE
 from paceline.sync import ASP, BSP, SSP, AnySyncModel, ElasticBSP
 from paceline.sync.actions import AnswerPull, ApplyMean, PublishPlan
 from paceline.sync.events import PullRequested, WorkerFinished
-from paceline.trace import Trace, replay
+from paceline.trace.measures import measure
+from paceline.trace.recording import Trace, replay
 from paceline.wire.memory import StreamedInbox
 
 if TYPE_CHECKING:

@@ -19,19 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
-from paceline.layout import ITEM_BYTES, Layout, Parameter, Piece, ShardSlice
-from paceline.wire.addresses import connect, listen_tcp, listen_unix
-from paceline.wire.memory import (
-    MASTER,
-    PIECE_BYTES,
-    Inbox,
-    Region,
-    SharedInbox,
-    StreamedInbox,
-    cut,
-)
-from paceline.wire.messages import (
+from paceline.core.layout import ITEM_BYTES, Layout, Parameter, Piece, ShardSlice
+from paceline.core.messages import (
     Answer,
     Commit,
     FetchState,
@@ -43,6 +32,17 @@ from paceline.wire.messages import (
     Notify,
     Stage,
     Status,
+)
+from paceline.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
+from paceline.wire.addresses import connect, listen_tcp, listen_unix
+from paceline.wire.memory import (
+    MASTER,
+    PIECE_BYTES,
+    Inbox,
+    Region,
+    SharedInbox,
+    StreamedInbox,
+    cut,
 )
 from paceline.wire.stream import (
     BUFFER_BYTES,

@@ -12,16 +12,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Cluster": "sim",
-    "DistributedOptimizer": "optim",
-    "LARS": "lars",
-    "RunResult": "engines.launch",
+    "DistributedOptimizer": "frontend.optimizer",
+    "LARS": "shard.lars",
+    "RunResult": "launcher.launch",
     "SimResult": "sim",
-    "distribute": "data",
-    "launch": "engines.launch",
-    "set_sync": "runtime.session",
+    "distribute": "frontend.data",
+    "launch": "launcher.launch",
+    "set_sync": "frontend.session",
     "simulate": "sim",
-    "worker_count": "data",
-    "worker_index": "data",
+    "worker_count": "frontend.data",
+    "worker_index": "frontend.data",
 }
 
 __all__ = [
@@ -44,11 +44,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import errors, sim, sync, zipline
-    from .data import distribute, worker_count, worker_index
-    from .engines.launch import RunResult, launch
-    from .lars import LARS
-    from .optim import DistributedOptimizer
-    from .runtime.session import set_sync
+    from .frontend.data import distribute, worker_count, worker_index
+    from .frontend.optimizer import DistributedOptimizer
+    from .frontend.session import set_sync
+    from .launcher.launch import RunResult, launch
+    from .shard.lars import LARS
     from .sim import Cluster, SimResult, simulate
 
 

@@ -62,6 +62,7 @@ from hashlib import blake2b
 from itertools import permutations, product
 from typing import TypeVar
 
+from paceline.core.changes import JobSync, ShardSync
 from paceline.sync import ASP, BSP, SSP, AnySyncModel, ElasticBSP, NaiveWaiting, SpecSync, SyncModel, parse
 from paceline.sync.actions import (
     AnswerPull,
@@ -76,7 +77,6 @@ from paceline.sync.actions import (
     RestartWorker,
     SetTimer,
 )
-from paceline.sync.changes import JobSync, ShardSync
 from paceline.sync.events import (
     AnyEvent,
     Change,

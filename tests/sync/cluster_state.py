@@ -10,8 +10,8 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from paceline.core.changes import JobSync, ShardSync
 from paceline.sync.actions import AnyAction
-from paceline.sync.changes import JobSync, ShardSync
 from paceline.sync.events import AnyEvent, Change, PushReceived, Stop, WorkerJoined
 from paceline.sync.model import Machine
 from paceline.sync.spec_sync import Speculator

@@ -6,9 +6,9 @@ import contextlib
 
 import pytest
 
+from paceline.core.changes import ShardSync
 from paceline.errors import InvalidEventError
 from paceline.sync import parse
-from paceline.sync.changes import ShardSync
 from paceline.sync.events import Change, PullRequested, PushReceived, Stop, WorkerJoined
 
 SYNCS = [

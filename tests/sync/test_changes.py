@@ -6,6 +6,7 @@ import copy
 
 import pytest
 
+from paceline.core.changes import JobSync, ShardSync
 from paceline.errors import InternalError, InvalidEventError
 from paceline.sync import (
     ASP,
@@ -28,7 +29,6 @@ from paceline.sync.actions import (
     RestartWorker,
     SetTimer,
 )
-from paceline.sync.changes import JobSync, ShardSync
 from paceline.sync.events import (
     AnyEvent,
     Change,

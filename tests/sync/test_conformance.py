@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from paceline.core.changes import JobSync, ShardSync
 from paceline.errors import InternalError, InvalidEventError
 from paceline.sync import (
     ASP,
@@ -33,7 +34,6 @@ from paceline.sync import (
     parse,
 )
 from paceline.sync.actions import AnswerPull, RestartWorker, SetTimer
-from paceline.sync.changes import JobSync, ShardSync
 from paceline.sync.events import (
     AnyEvent,
     IterationFinished,

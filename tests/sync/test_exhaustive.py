@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import pytest
 
+from paceline.core.changes import ShardSync
 from paceline.sync import (
     ASP,
     BSP,
@@ -37,7 +38,6 @@ from paceline.sync import (
     SyncModel,
 )
 from paceline.sync.actions import AnswerPull, AnyAction, HoldPush
-from paceline.sync.changes import ShardSync
 from paceline.sync.conditions import ConditionMachine
 from paceline.sync.draws import uniform
 from paceline.sync.dsps import AdaptiveMachine

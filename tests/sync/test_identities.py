@@ -7,6 +7,7 @@ import math
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.core.changes import ShardSync
 from paceline.sync import (
     ASP,
     BSP,
@@ -21,7 +22,6 @@ from paceline.sync import (
     SyncModel,
 )
 from paceline.sync.actions import AnswerPull, AnyAction
-from paceline.sync.changes import ShardSync
 from paceline.sync.events import Change, WorkerJoined
 
 from .world import Life, walk

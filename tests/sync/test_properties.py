@@ -29,6 +29,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from paceline.core.changes import JobSync, ShardSync
 from paceline.errors import InvalidEventError
 from paceline.sync import (
     ASP,
@@ -57,7 +58,6 @@ from paceline.sync.actions import (
     RestartWorker,
     SetTimer,
 )
-from paceline.sync.changes import JobSync, ShardSync
 from paceline.sync.draws import uniform
 from paceline.sync.events import (
     AnyEvent,

@@ -28,6 +28,7 @@ from typing import assert_never
 
 import pytest
 
+from paceline.core.changes import JobSync, ShardSync
 from paceline.errors import InvalidEventError
 from paceline.sync import Machine, parse
 from paceline.sync.actions import (
@@ -43,7 +44,6 @@ from paceline.sync.actions import (
     RestartWorker,
     SetTimer,
 )
-from paceline.sync.changes import JobSync, ShardSync
 from paceline.sync.events import (
     AnyEvent,
     Change,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.core.changes import ShardSync
 from paceline.sync import ASP, SSP, NaiveWaiting, SpecSync, SyncModel
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyPush, RestartWorker, SetTimer
-from paceline.sync.changes import ShardSync
 from paceline.sync.events import (
     IterationFinished,
     IterationStarted,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.core.changes import ShardSync
 from paceline.errors import ConfigurationError
 from paceline.sync import (
     ASP,
@@ -24,7 +25,6 @@ from paceline.sync import (
     parse,
 )
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault
-from paceline.sync.changes import ShardSync
 from paceline.sync.events import Change
 from paceline.sync.user_conditions import local_conditions, require_named
 

@@ -26,6 +26,7 @@ from typing import Literal, assert_never
 
 import pytest
 
+from paceline.core.changes import ShardSync
 from paceline.errors import InvalidEventError
 from paceline.sync import Machine
 from paceline.sync.actions import (
@@ -41,7 +42,6 @@ from paceline.sync.actions import (
     RestartWorker,
     SetTimer,
 )
-from paceline.sync.changes import ShardSync
 from paceline.sync.events import (
     AnyEvent,
     Change,

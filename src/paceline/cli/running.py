@@ -99,7 +99,7 @@ def run(
     paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py --epochs 10
     """
     with interruptible("nothing had been started"):  # to import torch takes seconds
-        from ..engines.launch import run_script
+        from ..launcher.launch import run_script
         from ..runtime.job import describe, make_job
 
         sys.path.insert(0, str(script.resolve().parent))  # where a user's own conditions are looked for

@@ -11,8 +11,8 @@ from typing import TextIO, cast
 import typer
 from rich.console import Console
 
-from ..engines.output import ForgivingStream
 from ..errors import ConfigurationError
+from ..launcher.output import ForgivingStream
 
 __all__ = [
     "EXIT_BAD_INPUT",
@@ -52,7 +52,7 @@ def keep_streams_usable() -> None:
 @contextlib.contextmanager
 def interruptible(then: str = "every process of the run has been ended") -> Iterator[None]:
     """Ctrl-C ends what runs in order, and says so; so does SIGTERM."""
-    from ..engines.interruption import Terminated
+    from ..launcher.interruption import Terminated
 
     try:
         yield

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..runtime.records import IterationRecord
 from ..sync.actions import AnswerPull
 from ..sync.events import PushReceived
-from ..trace import Trace
+from ..trace.recording import Trace
+from ..trace.records import IterationRecord
 from .canvas import new_figure
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..runtime.records import IterationRecord, read_records
 from ..sync.actions import ApplyMean
-from ..trace import Trace, read
+from ..trace.recording import Trace, read
+from ..trace.records import IterationRecord, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Sequence
 
+from ..core.layout import ShardSlice
+from ..core.messages import Snapshot
+from ..core.model_spec import ModelSpec
 from ..errors import ProtocolError
-from ..layout import ShardSlice
 from ..wire.memory import Region, cut
-from ..wire.messages import ModelSpec, Snapshot
 from .reader import Assembly, WeightsSnapshot
 
 __all__ = ["Collection"]

@@ -17,27 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailedError
-from ..footprint import available_bytes, footprint, shortage, state_vectors
-from ..layout import Layout, ShardSlice
-from ..sync.actions import AnyAction, PublishChange, PublishPlan, RestartWorker, SetTimer
-from ..sync.changes import JobSync
-from ..sync.events import (
-    AnyEvent,
-    IterationFinished,
-    IterationStarted,
-    Stop,
-    SyncRequested,
-    TimerFired,
-    WorkerFinished,
-    WorkerJoined,
-    WorkerLost,
-)
-from ..sync.notation import notation
-from ..trace import Entry, Header, Recorder
-from ..wire.addresses import listen_tcp, listen_unix
-from ..wire.memory import MASTER, Region
-from ..wire.messages import (
+from ..core.changes import JobSync
+from ..core.layout import Layout, ShardSlice
+from ..core.messages import (
     AllCommitted,
     Begun,
     Changing,
@@ -51,7 +33,6 @@ from ..wire.messages import (
     Hello,
     MayPull,
     Message,
-    ModelSpec,
     Notify,
     Ready,
     Refused,
@@ -67,9 +48,28 @@ from ..wire.messages import (
     Warned,
     WorkerGone,
 )
+from ..core.model_spec import ModelSpec
+from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailedError
+from ..sync.actions import AnyAction, PublishChange, PublishPlan, RestartWorker, SetTimer
+from ..sync.events import (
+    AnyEvent,
+    IterationFinished,
+    IterationStarted,
+    Stop,
+    SyncRequested,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from ..sync.notation import notation
+from ..trace.recording import Entry, Header, Recorder
+from ..wire.addresses import listen_tcp, listen_unix
+from ..wire.memory import MASTER, Region
 from ..wire.stream import Stream, no_payload
 from .best_effort import BestEffortFile
 from .collection import Collection
+from .footprint import available_bytes, footprint, shortage, state_vectors
 from .hub import Hub, Peer
 from .job import LOOPBACK, Job
 from .registration import require_sound

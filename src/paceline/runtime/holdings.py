@@ -13,11 +13,12 @@ import msgspec
 import safetensors.torch
 import torch
 
-from ..buffers import bytes_of, pack, packed_bytes, pool, torch_dtype, unpack
+from ..core.layout import ITEM_BYTES
+from ..core.messages import Commit, CreateShards, InitialState, InitialWeights, Message, ShardWaits
+from ..core.model_spec import HyperParameters
 from ..errors import ConfigurationError, ProtocolError
-from ..layout import ITEM_BYTES
-from ..optimizers import HyperParameters
-from ..shard import ForHost, Push, Shard, Vectors
+from ..shard.buffers import bytes_of, pack, packed_bytes, pool, torch_dtype, unpack
+from ..shard.store import ForHost, Push, Shard, Vectors
 from ..sync.events import (
     AnyEvent,
     PullRepeated,
@@ -28,9 +29,8 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from ..trace import Header, Recorder
+from ..trace.recording import Header, Recorder
 from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut
-from ..wire.messages import Commit, CreateShards, InitialState, InitialWeights, Message, ShardWaits
 from .best_effort import BestEffortFile
 from .job import Job
 from .registration import require_groups

@@ -26,9 +26,9 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from ..core.messages import Hello, Message
 from ..errors import DeadlineError, InternalError, PeerLostError, ProtocolError
 from ..wire.forks import close_in_forks
-from ..wire.messages import Hello, Message
 from ..wire.stream import Stream
 from .spin import fall_asleep, spin, wake_up
 from .strangers import Door, Strangers

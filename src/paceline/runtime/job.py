@@ -18,19 +18,19 @@ from typing import Literal
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from ..footprint import (
-    available_bytes,
-    descriptor_limit,
-    descriptor_shortage,
-    open_descriptors,
-    process_shortage,
-)
 from ..sync import AnySyncModel, SyncModel
 from ..sync.notation import parse_shards, require_shards
 from ..sync.schedule import Schedule, read_schedule
 from ..sync.user_conditions import import_modules, require_named
 from ..wire.addresses import listen_tcp
 from ..wire.memory import shared_memory_available
+from .footprint import (
+    available_bytes,
+    descriptor_limit,
+    descriptor_shortage,
+    open_descriptors,
+    process_shortage,
+)
 
 __all__ = [
     "JOB_VARIABLE",

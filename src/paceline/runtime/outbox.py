@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ..layout import ShardSlice
+from ..core.layout import ShardSlice
+from ..core.messages import Message, Stage
 from ..wire.memory import PIECE_BYTES, cut, cut_pieces
-from ..wire.messages import Message, Stage
 
 __all__ = ["Outbox"]
 

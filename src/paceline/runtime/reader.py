@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
-from ..buffers import packed_bytes, unpack
+from ..core.layout import ITEM_BYTES, Layout, ShardSlice
+from ..core.messages import FetchSnapshot, FromServer, Hello, Message, Snapshot
+from ..core.model_spec import ModelSpec
 from ..errors import ProtocolError
-from ..layout import ITEM_BYTES, Layout, ShardSlice
-from ..shard import Vectors
+from ..shard.buffers import packed_bytes, unpack
+from ..shard.store import Vectors
 from ..wire.addresses import connect
 from ..wire.memory import cut
-from ..wire.messages import FetchSnapshot, FromServer, Hello, Message, ModelSpec, Snapshot
 from ..wire.stream import Stream
 from .holdings import tensors_over
 

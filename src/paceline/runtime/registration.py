@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..buffers import packed_bytes
+from ..core.layout import Layout, Parameter
+from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 from ..errors import ConfigurationError, ProtocolError
-from ..layout import Layout, Parameter
-from ..optimizers import ELEMENTWISE, HyperParameters, OptimizerSpec, read_groups, rehearse
-from ..slice_optimizers import optimizer_of_slice
-from ..wire.messages import ModelSpec
+from ..shard.buffers import packed_bytes
+from ..shard.optimizers import ELEMENTWISE, read_groups, rehearse
+from ..shard.slice_optimizers import optimizer_of_slice
 
 __all__ = ["require_groups", "require_sound"]
 

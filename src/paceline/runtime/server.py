@@ -13,13 +13,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ProtocolError, first_line
-from ..layout import Layout
-from ..shard import ForHost, Vectors
-from ..sync.actions import AnswerPull, SetTimer
-from ..wire.addresses import connect, listen_tcp, listen_unix
-from ..wire.memory import MASTER, Inbox, Region
-from ..wire.messages import (
+from ..core.layout import Layout
+from ..core.messages import (
     Answer,
     Bell,
     Commit,
@@ -48,6 +43,11 @@ from ..wire.messages import (
     Warned,
     WorkerGone,
 )
+from ..errors import ProtocolError, first_line
+from ..shard.store import ForHost, Vectors
+from ..sync.actions import AnswerPull, SetTimer
+from ..wire.addresses import connect, listen_tcp, listen_unix
+from ..wire.memory import MASTER, Inbox, Region
 from ..wire.ring import Ring
 from ..wire.stream import Stream
 from .holdings import Holdings

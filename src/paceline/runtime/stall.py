@@ -16,7 +16,7 @@ import time
 
 import msgspec
 
-from ..wire.messages import Waits
+from ..core.messages import Waits
 from .coordinator import Coordinator
 
 __all__ = ["Awaited", "StallWatch"]

@@ -21,17 +21,8 @@ import msgspec
 import safetensors.torch
 import torch
 
-from ..buffers import pack
-from ..errors import ConfigurationError, PeerLostError, ProtocolError
-from ..layout import ShardSlice
-from ..shard import Vectors
-from ..sync import SyncModel
-from ..sync.following import WorkerSync
-from ..sync.schedule import read_schedule
-from ..wire.addresses import connect, is_local
-from ..wire.forks import close_in_forks
-from ..wire.memory import Master, Region, cut
-from ..wire.messages import (
+from ..core.layout import ShardSlice
+from ..core.messages import (
     AllCommitted,
     Answer,
     Begun,
@@ -49,7 +40,6 @@ from ..wire.messages import (
     InitialWeights,
     MayPull,
     Message,
-    ModelSpec,
     Notify,
     Pull,
     PullAgain,
@@ -63,6 +53,17 @@ from ..wire.messages import (
     Stopping,
     Warned,
 )
+from ..core.model_spec import ModelSpec
+from ..core.worker import WorkerSync
+from ..errors import ConfigurationError, PeerLostError, ProtocolError
+from ..shard.buffers import pack
+from ..shard.store import Vectors
+from ..sync import SyncModel
+from ..sync.schedule import read_schedule
+from ..trace.records import IterationRecord
+from ..wire.addresses import connect, is_local
+from ..wire.forks import close_in_forks
+from ..wire.memory import Master, Region, cut
 from ..wire.ring import Ring
 from ..wire.ring import available as rings_available
 from ..wire.stream import Stream
@@ -70,7 +71,6 @@ from .best_effort import BestEffortFile
 from .holdings import STATE_LIMIT_FACTOR, STATE_SLACK_BYTES, tensors_over
 from .job import Place
 from .outbox import Outbox
-from .records import IterationRecord
 from .spin import fall_asleep, spin, wake_up
 
 __all__ = ["WorkerSession"]
@@ -83,7 +83,7 @@ LENT: Final = "until the answer"  # a commit's payload stays as it is, so nothin
 
 
 class WorkerSession:
-    """See `paceline.runtime.session.Session` for the contract."""
+    """See `paceline.frontend.session.Session` for the contract."""
 
     def __init__(self, place: Place, coordinator: Stream[FromCoordinatorToWorker]) -> None:
         job = place.job

@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..arithmetic import log as ln
-from ..bare_shard import BareShard, ForHost
+from ..core.changes import JobSync
+from ..core.shard import BareShard, ForHost
+from ..core.worker import Flags, Request, WorkerSync
 from ..errors import InternalError, RunFailedError
 from ..sync.actions import AnswerPull, PublishChange, PublishPlan, ReportFault, RestartWorker, SetTimer
-from ..sync.changes import JobSync
+from ..sync.arithmetic import log as ln
 from ..sync.draws import uniform
 from ..sync.events import (
     AnyEvent,
@@ -31,10 +32,9 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from ..sync.following import Flags, Request, WorkerSync
 from ..sync.notation import notation, parse_shards
 from ..sync.schedule import Schedule
-from ..trace import Entry
+from ..trace.recording import Entry
 from .cluster import Cluster
 from .kernel import SECOND_NS, STILL, TIMER, Kernel, nanoseconds
 from .machines import Presence

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigurationError
-from ..runtime.records import IterationRecord, read_records
 from ..sync.actions import AnswerPull
 from ..sync.events import PullRepeated, PushReceived
-from ..trace import Trace, read_run
+from ..trace.recording import Trace, read_run
+from ..trace.records import IterationRecord, read_records
 from .cluster import Cluster
 from .machines import Link
 from .times import Recorded

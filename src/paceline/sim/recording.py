@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigurationError
-from ..measures import Meter
 from ..runtime.job import require_usable
-from ..runtime.records import IterationRecord
 from ..sync.notation import notation
 from ..sync.schedule import Schedule
-from ..trace import Entry, EntryRecorder, Header, Memory, Recorder, Trace
+from ..trace.measures import Meter
+from ..trace.recording import Entry, EntryRecorder, Header, Memory, Recorder, Trace
+from ..trace.records import IterationRecord
 
 __all__ = ["Recorders", "Recording", "RunFolder", "TakeRecord"]
 

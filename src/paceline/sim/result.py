@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import UsageError
-from ..measures import Measures
-from ..runtime.records import IterationRecord, read_records
-from ..trace import Trace, read_run
+from ..trace.measures import Measures
+from ..trace.recording import Trace, read_run
+from ..trace.records import IterationRecord, read_records
 from .recording import Recording, RunFolder
 
 if TYPE_CHECKING:

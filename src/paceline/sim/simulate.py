@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..bare_shard import BareShard
+from ..core.shard import BareShard
 from ..errors import ConfigurationError, unknown_name
 from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
-from ..runtime.records import IterationRecord
 from ..sync import SyncModel
 from ..sync.schedule import Schedule, read_schedule
+from ..trace.records import IterationRecord
 from .cluster import Cluster, require_whole
 from .job import Job
 from .kernel import SECOND_NS, nanoseconds

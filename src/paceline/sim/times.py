@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ..arithmetic import exp, log, normal_quantile
 from ..errors import ConfigurationError
+from ..sync.arithmetic import exp, log, normal_quantile
 from ..sync.draws import uniforms
 
 __all__ = [

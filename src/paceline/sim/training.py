@@ -17,21 +17,20 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import torch
 
-from ..buffers import pool, torch_dtype
+from ..core.layout import ShardSlice
+from ..core.model_spec import HyperParameters, ModelSpec
+from ..core.worker import Request, WorkerSync
 from ..errors import RunFailedError, first_line
-from ..generators import GeneratorStates
-from ..layout import ShardSlice
-from ..optimizers import HyperParameters
+from ..frontend.generators import GeneratorStates
+from ..frontend.session import install
 from ..runtime.coordinator import SLICE, first_difference
 from ..runtime.reader import WeightsSnapshot, named_weights
-from ..runtime.session import install
-from ..shard import Push, Shard, Vectors
+from ..shard.buffers import pool, torch_dtype
+from ..shard.store import Push, Shard, Vectors
 from ..sync import AnySyncModel, SyncModel
 from ..sync.draws import uniform
-from ..sync.following import Request, WorkerSync
 from ..sync.schedule import Schedule, read_schedule
-from ..trace import EntryRecorder
-from ..wire.messages import ModelSpec
+from ..trace.recording import EntryRecorder
 from .job import Job
 from .strand import Strand
 
@@ -272,7 +271,7 @@ class Training:
 
 
 class VirtualSession:
-    """A worker's session. See `paceline.runtime.session.Session` for the contract."""
+    """A worker's session. See `paceline.frontend.session.Session` for the contract."""
 
     def __init__(self, training: Training, worker: int, generator_seed: int) -> None:
         self.worker = worker

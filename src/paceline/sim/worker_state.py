@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..runtime.records import IterationRecord
-from ..sync.following import Flags, WorkerSync
+from ..core.worker import Flags, WorkerSync
+from ..trace.records import IterationRecord
 from .network import Connection
 from .times import Sample
 

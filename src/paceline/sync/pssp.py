@@ -25,8 +25,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ..arithmetic import exp
 from ..errors import unknown_name
+from .arithmetic import exp
 from .conditions import ConditionMachine, ConditionModel, PullCondition, PullState
 from .draws import uniform
 from .model import require_count, require_within

@@ -25,8 +25,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, Protocol
 
+from ..core.layout import ITEM_BYTES, Layout, Piece, ShardSlice
 from ..errors import ProtocolError
-from ..layout import ITEM_BYTES, Layout, Piece, ShardSlice
 from .follow import Follower
 from .forks import close_in_forks
 from .ring import RING_BYTES

@@ -35,9 +35,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from ..core.messages import Bell, Message
 from ..errors import DeadlineError, PeerLostError, ProtocolError
 from .forks import close_in_forks
-from .messages import Bell, Message
 from .ring import Ring
 
 __all__ = ["HEADER_LIMIT_BYTES", "Sink", "Stream", "no_payload"]

@@ -20,7 +20,7 @@ from ..sim import Cluster, simulate
 from ..sim.recorded import read_cluster_of_run
 from ..sync.events import WorkerFinished, WorkerLost
 from ..sync.schedule import read_schedule
-from ..trace import Trace, read
+from ..trace.recording import Trace, read
 from .pool import Tell
 from .ranking import EVERY_MODEL, Figures, mark_front, rank
 from .rehearsal import STAR, describe, show_faults

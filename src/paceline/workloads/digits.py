@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ..data import distribute
 from ..errors import ConfigurationError
-from ..optim import DistributedOptimizer
+from ..frontend.data import distribute
+from ..frontend.optimizer import DistributedOptimizer
 
 __all__ = ["Digits", "DigitsNet", "Recipe", "accuracy", "load", "train"]
 

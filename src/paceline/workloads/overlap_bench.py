@@ -33,16 +33,16 @@ from rich import box
 from rich.table import Table
 from torch import nn
 
-from ..data import worker_index
-from ..engines.launch import launch
-from ..engines.local import Placement
-from ..engines.namespaces import Link, Network, network, rate_bps
+from ..core.layout import Layout, Parameter
 from ..errors import ConfigurationError
-from ..layout import Layout, Parameter
-from ..optim import DistributedOptimizer
+from ..frontend.data import worker_index
+from ..frontend.optimizer import DistributedOptimizer
+from ..launcher.launch import launch
+from ..launcher.local import Placement
+from ..launcher.namespaces import Link, Network, network, rate_bps
 from ..report.overlap_picture import Exchange, exchange_of, overlap_picture
-from ..runtime.records import IterationRecord, read_records
-from ..trace import Trace
+from ..trace.recording import Trace
+from ..trace.records import IterationRecord, read_records
 from .zipline_bench import Tell
 
 if TYPE_CHECKING:

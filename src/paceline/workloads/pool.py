@@ -10,8 +10,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from ..engines.boot import end_with_parent
 from ..errors import RunFailedError
+from ..launcher.boot import end_with_parent
 
 __all__ = ["Tell", "on_all_cores"]
 

@@ -22,8 +22,8 @@ from rich import box
 from rich.table import Table
 from torch import nn
 
-from ..engines.launch import launch
-from ..optim import DistributedOptimizer
+from ..frontend.optimizer import DistributedOptimizer
+from ..launcher.launch import launch
 from ..sim import Cluster, Uniform, simulate
 from ..sim.recorded import read_cluster_of_run
 from .zipline_bench import Tell

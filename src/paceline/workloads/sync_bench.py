@@ -10,9 +10,9 @@ from statistics import median
 import msgspec
 from rich.table import Table
 
+from ..core.changes import ShardSync
 from ..sync import AnySyncModel, Conditions, PullState, parse
 from ..sync.actions import AnswerPull, SetTimer
-from ..sync.changes import ShardSync
 from ..sync.events import AnyEvent, PullRequested, PushReceived, TimerFired, WorkerJoined
 
 __all__ = ["GOALS_US", "MODELS", "CostRow", "cost_table", "measure"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..engines.launch import RunResult, launch
+from ..launcher.launch import RunResult, launch
 from ..report.accuracy import Curve
 from ..report.comparison import Outcome
 from .digits import Digits, Recipe, accuracy, train

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...layout import Layout, Parameter, ShardSlice
+from ...core.layout import Layout, Parameter, ShardSlice
 from ...sim import Cluster, Uniform
 from ...sim.simulate import simulate
 from ..ranking import Task, run_tasks

@@ -12,7 +12,7 @@ import msgspec
 from ...sim import Cluster, simulate
 from ...sync.actions import AnswerPull
 from ...sync.events import PullRepeated, PushReceived
-from ...trace import Trace
+from ...trace.recording import Trace
 from ..zipline_bench import Tell
 from .curves import draw_curves
 from .exhibit import Exhibit, Made, Options, beside, ratio, seconds

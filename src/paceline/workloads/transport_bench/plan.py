@@ -9,8 +9,8 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from ...core.layout import ALIGNMENT_BYTES, ITEM_BYTES
 from ...errors import ConfigurationError, unknown_name
-from ...layout import ALIGNMENT_BYTES, ITEM_BYTES
 
 __all__ = [
     "FEWEST",

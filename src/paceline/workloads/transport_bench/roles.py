@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from ...data import worker_index
-from ...engines.launch import launch
-from ...layout import Layout, Parameter
-from ...optim import DistributedOptimizer
-from ...optimizers import OptimizerSpec, read_groups, require_elementwise
-from ...runtime.session import set_sync
-from ...shard import Push, Shard
+from ...core.layout import Layout, Parameter
+from ...core.model_spec import OptimizerSpec
+from ...frontend.data import worker_index
+from ...frontend.optimizer import DistributedOptimizer
+from ...frontend.session import set_sync
+from ...launcher.launch import launch
+from ...shard.optimizers import read_groups, require_elementwise
+from ...shard.store import Push, Shard
 from ...sync import ASP
 from ...sync.events import PullRequested, PushReceived, WorkerJoined
 from .echo import echo_server, echo_worker

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ..errors import ConfigurationError
-from .events import Change, Stop
-from .notation import AnySyncModel, notation, parse_shards, require_shards
-from .schedule import Schedule
+from ..sync.events import Change, Stop
+from ..sync.notation import AnySyncModel, notation, parse_shards, require_shards
+from ..sync.schedule import Schedule
 
 __all__ = ["Flags", "Request", "WorkerSync"]
 

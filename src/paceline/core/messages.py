@@ -21,17 +21,16 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..layout import Layout, ShardSlice
-from ..optimizers import OptimizerSpec
 from ..sync import AnySyncModel
 from ..sync.events import Change, Number, Stop
+from .layout import ShardSlice
+from .model_spec import ModelSpec
 
 __all__ = [
     "AllCommitted",
     "Answer",
     "Begun",
     "Bell",
-    "BufferSpec",
     "Changing",
     "Commit",
     "Committed",
@@ -52,7 +51,6 @@ __all__ = [
     "InitialWeights",
     "MayPull",
     "Message",
-    "ModelSpec",
     "Notify",
     "Pull",
     "PullAgain",
@@ -79,35 +77,8 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     """A message."""
 
 
-class BufferSpec(msgspec.Struct, frozen=True):
-    """A tensor of the model's `state_dict` that the optimizer does not train.
-
-    Attributes:
-        name: its name in the `state_dict`.
-        shape: its shape.
-        dtype: torch's name of its dtype.
-        fixed: True for one that training does not change (a parameter outside the optimizer).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    fixed: bool
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.dtype}{list(self.shape)}"
-
-
 class Bell(Message, frozen=True, tag=True):
     """There is something in the ring. For the peer that sleeps; otherwise without a meaning."""
-
-
-class ModelSpec(msgspec.Struct, frozen=True):
-    """What a worker is about to train. All workers of a job must give the same."""
-
-    layout: Layout
-    optimizer: OptimizerSpec
-    buffers: tuple[BufferSpec, ...]
 
 
 class Hello(Message, frozen=True, tag=True):

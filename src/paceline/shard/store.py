@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from .bare_shard import BareShard, ForHost
-from .errors import InternalError
-from .layout import ShardSlice
-from .optimizers import HyperParameters, OptimizerSpec
-from .slice_optimizers import Vectors, optimizer_of_slice
-from .sync import AnySyncModel
-from .sync.actions import (
+from ..core.layout import ShardSlice
+from ..core.model_spec import HyperParameters, OptimizerSpec
+from ..core.shard import BareShard, ForHost
+from ..errors import InternalError
+from ..sync import AnySyncModel
+from ..sync.actions import (
     AnswerPull,
     AnyAction,
     ApplyMean,
@@ -30,8 +29,9 @@ from .sync.actions import (
     ReportFault,
     SetTimer,
 )
-from .sync.events import AnyEvent, PushReceived
-from .trace import EntryRecorder
+from ..sync.events import AnyEvent, PushReceived
+from ..trace.recording import EntryRecorder
+from .slice_optimizers import Vectors, optimizer_of_slice
 
 __all__ = ["ForHost", "Push", "Shard", "Vectors"]
 

@@ -20,9 +20,10 @@ from typing import Any, Protocol
 
 import torch
 
-from .errors import ProtocolError
-from .layout import ITEM_BYTES, ShardSlice, aligned
-from .optimizers import PER_PARAMETER_STATE, HyperParameters, OptimizerSpec, make_optimizer
+from ..core.layout import ITEM_BYTES, ShardSlice, aligned
+from ..core.model_spec import HyperParameters, OptimizerSpec
+from ..errors import ProtocolError
+from .optimizers import PER_PARAMETER_STATE, make_optimizer
 
 __all__ = ["FusedOptimizer", "SliceOptimizer", "TorchOptimizer", "Vectors", "optimizer_of_slice"]
 

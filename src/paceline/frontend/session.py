@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
-from ..layout import ShardSlice
-from ..shard import Vectors
+from ..core.layout import ShardSlice
+from ..core.model_spec import ModelSpec
+from ..shard.store import Vectors
 from ..sync import SyncModel
 from ..sync.schedule import read_schedule
-from ..wire.messages import ModelSpec
 
 __all__ = ["Session", "current", "install", "set_sync"]
 

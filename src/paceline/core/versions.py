@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush
-from .events import AnyEvent, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
+from ..sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush
+from ..sync.events import AnyEvent, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 
 __all__ = ["Versions"]
 

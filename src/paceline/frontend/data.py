@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from .errors import ConfigurationError
-from .runtime.session import Session, current
+from ..errors import ConfigurationError
+from .session import Session, current
 
 __all__ = ["distribute", "worker_count", "worker_index"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import get_args
 
-from .errors import InvalidEventError
-from .sync import AnySyncModel
-from .sync.actions import AnswerPull, AnyAction, ReportFault, SetTimer
-from .sync.changes import ShardSync
-from .sync.events import AnyEvent
-from .sync.versions import Versions
-from .trace import Entry, EntryRecorder
+from ..errors import InvalidEventError
+from ..sync import AnySyncModel
+from ..sync.actions import AnswerPull, AnyAction, ReportFault, SetTimer
+from ..sync.events import AnyEvent
+from .changes import ShardSync
+from .entry import Entry, EntryRecorder
+from .versions import Versions
 
 __all__ = ["BareShard", "ForHost"]
 

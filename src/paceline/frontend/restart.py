@@ -22,7 +22,7 @@ from torch import nn
 
 from .generators import GeneratorStates
 from .hooks import remove_after, weakly
-from .runtime.session import Session
+from .session import Session
 
 __all__ = ["Restartable"]
 

@@ -19,16 +19,9 @@ from math import fsum
 
 import msgspec
 
-from .sync.actions import AnswerPull, DropPush
-from .sync.events import (
-    PullRepeated,
-    PullRequested,
-    PushReceived,
-    WorkerFinished,
-    WorkerJoined,
-    WorkerLost,
-)
-from .trace import Entry, Trace
+from ..sync.actions import AnswerPull, DropPush
+from ..sync.events import PullRepeated, PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
+from .recording import Entry, Trace
 
 __all__ = ["Measures", "Meter", "Wait", "measure", "waits"]
 

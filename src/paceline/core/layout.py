@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .errors import ConfigurationError
+from ..errors import ConfigurationError
 
 __all__ = [
     "ALIGNMENT_BYTES",

@@ -40,7 +40,7 @@ if __name__ == "__main__":
     if root not in sys.path:  # the launcher may have found the package where this process does not look
         sys.path.append(root)
 
-    from paceline.engines.child import main
+    from paceline.launcher.child import main
 
     status = main()
     sys.stdout.flush()

@@ -12,8 +12,8 @@ import cloudpickle
 from rich.console import Console
 
 from ..errors import ConfigurationError, UsageError, unknown_name
+from ..frontend.session import current
 from ..runtime.job import Job, make_job
-from ..runtime.session import current
 from ..sync import SyncModel
 from ..sync.schedule import Schedule
 from .local import Placement

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from .errors import ConfigurationError
+from ..errors import ConfigurationError
 
 __all__ = ["LARS"]
 

@@ -13,7 +13,7 @@ from weakref import WeakMethod, finalize
 
 from torch.utils.hooks import RemovableHandle
 
-from .runtime.session import Session
+from .session import Session
 
 __all__ = ["remove_after", "weakly"]
 

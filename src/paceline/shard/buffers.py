@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .wire.messages import BufferSpec
+from ..core.model_spec import BufferSpec
 
 __all__ = ["bytes_of", "pack", "packed_bytes", "pool", "torch_dtype", "unpack"]
 

@@ -15,8 +15,8 @@ import math
 
 import torch
 
-from .layout import Layout
-from .slice_optimizers import Vectors
+from ..core.layout import Layout
+from ..shard.slice_optimizers import Vectors
 
 __all__ = ["Gradients"]
 

@@ -22,11 +22,11 @@ from typing import Protocol
 
 import msgspec
 
-from .errors import ConfigurationError, InvalidEventError
-from .sync import Machine, parse
-from .sync.actions import AnyAction
-from .sync.changes import JobSync, ShardSync
-from .sync.events import AnyEvent
+from ..core.changes import JobSync, ShardSync
+from ..core.entry import Entry, EntryRecorder
+from ..errors import ConfigurationError, InvalidEventError
+from ..sync import Machine, parse
+from ..sync.actions import AnyAction
 
 __all__ = [
     "Entry",
@@ -68,39 +68,11 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     computed_by: str = ""
 
 
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event and what followed.
-
-    Attributes:
-        event: what the machine was told.
-        actions: what it asked for, in order.
-        refused: why the event was refused; None if it was not.
-        version: how many updates the shard had applied afterwards; None at the coordinator.
-        staleness: for each push that this event had applied, in order: (worker, iteration, updates applied
-            between that worker's last pull and this application).
-        gap: the largest c_p - min c among the workers whose pulls this event had answered, by the ledger of the
-            model in force; 0 at the coordinator.
-    """
-
-    event: AnyEvent
-    actions: list[AnyAction] = []
-    refused: str | None = None
-    version: int | None = None
-    staleness: list[tuple[int, int, int]] = []
-    gap: int = 0
-
-
 class Trace(msgspec.Struct, frozen=True):
     """One host's trace, whole."""
 
     header: Header
     entries: list[Entry]
-
-
-class EntryRecorder(Protocol):
-    """Takes the entries of one trace as they come."""
-
-    def record(self, entry: Entry) -> None: ...
 
 
 class Memory:

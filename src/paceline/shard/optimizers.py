@@ -13,26 +13,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
-from .errors import ConfigurationError
+from ..core.model_spec import HyperParameters
+from ..errors import ConfigurationError
 from .lars import LARS
 
 __all__ = [
     "ELEMENTWISE",
     "PER_PARAMETER_STATE",
-    "HyperParameters",
-    "OptimizerSpec",
     "make_optimizer",
     "read_groups",
     "rehearse",
     "require_elementwise",
 ]
-
-HyperParameters = dict[str, float | int | bool | tuple[float, float] | None]
-"""One parameter group's settings: `lr`, `momentum`, `betas`, ..."""
 
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     "SGD": torch.optim.SGD,
@@ -59,20 +54,6 @@ AFTER_SCALING: HyperParameters = {"dampening": 0.0, "weight_decay": 0.0, "maximi
 
 
 PLAIN = frozenset({float, int, bool, type(None)})
-
-
-class OptimizerSpec(msgspec.Struct, frozen=True):
-    """A user's optimizer as a value.
-
-    Attributes:
-        name: the class in `torch.optim` that the servers run.
-        groups: the hyper-parameters of each group.
-        group_of: for each parameter of the layout, the index of its group.
-    """
-
-    name: str
-    groups: tuple[HyperParameters, ...]
-    group_of: tuple[int, ...]
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> str:

@@ -29,11 +29,11 @@ from __future__ import annotations
 from collections import deque
 
 from ..errors import InternalError, InvalidEventError
-from .actions import AnswerPull, AnyAction, ApplyPush, DropPush, PublishChange, ReportFault
-from .asp import ASP
-from .bsp import BSP
-from .conditions import ConditionMachine
-from .events import (
+from ..sync.actions import AnswerPull, AnyAction, ApplyPush, DropPush, PublishChange, ReportFault
+from ..sync.asp import ASP
+from ..sync.bsp import BSP
+from ..sync.conditions import ConditionMachine
+from ..sync.events import (
     AnyEvent,
     Change,
     IterationFinished,
@@ -47,9 +47,9 @@ from .events import (
     WorkerJoined,
     WorkerLost,
 )
-from .ledger import Ledger
-from .model import JobMachine, ShardMachine
-from .notation import AnySyncModel, parse_shards
+from ..sync.ledger import Ledger
+from ..sync.model import JobMachine, ShardMachine
+from ..sync.notation import AnySyncModel, parse_shards
 
 __all__ = ["JobSync", "ShardSync"]
 

@@ -19,7 +19,7 @@ import cloudpickle
 import msgspec
 
 from ..errors import PeerLostError, first_line
-from ..runtime import session as sessions
+from ..frontend import session as sessions
 from ..runtime.job import JOB_VARIABLE, Place
 from ..runtime.server import serve
 from ..runtime.worker import WorkerSession

@@ -25,22 +25,22 @@ import msgspec
 import torch
 from torch import nn
 
-from .errors import ConfigurationError, NonFiniteGradientError, UsageError, WeightsChangedError
+from ..core.layout import Layout, Parameter, ShardSlice
+from ..core.model_spec import BufferSpec, ModelSpec, OptimizerSpec
+from ..errors import ConfigurationError, NonFiniteGradientError, UsageError, WeightsChangedError
+from ..shard.lars import LARS
+from ..shard.optimizers import PER_PARAMETER_STATE, read_groups, require_elementwise
+from ..shard.store import Vectors
 from .gradients import Gradients
 from .hooks import remove_after, weakly
-from .lars import LARS
-from .layout import Layout, Parameter, ShardSlice
-from .optimizers import PER_PARAMETER_STATE, OptimizerSpec, read_groups, require_elementwise
 from .restart import Restartable
-from .runtime.session import Session, current
-from .shard import Vectors
-from .wire.messages import BufferSpec, ModelSpec
+from .session import Session, current
 
 __all__ = ["DistributedOptimizer"]
 
 Loss = TypeVar("Loss")
 
-log = logging.getLogger("paceline.optim")
+log = logging.getLogger("paceline.frontend.optimizer")
 
 SCALAR_DTYPES = {torch.float64: torch.float64}
 """Default dtype -> what torch.optim keeps its counts in, if not float32; `load_state_dict` casts some of them."""

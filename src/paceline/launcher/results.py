@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError
 
 from ..errors import ConfigurationError
-from ..measures import measure
 from ..runtime.coordinator import Coordinator
 from ..runtime.reader import WeightsSnapshot
-from ..runtime.records import read_records
-from ..trace import Trace, read_run
+from ..trace.measures import measure
+from ..trace.recording import Trace, read_run
+from ..trace.records import read_records
 
 __all__ = ["RunResult", "save_weights", "summarize", "write_summary"]
 
