@@ -13,8 +13,8 @@ from ..errors import InvalidEventError
 from ..sync import AnySyncModel
 from ..sync.actions import AnswerPull, AnyAction, ReportFault, SetTimer
 from ..sync.events import AnyEvent
-from .changes import ShardSync
 from .entry import Entry, EntryRecorder
+from .shard_sync import ShardSync
 from .versions import Versions
 
 __all__ = ["BareShard", "ForHost"]
@@ -95,8 +95,8 @@ class BareShard:
 
     def _gap(self, worker: int) -> int:
         """c_p - min c; 0 for a worker that has joined during a change and lives by no model yet."""
-        ledger = self.sync.ledger
-        return ledger.count.get(worker, ledger.slowest) - ledger.slowest
+        counts = self.sync.counts
+        return counts.gap(worker)
 
     def _record(self, entry: Entry) -> None:
         if self._recorder is not None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..core.changes import JobSync
+from ..core.job_sync import JobSync
 from ..core.layout import Layout, ShardSlice
 from ..core.messages import (
     AllCommitted,

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..core.changes import JobSync
+from ..core.job_sync import JobSync
 from ..core.shard import BareShard, ForHost
 from ..core.worker import Flags, Request, WorkerSync
 from ..errors import InternalError, RunFailedError
@@ -267,7 +267,7 @@ class Job:
         its = self.workers[worker]
         now_s = self.kernel.now_s
         iteration = its.sync.iteration + 1 if its.life else 0  # a label is never used twice
-        slowest = [shard.sync.ledger.slowest for shard in self.shards if shard.sync.ledger.live_count]
+        slowest = [shard.sync.counts.slowest for shard in self.shards if shard.sync.counts.live_count]
         joined = WorkerJoined(
             now_s=now_s,
             worker=worker,

@@ -23,7 +23,7 @@ from .actions import AnyAction
 from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, PullState
 from .events import AnyEvent, WorkerJoined
 from .intervals import Intervals
-from .model import require_count, require_order
+from .model import Handover, require_count, require_order
 
 __all__ = ["DSPS"]
 
@@ -76,10 +76,10 @@ class AdaptiveMachine(ConditionMachine):
             self._adapt()
         return actions
 
-    def inherit(self, other: ConditionMachine, now_s: float) -> list[AnyAction]:
-        for worker in other.ledger.count:
+    def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
+        for worker in handover.counts.count:
             self._intervals.note(WorkerJoined(now_s=now_s, worker=worker))
-        return super().inherit(other, now_s)
+        return super().take_over(handover, now_s)
 
     def _within(self, state: PullState) -> bool:
         return state.progress < state.v_train + self.staleness
@@ -87,6 +87,6 @@ class AdaptiveMachine(ConditionMachine):
     def _adapt(self) -> None:
         """One look at all workers for each round, not for each push."""
         intervals_s = self._intervals.interval_s
-        if intervals_s and len(intervals_s) == self.ledger.live_count and min(intervals_s.values()) > 0:
+        if intervals_s and len(intervals_s) == self.counts.live_count and min(intervals_s.values()) > 0:
             ratio = max(intervals_s.values()) / min(intervals_s.values())
             self.staleness = min(self._model.upper, max(self._model.lower, math.ceil(ratio)))

@@ -28,7 +28,7 @@ from .actions import AnyAction
 from .conditions import ConditionMachine, PullState
 from .events import AnyEvent, WorkerFinished, WorkerJoined, WorkerLost
 from .intervals import Intervals
-from .model import SyncModel, require_count, require_order, require_within
+from .model import Handover, SyncModel, require_count, require_order, require_within
 
 __all__ = ["DSSP", "iterations_to_spend"]
 
@@ -80,10 +80,10 @@ class SpendingMachine(ConditionMachine):
             self._left.pop(event.worker, None)
         return actions
 
-    def inherit(self, other: ConditionMachine, now_s: float) -> list[AnyAction]:
-        for worker in other.ledger.count:
+    def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
+        for worker in handover.counts.count:
             self._intervals.note(WorkerJoined(now_s=now_s, worker=worker))
-        return super().inherit(other, now_s)
+        return super().take_over(handover, now_s)
 
     def _answers(self, state: PullState) -> bool:
         # From V_train: it is min c, but for a worker that has joined behind it, and is not to be waited for.
@@ -102,7 +102,7 @@ class SpendingMachine(ConditionMachine):
     def _choose(self, worker: int) -> int:
         """r, once; looks at the workers that are slowest now, which is not on the path of every pull."""
         last_s, interval_s = self._intervals.last_s, self._intervals.interval_s
-        slowest = [w for w, count in self.ledger.count.items() if count == self.ledger.slowest]
+        slowest = [w for w, count in self.counts.count.items() if count == self.counts.slowest]
         q = max(slowest, key=lambda w: (interval_s.get(w, math.inf), -w))  # of those behind most, the slowest
         if q not in interval_s:  # it has not pushed yet: nothing can be predicted
             return 0

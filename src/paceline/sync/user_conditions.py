@@ -31,7 +31,8 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, Fault, PullState, PushState, everybody
+from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, PullState, PushState, everybody
+from .model import Fault
 
 __all__ = ["Conditions", "UserMachine", "import_modules", "local_conditions", "require_named"]
 
