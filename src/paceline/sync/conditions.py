@@ -1,23 +1,23 @@
-"""FluentPS's mechanism: pull and push conditions, evaluated at each shard for itself.
+"""FluentPS's mechanism: a pull condition and a push condition, evaluated at each shard independently.
 
-Theory (FluentPS, section III, Algorithm 1 and Table III). V_train is the shard's overall progress: the number of
-rounds that are complete. A pull that reports `progress` (the index of the iteration just pushed) is answered at
-once if the *pull condition* holds; otherwise it is delayed and filed under a round. The *push condition* says when
-the current round is complete. It is evaluated in a loop after each push and each departure, since one event can
-complete several rounds; each time it holds, V_train advances by one and the pulls filed under the round are
-answered without a new test. How lazily that happens is the choice of the round:
+Theory (FluentPS, section III, Algorithm 1 and Table III). V_train is the overall progress of the shard: the number
+of complete rounds. A pull reports `progress`, the index of the iteration that was just pushed. It is answered
+immediately if the *pull condition* holds; otherwise it is delayed and filed under a round. The *push condition*
+decides when the current round is complete. It is evaluated in a loop after each push and each departure of a worker,
+because one event can complete several rounds. Each time it holds, V_train advances by one, and the pulls filed under
+that round are answered without another test. The choice of the round determines how late a delayed pull is answered:
 
-    soft barrier      under V_train: the next round to close answers it. With the pull condition
-                      `progress < V_train + s` that is the very moment at which c_p - min c has come down to s
-    lazy execution    under max(progress, V_train): it is answered when the slowest has caught up with it
+    soft barrier      the round is V_train: the next round to close answers the pull. With the pull condition
+                      `progress < V_train + s`, this is exactly when c_p - min c has come down to s
+    lazy execution    the round is max(progress, V_train): the pull is answered when the slowest worker has caught up
 
-Guarantee: whatever the conditions, each push is applied, averaged or dropped exactly once, and a worker that has
-left is waited for by nobody. Progress is a property of the conditions: those of this package never stall.
+Guarantee: Whatever the conditions, each push is applied, averaged or dropped exactly once, and no worker waits for
+one that has left. Progress depends on the conditions; the models of this package never stall.
 
-A user's conditions may fail. `fault` says so; the machine of another model then takes over.
+A user's conditions may fail, which is reported in `fault`. The machine of another model then takes over.
 
-Deviations: the paper compares `Count[V_train] == N`; here a condition compares with `>=`, and the count is kept
-right when workers join and leave.
+Deviations: The paper compares `Count[V_train] == N`. Here, conditions compare with `>=`, and the count stays correct
+when workers join and leave.
 """
 
 from __future__ import annotations
@@ -137,11 +137,11 @@ PUSH_SCALES = ("1", "1/n")
 
 
 class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """What the models that apply each push on arrival have in common.
+    """Base class of the models that apply each push on arrival.
 
     Attributes:
-        push_scale: what each gradient is multiplied with, "1" or, as in FluentPS's Algorithm 1, line 15, "1/n", where
-            n is the number of live workers.
+        push_scale: factor by which each gradient is multiplied: "1", or "1/n" as in FluentPS's Algorithm 1, line 15,
+            where n is the number of live workers.
     """
 
     push_scale: str = "1"
@@ -152,10 +152,11 @@ class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=Tru
 
 
 class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """What those of them have in common that delay pulls.
+    """Base class of the models that apply each push on arrival and may delay pulls.
 
     Attributes:
-        execution: of delayed pulls, "soft" (which alone meets SSP's "iff") or "lazy" (FluentPS's default).
+        execution: when a delayed pull is answered: "soft" when the current round closes, which is the exact rule of
+            SSP, or "lazy" (FluentPS's default) when the slowest worker has caught up.
     """
 
     execution: str = "soft"

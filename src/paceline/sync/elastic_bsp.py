@@ -1,26 +1,28 @@
-"""ElasticBSP: the barrier falls where the predicted waiting is least.
+"""ElasticBSP: the barrier is placed where the predicted waiting time is shortest.
 
-A superstep has two phases. *Monitoring*: until every member has pushed twice since the last barrier. *Prediction*:
-each member's next R end times are extrapolated from its last interval, ZipLine picks one per member such that the
-spread d_Z is least, and each member stops with its picked iteration. Between barriers pushes are applied as in ASP;
-the pushes that the members stop with are averaged and applied once, as in BSP, and then all go on.
+A superstep has two phases. *Monitoring* lasts until every member has pushed twice since the last barrier. In the
+*prediction* phase, each member's next R end times are extrapolated from its last interval between pushes. ZipLine
+then picks one end time per member such that their spread d_Z is smallest, and each member stops at the iteration
+that was picked for it. Between barriers, pushes are applied as in ASP. The pushes at which the members stop are
+averaged and applied once, as in BSP, and then all members continue.
 
-Two machines. The *planner* at the coordinator hears of each finished iteration and publishes one plan per
-superstep. The plan speaks in iterations and goes to the workers, each of which flags its first push at or past
-its stop, identically to all shards. The *shard's* machine holds flagged pushes and nothing else, and closes
-the superstep when every member has sent its flagged push, has finished or is lost. No two shards can disagree,
-however late the plan arrives; and the planner is never on the path of a push or a pull.
+There are two state machines. The *planner*, at the coordinator, is notified of each finished iteration and publishes
+one plan per superstep. A plan names iterations, not times, and is sent to the workers; each worker flags its first
+push at or past its stop, and flags it identically to all shards. The *shard's* machine holds flagged pushes only,
+and closes the superstep when every member has sent its flagged push, has finished or is lost. Therefore no two
+shards can disagree, however late the plan arrives, and no push or pull ever waits for the planner.
 
 Reference: Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model", Machine
 Learning, 2021, sections 3 to 5, Fig. 5.
-Admission: a pull after an unflagged push is answered on arrival; after a flagged one, when the superstep closes.
-State: at a shard, the held pushes and the pulls of each superstep that is being closed; at the coordinator, each
-worker's last push and last interval.
-Guarantee: a worker that has stopped waits only for members that have yet to stop. Within a superstep nobody
-runs further than its stop plus what it computed while the plan was on its way.
-Use: when machines differ steadily, so that their next end times can be predicted; most of ASP's speed, and
-averaging.
-Deviations: a worker that joins during a superstep runs as in ASP until the next one begins.
+Admission: A pull after an unflagged push is answered on arrival. A pull after a flagged push is answered when the
+superstep closes.
+State: At a shard, the held pushes and the pulls of each superstep that is being closed. At the coordinator, the time
+of each worker's last push, and its last interval.
+Guarantee: A worker that has stopped waits only for members that have not stopped yet. Within a superstep, a worker
+runs at most to its stop, plus the iterations that it computed while the plan was on its way.
+Use: When workers differ steadily in speed, so that their next end times can be predicted. It keeps most of ASP's
+speed and still averages gradients at barriers.
+Deviations: A worker that joins during a superstep runs as in ASP until the next superstep begins.
 
 >>> from paceline.sync.events import IterationFinished, WorkerJoined
 >>> planner = ElasticBSP(lookahead=4).at_coordinator()
@@ -62,7 +64,7 @@ class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="elastic-b
     """Elastic bulk synchronous parallel.
 
     Attributes:
-        lookahead: R, how many future iterations of each worker are predicted; a whole number >= 1.
+        lookahead: R, the number of future iterations that are predicted for each worker; an integer >= 1.
     """
 
     name = "elastic-bsp"

@@ -1,11 +1,11 @@
-"""Naive waiting: every pull is put off by the same time, so that it shows more of the others' pushes.
+"""Naive waiting: every pull is answered after a fixed delay, with weights that include more pushes of other workers.
 
 Reference: SpecSync (Zhang et al., ICDCS 2018), section III-B, Figs. 4 and 5.
-Admission: a pull is answered d seconds after its arrival.
-State: the pulls that are being put off.
-Guarantee: each pull waits d seconds, whatever the others do. Staleness is not bounded. d = 0 is ASP.
-Use: to compare with: it shows what fresher weights are worth, and what waiting for them costs.
-Deviations: the paper's workers put off their requests; here the shard puts off its answers, which are as fresh.
+Admission: A pull is answered d seconds after its arrival.
+State: The pulls that are being delayed.
+Guarantee: Each pull waits d seconds, whatever the other workers do. Staleness is not bounded. d = 0 is ASP.
+Use: As a baseline for comparisons: it shows what fresher weights gain, and what waiting for them costs.
+Deviations: In the paper, workers delay their requests. Here, the shard delays its answers, which are equally fresh.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, TimerFired, WorkerJoined
 >>> shard = NaiveWaiting(delay_s=0.5).at_shard()
@@ -31,10 +31,10 @@ __all__ = ["NaiveWaiting"]
 
 
 class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True, tag="naive-waiting"):
-    """Naive waiting.
+    """ASP with a fixed delay before each pull is answered.
 
     Attributes:
-        delay_s: d, by which each pull is put off; seconds, a number >= 0.
+        delay_s: d, the time in seconds by which each pull is delayed; a number >= 0.
     """
 
     name = "naive-waiting"

@@ -1,26 +1,29 @@
-"""SpecSync, speculative synchronization: a computation that has gone stale is dropped and started anew.
+"""SpecSync, speculative synchronization: a computation on outdated weights is aborted and restarted.
 
-A worker starts its next iteration at once, and the coordinator watches on its behalf: if, within ABORT_TIME of the
-start, the others have pushed more than m * ABORT_RATE times, the worker is told to drop what it has computed, pull,
-and start the same batch again. Two numbers govern it. *Fixed*, they are given (found by a grid search, which the
-paper calls cherry-picking). *Adaptive*, they are tuned from what the last epoch showed: a delay D would have let
-worker i see u_i(D) more pushes, and would have hidden its own push from D / T_i of the other m - 1 workers, so that
-the freshness gained is estimated as
+A worker starts its next iteration immediately, and the coordinator counts the pushes of the others. If, within
+ABORT_TIME of the start, the other workers have pushed more than m * ABORT_RATE times (m is the number of live
+workers), the worker is told to discard what it has computed, pull, and start the same batch again. In the *fixed*
+variant, both numbers are given (found by a grid search, which the paper calls cherry-picking). In the *adaptive*
+variant, they are tuned from the last epoch: a delay D would have let worker i see u_i(D) more pushes, and would have
+hidden its own push from D / T_i of the other m - 1 workers, where T_i is the length of its last iteration. The gain
+in freshness is estimated as
 
     F(D) = sum over i of (u_i(D) - D (m - 1) / T_i)                                                      (Eq. 7)
 
-which is largest where the delay ends with a push. ABORT_TIME is the best such D, ABORT_RATE is D (m - 1) / (T m).
+The maximum lies at a delay that ends with a push. ABORT_TIME is the best such D. With T the mean of all T_i,
+ABORT_RATE is D (m - 1) / (T m).
 
 Reference: Zhang, Tian, Wang and Yan, "Stay fresh: speculative synchronization for fast distributed machine
 learning", ICDCS 2018, sections IV and V, Algorithms 1 and 2.
-Admission: the base model's, ASP's or SSP's; the shards know nothing of speculation.
-State: at the coordinator, the pushes since the earliest start that can still matter, and each worker's current and
+Admission: That of the base model, ASP or SSP. Shards take no part in the speculation.
+State: At the coordinator, the pushes since the earliest start that can still matter, and each worker's current and
 last iteration.
-Guarantee: an iteration is restarted at most once, since only a finished one starts a timer; so every worker goes on.
-Staleness is bounded where the base model bounds it.
-Use: when computing is cheap beside the harm that staleness does, and pushes come in bursts.
-Deviations: an epoch ends when every live worker has pushed since the last tuning. D is at most the mean span T; on
-ties the shortest. There is no speculation before the first tuning, nor while the best F is not above 0.
+Guarantee: An iteration is restarted at most once, because a restarted iteration is not watched again; so every
+worker makes progress. Staleness is bounded if the base model bounds it.
+Use: When computing is cheap compared with the harm that staleness does, and pushes arrive in bursts.
+Deviations: An epoch ends when every live worker has pushed since the last tuning. D is at most T; of several equally
+good delays, the shortest is chosen. There is no speculation before the first tuning, nor while the largest F is not
+above 0.
 
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()
@@ -65,9 +68,10 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True, tag="spec-sync")
     """Speculative synchronization.
 
     Attributes:
-        base: the model of the shards, ASP or SSP.
-        abort_time_s: ABORT_TIME, seconds above 0; None for adaptive.
-        abort_rate: ABORT_RATE, others' pushes per worker, >= 0; None for adaptive. Both are given, or neither.
+        base: model that the shards run, ASP or SSP.
+        abort_time_s: ABORT_TIME in seconds, a number > 0. None (the default) selects the adaptive variant.
+        abort_rate: ABORT_RATE, the number of other workers' pushes per worker, >= 0. None (the default) selects the
+            adaptive variant. Give both `abort_time_s` and `abort_rate`, or neither.
     """
 
     name = "spec-sync"
