@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from paceline.runtime.holdings import Holdings
 from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
@@ -77,7 +78,6 @@ from paceline.errors import PacelineError, PeerLostError, ProtocolError
 from paceline.frontend.session import current
 from paceline.runtime import spin
 from paceline.runtime.coordinator import Coordinator
-from paceline.runtime.holdings import Holdings
 from paceline.runtime.job import Place, make_job
 from paceline.runtime.server import Server
 from paceline.runtime.worker import WorkerSession
@@ -651,7 +651,7 @@ def attack_by_hand(run_dir: Path, number: int, frames: int, shifts: list[str]) -
             bench.poll()
             for puppet in puppets:
                 puppet.hear()
-        bench.addresses += {address for _, address in bench.coordinator.shards}
+        bench.addresses += {address for _, address in bench.coordinator.core.shards}
         for puppet in hostile:
             for _ in range(choice.choice((1, 2, 4, 8, 30))):
                 if not one_move(attacker, puppet):

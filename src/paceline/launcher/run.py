@@ -167,7 +167,7 @@ class Run:
                 left = engine.end(everybody, grace_s=grace_s, hurried=self._interruption.hurried)
         for worker, process in enumerate(engine.workers):
             if process.ending:  # the coordinator, which would note it, has stopped
-                coordinator.endings.setdefault(worker, process.ending)
+                coordinator.core.endings.setdefault(worker, process.ending)
         for process in left:
             self._notes.append(f"{process.name} (process {process.id}) was killed, but has not ended yet")
         if failure is not None:
@@ -202,13 +202,13 @@ class Run:
         if by_server is None and coordinator.gone_servers:
             name = f"server {coordinator.gone_servers[0]}"
             by_server = RunFailedError(name, "its connection has ended, and its process has not")
-        if by_server is not None and not (coordinator.everybody_left and coordinator.finished):
+        if by_server is not None and not (coordinator.core.everybody_left and coordinator.core.finished):
             return by_server  # afterwards nobody needs the servers any more, but for their weights
         if told is not None and told is not by_server:
             return told
         if worker := engine.failed_worker():
             return worker
-        if len(coordinator.lost) == self._job.workers:
+        if len(coordinator.core.lost) == self._job.workers:
             return RunFailedError("the run", f"every worker was lost{self._losses()}")
         if not coordinator.started.is_set():
             return RunFailedError(
@@ -223,17 +223,21 @@ class Run:
         engine, coordinator = self._engine, self._coordinator
         if coordinator.failure is not None or engine.failed_server():
             return True
-        if coordinator.gone_servers or coordinator.cut_off:
+        if coordinator.gone_servers or coordinator.core.cut_off:
             return False  # the process that they miss is about to end
-        if any(worker not in coordinator.endings for worker in coordinator.lost):
+        if any(worker not in coordinator.core.endings for worker in coordinator.core.lost):
             return False  # its connection has ended, and the process is about to
         failed = [w for w, process in enumerate(engine.workers) if (process.exit_code or 0) > 0]
-        return all(coordinator.fate(worker) for worker in failed)  # else its own report is yet to be read
+        return all(
+            coordinator.core.fate(worker) for worker in failed
+        )  # else its own report is yet to be read
 
     def _losses(self) -> str:
         """How each lost worker ended, a line each."""
         coordinator = self._coordinator
-        return "".join(f"\n  worker {worker}: {coordinator.ending(worker)}" for worker in coordinator.lost)
+        return "".join(
+            f"\n  worker {worker}: {coordinator.ending(worker)}" for worker in coordinator.core.lost
+        )
 
     # -- its end ------------------------------------------------------------------------------------------
 
@@ -266,12 +270,12 @@ class Run:
         if weights is None or weights.absent or self._weights_path is None:
             what = self._notes[0] if self._notes else "the weights could not be read"
             raise self._explained(RunFailedError("the run", what))
-        for worker in coordinator.lost:
+        for worker in coordinator.core.lost:
             self._say(
                 f"worker {worker} was lost: {coordinator.ending(worker)}. The others went on without it."
             )
         crashed = [index for index, process in enumerate(self._engine.workers) if process.crashed]
-        faults = [*coordinator.faults, *self._notes]
+        faults = [*coordinator.core.faults, *self._notes]
         summary = summarize(coordinator, faults, crashed, self._weights_path)
         if said := write_summary(summary, self._run_dir):
             self._notes.append(said)
@@ -283,7 +287,7 @@ class Run:
 
     def _explained(self, failure: RunFailedError) -> RunFailedError:
         """The failure, with notes on where to look and where the weights are."""
-        for note in [*self._coordinator.faults, *self._notes]:
+        for note in [*self._coordinator.core.faults, *self._notes]:
             if note != failure.reason:
                 failure.add_note(note)
         log_path = self._run_dir / f"{failure.process.replace(' ', '-')}.log"
@@ -352,5 +356,7 @@ class Sampler:
 
 
 def _reader(coordinator: Coordinator) -> contextlib.closing[Reader]:
-    assert coordinator.model is not None
-    return contextlib.closing(Reader.connect(coordinator.model, coordinator.shards, coordinator.job.token))
+    assert coordinator.core.model is not None
+    return contextlib.closing(
+        Reader.connect(coordinator.core.model, coordinator.core.shards, coordinator.job.token)
+    )
