@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline import DistributedOptimizer
-from paceline.core.shard import BareShard
+from paceline.core import shard as core
 from paceline.core.shard_sync import ShardSync
 from paceline.sim import Cluster, Presence, Uniform, simulate
 from paceline.sync import ASP, BSP, AnySyncModel, DropStragglers
@@ -199,7 +199,7 @@ class Told:
 
     def __init__(self, sync: AnySyncModel, workers: int) -> None:
         self._memory = Memory(Header(sync=str(sync), host="shard"))
-        self._shard = BareShard(sync, recorder=self._memory)
+        self._shard = core.Shard(0, [sync], recorder=self._memory)
         for worker in range(workers):
             self.tell(WorkerJoined(now_s=0.0, worker=worker))
 

@@ -235,6 +235,12 @@ class Coordinator:
             *self._join(event),
         ]
 
+    def validate(self) -> None:
+        """Cross-check what is kept of the members; raise `InternalError` where two collections disagree."""
+        self._sync.validate()
+        if self.present & self._left or not self._committed.keys() <= self.present:
+            raise InternalError(f"{self.present} are present, {self._left} have left, {self._committed} wait")
+
     def _handle_worker(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
         worker = sender.index
         match message:

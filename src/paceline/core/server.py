@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..errors import ConfigurationError, ProtocolError
+from ..errors import ConfigurationError, InternalError, ProtocolError
 from ..sync import AnySyncModel
 from ..sync.events import (
     AnyEvent,
@@ -147,6 +147,15 @@ class Server:
             pulls = tuple((worker, shard.sync.last_iteration(worker)) for worker in reasons)
             described.append(ShardWaits(index, str(shard.sync.sync), pulls, tuple(reasons.values())))
         return Waits(tuple(described), timers)
+
+    def validate(self) -> None:
+        """Cross-check what is kept of the workers; raise `InternalError` where two collections disagree."""
+        for shard in self.shards.values():
+            shard.sync.validate()
+            if shard.sync.order.phase.keys() != self.expected:
+                raise InternalError(f"shard {shard.index} has other workers than {self.expected}")
+        if not self._readers <= self._connected:
+            raise InternalError(f"{self._readers} read in place, but {self._connected} are connected")
 
     def _create(self, message: CreateShards) -> list[Request]:
         self.expected = set(message.workers)
