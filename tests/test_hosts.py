@@ -119,11 +119,9 @@ class Worker:
         """Send server 0 the commit that is due, but for some changes; the true payload, if there is no other."""
         groups = msgspec.msgpack.encode(read_groups(self.optimizer))
         pieces = self.pieces
-        true = Commit(
-            shard=0,
-            iteration=self.session.iteration,
-            content=Content(b"\1\1", groups, tuple(range(len(pieces)))),
-        )
+        content = Content(b"\1\1", groups, tuple(range(len(pieces))))
+        inner = {key: changes.pop(key) for key in list(changes) if key in Content.__struct_fields__}
+        true = Commit(0, self.session.iteration, msgspec.structs.replace(content, **inner))
         payload = pieces if payload is None else payload
         self.session._servers[0].send(msgspec.structs.replace(true, **changes), payload)
 

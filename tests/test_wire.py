@@ -308,9 +308,9 @@ def test_a_commit_without_all_of_its_pieces_is_refused(streamed: Wire, staged: t
 @pytest.mark.parametrize("pieces", [(3,), (-1,), (0, 1, 2, 3), (2**63,), (-(2**63),)], ids=str)
 @pytest.mark.parametrize("kind", [Stage, Commit])
 def test_pieces_that_there_are_not_are_refused(streamed: Wire, kind: Any, pieces: tuple[int, ...]) -> None:
-    rest = {} if kind is Stage else {"iteration": 0, "present": b"\1", "groups": b""}
     before = contents(streamed.inboxes[0].gradient)
-    streamed.workers[0].send(kind(shard=0, pieces=pieces, **rest), [memoryview(bytes(100))])
+    message = Stage(0, pieces) if kind is Stage else Commit(0, 0, Content(b"\1", b"", pieces))
+    streamed.workers[0].send(message, [memoryview(bytes(100))])
     with pytest.raises(ProtocolError, match="pieces"):
         carry(streamed.workers[0], streamed.servers[0])
     assert contents(streamed.inboxes[0].gradient) == before

@@ -248,6 +248,11 @@ class Commit(Message, frozen=True, tag=True):
     progress: Number | None = None
     pulls: bool = True
 
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """The pieces of the gradient that are in the payload."""
+        return self.content.pieces if self.content is not None else ()
+
 
 class Committed(Message, frozen=True, tag=True):
     """A shard has received a push whose pull comes later."""

@@ -224,14 +224,9 @@ class Server:
             return []
         peer.payload = [bytearray(size) for size in self._memory.payload_sizes(message, size_bytes)]
         targets = [memoryview(part) for part in peer.payload]
-        pieces: Sequence[int] = ()
-        if isinstance(message, Stage):
-            pieces = message.pieces
-        elif isinstance(message, Commit) and message.content is not None:
-            pieces = message.content.pieces
-        if pieces and isinstance(message, Stage | Commit) and message.shard in peer.inboxes:
+        if isinstance(message, Stage | Commit) and message.pieces and message.shard in peer.inboxes:
             inbox, _ = peer.inboxes[message.shard]
-            return [*inbox.places(pieces), *targets]
+            return [*inbox.places(message.pieces), *targets]
         return targets
 
     def gone(self, peer: Caller, reason: str) -> None:
@@ -268,8 +263,7 @@ class Server:
     def _commit(self, peer: Caller, commit: Commit, memory: ServerMemory) -> None:
         inbox, gradient = peer.inboxes[commit.shard]
         push: Push | None = memory.read(commit, gradient)
-        if commit.content is not None:
-            inbox.take(commit.content.pieces)
+        inbox.take(commit.pieces)
         inbox.close(empty=commit.empty)
         requests = self._core.handle(worker_peer(peer.index), commit, self._job.now_s())
         memory.keep(peer.index, commit, push, peer.payload)
