@@ -17,8 +17,9 @@ from ..core.layout import ITEM_BYTES
 from ..core.messages import Commit, CreateShards, InitialState, InitialWeights, Message, ShardWaits
 from ..core.model_spec import HyperParameters
 from ..errors import ConfigurationError, ProtocolError
-from ..shard.buffers import bytes_of, pack, packed_bytes, pool, torch_dtype, unpack
+from ..shard.buffers import bytes_of, pack, packed_bytes, pool, unpack
 from ..shard.store import ForHost, Push, Shard, Vectors
+from ..shard.vectors import torch_dtype
 from ..sync.events import (
     AnyEvent,
     PullRepeated,

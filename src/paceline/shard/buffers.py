@@ -19,19 +19,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..core.model_spec import BufferSpec
+from .vectors import torch_dtype
 
-__all__ = ["bytes_of", "pack", "packed_bytes", "pool", "torch_dtype", "unpack"]
+__all__ = ["bytes_of", "pack", "packed_bytes", "pool", "unpack"]
 
 
 AVERAGED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 COUNTED = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def packed_bytes(spec: BufferSpec) -> int:

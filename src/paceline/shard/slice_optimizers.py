@@ -22,13 +22,11 @@ import torch
 
 from ..core.layout import ITEM_BYTES, ShardSlice, aligned
 from ..core.model_spec import HyperParameters, OptimizerSpec
-from ..errors import ProtocolError
-from .optimizers import PER_PARAMETER_STATE, make_optimizer
+from .optimizer_state import segments_of_state
+from .optimizers import make_optimizer
+from .vectors import Vectors, segment_views
 
-__all__ = ["FusedOptimizer", "SliceOptimizer", "TorchOptimizer", "Vectors", "optimizer_of_slice"]
-
-Vectors = dict[str, torch.Tensor]
-"""dtype -> a flat vector: a shard's slice of weights, or of a gradient."""
+__all__ = ["FusedOptimizer", "SliceOptimizer", "TorchOptimizer", "optimizer_of_slice"]
 
 Presence = Callable[[int], bool]
 """Has the parameter of this index a gradient, in at least one of the pushes?"""
@@ -206,7 +204,7 @@ class FusedOptimizer:
 
     def load_state(self, state: Vectors) -> None:
         steps = [0] * len(self._bounds.segments)
-        for name, (position, key) in _places(state, self._bounds).items():
+        for name, (position, key) in segments_of_state(self._bounds, state).items():
             value = state[name]
             if key == "step":
                 steps[position] = int(value)
@@ -275,7 +273,7 @@ class TorchOptimizer:
 
     def __init__(self, spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> None:
         self._bounds = bounds
-        self._parameters = _of_segments(bounds, weights)
+        self._parameters = segment_views(bounds, weights)
         self._mean = {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
         self._groups = spec.groups  # the hyper-parameters that the optimizer has now
         group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
@@ -306,7 +304,7 @@ class TorchOptimizer:
                 torch.mul(gradients[0][dtype], scale, out=total)
                 for other in gradients[1:]:
                     total.add_(other[dtype], alpha=scale)
-        parts = _of_segments(self._bounds, gradient)
+        parts = segment_views(self._bounds, gradient)
         for parameter, part, segment in zip(self._parameters, parts, self._bounds.segments, strict=True):
             parameter.grad = part if present(segment.parameter) else None
         self._optimizer.step()
@@ -320,22 +318,5 @@ class TorchOptimizer:
         }
 
     def load_state(self, state: Vectors) -> None:
-        for name, (position, key) in _places(state, self._bounds).items():
+        for name, (position, key) in segments_of_state(self._bounds, state).items():
             self._optimizer.state[self._parameters[position]][key] = state[name].clone()
-
-
-def _of_segments(bounds: ShardSlice, vectors: Vectors) -> list[torch.Tensor]:
-    return [vectors[s.dtype][s.start : s.stop] for s in bounds.segments]
-
-
-def _places(state: Vectors, bounds: ShardSlice) -> dict[str, tuple[int, str]]:
-    """Name -> the segment and the key that it is for. Raises `ProtocolError` if it fits none."""
-    places = {}
-    sizes = {str(position): s.stop - s.start for position, s in enumerate(bounds.segments)}
-    for name, value in state.items():
-        position, _, key = name.partition("/")
-        shape = () if key in PER_PARAMETER_STATE else (sizes.get(position),)
-        if position not in sizes or tuple(value.shape) != shape:
-            raise ProtocolError(f"state {name!r} of shape {list(value.shape)} fits no segment")
-        places[name] = int(position), key
-    return places

@@ -31,7 +31,8 @@ from ..sync.actions import (
 )
 from ..sync.events import AnyEvent, PushReceived
 from ..trace.recording import EntryRecorder
-from .slice_optimizers import Vectors, optimizer_of_slice
+from .slice_optimizers import optimizer_of_slice
+from .vectors import Vectors
 
 __all__ = ["ForHost", "Push", "Shard", "Vectors"]
 

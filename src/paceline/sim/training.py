@@ -25,8 +25,9 @@ from ..frontend.generators import GeneratorStates
 from ..frontend.session import install
 from ..runtime.coordinator import SLICE, first_difference
 from ..runtime.reader import WeightsSnapshot, named_weights
-from ..shard.buffers import pool, torch_dtype
+from ..shard.buffers import pool
 from ..shard.store import Push, Shard, Vectors
+from ..shard.vectors import torch_dtype
 from ..sync import AnySyncModel, SyncModel
 from ..sync.draws import uniform
 from ..sync.schedule import Schedule, read_schedule
