@@ -11,9 +11,8 @@ import torch
 
 from ...core.layout import Layout, Parameter
 from ...core.model_spec import OptimizerSpec
-from ...frontend.data import worker_index
 from ...frontend.optimizer import DistributedOptimizer
-from ...frontend.session import set_sync
+from ...frontend.session import set_sync, worker_index
 from ...launcher.launch import launch
 from ...shard.optimizers import read_groups, require_elementwise
 from ...shard.store import Push, Shard
