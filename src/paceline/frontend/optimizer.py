@@ -29,7 +29,7 @@ Loss = TypeVar("Loss")
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps an optimizer for data-parallel training with parameter servers.
+    """Optimizer wrapper for data-parallel training with parameter servers.
 
     In a worker of a run, the first `step()` registers the model and starts from worker 0's weights. Each step then
     pushes the worker's gradients to the servers and pulls the new weights; the run's synchronization model decides
@@ -50,10 +50,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         UsageError: `optimizer` is a `DistributedOptimizer`, or another one is already training in this worker.
 
     Example:
-        >>> import torch
-        >>> from paceline import DistributedOptimizer
+        >>> import paceline, torch
         >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         >>> loss = model(torch.ones(4, 2)).square().mean()
         >>> loss.backward()
         >>> optimizer.step()  # not in a run, as here: the same as SGD's own step()

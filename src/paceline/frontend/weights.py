@@ -1,8 +1,8 @@
 """A model's trained parameters as views of the session's flat vectors, and the detection of edits to them.
 
-Once training has begun, weights may change only inside `step()`: an edit elsewhere would be lost with the next pull,
-or would reach only one worker. Most edits change a parameter's version counter, its memory or its strides. Edits
-through `.data` change none of them, so a sample of the weights is compared with a copy as well.
+Once training has begun, the servers hold the weights, and they may change only inside `step()`: any other edit would
+make a worker diverge silently. Most edits change a parameter's version counter, its memory or its strides. Edits
+through `.data` change none of them, so a sample of the weights is also compared with a copy.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Weights:
         self._samples = [(part, part.clone()) for part in sampled]
 
     def mark_pulled(self) -> None:
-        """Take the weights as they are now as the ones that were pulled."""
+        """Record the current weights as the ones that were pulled."""
         for parameter in self._parameters:
-            # Autograd must know that the weights are new: the pull wrote them behind its back.
+            # Tells autograd that the weights are new: it does not see the writes of a pull.
             torch.autograd.graph.increment_version(parameter)
         self._versions = [parameter._version for parameter in self._parameters]
         for part, copy in self._samples:
