@@ -699,12 +699,8 @@ def test_readers_are_not_let_in_without_limit(run_on_threads: RunOnThreads) -> N
 @contextlib.contextmanager
 def reader_beside(worker: Worker, model: Slope, trained: DistributedOptimizer) -> Iterator[Reader]:
     session = worker.session
-    assert trained._trained is not None
-    spec = ModelSpec(
-        trained._trained.layout,
-        OptimizerSpec("SGD", read_groups(worker.optimizer), (0, 0)),
-        trained._trained.buffer_specs,
-    )
+    assert trained._training is not None
+    spec = trained._training.spec
     shards = list(zip(session._shards, [address_of(s.sock) for s in session._servers], strict=True))
     with contextlib.closing(Reader.connect(spec, shards, session._job.token)) as reader:
         yield reader

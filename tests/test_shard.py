@@ -513,7 +513,7 @@ def test_a_restored_state_is_a_copy() -> None:
     "state", [{"99/momentum_buffer": torch.zeros(3)}, {"0/momentum_buffer": torch.zeros(3)}]
 )
 def test_a_state_that_fits_no_segment_is_refused(state: Vectors) -> None:
-    with pytest.raises(ProtocolError, match="fits no segment"):
+    with pytest.raises(ProtocolError, match="matches no segment"):
         Job(ASP(), OPTIMIZERS["SGD momentum"]).stores[0].load_optimizer_state(state)
 
 

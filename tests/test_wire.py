@@ -311,7 +311,7 @@ def test_pieces_that_there_are_not_are_refused(streamed: Wire, kind: Any, pieces
     before = contents(streamed.inboxes[0].gradient)
     message = Stage(0, pieces) if kind is Stage else Commit(0, 0, Content(b"\1", b"", pieces))
     streamed.workers[0].send(message, [memoryview(bytes(100))])
-    with pytest.raises(ProtocolError, match="pieces"):
+    with pytest.raises(ProtocolError, match=r"pieces|\$\.content\[2\]"):
         carry(streamed.workers[0], streamed.servers[0])
     assert contents(streamed.inboxes[0].gradient) == before
 

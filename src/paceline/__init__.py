@@ -20,8 +20,8 @@ _HOMES = {
     "launch": "launcher.launch",
     "set_sync": "frontend.session",
     "simulate": "sim",
-    "worker_count": "frontend.data",
-    "worker_index": "frontend.data",
+    "worker_count": "frontend.session",
+    "worker_index": "frontend.session",
 }
 
 __all__ = [
@@ -44,9 +44,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import errors, sim, sync, zipline
-    from .frontend.data import distribute, worker_count, worker_index
+    from .frontend.data import distribute
     from .frontend.optimizer import DistributedOptimizer
-    from .frontend.session import set_sync
+    from .frontend.session import set_sync, worker_count, worker_index
     from .launcher.launch import RunResult, launch
     from .shard.lars import LARS
     from .sim import Cluster, SimResult, simulate

@@ -14,10 +14,11 @@ import torch
 from ..core.layout import ITEM_BYTES
 from ..core.messages import Commit, Content, CreateShards, InitialState, InitialWeights, Message
 from ..errors import ProtocolError
-from ..shard.buffers import bytes_of, pack, packed_bytes, torch_dtype, unpack
+from ..shard.buffers import bytes_of, pack, packed_bytes, unpack
 from ..shard.groups import GroupsReader
 from ..shard.slots import BufferSlots
 from ..shard.store import Push, Store, Vectors
+from ..shard.vectors import torch_dtype
 from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut
 from .registration import require_groups
 

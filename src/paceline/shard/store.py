@@ -13,7 +13,8 @@ import msgspec
 
 from ..core.layout import ShardSlice
 from ..core.model_spec import HyperParameters, OptimizerSpec
-from .slice_optimizers import Vectors, optimizer_of_slice
+from .slice_optimizers import optimizer_of_slice
+from .vectors import Vectors
 
 __all__ = ["Push", "Store", "Vectors"]
 

@@ -23,10 +23,10 @@ from ..errors import RunFailedError, first_line
 from ..frontend.generators import GeneratorStates
 from ..frontend.session import install
 from ..runtime.reader import WeightsSnapshot, named_weights
-from ..shard.buffers import torch_dtype
 from ..shard.groups import GroupsReader
 from ..shard.slots import BufferSlots
 from ..shard.store import Push, Store, Vectors
+from ..shard.vectors import torch_dtype
 from ..sync import AnySyncModel, SyncModel
 from ..sync.draws import uniform
 from ..sync.schedule import Schedule, read_schedule

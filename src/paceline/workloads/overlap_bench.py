@@ -35,8 +35,8 @@ from torch import nn
 
 from ..core.layout import Layout, Parameter
 from ..errors import ConfigurationError
-from ..frontend.data import worker_index
 from ..frontend.optimizer import DistributedOptimizer
+from ..frontend.session import worker_index
 from ..launcher.launch import launch
 from ..launcher.local import Placement
 from ..launcher.namespaces import Link, Network, network, rate_bps

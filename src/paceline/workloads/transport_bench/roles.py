@@ -13,9 +13,8 @@ from ...core.layout import Layout, Parameter
 from ...core.model_spec import OptimizerSpec
 from ...core.requests import Apply
 from ...core.shard import Shard
-from ...frontend.data import worker_index
 from ...frontend.optimizer import DistributedOptimizer
-from ...frontend.session import set_sync
+from ...frontend.session import set_sync, worker_index
 from ...launcher.launch import launch
 from ...shard.optimizers import read_groups, require_elementwise
 from ...shard.store import Push, Store
