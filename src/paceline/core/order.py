@@ -61,15 +61,19 @@ class Order:
 
     def require(self, event: AnyEvent) -> None:
         """Raise `InvalidEventError` if this event is not legal now."""
-        kind = type(event)
-        if kind in STEPS:
-            self._require_step(event, *STEPS[kind])
-        elif kind is WorkerJoined:
-            self._require_new(event)  # type: ignore[arg-type]
-        elif kind is WorkerLost or kind is WorkerFinished:
+        step = STEPS.get(type(event))
+        if step is None:
+            self._require_other(event)
+            return
+        verb, of, needed, behind = step
+        worker, iteration = event.worker, event.iteration  # type: ignore[union-attr]
+        phase = self.phase.get(worker)
+        if phase != needed:
             self._require_live(event)
-        elif kind is not TimerFired:
-            raise InternalError(f"a shard does not take a {kind.__name__}", (event,))
+            raise InvalidEventError(f"worker {worker} {verb} while it was {phase!r} (expected {needed!r})")
+        if iteration != self.label[worker] - behind:
+            expected = self.label[worker] - behind
+            raise InvalidEventError(f"worker {worker} {verb} {of} iteration {iteration}, expected {expected}")
 
     def advance(self, event: AnyEvent) -> None:
         """Record a legal event."""
@@ -97,19 +101,17 @@ class Order:
         if self.label.keys() != self.phase.keys():
             raise InternalError(f"labels {self.label} and phases {self.phase} are of different workers")
 
+    def _require_other(self, event: AnyEvent) -> None:
+        if isinstance(event, WorkerJoined):
+            self._require_new(event)
+        elif isinstance(event, WorkerLost | WorkerFinished):
+            self._require_live(event)
+        elif not isinstance(event, TimerFired):
+            raise InternalError(f"a shard does not take a {type(event).__name__}", (event,))
+
     def _require_live(self, event: AnyEvent) -> None:
         if event.worker not in self.phase:
             raise InvalidEventError(f"{type(event).__name__} of worker {event.worker}, which is not live")
-
-    def _require_step(self, event: AnyEvent, verb: str, of: str, needed: Phase, behind: int) -> None:
-        worker = event.worker
-        phase = self.phase.get(worker)
-        if phase != needed:
-            self._require_live(event)
-            raise InvalidEventError(f"worker {worker} {verb} while it was {phase!r} (expected {needed!r})")
-        iteration, expected = event.iteration, self.label[worker] - behind  # type: ignore[union-attr]
-        if iteration != expected:
-            raise InvalidEventError(f"worker {worker} {verb} {of} iteration {iteration}, expected {expected}")
 
     def _require_new(self, event: WorkerJoined) -> None:
         worker = event.worker

@@ -64,7 +64,7 @@ class Shard:
         except InvalidEventError as error:
             self._record(Entry(event, [], str(error), self.version))
             raise
-        versions, index = self._versions, self.index
+        versions, counts, index = self._versions, self.sync.counts, self.index
         versions.note(event)
         requests: list[Request] = []
         staleness: list[tuple[int, int, int]] = []
@@ -73,7 +73,7 @@ class Shard:
             if type(action) is AnswerPull:
                 worker, iteration = action.worker, action.iteration
                 versions.answered(worker)
-                gap = max(gap, self.sync.counts.gap(worker))
+                gap = max(gap, counts.gap(worker))
                 if (worker, iteration) in self._held:
                     self._held.remove((worker, iteration))
                     requests.append(Preserve(index, worker, iteration))

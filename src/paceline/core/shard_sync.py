@@ -97,8 +97,12 @@ class ShardSync:
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Take one event; return what follows from it. Raises `InvalidEventError`, state unchanged."""
-        self._require(event)
-        self.order.advance(event)
+        self.order.require(event)
+        if type(event) is PushReceived and event.change is not None:
+            self._require_boundary(event, event.change)
+        if event.worker not in self._guests:
+            self._machine.check(event)
+        self.order.advance(event)  # from here on, nothing refuses the event
         return self._take(event)
 
     def validate(self) -> None:
@@ -123,14 +127,6 @@ class ShardSync:
             raise InternalError(f"{self._to_pull} have yet to pull, but their phases are {self.order.phase}")
 
     # -- one event ----------------------------------------------------------------------------------------
-
-    def _require(self, event: AnyEvent) -> None:
-        """Refuse an event that the order, the change in progress or the model does not allow; change nothing."""
-        self.order.require(event)
-        if type(event) is PushReceived and event.change is not None:
-            self._require_boundary(event, event.change)
-        if event.worker not in self._guests:
-            self._machine.check(event)
 
     def _require_boundary(self, push: PushReceived, change: Change) -> None:
         ended = f"worker {push.worker} ended the model for change {change.number}"

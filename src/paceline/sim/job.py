@@ -476,7 +476,13 @@ class Job:
     def _from_server(self, server: int, requests: Sequence[Request]) -> None:
         for request in requests:
             if type(request) is Send:
-                self._send_from_server(server, request.to, request.message)
+                if type(request.message) is Answer:
+                    self._answer(server, request.to.index, request.message)
+                elif request.to is COORDINATOR:  # a report, which nothing depends on
+                    report = self.coordinator.handle(server_peer(server), request.message, self.kernel.now_s)
+                    self._from_coordinator(report)
+                else:
+                    self._to_worker(server, request.to.index, "control", 0, request.message)
             elif type(request) is Apply:
                 self._stores[request.shard].apply(request.pushes, request.scale)
             elif type(request) is Discard:
@@ -489,17 +495,13 @@ class Job:
             else:
                 raise InternalError(f"a server cannot {request}")
 
-    def _send_from_server(self, server: int, to: Peer, message: Message) -> None:
-        if to is COORDINATOR:  # a report, which nothing depends on
-            self._from_coordinator(self.coordinator.handle(server_peer(server), message, self.kernel.now_s))
-            return
-        worker = to.index
+    def _answer(self, server: int, worker: int, answer: Answer) -> None:
+        kind = "pull" if self.workers[worker].dropped_s is None else "pull again"
+        self._driver.sent(worker, answer.shard)
+        self._to_worker(server, worker, kind, self._shard_bytes[answer.shard], answer)
+
+    def _to_worker(self, server: int, worker: int, kind: str, size_bytes: int, message: Message) -> None:
         state = self.workers[worker]
-        kind, size_bytes = "control", 0
-        if type(message) is Answer:
-            kind = "pull" if state.dropped_s is None else "pull again"
-            size_bytes = self._shard_bytes[message.shard]
-            self._driver.sent(worker, message.shard)
         self.bytes_sent[kind] += HEADER_BYTES + size_bytes
         state.from_server[server].send(size_bytes, self._at_worker, worker, state.life, message)
 
