@@ -273,7 +273,7 @@ def test_a_killed_server_ends_the_run_which_names_it(mark: str, tmp_path: Path) 
         )
 
     assert caught.value.process == "server 1"
-    assert str(caught.value) == "server 1 failed: it was ended by signal SIGKILL"
+    assert str(caught.value) == "server 1 failed: it was terminated by signal SIGKILL"
     assert processes(mark) == {}
     assert not (tmp_path / "run" / "summary.json").exists()
 

@@ -36,8 +36,8 @@ __all__ = [
     "JOB_VARIABLE",
     "LOOPBACK",
     "TRANSPORTS",
+    "Assignment",
     "Job",
-    "Place",
     "claim_run_dir",
     "describe",
     "make_job",
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 JOB_VARIABLE = "PACELINE_PLACE"
-"""The environment variable by which a process of a run learns its `Place` in it: MessagePack in hexadecimal."""
+"""The environment variable by which a process of a run learns its `Assignment` in it: MessagePack in hexadecimal."""
 
 LOOPBACK = "127.0.0.1"
 """Where everybody listens over TCP, unless told otherwise."""
@@ -143,7 +143,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(parts)
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """One process's place in a run: what it is, whom to call, and at which host it listens over TCP."""
 
     job: Job

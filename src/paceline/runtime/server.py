@@ -52,7 +52,7 @@ from ..wire.ring import Ring
 from ..wire.stream import Stream
 from .holdings import Holdings
 from .hub import Hub, Peer
-from .job import Place
+from .job import Assignment
 from .timers import Timers
 
 __all__ = ["Server", "serve"]
@@ -93,7 +93,7 @@ class Server:
     """
 
     def __init__(
-        self, place: Place, listener: socket.socket, coordinator: Stream[FromCoordinatorToServer]
+        self, place: Assignment, listener: socket.socket, coordinator: Stream[FromCoordinatorToServer]
     ) -> None:
         self._job = place.job
         self._coordinator = Caller.coordinator(coordinator)
@@ -107,7 +107,7 @@ class Server:
         self._hub.adopt(self._coordinator)
 
     @classmethod
-    def connect(cls, place: Place) -> Server:
+    def connect(cls, place: Assignment) -> Server:
         """A server that listens, and whose coordinator knows where. Raises `PeerLostError`."""
         job = place.job
         listener, address = listen_tcp(place.host) if job.transport == "tcp" else listen_unix()
@@ -313,6 +313,6 @@ class Server:
         return self._holdings
 
 
-def serve(place: Place) -> None:
+def serve(place: Assignment) -> None:
     """Be a server: listen, tell the coordinator where, and run."""
     Server.connect(place).run()
