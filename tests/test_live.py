@@ -290,7 +290,7 @@ def test_a_gradient_with_nan_stops_the_run_naming_worker_iteration_and_parameter
         )
 
     assert caught.value.process == "worker 1"
-    assert "worker 1, iteration 4: the gradient of 'norm.bias' has NaN or inf in it" in caught.value.reason
+    assert "worker 1, iteration 4: the gradient of 'norm.bias' contains NaN or inf" in caught.value.reason
     assert "--on-nan skip" in caught.value.reason
 
 
