@@ -343,7 +343,7 @@ def test_demo_refuses_no_seeds_and_a_directory_that_is_taken(tmp_path: Path) -> 
     with pytest.raises(ConfigurationError, match="seeds is empty"):
         run_demo(console=console, run_dir=tmp_path, seeds=())
     (tmp_path / "summary.json").write_text("[]")
-    with pytest.raises(ConfigurationError, match="holds a run already"):
+    with pytest.raises(ConfigurationError, match="already contains a run"):
         run_demo(console=console, run_dir=tmp_path)
 
 

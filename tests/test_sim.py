@@ -207,7 +207,7 @@ def test_what_happened_until_a_run_failed_can_be_read(tmp_path: Path) -> None:
 def test_a_run_directory_that_holds_a_run_is_refused_before_anything_happens(tmp_path: Path) -> None:
     simulate(PAIR, "asp", iterations=3, run_dir=tmp_path / "run")
     before = contents(tmp_path / "run")
-    with pytest.raises(ConfigurationError, match="holds a run already; choose another"):
+    with pytest.raises(ConfigurationError, match="already contains a run; choose another"):
         simulate(PAIR, "asp", iterations=5, run_dir=tmp_path / "run")
     assert contents(tmp_path / "run") == before
 
