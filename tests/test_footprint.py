@@ -162,8 +162,8 @@ def test_a_shortage_names_both_sizes_and_what_to_do() -> None:
     assert shortage(over_tcp, None, "4 workers over tcp") == ""
     assert shortage(over_tcp, 5 * GIB // 2, "4 workers over tcp") == (
         "not enough memory: 4 workers over tcp with 1.0 GiB of parameters need 17.0 GiB for weights, gradients and "
-        "optimizer state, but only 2.5 GiB are available. Use fewer workers, use transport 'shm' (which needs a third "
-        "of the memory per worker), train a smaller model, or give the machine or container more memory."
+        "optimizer state, but only 2.5 GiB are available. Use fewer workers, use transport 'shm' (which needs a "
+        "third of the memory per worker), train a smaller model, or give the machine or container more memory."
     )
     over_shm = footprint(GIB, vectors=1, workers=4, servers=1, transport="shm")
     assert "need 9.0 GiB" in (reason := shortage(over_shm, 0, "4 workers over shm"))
