@@ -38,7 +38,7 @@ from ..trace.recording import Entry
 from .cluster import Cluster
 from .kernel import SECOND_NS, STILL, TIMER, Kernel, nanoseconds
 from .machines import Presence
-from .network import Card, Connection
+from .network import Connection, NetworkInterface
 from .recording import Recorders
 from .times import Constant, Distribution
 from .worker_state import WorkerState
@@ -121,7 +121,7 @@ class Job:
         self._overlap = overlap
         self._recorders = recorders
         self._sync = JobSync(notation(schedule.first), seed)
-        servers = [Card(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
+        servers = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
         self._performs = [self._performer(shard) for shard in range(len(shards))]
         self._all_committed: set[int] = set()  # without overlap: workers that wait for the others' pushes
         self._present: set[int] = set()
@@ -132,7 +132,7 @@ class Job:
             its.sample = cluster.compute(worker).sampler(seed, worker, COMPUTING)
             to_server = self._delays(cluster.latency(worker, to_server=True), worker, TO_SERVER)
             from_server = self._delays(cluster.latency(worker, to_server=False), worker, FROM_SERVER)
-            card = Card(self.kernel, cluster.bandwidth_of(worker))
+            card = NetworkInterface(self.kernel, cluster.bandwidth_of(worker))
             its.to_server = [Connection(self.kernel, card, server, to_server) for server in servers]
             its.from_server = [Connection(self.kernel, server, card, from_server) for server in servers]
             its.to_coordinator = Connection(self.kernel, None, None, to_server)
