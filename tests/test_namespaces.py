@@ -213,5 +213,5 @@ def test_a_placement_must_fit_the_run(tmp_path: Path) -> None:
     placement.require_for(job)
     with pytest.raises(ConfigurationError, match="1 servers and 2 workers, expected 1 servers and 3 workers"):
         placement.require_for(make_job(workers=3, servers=1, transport="tcp", run_dir=tmp_path / "b"))
-    with pytest.raises(ConfigurationError, match="between machines use 'tcp'"):
+    with pytest.raises(ConfigurationError, match="use 'tcp' between machines"):
         placement.require_for(make_job(workers=2, servers=1, transport="unix", run_dir=tmp_path / "c"))
