@@ -138,8 +138,8 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
             for thread in workers:
                 thread.join(60.0)
                 assert not thread.is_alive(), "a worker hangs"
-            if coordinator.model is not None and outcome.results and not crashes:
-                reader = Reader.connect(coordinator.model, coordinator.shards, job.token)
+            if coordinator.core.model is not None and outcome.results and not crashes:
+                reader = Reader.connect(coordinator.core.model, coordinator.core.shards, job.token)
                 with contextlib.closing(reader):
                     outcome.state_dict = reader.read().state_dict
         finally:

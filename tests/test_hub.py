@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pytest
 
-from paceline.core.messages import FetchState, Finished, FromPeerToServer, Hello, Message, ShardWaits, Waits
+from paceline.core.messages import (
+    FetchState,
+    FromPeerToServer,
+    Hello,
+    Message,
+    ShardWaits,
+    Waits,
+    WorkerFinished,
+)
 from paceline.errors import InternalError, ProtocolError
 from paceline.runtime import strangers
 from paceline.runtime.hub import MOST_UNSENT, Hub, Peer
@@ -267,7 +275,7 @@ def test_whatever_a_message_brings_about_costs_its_sender_its_connection_alone(
     other, culprit = bench.call(GREETING), bench.call(GREETING)
     bench.poll()
     bench.trips = trip
-    culprit.sendall(framed(Finished()))
+    culprit.sendall(framed(WorkerFinished()))
     bench.poll()
     assert closed(culprit)
     assert len(bench.left) == 1
@@ -276,7 +284,7 @@ def test_whatever_a_message_brings_about_costs_its_sender_its_connection_alone(
     bench.trips = lambda: None
     other.sendall(framed(FetchState(0)))
     bench.poll()
-    assert bench.heard == [Finished(), FetchState(0)]
+    assert bench.heard == [WorkerFinished(), FetchState(0)]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +295,7 @@ def test_what_is_not_the_senders_fault_ends_the_host(bench: Bench, error: Except
         raise error
 
     bench.trips = trip
-    bench.call(GREETING + framed(Finished()))
+    bench.call(GREETING + framed(WorkerFinished()))
     with pytest.raises(type(error)):
         bench.poll()
 
@@ -319,7 +327,7 @@ def test_what_a_peer_said_before_it_left_is_heard_although_it_could_not_be_sent_
 
     def answer() -> None:
         bench.trips = lambda: None
-        caller.sendall(framed(Finished()))
+        caller.sendall(framed(WorkerFinished()))
         caller.shutdown(socket.SHUT_RD)
         caller.close()
         for _ in range(3):  # over TCP, the first one tells that nobody is there
@@ -328,7 +336,7 @@ def test_what_a_peer_said_before_it_left_is_heard_although_it_could_not_be_sent_
     bench.trips = answer
     caller.sendall(framed(FetchState(0)))
     bench.poll()
-    assert bench.heard == [FetchState(0), Finished()]
+    assert bench.heard == [FetchState(0), WorkerFinished()]
     assert not bench.hub.peers
 
 

@@ -92,7 +92,7 @@ class Progress:
     def _title(self) -> Text:
         job = self._coordinator.job
         counts = f"{_count(job.workers, 'worker')}, {_count(job.servers, 'server')}"
-        lines = [f"{self._coordinator.sync}, {counts}, {job.now_s():.0f} s"]
+        lines = [f"{self._coordinator.core.sync}, {counts}, {job.now_s():.0f} s"]
         if job.emulated:
             lines.append(f"emulated: {job.emulated}")
         return Text("\n".join(lines))
@@ -107,8 +107,8 @@ class Progress:
         """Return the name, the iteration, the loss and the state of each worker, as text."""
         rows = []
         for worker in range(self._coordinator.job.workers):
-            status = self._coordinator.board.get(worker)
-            gone = self._coordinator.fate(worker)
+            status = self._coordinator.core.board.get(worker)
+            gone = self._coordinator.core.fate(worker)
             loss = "-" if status is None or status.loss is None else f"{status.loss:.4f}"
             state = gone or (status.state if status else "starting")
             rows.append((f"worker {worker}", str(status.iteration) if status else "-", loss, state))

@@ -173,7 +173,7 @@ class LiveRun:
         # The coordinator has stopped and no longer records how processes end.
         for worker, process in enumerate(engine.workers):
             if process.ending:
-                coordinator.endings.setdefault(worker, process.ending)
+                coordinator.core.endings.setdefault(worker, process.ending)
         for process in left:
             self._notes.append(f"{process.name} (process {process.id}) was killed, but has not ended yet")
         if failure is not None:
@@ -212,13 +212,13 @@ class LiveRun:
                 name, "its connection was closed, but its process is still running"
             )
         # Once all workers have left, the servers are needed only for their weights.
-        if server_failure is not None and not (coordinator.everybody_left and coordinator.finished):
+        if server_failure is not None and not (coordinator.core.everybody_left and coordinator.core.finished):
             return server_failure
         if reported is not None and reported is not server_failure:
             return reported
         if worker := engine.failed_worker():
             return worker
-        if len(coordinator.lost) == self._job.workers:
+        if len(coordinator.core.lost) == self._job.workers:
             return RunFailedError("the run", f"every worker was lost{self._losses()}")
         if not coordinator.started.is_set():
             return RunFailedError(
@@ -234,19 +234,21 @@ class LiveRun:
         if coordinator.failure is not None or engine.failed_server():
             return True
         # Connections were lost, so the process at their other end is about to end.
-        if coordinator.gone_servers or coordinator.cut_off:
+        if coordinator.gone_servers or coordinator.core.cut_off:
             return False
         # The connection of a lost worker has ended, so its process is about to end.
-        if any(worker not in coordinator.endings for worker in coordinator.lost):
+        if any(worker not in coordinator.core.endings for worker in coordinator.core.lost):
             return False
         # The coordinator may not have read the report of a failed worker yet.
         failed = [w for w, process in enumerate(engine.workers) if (process.exit_code or 0) > 0]
-        return all(coordinator.fate(worker) for worker in failed)
+        return all(coordinator.core.fate(worker) for worker in failed)
 
     def _losses(self) -> str:
         """Return one line for each lost worker, which says how it ended."""
         coordinator = self._coordinator
-        return "".join(f"\n  worker {worker}: {coordinator.ending(worker)}" for worker in coordinator.lost)
+        return "".join(
+            f"\n  worker {worker}: {coordinator.ending(worker)}" for worker in coordinator.core.lost
+        )
 
     # -- after the run ------------------------------------------------------------------------------------
 
@@ -279,12 +281,12 @@ class LiveRun:
         if weights is None or weights.absent or self._weights_path is None:
             reason = self._notes[0] if self._notes else "the weights could not be read"
             raise self._explained(RunFailedError("the run", reason))
-        for worker in coordinator.lost:
+        for worker in coordinator.core.lost:
             self._say(
                 f"worker {worker} was lost: {coordinator.ending(worker)}. The other workers continued without it."
             )
         crashed = [index for index, process in enumerate(self._engine.workers) if process.crashed]
-        faults = [*coordinator.faults, *self._notes]
+        faults = [*coordinator.core.faults, *self._notes]
         summary = summarize(coordinator, faults, crashed, self._weights_path)
         if problem := write_summary(summary, self._run_dir):
             self._notes.append(problem)
@@ -296,7 +298,7 @@ class LiveRun:
 
     def _explained(self, failure: RunFailedError) -> RunFailedError:
         """Return the failure with notes that say where its log and the weights are."""
-        for note in [*self._coordinator.faults, *self._notes]:
+        for note in [*self._coordinator.core.faults, *self._notes]:
             if note != failure.reason:
                 failure.add_note(note)
         log_path = self._run_dir / f"{failure.process.replace(' ', '-')}.log"
@@ -366,5 +368,7 @@ class Sampler:
 
 
 def _reader(coordinator: Coordinator) -> contextlib.closing[Reader]:
-    assert coordinator.model is not None
-    return contextlib.closing(Reader.connect(coordinator.model, coordinator.shards, coordinator.job.token))
+    assert coordinator.core.model is not None
+    return contextlib.closing(
+        Reader.connect(coordinator.core.model, coordinator.core.shards, coordinator.job.token)
+    )

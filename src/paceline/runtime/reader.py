@@ -20,7 +20,7 @@ from ..shard.store import Vectors
 from ..wire.addresses import connect
 from ..wire.memory import cut
 from ..wire.stream import Stream
-from .holdings import tensors_over
+from .server_memory import tensors_over
 
 __all__ = ["Assembly", "Reader", "WeightsSnapshot", "named_weights"]
 

@@ -114,6 +114,11 @@ class Cluster:
         link = self.links.get(worker)
         return self.bandwidth_bps if link is None or link.bandwidth_bps is None else link.bandwidth_bps
 
+    def joins_late(self, worker: int) -> bool:
+        """Return True if a worker is not there from the beginning."""
+        presence = self.presence.get(worker)
+        return presence is not None and presence.joins_at_s > 0
+
     def latency(self, worker: int, *, to_server: bool) -> Distribution:
         """Return the distribution of the latency from a worker to the servers, or from the servers to it."""
         link = self.links.get(worker, Link())

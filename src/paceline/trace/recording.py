@@ -22,8 +22,9 @@ from typing import Protocol
 
 import msgspec
 
-from ..core.changes import JobSync, ShardSync
 from ..core.entry import Entry, EntryRecorder
+from ..core.job_sync import JobSync
+from ..core.shard_sync import ShardSync
 from ..errors import ConfigurationError, InvalidEventError
 from ..sync import Machine, parse
 from ..sync.actions import AnyAction

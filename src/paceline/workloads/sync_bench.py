@@ -10,7 +10,7 @@ from statistics import median
 import msgspec
 from rich.table import Table
 
-from ..core.changes import ShardSync
+from ..core.shard_sync import ShardSync
 from ..sync import AnySyncModel, Conditions, PullState, parse
 from ..sync.actions import AnswerPull, SetTimer
 from ..sync.events import AnyEvent, PullRequested, PushReceived, TimerFired, WorkerJoined
