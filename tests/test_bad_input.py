@@ -391,13 +391,13 @@ def test_dense_gradients_are_not_mentioned(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"jitter": 0.2}, "jitter is 0.2, and there is neither a pace nor a slowdown"),
+        ({"jitter": 0.2}, "jitter is 0.2, but neither pace nor slowdown is set"),
         (
             {"jitter": 0.2, "pace": [], "slowdown": []},
-            "jitter is 0.2, and there is neither a pace nor a slowdown",
+            "jitter is 0.2, but neither pace nor slowdown is set",
         ),
-        ({"port": 4242}, "port is 4242 and transport 'auto': only 'tcp' listens on a port"),
-        ({"port": 4242, "transport": "shm"}, "port is 4242 and transport 'shm'"),
+        ({"port": 4242}, "port is 4242 and transport is 'auto', but only 'tcp' uses a port"),
+        ({"port": 4242, "transport": "shm"}, "port is 4242 and transport is 'shm'"),
     ],
     ids=str,
 )

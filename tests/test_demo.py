@@ -15,7 +15,7 @@ from rich.console import Console
 
 from paceline.errors import ConfigurationError
 from paceline.report.accuracy import Curve
-from paceline.report.comparison import Outcome
+from paceline.report.comparison import TrialOutcome
 from paceline.sync import MODELS, SpecSync, parse
 from paceline.workloads import cherry_pick, demo, tuning
 from paceline.workloads.demo import EVERY_SETTING, SETTINGS, run_demo
@@ -189,7 +189,7 @@ class FakeTrials:
     ) -> Trial:
         self.count += 1
         time_s = 5 + abs(math.log2(setting.learning_rate / 0.2)) + setting.momentum + 0.1 * seed
-        plain = Outcome(
+        plain = TrialOutcome(
             sync=setting.sync,
             learning_rate=setting.learning_rate,
             momentum=setting.momentum,
@@ -294,7 +294,7 @@ def test_demo_trains_judges_and_leaves_table_curves_and_picture(tmp_path: Path) 
 
     summary = msgspec.json.decode((home / "summary.json").read_bytes())
     assert [row["sync"] for row in summary] == ["bsp", "elastic-bsp:lookahead=5"]
-    assert msgspec.convert(summary, list[Outcome]) == outcomes
+    assert msgspec.convert(summary, list[TrialOutcome]) == outcomes
     assert all("0.01, 0.03" in row["emulated"] for row in summary)
 
     with (home / "curves.csv").open(newline="") as file:
@@ -334,7 +334,7 @@ def test_demo_with_several_seeds_gives_medians(tmp_path: Path, monkeypatch: pyte
     )
     assert outcome.seeds == (0, 1, 2)
     assert outcome.time_to_target_s == pytest.approx(5.1)
-    trials = msgspec.json.decode((tmp_path / "demo" / "trials.json").read_bytes(), type=list[Outcome])
+    trials = msgspec.json.decode((tmp_path / "demo" / "trials.json").read_bytes(), type=list[TrialOutcome])
     assert [trial.seeds for trial in trials] == [(0,), (1,), (2,)]
 
 
@@ -343,7 +343,7 @@ def test_demo_refuses_no_seeds_and_a_directory_that_is_taken(tmp_path: Path) -> 
     with pytest.raises(ConfigurationError, match="seeds is empty"):
         run_demo(console=console, run_dir=tmp_path, seeds=())
     (tmp_path / "summary.json").write_text("[]")
-    with pytest.raises(ConfigurationError, match="holds a run already"):
+    with pytest.raises(ConfigurationError, match="already contains a run"):
         run_demo(console=console, run_dir=tmp_path)
 
 

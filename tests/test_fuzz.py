@@ -76,7 +76,7 @@ from paceline.errors import PacelineError, PeerLostError, ProtocolError
 from paceline.frontend.session import current
 from paceline.runtime import spin
 from paceline.runtime.coordinator import Coordinator
-from paceline.runtime.job import Place, make_job
+from paceline.runtime.job import Assignment, make_job
 from paceline.runtime.server import Server
 from paceline.runtime.server_memory import ServerMemory
 from paceline.runtime.worker import WorkerSession
@@ -416,7 +416,7 @@ class Bench:
         self.groups = msgspec.msgpack.encode(self.model.optimizer.groups)
         self.coordinator = Coordinator.listen(self.job)
         places = [
-            Place(job=self.job, role="server", index=i, coordinator=self.coordinator.address)
+            Assignment(job=self.job, role="server", index=i, coordinator=self.coordinator.address)
             for i in range(2)
         ]
         self.servers = [Server.connect(place) for place in places]

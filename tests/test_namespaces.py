@@ -14,7 +14,7 @@ import pytest
 
 from paceline.errors import ConfigurationError
 from paceline.launcher import namespaces
-from paceline.launcher.local import Machine, Placement
+from paceline.launcher.local import HostMachine, Placement
 from paceline.launcher.namespaces import Link, network, rate_bps, why_not
 from paceline.runtime.job import make_job
 
@@ -59,7 +59,7 @@ def names_of(process: int) -> list[str]:
     ]
 
 
-def mbit_per_s(source: Machine, sink: Machine, size_bytes: int) -> float:
+def mbit_per_s(source: HostMachine, sink: HostMachine, size_bytes: int) -> float:
     python = [sys.executable, "-c"]
     with subprocess.Popen([*sink.prefix, *python, SINK, sink.host], stdout=subprocess.PIPE) as listening:
         assert listening.stdout is not None
@@ -81,7 +81,7 @@ def test_two_machines_talk_no_faster_than_their_links() -> None:
 def test_the_launcher_is_on_the_same_network() -> None:
     with network(1, Link("100mbit")) as machines:
         [machine] = machines.machines
-        assert mbit_per_s(machine, Machine(machines.host), 5_000_000) < 120
+        assert mbit_per_s(machine, HostMachine(machines.host), 5_000_000) < 120
 
 
 @needs_machines
@@ -207,11 +207,11 @@ def test_what_is_missing_is_said_before_anything_is_made(monkeypatch: pytest.Mon
 
 
 def test_a_placement_must_fit_the_run(tmp_path: Path) -> None:
-    here = Machine()
+    here = HostMachine()
     placement = Placement("127.0.0.1", (here,), (here, here))
     job = make_job(workers=2, servers=1, transport="tcp", run_dir=tmp_path / "a")
     placement.require_for(job)
-    with pytest.raises(ConfigurationError, match="1 servers and 2 workers, expected 1 and 3"):
+    with pytest.raises(ConfigurationError, match="1 servers and 2 workers, expected 1 servers and 3 workers"):
         placement.require_for(make_job(workers=3, servers=1, transport="tcp", run_dir=tmp_path / "b"))
-    with pytest.raises(ConfigurationError, match="between machines use 'tcp'"):
+    with pytest.raises(ConfigurationError, match="use 'tcp' between machines"):
         placement.require_for(make_job(workers=2, servers=1, transport="unix", run_dir=tmp_path / "c"))

@@ -320,7 +320,7 @@ def test_pieces_that_there_are_not_are_refused(streamed: Wire, kind: Any, pieces
 def test_pieces_of_another_size_are_refused(streamed: Wire, change: int) -> None:
     size_bytes = streamed.pieces(streamed.shards[0])[1].nbytes
     streamed.workers[0].send(Stage(0, (1,)), [memoryview(bytes(size_bytes + change))])
-    with pytest.raises(ProtocolError, match=f"Stage came with {size_bytes + change} bytes"):
+    with pytest.raises(ProtocolError, match=f"Stage has a payload of {size_bytes + change} bytes"):
         carry(streamed.workers[0], streamed.servers[0])
 
 
@@ -1021,7 +1021,7 @@ def test_nobody_answers_once_the_listener_is_closed(listen: Any) -> None:
     listener, address = listen()
     with listener, connect(address):
         pass
-    with pytest.raises(PeerLostError, match="nobody answers at"):
+    with pytest.raises(PeerLostError, match="cannot connect to"):
         connect(address)
 
 

@@ -1,6 +1,6 @@
-"""Paceline: data-parallel PyTorch training on machines that are not equally fast.
+"""Paceline: data-parallel PyTorch training on machines of unequal speed.
 
-The public names are here and are loaded when they are first used; importing the package has no side effect.
+The public names are imported when they are first used. Importing the package has no side effects.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ from ..wire.ring import Ring
 from ..wire.stream import Stream
 from .best_effort import BestEffortFile
 from .hub import Hub, Peer
-from .job import Place
+from .job import Assignment
 from .server_memory import ServerMemory
 from .timers import Timers
 
@@ -107,7 +107,7 @@ class Server:
     """
 
     def __init__(
-        self, place: Place, listener: socket.socket, coordinator: Stream[FromCoordinatorToServer]
+        self, place: Assignment, listener: socket.socket, coordinator: Stream[FromCoordinatorToServer]
     ) -> None:
         self._job = place.job
         self._coordinator = Caller.coordinator(coordinator)
@@ -123,7 +123,7 @@ class Server:
         self._hub.adopt(self._coordinator)
 
     @classmethod
-    def connect(cls, place: Place) -> Server:
+    def connect(cls, place: Assignment) -> Server:
         """A server that listens, and whose coordinator knows where. Raises `PeerLostError`."""
         job = place.job
         listener, address = listen_tcp(place.host) if job.transport == "tcp" else listen_unix()
@@ -353,6 +353,6 @@ class Server:
         return self._memory
 
 
-def serve(place: Place) -> None:
+def serve(place: Assignment) -> None:
     """Run a server: listen, tell the coordinator where, and serve."""
     Server.connect(place).run()

@@ -54,7 +54,7 @@ from ..wire.ring import Ring
 from ..wire.ring import available as rings_available
 from ..wire.stream import Stream
 from .best_effort import BestEffortFile
-from .job import Place
+from .job import Assignment
 from .outbox import Outbox
 from .server_memory import STATE_LIMIT_FACTOR, STATE_SLACK_BYTES, tensors_over
 from .spin import fall_asleep, spin, wake_up
@@ -71,7 +71,7 @@ LENT: Final = "until the answer"  # a commit's payload stays as it is, so nothin
 class WorkerSession:
     """See `paceline.frontend.session.Session` for the contract."""
 
-    def __init__(self, place: Place, coordinator: Stream[FromCoordinatorToWorker]) -> None:
+    def __init__(self, place: Assignment, coordinator: Stream[FromCoordinatorToWorker]) -> None:
         job = place.job
         self.worker = place.index
         self.workers = job.workers
@@ -115,7 +115,7 @@ class WorkerSession:
         close_in_forks(self)
 
     @classmethod
-    def connect(cls, place: Place) -> WorkerSession:
+    def connect(cls, place: Assignment) -> WorkerSession:
         """A session whose coordinator knows that this worker is alive. Raises `PeerLostError`."""
         stream: Stream[FromCoordinatorToWorker] = Stream(
             connect(place.coordinator), FromCoordinatorToWorker, takes_descriptor=place.job.transport == "shm"

@@ -41,7 +41,7 @@ from ..sync.schedule import Schedule
 from .cluster import Cluster
 from .kernel import SECOND_NS, STILL, TIMER, Kernel, nanoseconds
 from .machines import Presence
-from .network import Card, Connection
+from .network import Connection, NetworkInterface
 from .recording import Recorders
 from .times import Constant, Distribution
 from .worker_state import WorkerState
@@ -168,7 +168,7 @@ class Job:
         self._servers = [
             Server(seed, recorder_of=recorders.shards.__getitem__) for _ in range(cluster.servers)
         ]
-        cards = [Card(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
+        interfaces = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
         self._to_come = 0  # workers that will join
         self.workers = []
         for worker in range(cluster.workers):
@@ -176,9 +176,11 @@ class Job:
             state.sample = cluster.compute(worker).sampler(seed, worker, COMPUTING)
             to_server = self._delays(cluster.latency(worker, to_server=True), worker, TO_SERVER)
             from_server = self._delays(cluster.latency(worker, to_server=False), worker, FROM_SERVER)
-            card = Card(self.kernel, cluster.bandwidth_of(worker))
-            state.to_server = [Connection(self.kernel, card, server, to_server) for server in cards]
-            state.from_server = [Connection(self.kernel, server, card, from_server) for server in cards]
+            interface = NetworkInterface(self.kernel, cluster.bandwidth_of(worker))
+            state.to_server = [Connection(self.kernel, interface, server, to_server) for server in interfaces]
+            state.from_server = [
+                Connection(self.kernel, server, interface, from_server) for server in interfaces
+            ]
             state.to_coordinator = Connection(self.kernel, None, None, to_server)
             state.from_coordinator = Connection(self.kernel, None, None, from_server)
             self.workers.append(state)

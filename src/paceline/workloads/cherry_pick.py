@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from ..report.comparison import Outcome
+from ..report.comparison import TrialOutcome
 from ..runtime.job import make_job
 from .digits import load
 from .trial import Problem, Setting, run_trial
@@ -37,7 +37,7 @@ class Search(msgspec.Struct, frozen=True):
         search_s: how long that took; the adaptive variant's own run is not in it.
     """
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TrialOutcome, ...]
     trials: int
     search_s: float
 
@@ -107,7 +107,7 @@ def cherry_pick(
     return found
 
 
-def _score(outcome: Outcome) -> tuple[float, float]:
+def _score(outcome: TrialOutcome) -> tuple[float, float]:
     reached_s = outcome.time_to_target_s
     return (math.inf if reached_s is None else reached_s, -outcome.final_accuracy)
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ..errors import ConfigurationError
 from ..report.canvas import save
-from ..report.comparison import Outcome, comparison_table, medians
+from ..report.comparison import TrialOutcome, comparison_table, medians
 from ..report.picture import comparison_picture
 from ..report.timeline import Timeline, read_timeline
 from ..runtime.job import make_job
@@ -79,7 +79,7 @@ def run_demo(
     settings: Sequence[Setting] = SETTINGS,
     problem: Problem | None = None,
     progress: bool | None = True,
-) -> list[Outcome]:
+) -> list[TrialOutcome]:
     """Train under each sync model with each seed, one run after another; print and save what came of it.
 
     The run directory then holds `summary.json` (one object per sync model; of several seeds the medians),
@@ -133,7 +133,7 @@ def run_demo(
     return outcomes
 
 
-def _save_json(path: Path, outcomes: Sequence[Outcome]) -> None:
+def _save_json(path: Path, outcomes: Sequence[TrialOutcome]) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(outcomes), indent=2) + b"\n")
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ..launcher.launch import RunResult, launch
 from ..report.accuracy import Curve
-from ..report.comparison import Outcome
+from ..report.comparison import TrialOutcome
 from .digits import Digits, Recipe, accuracy, train
 
 __all__ = ["Problem", "Setting", "Trial", "run_trial", "time_to_target"]
@@ -56,7 +56,7 @@ class Setting(msgspec.Struct, frozen=True):
 class Trial(msgspec.Struct, frozen=True):
     """What one run came to."""
 
-    outcome: Outcome
+    outcome: TrialOutcome
     curve: Curve
     run_dir: Path
 
@@ -97,7 +97,7 @@ def run_trial(
     summary = result.summary
     present_s = len(problem.pace_s) * summary["duration_s"]
     pulls = sum(summary["iterations"].values()) * problem.servers
-    outcome = Outcome(
+    outcome = TrialOutcome(
         sync=setting.sync,
         learning_rate=setting.learning_rate,
         momentum=setting.momentum,
