@@ -51,6 +51,7 @@ from .messages import (
     Status,
     Waits,
     Warned,
+    WorkerWelcomed,
 )
 from .model_spec import ModelSpec, first_difference
 from .requests import Fail, Peer, Report, Request, Send, Timer, server_peer, worker_peer
@@ -134,6 +135,8 @@ class Coordinator:
         self._addresses: dict[int, str] = {}  # connected server -> where it listens
         self._ready: set[int] = set()  # servers that know their shards
         self._left = set(late)  # workers that are not there: finished, lost, or yet to join
+        # Workers that join a run in progress, with the servers that do not know of them yet.
+        self._admitted: dict[int, tuple[messages.WorkerJoined, set[int]]] = {}
         self._committed: dict[int, int] = {}  # without overlap: worker -> the iteration that it waits to pull
 
     @property
@@ -210,7 +213,7 @@ class Coordinator:
         return self._tell(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
 
     def admit(self, worker: int, iteration: int, count: int | None, now_s: float) -> list[Request]:
-        """Let a worker join a run in progress: tell every server first.
+        """Let a worker join a run in progress. Every server must know of it before it begins.
 
         Args:
             worker: index of the worker; it may have been part of the run before.
@@ -218,22 +221,11 @@ class Coordinator:
             count: its c_p, the same at every shard, near the slowest live worker's; None for a single shard.
             now_s: the time.
         """
+        superstep, change = self._sync.next_superstep, self._sync.changes
+        joined = messages.WorkerJoined(worker, iteration, count, superstep, change)
         self._left.discard(worker)
-        event = WorkerJoined(
-            now_s=now_s,
-            worker=worker,
-            iteration=iteration,
-            count=count,
-            superstep=self._sync.next_superstep,
-            change=self._sync.changes,
-        )
-        joined = messages.WorkerJoined(worker, iteration, count, event.superstep, event.change)
-        started = Started(self.slices, self.addresses, self.publisher, iteration, self._sync.sync)
-        return [
-            *(Send(server_peer(server), joined) for server in range(self._servers)),
-            Send(worker_peer(worker), started),
-            *self._join(event),
-        ]
+        self._admitted[worker] = joined, set(range(self._servers))
+        return [Send(server_peer(server), joined) for server in range(self._servers)]
 
     def validate(self) -> None:
         """Cross-check what is kept of the members; raise `InternalError` where two collections disagree."""
@@ -282,6 +274,8 @@ class Coordinator:
             case Ready():
                 self._ready.add(sender.index)
                 return self._start_if_ready()
+            case WorkerWelcomed() if message.worker in self._admitted:
+                return self._welcome(sender.index, message.worker, now_s)
             case FaultReported():
                 self.faults.append(fault_report(message))
                 return [Report(self.faults[-1])]
@@ -354,6 +348,25 @@ class Coordinator:
 
     # -- members ------------------------------------------------------------------------------------------
 
+    def _welcome(self, server: int, worker: int, now_s: float) -> list[Request]:
+        """A server knows of a worker that joins; when all do, the worker begins."""
+        joined, unaware = self._admitted[worker]
+        unaware.discard(server)
+        if unaware:
+            return []
+        del self._admitted[worker]
+        iteration, sync = joined.iteration, self._sync.sync
+        event = WorkerJoined(
+            now_s=now_s,
+            worker=worker,
+            iteration=iteration,
+            count=joined.count,
+            superstep=joined.superstep,
+            change=joined.change,
+        )
+        started = Started(self.slices, self.addresses, self.publisher, iteration, sync)
+        return [Send(worker_peer(worker), started), *self._join(event)]
+
     def _join(self, event: WorkerJoined) -> list[Request]:
         self.present.add(event.worker)
         return self._tell(event)
@@ -366,6 +379,7 @@ class Coordinator:
             return []
         self._left.add(worker)
         self._committed.pop(worker, None)
+        self._admitted.pop(worker, None)
         requests: list[Request] = []
         if kind is WorkerLost:
             self.lost.append(worker)

@@ -10,7 +10,7 @@ the pull.
     worker -> coordinator   Hello, Register, IterationFinished, IterationStarted, AllCommitted, SyncRequested, Status,
                             Warned, WorkerFinished, Failed
     coordinator -> worker   Started, Refused, PlanPublished, RestartOrdered, ChangePublished, PullAllowed
-    server -> coordinator   Hello, Ready, FaultReported, Warned, Failed, Snapshot, Waits
+    server -> coordinator   Hello, Ready, WorkerWelcomed, FaultReported, Warned, Failed, Snapshot, Waits
     coordinator -> server   CreateShards, WorkerJoined, WorkerLost, FetchSnapshot, FetchWaits, Shutdown
     worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, PullRequested, PullRepeated,
                             FetchState, WorkerFinished
@@ -75,6 +75,7 @@ __all__ = [
     "WorkerFinished",
     "WorkerJoined",
     "WorkerLost",
+    "WorkerWelcomed",
 ]
 
 
@@ -175,6 +176,12 @@ class WorkerJoined(Message, frozen=True, tag=True):
     count: int | None
     superstep: int
     change: int
+
+
+class WorkerWelcomed(Message, frozen=True, tag=True):
+    """A server knows of a worker that joins a run in progress."""
+
+    worker: int
 
 
 class InitialState(Message, frozen=True, tag=True):
@@ -475,6 +482,7 @@ FromPeerToCoordinator = (
     | AllCommitted
     | SyncRequested
     | FaultReported
+    | WorkerWelcomed
     | Status
     | Warned
     | WorkerFinished

@@ -28,7 +28,17 @@ from ..sync.events import (
 from ..sync.notation import parse_shards
 from . import messages
 from .entry import EntryRecorder
-from .messages import Commit, Committed, CreateShards, InitialWeights, Message, Ready, ShardWaits, Waits
+from .messages import (
+    Commit,
+    Committed,
+    CreateShards,
+    InitialWeights,
+    Message,
+    Ready,
+    ShardWaits,
+    Waits,
+    WorkerWelcomed,
+)
 from .requests import COORDINATOR, Peer, Request, Send, Timer, worker_peer
 from .shard import Shard
 
@@ -213,7 +223,8 @@ class Server:
             change=message.change,
         )
         self.expected.add(worker)
-        return [request for shard in self.shards.values() for request in shard.handle(event)]
+        requests = [request for shard in self.shards.values() for request in shard.handle(event)]
+        return [*requests, Send(COORDINATOR, WorkerWelcomed(worker))]
 
     def _leave(
         self, worker: int, kind: type[WorkerFinished] | type[WorkerLost], now_s: float

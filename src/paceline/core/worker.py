@@ -84,6 +84,7 @@ class Worker:
         self._servers = [server_peer(shard % servers) for shard in range(shards)]  # of each shard
         self._overlap = overlap
         self._awaited: set[int] = set()  # shards that have yet to send what it waits for
+        self._first = True  # until its first weights are there
         self._pulls_again = False  # True if it waits for the weights with which to restart its computation
         self._steps = list(enumerate(schedule.steps[1:]))  # of the schedule, that have yet to be requested
         self._epoch = 0
@@ -281,8 +282,8 @@ class Worker:
     def _answered(self) -> list[Request]:
         """Every shard has answered: compute the next iteration, or the one that is restarted, or the first."""
         self.waiting_for = ""
-        if self.last_commit is None or self._pulls_again:
-            self._pulls_again = False
+        if self._first or self._pulls_again:
+            self._first = self._pulls_again = False
             return [Proceed()]
         self.iteration += 1
         if self._flagged is not None:
