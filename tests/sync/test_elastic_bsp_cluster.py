@@ -2,7 +2,7 @@
 
 Messages of one worker to one peer keep their order; everything else, a plan's arrival above all, may be late as
 long as it likes. What is checked on the way and at the end is in `cluster.py`: who waits, what becomes of each
-push, that nobody hangs, and that all shards average the same pushes in the same superstep.
+push, that NEVER hangs, and that all shards average the same pushes in the same superstep.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.sync import ASP, BSP, SSP, ElasticBSP, SyncModel
-
-from .cluster import Cluster, MustWait, State, more_ahead_than, nobody, stopped
+from paceline.testing.admission import NEVER, STOPPED, Admission, more_ahead_than
+from paceline.testing.cluster import Cluster
+from paceline.testing.states import State
 
 
 def run(cluster: Cluster, seed: int) -> tuple[State, list[str]]:
@@ -69,7 +70,7 @@ def test_no_interleaving_hangs_or_makes_shards_disagree(
 ) -> None:
     cluster = Cluster(
         ElasticBSP(lookahead=lookahead),
-        stopped,
+        STOPPED,
         workers=workers,
         shards=shards,
         iterations=iterations,
@@ -83,16 +84,16 @@ def test_no_interleaving_hangs_or_makes_shards_disagree(
 def test_without_losses_every_stopping_push_is_averaged_at_every_shard() -> None:
     supersteps = 0
     for seed in range(12):
-        cluster = Cluster(ElasticBSP(lookahead=2), stopped, workers=3, shards=2, iterations=15)
+        cluster = Cluster(ElasticBSP(lookahead=2), STOPPED, workers=3, shards=2, iterations=15)
         state, story = run(cluster, seed)
         flagged = {
             (int(words[2]), int(words[5]))
             for words in map(str.split, story)
             if words[1] == "worker" and words[3] == "stops"
         }
-        for shard in state.shards:
+        for shard in state.servers:
             assert {push for mean in shard.means for push in mean} == flagged
-        supersteps += len(state.shards[0].means)
+        supersteps += len(state.servers[0].means)
     assert supersteps > 20  # a few for each seed: otherwise nothing has been shown
 
 
@@ -101,7 +102,7 @@ def test_without_losses_every_stopping_push_is_averaged_at_every_shard() -> None
     model=st.sampled_from(
         [
             (BSP(), more_ahead_than(0)),
-            (ASP(), nobody),
+            (ASP(), NEVER),
             (SSP(staleness=1), more_ahead_than(1)),
             (SSP(), more_ahead_than(3)),
         ]
@@ -112,7 +113,7 @@ def test_without_losses_every_stopping_push_is_averaged_at_every_shard() -> None
     seed=st.integers(0, 2**32),
 )
 def test_models_that_decide_at_each_shard_alone_hang_nobody(
-    model: tuple[SyncModel, MustWait], workers: int, late: int, losses: int, seed: int
+    model: tuple[SyncModel, Admission], workers: int, late: int, losses: int, seed: int
 ) -> None:
     sync, must_wait = model
     cluster = Cluster(

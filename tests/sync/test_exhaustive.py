@@ -50,11 +50,10 @@ from paceline.sync.events import (
     WorkerLost,
 )
 from paceline.sync.spec_sync import Speculation, Speculator
-
-from .cluster import Cluster
-from .cluster_rules import Admission, Told, more_ahead_than
-from .cluster_search import explore, survey
-from .cluster_state import State, Step
+from paceline.testing.admission import Admission, ShardView, more_ahead_than
+from paceline.testing.cluster import Cluster
+from paceline.testing.search import explore, survey
+from paceline.testing.states import State, Step
 
 LARGE = os.environ.get("PACELINE_CHECK_MODELS", "")
 
@@ -471,9 +470,9 @@ def test_the_search_finds_a_deadlock() -> None:
                 return []
             return super().handle(event)
 
-    def as_if_nobody_ever_left(told: Told) -> set[int]:
-        slowest = min(its.pushed for its in told.seen)
-        return {worker for worker, its in enumerate(told.seen) if its.asks and its.pushed > slowest}
+    def as_if_nobody_ever_left(told: ShardView) -> set[int]:
+        slowest = min(its.pushed for its in told.workers)
+        return {worker for worker, its in enumerate(told.workers) if its.asks and its.pushed > slowest}
 
     rule = Admission(as_if_nobody_ever_left, as_if_nobody_ever_left)
     cluster = Cluster(bent(Stubborn), rule, workers=2, shards=1, iterations=1, losses=1)

@@ -170,6 +170,10 @@ class ReportOrder:
         """The live workers, in order of joining."""
         return self._reporters.keys()
 
+    def label(self, worker: int) -> int:
+        """Return the iteration that a live worker finishes next; -1 if that is not known."""
+        return self._reporters[worker].label
+
     def require(self, event: AnyEvent) -> None:
         """Raise `InvalidEventError` if this event is not legal now."""
         if isinstance(event, TimerFired):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from .cluster import Cluster
-from .cluster_state import State, Step
+from .states import State, Step
 
 __all__ = ["explore", "survey"]
 

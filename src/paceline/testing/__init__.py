@@ -1,0 +1,1 @@
+"""Checks for sync models: an exhaustive search, and a job in miniature to search."""

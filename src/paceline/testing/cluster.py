@@ -1,0 +1,961 @@
+"""A whole job in miniature: workers, channels, servers and the coordinator, as one immutable state with its next steps.
+
+The cores are those that run live (`paceline.core`): one for each worker, one for each server, which holds one shard, and
+one for the coordinator. Messages of one peer to another keep their order; everything else happens in any order, which is
+what a network and a scheduler may do. A step is one of: a worker joins, pushes, is lost, requests another sync model or
+restarts an iteration; a server or the coordinator takes the next message of one worker, or notices that it is gone; a timer
+fires. There is no time: a timer may fire at any later step, and a worker may or may not have received what the coordinator has
+sent it when it pushes. Every check is made on the way, from what a shard has received and never from the state of a machine:
+
+- the workers that wait at a shard are those that must, or may, by the admission rule of the model in force (`admission`);
+- each push is applied, averaged or dropped exactly once;
+- an iteration is restarted at most once; a shard has the model in force that the flags it has received say;
+- when nothing more can happen, every worker that was not lost has done all iterations (no deadlock), the shards have
+  passed all changes that a survivor has passed, and have averaged the same pushes together.
+
+What keeps the number of states small, and why nothing is missed:
+
+- *Commits.* A push and its pull arrive together, as in a live run. `commits=False` has them arrive one by one.
+- *Answers together.* A worker receives the answers of all shards when the last one arrives. Which have arrived before changes
+  nothing but the latest round that they name, and that is kept.
+- *Orders are received when a worker pushes.* What the coordinator sends changes only the next push, or restarts the
+  iteration; so it may as well be received then, and each number of messages is tried. A restart that comes too late is
+  ignored whenever it is received, and is forgotten immediately.
+- *Losses while waiting* (as the next ones, in `reduced_steps`). A worker that is lost before a push is one that is lost
+  after it, with nothing delivered; so only waiting workers are lost.
+- *The coordinator's word of a loss.* It only tells a server what the server may notice by itself at any time.
+- *Pushes first.* If no order of the coordinator can reach a worker any more, nothing that happens before its push
+  changes the push, so it comes first.
+- *One shard first.* If a shard owes an answer to every worker that may still push, no worker can send it more than is on
+  the way until it takes a step itself. If no worker can be lost any more either, everything else that may happen commutes
+  with the steps of that shard, so only these are followed. (This is a persistent set; there are no cycles, since each step
+  uses something up.) A shard is checked by what it has received alone, so each of its checks is made all the same.
+- *Stale timers.* A timer that would do nothing never does anything again under the same model, and is forgotten where the
+  model does not change.
+- *Deliveries first* (`_in_any_order`; ElasticBSP and SpecSync without late workers or changes). What two workers send to
+  a shard may be taken in either order: the same follows, and neither keeps the other from anything. So a shard takes a
+  message immediately, unless its sender is lost just then (or has been, and the message may be dropped). A loss that comes
+  later commutes with everything between it and the push: no worker receives the answers. That the order does not matter is
+  tested by itself, in every state of small jobs.
+- *Notifications first, and patience* (`_apart`; SpecSync upon ASP). There a push affects the others only when the
+  coordinator takes its notification. A restart that the coordinator orders in between is ignored, as is one that is not
+  received before the push. So the push may as well come right before the notification is taken, and after everything that
+  the coordinator takes of this worker before; if a worker is lost before that, no other worker is affected by the push.
+- *Shards in no order* (`canonical`). Those of one model that draw the same numbers differ in name only.
+- *Workers' names* (`canonical`). Workers differ in name only, too, unless the model draws for each, or breaks ties by
+  name, as plans do that are followed as they are, or a worker is late. Of all states that differ in names one is kept.
+- *Shards that all workers have left* (where deliveries come first). Their state has no effect.
+- *Means.* A mean that all shards have applied says nothing about their agreement, and is forgotten. (No push is in two
+  means, so no two means can be mistaken for each other.)
+- *Cores* are interned (`states.Interned`): each state of a core is made once, and each call in it is made once. The order of
+  a dict reaches at most the order of answers within one event, the labels of workers that have left matter only to one that
+  returns, and held pushes are summed in worker order: none of these tells two states apart. Of SpecSync's coordinator only
+  that is kept which may still decide a restart (`states._outlook`). That the same follows is tested by itself, too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cache
+from hashlib import blake2b
+from itertools import permutations, product
+from typing import TypeVar
+
+import msgspec
+
+from ..core import messages
+from ..core.coordinator import Coordinator
+from ..core.entry import Entry
+from ..core.layout import Layout
+from ..core.messages import (
+    Answer,
+    ChangePublished,
+    Commit,
+    IterationFinished,
+    Message,
+    PlanPublished,
+    PullRequested,
+    RestartOrdered,
+    Started,
+    Status,
+    SyncRequested,
+    WorkerWelcomed,
+)
+from ..core.model_spec import ModelSpec, OptimizerSpec
+from ..core.requests import COORDINATOR, Peer, Proceed, Request, Send, Timer, server_peer, worker_peer
+from ..core.server import Server
+from ..core.shard_sync import ShardSync
+from ..core.worker import Worker
+from ..sync import ASP, BSP, SSP, AnySyncModel, ElasticBSP, SpecSync, SyncModel, events, parse
+from ..sync.actions import (
+    AnswerPull,
+    ApplyMean,
+    ApplyPush,
+    DropPush,
+    HoldPush,
+    ReportFault,
+    SetTimer,
+)
+from ..sync.notation import parse_shards as read_shards
+from ..sync.schedule import Schedule
+from ..sync.schedule import Step as ScheduleStep
+from .admission import Admission, ShardView, WorkerView, admission
+from .states import (
+    Call,
+    CoordinatorState,
+    Interned,
+    Pool,
+    Renaming,
+    ServerState,
+    State,
+    Step,
+    Tape,
+    WorkerState,
+)
+
+__all__ = ["Cluster"]
+
+parse_shards = cache(read_shards)
+
+Item = TypeVar("Item")
+
+MODEL = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
+
+
+class Cluster:
+    """One job.
+
+    Args:
+        sync: the sync model, or one for each shard.
+        rule: the admission rule, if it is not `admission(sync)`.
+        workers: number of workers from the start.
+        shards: number of shards.
+        iterations: number of iterations of each worker.
+        late: number of workers that join at any time.
+        losses: number of workers that may be lost.
+        changes: the sync models that workers request, one after another, at any time.
+        seed: seed of the run.
+        commits: True if a push and its pull arrive together, as in a live run; otherwise they arrive one by one.
+        any_plan: True to follow the planner only in *whether* there is a plan, and allow every stop that it could have
+            named; otherwise its plans are followed as they are. The clock is `now_s`, which the caller may move.
+        agree: check that the shards have averaged the same pushes together.
+        shard_host: makes the host of the model at a shard, instead of `ShardSync`.
+        worker_core: makes the core of a worker, instead of `core.worker.Worker`.
+        watch: check at each shard which workers wait and which model is in force.
+    """
+
+    def __init__(
+        self,
+        sync: SyncModel | Sequence[AnySyncModel],
+        rule: Admission | None = None,
+        *,
+        workers: int,
+        shards: int,
+        iterations: int,
+        late: int = 0,
+        losses: int = 0,
+        changes: Sequence[str] = (),
+        seed: int = 0,
+        commits: bool = False,
+        any_plan: bool = False,
+        agree: bool = True,
+        shard_host: Callable[[AnySyncModel, int, int], ShardSync] = ShardSync,
+        worker_core: type[Worker] = Worker,
+        watch: bool = True,
+    ) -> None:
+        self.now_s = 0.0
+        self._rule = rule
+        self._agree = agree
+        self._watch = watch
+        self._iterations = iterations
+        self._commits = commits
+        self._any_plan = any_plan
+        self._changes = tuple(changes)
+        models: tuple[AnySyncModel, ...]
+        if isinstance(sync, SyncModel):
+            assert isinstance(sync, AnySyncModel)
+            models = (sync,) * shards
+        else:
+            models = tuple(sync)
+        self._first_model = models[0]
+        all_models = (models, *map(parse_shards, changes))
+        # Shards differ if their models do, or if they draw apart; or if a late worker gets its count from the first.
+        self._alike = not late and all(
+            len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
+        )
+        # Workers differ if a draw is made for each, or if a plan is: ties are broken by their names; or if some join
+        # late: cores that have forgotten which workers have left may take a namesake for one of these.
+        namesakes = not late and not any(
+            hasattr(model, "draws") or (isinstance(model, ElasticBSP) and not any_plan)
+            for step in all_models
+            for model in step
+        )
+        # Orders in which a shard takes what several workers have sent it make no difference.
+        self._unordered = not changes and commits and namesakes and all(map(_in_any_order, models))
+        # What a worker does affects others at the coordinator only.
+        self._apart = self._unordered and all(
+            isinstance(model, SpecSync) and isinstance(model.base, ASP) for model in models
+        )
+        self._schedule = Schedule((ScheduleStep(models if len(set(models)) > 1 else models[:1]),))
+        tape = Tape()
+        self._workers: Interned[Worker] = Interned(tape)
+        self._servers: Interned[Server] = Interned(tape)
+        self._coordinators: Interned[Coordinator] = Interned(tape)
+        self._worker_pool: Pool[WorkerState] = Pool()
+        self._server_pool: Pool[ServerState] = Pool()
+        self._coordinator_pool: Pool[CoordinatorState] = Pool()
+        self._server_after: dict[tuple[ServerState, Call], tuple[ServerState, tuple[Send, ...]]] = {}
+        self._sent: dict[tuple[ServerState, int, Message], ServerState] = {}
+        self._labels: dict[tuple[ServerState, int], list[tuple[str, int, Timer | None]]] = {}
+        self._quiet: dict[int, bool] = {}
+        everybody = range(workers + late)
+        empty: tuple[tuple[Message, ...], ...] = tuple(() for _ in everybody)
+        first, servers, chief = self._begin(
+            models, range(workers), len(everybody), seed, shard_host, worker_core, tape
+        )
+        newcomer = worker_core(self._schedule, workers=len(everybody), shards=shards, servers=shards)
+        self._hosted = chief._sync._machine is not None or bool(changes)
+        views = tuple(WorkerView("live" if w < workers else "unknown") for w in everybody)
+        computing = WorkerState("computing", self._workers.add(first))
+        absent = WorkerState("absent", self._workers.add(newcomer))
+        state = State(
+            workers=tuple(self._worker_pool(computing if w < workers else absent) for w in everybody),
+            servers=tuple(
+                self._server_pool(ServerState(self._servers.add(core), ShardView(model, BSP(), views), empty))
+                for core, model in zip(servers, models, strict=True)
+            ),
+            coordinator=self._coordinator_pool(CoordinatorState(self._coordinators.add(chief), empty)),
+            losses=losses,
+        )
+        self._renamings = []
+        if namesakes:
+            cores = self._workers, self._servers, self._coordinators
+            pools = self._worker_pool, self._server_pool, self._coordinator_pool
+            self._renamings = [Renaming(names, cores, pools) for names in permutations(everybody)]
+        self.first = state
+
+    def _begin(
+        self,
+        models: tuple[AnySyncModel, ...],
+        members: range,
+        most: int,
+        seed: int,
+        shard_host: Callable[[AnySyncModel, int, int], ShardSync],
+        worker_core: type[Worker],
+        tape: Tape,
+    ) -> tuple[Worker, list[Server], Coordinator]:
+        """Let a run begin: return a worker with its first weights, the servers, and the coordinator."""
+        shards = len(models)
+        chief = Coordinator(
+            self._schedule,
+            workers=most,
+            servers=shards,
+            shards=shards,
+            seed=seed,
+            late=range(len(members), most),
+            recorder=tape,
+        )
+        if len(set(models)) == 1 and type(parse(str(models[0]))) is not type(models[0]):
+            chief._sync._machine = models[0].at_coordinator(seed)  # a model that is not registered
+        for index in range(shards):
+            chief.connected(server_peer(index), 0.0)
+        requests: list[Request] = []
+        first = worker_core(self._schedule, workers=most, shards=shards, servers=shards)
+        for member in members:
+            chief.connected(worker_peer(member), 0.0)
+        [register] = first.register(MODEL)
+        assert isinstance(register, Send)
+        for member in members:
+            requests += chief.handle(worker_peer(member), register.message, 0.0)
+        servers = []
+        for request in requests:
+            assert isinstance(request, Send)
+            created = request.message
+            if not isinstance(created, messages.CreateShards):
+                continue
+            [bounds] = created.shards
+            index = 0 if self._alike else bounds.index
+            core = Server(seed, recorder_of=lambda shard: tape)
+            core.handle(
+                COORDINATOR,
+                msgspec.structs.replace(created, shards=(msgspec.structs.replace(bounds, index=index),)),
+                0.0,
+            )
+            core.handle(worker_peer(members[0]), messages.InitialWeights(index), 0.0)
+            host = shard_host(models[bounds.index], seed, index)
+            for member in members:
+                core.connected(member)
+                host.handle(events.WorkerJoined(now_s=0.0, worker=member))
+            core.shards[index].sync = host
+            servers.append(core)
+            for reply in chief.handle(server_peer(bounds.index), messages.Ready(), 0.0):
+                if isinstance(reply, Send) and reply.to == worker_peer(members[0]):
+                    first.handle(reply.message)
+        chief.handle(worker_peer(members[0]), Status(0, None, "computing"), 0.0)
+        for index in range(shards):
+            first.handle(Answer(index, -1, 0))
+        tape.take()
+        return first, servers, chief
+
+    # -- the states ---------------------------------------------------------------------------------------
+
+    def steps(self, state: State) -> tuple[list[Step], list[Step]]:
+        """Return everything that may happen next, and the losses that may."""
+        losses = [step for w in range(len(state.workers)) for step in self._loss(state, w)]
+        return list(self._steps(state)), losses
+
+    def reduced_steps(self, state: State) -> tuple[list[Step], list[Step]]:
+        """Return enough of these to reach everything that can follow: see above."""
+        if self._unordered:
+            for index, w in product(range(len(state.servers)), range(len(state.workers))):
+                steps = list(self.steps_of(state, index, w))
+                if steps:
+                    waits = state.workers[w].phase == "waiting"
+                    return steps, list(self._loss(state, w)) if waits else []
+        if self._apart:
+            for w, queue in enumerate(state.coordinator.queues):
+                if queue and isinstance(queue[0], IterationFinished):
+                    return list(self._steps_at_coordinator(state, w)), []
+        if self._is_quiet(state):
+            for w, its in enumerate(state.workers):
+                if its.phase == "computing" and not its.orders:
+                    return list(self._pushes(state, w))[:1], []
+        if not state.losses:
+            for index, at in enumerate(state.servers):
+                if all(
+                    its.phase in ("finished", "lost") or w in at.owes for w, its in enumerate(state.workers)
+                ):
+                    steps = list(self._steps_at(state, index))
+                    if steps:
+                        return steps, []
+        waiting = [w for w, its in enumerate(state.workers) if its.phase == "waiting"]
+        return list(self._steps(state, self._apart)), [step for w in waiting for step in self._loss(state, w)]
+
+    def plain(self, state: State) -> State:
+        """Return one state for all that differ in means that all shards have, or at a shard that all have left."""
+        if self._agree and (common := frozenset.intersection(*(at.means for at in state.servers))):
+            servers = (self._server_pool(at._replace(means=at.means - common)) for at in state.servers)
+            state = state._replace(servers=tuple(servers))
+        if self._unordered:
+            for index, at in enumerate(state.servers):
+                left = all(view.state == "left" for view in at.view.workers) and not any(at.queues)
+                if left and (at.core or at.view.round):
+                    at = self._server_pool(at._replace(core=0, view=at.view._replace(round=0)))
+                    state = state._replace(servers=_put(state.servers, index, at))
+        return state
+
+    def canonical(self, state: State) -> State:
+        """Return one state for all that differ in the shards' order or the workers' names besides."""
+        state = self.plain(state)
+        if self._renamings:
+            return self._named(state)
+        if self._alike:
+            in_order = tuple(sorted(state.servers, key=self._server_pool.number.__getitem__))
+            if in_order != state.servers:
+                return state._replace(servers=in_order)
+        return state
+
+    def _named(self, state: State) -> State:
+        """Return the state by those names of the workers that make its numbers least."""
+        number = self._worker_pool.number
+        least: list[int] = []
+        best: list[tuple[tuple[WorkerState, ...], Renaming]] = []
+        for renaming in self._renamings:
+            workers = renaming.workers(state.workers)
+            numbers = [number[its] for its in workers]
+            if not best or numbers < least:
+                least, best = numbers, [(workers, renaming)]
+            elif numbers == least:
+                best.append((workers, renaming))
+        found: State | None = None
+        for workers, renaming in best:
+            servers = [renaming.server[at] for at in state.servers]
+            if self._alike:
+                servers.sort(key=self._server_pool.number.__getitem__)
+            chief = renaming.coordinator[state.coordinator]
+            numbers = [
+                self._coordinator_pool.number[chief],
+                *map(self._server_pool.number.__getitem__, servers),
+            ]
+            if found is None or numbers < least:
+                least = numbers
+                found = State(workers, tuple(servers), chief, state.losses, state.requested)
+        assert found is not None
+        return found
+
+    def apart_from_shards(self, state: State) -> set[Hashable]:
+        """Return where each worker is, and the coordinator's core, one for all names."""
+        core = state.coordinator.core
+        least = min((renaming.coordinator_core(core) for renaming in self._renamings), default=core)
+        return {
+            least,
+            *((its.phase, self._iteration(its), its.restarted, its.changed) for its in state.workers),
+        }
+
+    def coordinator_differs(self) -> str:
+        """See `Interned.difference`."""
+        return self._coordinators.difference()
+
+    def digest(self, state: State) -> int:
+        """Return 64 bits that stand for a state."""
+        numbers = array(
+            "q",
+            [
+                *map(self._worker_pool.number.__getitem__, state.workers),
+                *map(self._server_pool.number.__getitem__, state.servers),
+                self._coordinator_pool.number[state.coordinator],
+                state.losses,
+                state.requested,
+            ],
+        )
+        return int.from_bytes(blake2b(numbers, digest_size=8).digest())
+
+    def check_end(self, state: State) -> None:
+        """Check a state without a next step: everything must be done."""
+        for w, its in enumerate(state.workers):
+            assert its.phase in ("finished", "lost"), (
+                f"deadlock: worker {w} is {its.phase} with iteration {self._iteration(its)}; "
+                + "; ".join(
+                    f"shard {s}: {shard.sync.waits()}"
+                    for s, at in enumerate(state.servers)
+                    for shard in self._servers[at.core].shards.values()
+                )
+            )
+        changed = max((its.changed for its in state.workers if its.phase == "finished"), default=0)
+        for at in state.servers:
+            assert not at.held, f"{at.held} will never be applied"
+            assert at.view.changed >= changed, f"a shard has not made change {changed}"
+        if not self._agree:
+            return
+        survivors = {w for w, its in enumerate(state.workers) if its.phase == "finished"}
+        joint = []
+        for at in state.servers:
+            kept = (tuple(key for key in mean if key[0] in survivors) for mean in at.means)
+            joint.append({mean for mean in kept if mean})
+        assert all(groups == joint[0] for groups in joint), f"shards have averaged different pushes: {joint}"
+
+    def _iteration(self, its: WorkerState) -> int:
+        return self._workers[its.core].iteration
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def _steps(self, state: State, patient: bool = False) -> Iterator[Step]:
+        """Return all but losses; if `patient`, without the pushes of workers of which the coordinator has yet to take
+        a message."""
+        for w, its in enumerate(state.workers):
+            if its.phase == "absent":
+                yield f"worker {w} joins", lambda w=w: self._join(state, w)  # type: ignore[misc]
+            elif its.phase == "computing" and not (patient and state.coordinator.queues[w]):
+                yield from self._pushes(state, w)
+                if self._may_request(state):
+                    label = f"worker {w} requests {self._changes[state.requested]}"
+                    yield label, lambda w=w: self._request(state, w)  # type: ignore[misc]
+            yield from self._steps_at_coordinator(state, w)
+        for index in range(len(state.servers)):
+            yield from self._steps_at(state, index)
+        for timer in sorted(state.coordinator.timers):
+            label = f"the coordinator's timer fires for {timer.iteration} of worker {timer.worker}"
+            yield label, lambda t=timer: self._fire_at_coordinator(state, t)  # type: ignore[misc]
+
+    def _steps_at_coordinator(self, state: State, w: int) -> Iterator[Step]:
+        """The coordinator takes the next message of one worker, or notices that it is gone."""
+        at = state.coordinator
+        for index, joining in sorted(at.welcomes):
+            if joining == w:
+                label = f"the coordinator hears that server {index} knows worker {w}"
+                yield label, lambda i=index: self._welcome(state, i, w)  # type: ignore[misc]
+        if state.workers[w].phase == "lost" and self._known(at, w):
+            label = f"the coordinator notices the loss of worker {w}"
+            yield label, lambda: self._end_at_coordinator(state, w)
+        if at.queues[w]:
+            label = f"the coordinator takes {_text(at.queues[w][0])} of worker {w}"
+            yield label, lambda: self._deliver_to_coordinator(state, w)
+
+    def _steps_at(self, state: State, index: int) -> Iterator[Step]:
+        """The steps of one shard."""
+        at = state.servers[index]
+        key = at, index
+        if key not in self._labels:
+            self._labels[key] = [
+                (f"shard {index} takes {_text(queue[0])} of worker {w}", w, None)
+                for w, queue in enumerate(at.queues)
+                if queue
+            ] + [
+                (f"shard {index}'s timer fires for {timer.iteration} of worker {timer.worker}", -1, timer)
+                for timer in sorted(at.timers)
+            ]
+        for label, w, timer in self._labels[key]:
+            if timer is None:
+                yield label, lambda w=w: self._deliver_to_server(state, w, index)  # type: ignore[misc]
+            else:
+                yield label, lambda t=timer: self._fire_at_server(state, t, index)  # type: ignore[misc]
+        for w in range(len(state.workers)):
+            yield from self._end_of(state, index, w)
+
+    def steps_of(self, state: State, index: int, w: int) -> Iterator[Step]:
+        """Return the steps in which one shard takes the next message of one worker, or notices that it is gone."""
+        queue = state.servers[index].queues[w]
+        if queue:
+            label = f"shard {index} takes {_text(queue[0])} of worker {w}"
+            yield label, lambda: self._deliver_to_server(state, w, index)
+        yield from self._end_of(state, index, w)
+
+    def _end_of(self, state: State, index: int, w: int) -> Iterator[Step]:
+        at = state.servers[index]
+        if state.workers[w].phase == "lost" and (_is_in(at, w) or at.queues[w]):
+            label = f"shard {index} notices the loss of worker {w}"
+            yield label, lambda: self._end_at_server(state, w, index)
+
+    def _pushes(self, state: State, w: int) -> Iterator[Step]:
+        """A computing worker pushes, or restarts its iteration, after it has received some of its orders."""
+        its = state.workers[w]
+        while True:
+            core = self._workers[its.core]
+            what = "pushes"
+            if core._change is not None:
+                what = f"ends model {its.changed} with"
+            elif core._plan is not None and core.iteration >= core._plan[1]:
+                what = "stops with"
+            yield f"worker {w} {what} {core.iteration}", lambda its=its: self._push(state, w, its)  # type: ignore[misc]
+            if not its.orders:
+                return
+            order = its.orders[0]
+            match order:
+                case RestartOrdered():
+                    assert not its.restarted, f"worker {w} is to restart {core.iteration} once more"
+                case ChangePublished():
+                    assert core._change is None, f"worker {w} has two changes to pass"
+                case PlanPublished():
+                    assert core._plan is None, f"worker {w} has two plans to follow"
+                case _:
+                    raise AssertionError(f"no worker receives {order}")
+            number, _ = self._workers.after(its.core, Call("handle", message=order))
+            its = self._worker_pool(its._replace(core=number, orders=its.orders[1:]))
+            if self._workers[number].restart_ordered:
+                label = f"worker {w} restarts {core.iteration}"
+                yield label, lambda its=its: self._restart(state, w, its)  # type: ignore[misc]
+                return
+
+    def _loss(self, state: State, w: int) -> Iterator[Step]:
+        if state.losses and state.workers[w].phase in ("computing", "waiting", "joining"):
+            yield f"worker {w} is lost", lambda: self._lose(state, w)
+
+    def _is_quiet(self, state: State) -> bool:
+        """True if no order of the coordinator will reach a worker any more."""
+        if not self._hosted:
+            return True
+        if state.requested < len(self._changes) or any(
+            isinstance(m, SyncRequested) for q in state.coordinator.queues for m in q
+        ):
+            return False
+        number = state.coordinator.core
+        if number not in self._quiet:
+            sync = self._coordinators[number]._sync
+            self._quiet[number] = sync._change is None and sync._machine is None
+        return self._quiet[number]
+
+    def _may_request(self, state: State) -> bool:
+        """One change is requested at a time: a worker that requests the next has requested this one too."""
+        return state.requested < len(self._changes) and not any(
+            isinstance(message, SyncRequested) for queue in state.coordinator.queues for message in queue
+        )
+
+    def _request(self, state: State, w: int) -> State:
+        """A worker requests a change. Its earlier requests, which another worker has made before, change nothing."""
+        its = state.workers[w]
+        number, sent = its.core, its.core
+        for sync in self._changes[self._workers[sent]._asked : state.requested + 1]:
+            number, outcome = self._workers.after(number, Call("request_sync", models=parse_shards(sync)))
+        [request] = outcome.requests
+        assert isinstance(request, Send)
+        state = self._with_worker(state, w, its._replace(core=number))
+        state = self._to_coordinator(state, w, request.message)
+        return state._replace(requested=state.requested + 1)
+
+    def _lose(self, state: State, w: int) -> State:
+        lost = WorkerState("lost")
+        return self._with_worker(state, w, lost)._replace(losses=state.losses - 1)
+
+    def _join(self, state: State, w: int) -> State:
+        """A worker joins. Every shard gets the same c_p: near the slowest worker's, as one of them has it."""
+        view = state.servers[0].view
+        count = min((other.pushed for other in view.workers if other.state == "live"), default=view.round)
+        asked = messages.WorkerJoined(w, 0, count, 0, 0)
+        state = self._with_worker(state, w, state.workers[w]._replace(phase="joining"))
+        return self._at_coordinator(state, Call("admit", w, asked, self.now_s))
+
+    def _welcome(self, state: State, index: int, w: int) -> State:
+        at = state.coordinator
+        at = self._coordinator_pool(at._replace(welcomes=at.welcomes - {(index, w)}))
+        call = Call("welcome", index, WorkerWelcomed(w), self.now_s)
+        return self._at_coordinator(state._replace(coordinator=at), call)
+
+    def _start(self, state: State, w: int, started: Started) -> State:
+        """A worker that joins connects to every server, and gets its first weights."""
+        its = state.workers[w]
+        if its.phase != "joining":
+            return state
+        started = msgspec.structs.replace(started, shards=())  # a slice is not hashable
+        number, _ = self._workers.after(its.core, Call("handle", message=started))
+        for index, at in enumerate(state.servers):
+            core, _ = self._servers.after(at.core, Call("connected", w))
+            state = state._replace(
+                servers=_put(state.servers, index, self._server_pool(at._replace(core=core)))
+            )
+            number, _ = self._workers.after(number, Call("handle", message=Answer(index, -1, 0)))
+        return self._with_worker(state, w, its._replace(phase="computing", core=number))
+
+    def _push(self, state: State, w: int, its: WorkerState) -> State:
+        number, outcome = self._workers.after(its.core, Call("push"))
+        commit = self._workers[number].last_commit
+        assert commit is not None
+        its = its._replace(
+            phase="waiting",
+            core=number,
+            restarted=False,
+            changed=commit.change.number if commit.change is not None else its.changed,
+            orders=tuple(order for order in its.orders if not isinstance(order, RestartOrdered)),
+        )
+        state = self._with_worker(state, w, its)
+        return self._send_all(state, w, outcome.requests)
+
+    def _restart(self, state: State, w: int, its: WorkerState) -> State:
+        number, outcome = self._workers.after(its.core, Call("pull_again"))
+        state = self._with_worker(state, w, its._replace(phase="waiting", core=number, restarted=True))
+        return self._send_all(state, w, outcome.requests)
+
+    def _with_worker(self, state: State, w: int, its: WorkerState) -> State:
+        return state._replace(workers=_put(state.workers, w, self._worker_pool(its)))
+
+    # -- messages on their way ----------------------------------------------------------------------------
+
+    def _send_all(self, state: State, w: int, requests: Sequence[Request]) -> State:
+        """Put what a worker sends into the queues."""
+        for request in requests:
+            if isinstance(request, Proceed):
+                continue
+            assert isinstance(request, Send)
+            if request.to == COORDINATOR:
+                state = self._to_coordinator(state, w, request.message)
+            else:
+                state = self._to_server(state, w, request.to.index, request.message)
+        return state
+
+    def _to_server(self, state: State, w: int, index: int, message: Message) -> State:
+        at = state.servers[index]
+        if self._alike and hasattr(message, "shard"):
+            message = msgspec.structs.replace(message, shard=0)
+        key = at, w, message
+        if key not in self._sent:
+            sent: list[Message] = [message]
+            if isinstance(message, Commit) and not self._commits:
+                pull = PullRequested(message.shard, message.iteration)
+                sent = [msgspec.structs.replace(message, pulls=False), pull]
+            queues = _put(at.queues, w, (*at.queues[w], *sent))
+            leaves = isinstance(message, messages.WorkerFinished)
+            owes = at.owes - {w} if leaves else at.owes | {w}
+            self._sent[key] = self._server_pool(at._replace(queues=queues, owes=owes))
+        return state._replace(servers=_put(state.servers, index, self._sent[key]))
+
+    def _to_coordinator(self, state: State, w: int, message: Message) -> State:
+        if not self._hosted:
+            return state  # the coordinator affects no worker
+        at = state.coordinator
+        at = self._coordinator_pool(at._replace(queues=_put(at.queues, w, (*at.queues[w], message))))
+        return state._replace(coordinator=at)
+
+    # -- a worker that is lost: what has not been delivered of its messages never is ----------------------------
+
+    def _known(self, at: CoordinatorState, w: int) -> bool:
+        core = self._coordinators[at.core]
+        return self._hosted and (w in core.present or w in core._admitted or bool(at.queues[w]))
+
+    def _end_at_coordinator(self, state: State, w: int) -> State:
+        at = state.coordinator
+        welcomes = frozenset(welcome for welcome in at.welcomes if welcome[1] != w)
+        at = self._coordinator_pool(at._replace(queues=_put(at.queues, w, ()), welcomes=welcomes))
+        return self._at_coordinator(state._replace(coordinator=at), Call("disconnected", w, now_s=self.now_s))
+
+    def _end_at_server(self, state: State, w: int, index: int) -> State:
+        at = state.servers[index]
+        at = self._server_pool(at._replace(queues=_put(at.queues, w, ()), owes=at.owes - {w}))
+        state = state._replace(servers=_put(state.servers, index, at))
+        return self._at_server(state, index, Call("disconnected", w, now_s=self.now_s))
+
+    # -- at a server --------------------------------------------------------------------------------------
+
+    def _deliver_to_server(self, state: State, w: int, index: int) -> State:
+        at = state.servers[index]
+        message, rest = at.queues[w][0], at.queues[w][1:]
+        at = self._server_pool(at._replace(queues=_put(at.queues, w, rest)))
+        state = state._replace(servers=_put(state.servers, index, at))
+        sender = -1 if isinstance(message, messages.WorkerJoined) else w
+        return self._at_server(state, index, Call("handle", sender, message, self.now_s))
+
+    def _fire_at_server(self, state: State, timer: Timer, index: int) -> State:
+        at = state.servers[index]
+        at = self._server_pool(at._replace(timers=at.timers - {timer}))
+        state = state._replace(servers=_put(state.servers, index, at))
+        return self._at_server(state, index, Call("fire", message=timer, now_s=self.now_s))
+
+    def _at_server(self, state: State, index: int, call: Call) -> State:
+        key = state.servers[index], call
+        if key not in self._server_after:
+            self._server_after[key] = self._server_takes(state.servers[index], index, call)
+        at, sent = self._server_after[key]
+        state = state._replace(servers=_put(state.servers, index, at))
+        for to, message in sent:
+            if isinstance(message, Answer):
+                state = self._answer(state, to.index, message.v_train)
+            elif isinstance(message, WorkerWelcomed):
+                chief = state.coordinator
+                welcomes = chief.welcomes | {(index, message.worker)}
+                state = state._replace(coordinator=self._coordinator_pool(chief._replace(welcomes=welcomes)))
+                if not self._hosted:
+                    state = self._welcome(state, index, message.worker)
+        return state
+
+    def _server_takes(self, at: ServerState, index: int, call: Call) -> tuple[ServerState, tuple[Send, ...]]:
+        """Return what becomes of a server by a call, and what it sends."""
+        core, outcome = self._servers.after(at.core, call)
+        at = at._replace(core=core)
+        for entry in outcome.entries:
+            at = self._check(at, entry, index)
+        timers = frozenset(request for request in outcome.requests if isinstance(request, Timer))
+        sent = tuple(request for request in outcome.requests if isinstance(request, Send))
+        answered = {send.to.index for send in sent if isinstance(send.message, Answer)}
+        at = at._replace(timers=at.timers | timers, owes=at.owes - answered)
+        return self._server_pool(at), sent
+
+    def _check(self, at: ServerState, entry: Entry, index: int) -> ServerState:
+        """Check what a shard did about one event, and keep what it has received."""
+        assert entry.refused is None, entry.refused
+        view = self._seen(at.view, entry.event)
+        at = at._replace(view=self._passed(view, index))
+        return self._check_actions(at, entry)
+
+    def _seen(self, view: ShardView, event: events.AnyEvent) -> ShardView:
+        its = view.workers[event.worker]
+        match event:
+            case events.WorkerJoined():
+                flagged = max((other.last_stop for other in view.workers), default=-1)
+                its = WorkerView("live", event.count or 0, last_stop=flagged)
+            case events.PushReceived():
+                its = its._replace(pushed=max(its.pushed, event.progress or 0) + 1, stop=event.stop)
+                if event.stop is not None:
+                    its = its._replace(last_stop=event.stop.superstep)
+                if event.change is not None and event.change.number > view.changed:
+                    its = its._replace(state="passed")
+                    view = view._replace(change=event.change)
+            case events.PullRequested():
+                its = its._replace(asks=True, deferred=True)
+            case events.PullRepeated():
+                its = its._replace(asks=True, deferred=False)
+            case events.TimerFired():
+                its = its._replace(deferred=False)
+            case _:
+                its = WorkerView("left")
+        return view._replace(workers=_put(view.workers, event.worker, its))
+
+    def _passed(self, view: ShardView, index: int) -> ShardView:
+        """Return the shard with the next model, if all members of the change have ended the old one."""
+        change = view.change
+        if change is None or any(view.workers[member].state == "live" for member in change.members):
+            return view._replace(round=self._round(view))
+        models = parse_shards(change.sync)
+        workers = (
+            WorkerView("live", asks=its.asks) if its.state in ("live", "passed") else its
+            for its in view.workers
+        )
+        return ShardView(
+            models[index if len(models) > 1 else 0], view.sync, tuple(workers), changed=change.number
+        )
+
+    def _round(self, view: ShardView) -> int:
+        """V_train: how many rounds enough of the workers have pushed."""
+        counts = sorted((its.pushed for its in view.workers if its.state == "live"), reverse=True)
+        quorum = self._admission(view).quorum or len(counts)
+        return max(view.round, counts[min(quorum, len(counts)) - 1]) if counts else view.round
+
+    def _admission(self, view: ShardView) -> Admission:
+        first = self._rule is not None and view.sync is self._first_model
+        return self._rule if first and self._rule is not None else admission(view.sync)
+
+    def _check_actions(self, at: ServerState, entry: Entry) -> ServerState:
+        event, view = entry.event, at.view
+        workers, held, means = list(view.workers), set(at.held), set(at.means)
+        answered: list[int] = []
+        fates = 0
+        for action in entry.actions:
+            match action:
+                case ApplyPush(worker, iteration) | DropPush(worker, iteration) | HoldPush(worker, iteration):
+                    assert isinstance(event, events.PushReceived), f"{action} after {event}"
+                    assert (worker, iteration) == (event.worker, event.iteration), f"{action} after {event}"
+                    fates += 1
+                    if isinstance(action, HoldPush):
+                        held.add((worker, iteration))
+                case ApplyMean(pushes):
+                    assert held >= set(pushes), f"{action} of pushes that are not held: {held}"
+                    held -= set(pushes)
+                    if self._agree:
+                        means.add(pushes)
+                case AnswerPull(worker, iteration):
+                    assert workers[worker].asks, f"{action}, which was not requested"
+                    assert (worker, iteration) not in held, f"{action} before its push was applied"
+                    workers[worker] = workers[worker]._replace(asks=False, deferred=False)
+                    answered.append(worker)
+                case SetTimer():
+                    pass
+                case ReportFault():
+                    worked = ASP() if view.worked.needs_plans else view.worked
+                    slowest = min((its.pushed for its in view.workers if its.state == "live"), default=0)
+                    view = view._replace(sync=worked, worked=BSP(), round=slowest)
+                    assert action.sync == str(view.sync), f"{action}, but {view.sync} is what worked"
+                case _:
+                    raise AssertionError(f"a shard cannot {action}")
+        received = isinstance(event, events.PushReceived)
+        assert fates == received, f"{event} was dealt with {fates} times"
+        view = view._replace(workers=tuple(workers))
+        at = at._replace(view=view, held=frozenset(held), means=frozenset(means))
+        if self._watch:
+            self._check_waiting(at, event, answered)
+        return at
+
+    def _check_waiting(self, at: ServerState, event: events.AnyEvent, answered: list[int]) -> None:
+        """Check that the workers that wait at a shard are those that must, or may."""
+        view = at.view
+        for shard in self._servers[at.core].shards.values():
+            assert shard.sync.sync == view.sync or not self._is_last(at, event), (
+                f"after {event} {view.sync} is in force"
+            )
+        rule = self._admission(view)
+        passed = {w for w, its in enumerate(view.workers) if its.state == "passed"}
+        assert passed.isdisjoint(answered), f"{passed} were let past the change {view.change}"
+        waiting = {w for w, its in enumerate(view.workers) if its.asks} - passed
+        must_wait = rule.must(view) - passed
+        may_wait = must_wait | rule.may(view)
+        assert must_wait <= waiting <= may_wait, (
+            f"at a shard {waiting} wait and {must_wait} must"
+            + (f" ({may_wait} may)" if may_wait != must_wait else "")
+            + f", after {event}"
+        )
+
+    def _is_last(self, at: ServerState, event: events.AnyEvent) -> bool:
+        """True if the core is in the state after this event, which is the last one of its call."""
+        return not (isinstance(event, events.PushReceived) and self._commits)
+
+    def _answer(self, state: State, w: int, v_train: int | None) -> State:
+        """A shard's weights reach a worker; with the last of them it goes on, or leaves if it has done its work."""
+        its = state.workers[w]
+        if its.phase != "waiting":
+            return state
+        if v_train is not None:
+            its = its._replace(v_train=max(v_train, its.v_train or 0))
+        if any(w in at.owes for at in state.servers):
+            return self._with_worker(state, w, its)
+        number = its.core
+        requests: tuple[Request, ...] = ()
+        for index in range(len(state.servers)):
+            answer = Answer(index, self._workers[number].iteration, 0, its.v_train)
+            number, outcome = self._workers.after(number, Call("handle", message=answer))
+            requests += outcome.requests
+        its = its._replace(phase="computing", core=number, v_train=None)
+        if self._iteration(its) < self._iterations:
+            return self._send_all(self._with_worker(state, w, its), w, requests)
+        state = self._send_all(state, w, requests)
+        number, outcome = self._workers.after(number, Call("finish"))
+        state = self._with_worker(state, w, WorkerState("finished", changed=its.changed))
+        return self._send_all(state, w, outcome.requests)
+
+    # -- at the coordinator -------------------------------------------------------------------------------
+
+    def _deliver_to_coordinator(self, state: State, w: int) -> State:
+        at = state.coordinator
+        message, rest = at.queues[w][0], at.queues[w][1:]
+        at = self._coordinator_pool(at._replace(queues=_put(at.queues, w, rest)))
+        state = state._replace(coordinator=at)
+        return self._at_coordinator(state, Call("handle", w, message, self.now_s))
+
+    def _fire_at_coordinator(self, state: State, timer: Timer) -> State:
+        at = state.coordinator
+        at = self._coordinator_pool(at._replace(timers=at.timers - {timer}))
+        return self._at_coordinator(
+            state._replace(coordinator=at), Call("fire", message=timer, now_s=self.now_s)
+        )
+
+    def _at_coordinator(self, state: State, call: Call) -> State:
+        core, outcome = self._coordinators.after(state.coordinator.core, call)
+        timers = state.coordinator.timers
+        for request in outcome.requests:
+            match request:
+                case Timer():
+                    timers |= {request}
+                case Send(to, Started() as message):
+                    state = self._start(state, to.index, message)
+                case Send(to, messages.WorkerJoined() as message):
+                    state = self._to_server(state, message.worker, to.index, message)
+                case Send(Peer(role="server"), messages.WorkerLost()):
+                    pass  # see above
+                case Send(to, message):
+                    state = self._order(state, to.index, core, message)
+                case _:
+                    raise AssertionError(f"a coordinator cannot {request}")
+        at = state.coordinator._replace(core=core, timers=timers)
+        if not self._changes:
+            at = at._replace(timers=frozenset(timer for timer in timers if self._matters(core, timer)))
+        return state._replace(coordinator=self._coordinator_pool(at))
+
+    def _matters(self, core: int, timer: Timer) -> bool:
+        """True if something follows from this timer if it fires now. Otherwise nothing ever will, under the model."""
+        after, outcome = self._coordinators.after(core, Call("fire", message=timer, now_s=self.now_s))
+        return after != core or bool(outcome.requests)
+
+    def _order(self, state: State, w: int, core: int, message: Message) -> State:
+        """Send an order to a worker, if it can still follow it."""
+        its = state.workers[w]
+        iteration = self._iteration(its)
+        if isinstance(message, RestartOrdered) and (its.phase, iteration) != ("computing", message.iteration):
+            return state  # it is ignored
+        if isinstance(message, PlanPublished):
+            # After a change the coordinator catches up on what it has received meanwhile, and a plan that it makes on
+            # the way may name an iteration that it takes next: the worker stops later.
+            known = self._coordinators[core]._sync._order.label(w)
+            assert self._changes or message.iteration >= known, f"worker {w} is past {message} already"
+            if self._any_plan:
+                message = PlanPublished(message.stop, 0)
+        done = iteration + (its.phase == "waiting" and not self._workers[its.core]._pulls_again)
+        if its.phase not in ("computing", "waiting", "joining") or done >= self._iterations:
+            return state
+        return self._with_worker(state, w, its._replace(orders=(*its.orders, message)))
+
+
+def _put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+def _in_any_order(model: AnySyncModel) -> bool:
+    """True if a shard may take what several workers send in any order, and the same follows."""
+    match model:
+        case SpecSync(base=SSP(execution="lazy")):
+            return False
+        case _:
+            return isinstance(model, ElasticBSP | SpecSync)
+
+
+def _is_in(at: ServerState, w: int) -> bool:
+    return at.view.workers[w].state in ("live", "passed")
+
+
+def _text(message: Message) -> str:
+    match message:
+        case Commit(stop=stop, change=change):
+            flag = f", the last of superstep {stop.superstep}" if stop is not None else ""
+            flag += f", the last before change {change.number}" if change is not None else ""
+            return f"commit {message.iteration}{flag}"
+        case IterationFinished(superstep=superstep, change=number):
+            flag = f", the last of superstep {superstep}" if superstep is not None else ""
+            flag += f", the last before change {number}" if number is not None else ""
+            return f"the end of {message.iteration}{flag}"
+        case _:
+            return f"{type(message).__name__} {getattr(message, 'iteration', '')}".strip()

@@ -1,0 +1,502 @@
+"""The states of a `Cluster` as values, and the pools that keep one object for each value."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from ..core import messages
+from ..core.coordinator import Coordinator
+from ..core.entry import Entry
+from ..core.messages import ChangePublished, Commit, Message, PlanPublished
+from ..core.requests import COORDINATOR, Peer, Request, Timer, worker_peer
+from ..core.server import Server
+from ..core.shard_sync import ShardSync
+from ..core.worker import Worker
+from ..errors import InternalError
+from ..sync.events import Change, Stop
+from ..sync.spec_sync import Speculator
+from ..sync.user_conditions import UserMachine
+from .admission import ShardView
+
+__all__ = [
+    "Call",
+    "CoordinatorState",
+    "Interned",
+    "Outcome",
+    "Pool",
+    "Renaming",
+    "ServerState",
+    "State",
+    "Step",
+    "Tape",
+    "WorkerState",
+]
+
+Item = TypeVar("Item")
+Core = TypeVar("Core", Worker, Server, Coordinator)
+Value = TypeVar("Value")
+
+Key = tuple[int, int]
+"""(worker, iteration) of a push."""
+
+MOST_WORKERS = 4
+"""In one cluster."""
+
+
+def pooled(kind: type[Item]) -> type[Item]:
+    """Compare by identity: for tuples of which a `Pool` keeps one for each value."""
+    kind.__hash__ = object.__hash__  # type: ignore[method-assign]
+    kind.__eq__ = object.__eq__  # type: ignore[method-assign]
+    return kind
+
+
+@pooled
+class ServerState(NamedTuple):
+    """A server with one shard, what is on the way to it, and what it owes.
+
+    Attributes:
+        core: number of its core in `Cluster.servers`.
+        view: what its shard has received.
+        queues: for each worker, the messages that are on the way, in order.
+        owes: workers that wait for an answer of this server.
+        timers: timers that are set.
+        held: pushes that await their mean.
+        means: the means that it has applied, each as its pushes.
+    """
+
+    core: int
+    view: ShardView
+    queues: tuple[tuple[Message, ...], ...]
+    owes: frozenset[int] = frozenset()
+    timers: frozenset[Timer] = frozenset()
+    held: frozenset[Key] = frozenset()
+    means: frozenset[tuple[Key, ...]] = frozenset()
+
+
+@pooled
+class CoordinatorState(NamedTuple):
+    """The coordinator, and what is on the way to it.
+
+    Attributes:
+        core: number of its core in `Cluster.coordinators`.
+        queues: for each worker, the messages that are on the way, in order.
+        timers: timers that are set.
+        welcomes: for each worker that joins, the servers whose word is on the way.
+    """
+
+    core: int
+    queues: tuple[tuple[Message, ...], ...]
+    timers: frozenset[Timer] = frozenset()
+    welcomes: frozenset[tuple[int, int]] = frozenset()
+
+
+@pooled
+class WorkerState(NamedTuple):
+    """A worker, and what is on the way to it.
+
+    Attributes:
+        phase: what it does.
+        core: number of its core in `Cluster.workers`.
+        orders: messages of the coordinator that it has not received yet.
+        v_train: the latest round that an answer has named since its last push. Its core receives all answers together,
+            with the last one.
+        restarted: True if it has restarted the iteration at hand.
+        changed: number of the last change that it has flagged a push with.
+    """
+
+    phase: Literal["absent", "joining", "computing", "waiting", "finished", "lost"]
+    core: int = 0
+    orders: tuple[Message, ...] = ()
+    v_train: int | None = None
+    restarted: bool = False
+    changed: int = 0
+
+
+class State(NamedTuple):
+    """Everything.
+
+    Attributes:
+        workers: the workers.
+        servers: the servers.
+        coordinator: the coordinator.
+        losses: the number of workers that may still be lost.
+        requested: the number of changes that a worker has requested.
+    """
+
+    workers: tuple[WorkerState, ...]
+    servers: tuple[ServerState, ...]
+    coordinator: CoordinatorState
+    losses: int
+    requested: int = 0
+
+
+Step = tuple[str, Callable[[], State]]
+"""What happens, as text that begins with the actor, and what follows from it."""
+
+
+class Pool(Generic[Item]):
+    """One object for each value, so that comparing two is quick; `number` is in order of appearance."""
+
+    def __init__(self) -> None:
+        self._by_value: dict[Hashable, Item] = {}
+        self.number: dict[Item, int] = {}
+
+    def __call__(self, item: Item) -> Item:
+        known = self._by_value.setdefault(tuple(item), item)  # type: ignore[arg-type]
+        if known is item:
+            self.number[item] = len(self.number)
+        return known
+
+
+class Call(NamedTuple):
+    """One call of a core, as a value.
+
+    Attributes:
+        method: its method.
+        worker: the worker that the call is about or comes from; -1 for none.
+        message: the message or timer that is handed over.
+        now_s: the time.
+        models: the sync models that are requested.
+    """
+
+    method: str
+    worker: int = -1
+    message: Message | Timer | None = None
+    now_s: float = 0.0
+    models: tuple[object, ...] = ()
+
+
+class Outcome(NamedTuple):
+    """What came of a call: what the host must do, and what the core has recorded."""
+
+    requests: tuple[Request, ...]
+    entries: tuple[Entry, ...]
+
+
+class Tape:
+    """Records the entries of one call."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.record = self.entries.append
+
+    def take(self) -> tuple[Entry, ...]:
+        """Return what was recorded, and forget it."""
+        entries = tuple(self.entries)
+        self.entries.clear()
+        return entries
+
+    def __deepcopy__(self, memo: object) -> Tape:
+        return self
+
+
+class Interned(Generic[Core]):
+    """The states that cores of one kind have been in, by number. Each call in each state is made once.
+
+    Args:
+        tape: what the cores record with.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._cores: list[Core] = []
+        self._number: dict[Hashable, int] = {}
+        self._next: dict[tuple[int, Call], tuple[int, Outcome]] = {}
+        self._came_from: list[tuple[int, Call] | None] = []
+
+    def __getitem__(self, number: int) -> Core:
+        return self._cores[number]
+
+    def after(self, number: int, call: Call) -> tuple[int, Outcome]:
+        """Return what becomes of a core by a call, and what came of it."""
+        key = number, call
+        if key not in self._next:
+            core = _copied(self._cores[number])
+            outcome = self._perform(core, call)
+            self._next[key] = self.add(core, key), outcome
+        return self._next[key]
+
+    def add(self, core: Core, came_from: tuple[int, Call] | None = None) -> int:
+        """Return the number of a core's state."""
+        number = self._number.setdefault(_frozen(core), len(self._cores))
+        if number == len(self._cores):
+            self._cores.append(core)
+            self._came_from.append(came_from)
+        return number
+
+    def difference(self) -> str:
+        """Describe how a core behaves differently from the one that it is taken for; "" if none does.
+
+        For small jobs without late workers, since it distinguishes all states.
+        """
+        calls: dict[int, list[Call]] = {}
+        for number, call in self._next:
+            calls.setdefault(number, []).append(call)
+        todo = [(0, self._cores[0])]
+        known = {_frozen(self._cores[0], whole=True)}
+        while todo:
+            number, core = todo.pop()
+            for call in calls.get(number, []):
+                after = _copied(core)
+                outcome = self._perform(after, call)
+                then, expected = self._next[number, call]
+                if outcome.requests != expected.requests or self._number[_frozen(after)] != then:
+                    return f"{outcome.requests} after {call}, not {expected.requests}"
+                if (whole := _frozen(after, whole=True)) not in known:
+                    known.add(whole)
+                    todo.append((then, after))
+        return ""
+
+    def renamed(self, number: int, call: Callable[[Call], Call], known: dict[int, int]) -> int:
+        """Return what would have become of a core if every call had been another one.
+
+        The first state is the same for all names.
+        """
+        way = []
+        while number not in known:
+            before = self._came_from[number]
+            if before is None:
+                known[number] = number
+            else:
+                way.append(number)
+                number = before[0]
+        for number in reversed(way):
+            before = self._came_from[number]
+            assert before is not None
+            known[number] = self.after(known[before[0]], call(before[1]))[0]
+        return known[way[0] if way else number]
+
+    def _perform(self, core: Core, call: Call) -> Outcome:
+        requests = tuple(_call(core, call))
+        entries = self._tape.take()
+        if not isinstance(core, Worker):
+            core.validate()
+        return Outcome(requests, entries)
+
+
+def _call(core: Core, call: Call) -> Sequence[Request]:
+    """Make a call."""
+    message = call.message
+    if isinstance(core, Worker):
+        match call.method:
+            case "handle":
+                assert isinstance(message, Message)
+                return core.handle(message)
+            case "request_sync":
+                return core.request_sync(call.models)  # type: ignore[arg-type]
+            case _:
+                result: Sequence[Request] = getattr(core, call.method)()
+                return result
+    sender = COORDINATOR if call.worker < 0 else worker_peer(call.worker)
+    match call.method:
+        case "handle":
+            assert isinstance(message, Message)
+            return core.handle(sender, message, call.now_s)
+        case "fire":
+            assert isinstance(message, Timer)
+            return core.fire(message, call.now_s)
+        case "connected" if isinstance(core, Server):
+            return core.connected(call.worker)
+        case "disconnected" if isinstance(core, Server):
+            return core.disconnected(call.worker, call.now_s)
+        case "disconnected" if isinstance(core, Coordinator):
+            return core.disconnected(sender, call.now_s)
+        case "admit" if isinstance(core, Coordinator):
+            assert isinstance(message, messages.WorkerJoined)
+            return core.admit(call.worker, message.iteration, message.count, call.now_s)
+        case "welcome" if isinstance(core, Coordinator):
+            assert isinstance(message, messages.WorkerWelcomed)
+            return core.handle(Peer("server", call.worker), message, call.now_s)
+        case _:
+            raise InternalError(f"no core has {call.method}")
+
+
+class Memo(dict[Item, Item]):
+    """What a function returns for each item."""
+
+    def __init__(self, of: Callable[[Item], Item]) -> None:
+        super().__init__()
+        self._of = of
+
+    def __missing__(self, item: Item) -> Item:
+        self[item] = value = self._of(item)
+        return value
+
+
+class Renaming:
+    """Everything as it would be if the workers had other names.
+
+    The states of cores are not looked into: a core is renamed by repeating the calls that led to it, with renamed
+    arguments. A worker's core does not know its own name.
+
+    Args:
+        names: the new name of each worker.
+        cores: the interned cores of workers, servers and the coordinator.
+        pools: the pools of their states.
+    """
+
+    def __init__(
+        self,
+        names: tuple[int, ...],
+        cores: tuple[Interned[Worker], Interned[Server], Interned[Coordinator]],
+        pools: tuple[Pool[WorkerState], Pool[ServerState], Pool[CoordinatorState]],
+    ) -> None:
+        self._names = names
+        self._former = sorted(range(len(names)), key=names.__getitem__)
+        self._workers, self._servers, self._coordinators = cores
+        self._worker_cores: dict[int, int] = {}
+        self._server_cores: dict[int, int] = {}
+        self._coordinator_cores: dict[int, int] = {}
+        workers, servers, coordinators = pools
+        self.worker: Memo[WorkerState] = Memo(lambda state: workers(self._worker(state)))
+        self.server: Memo[ServerState] = Memo(lambda state: servers(self._server(state)))
+        self.coordinator: Memo[CoordinatorState] = Memo(lambda state: coordinators(self._coordinator(state)))
+
+    def coordinator_core(self, number: int) -> int:
+        """Return the number of the renamed core."""
+        return self._coordinators.renamed(number, self._call, self._coordinator_cores)
+
+    def workers(self, states: tuple[WorkerState, ...]) -> tuple[WorkerState, ...]:
+        """Return the renamed workers, in the order of their new names."""
+        worker = self.worker
+        return tuple([worker[states[former]] for former in self._former])
+
+    def _call(self, call: Call) -> Call:
+        name = self._names[call.worker] if call.worker >= 0 else call.worker
+        return call._replace(worker=name, message=self._message(call.message))
+
+    def _message(self, message: Value) -> Value:
+        """Return a message or a timer with other names in it."""
+        match message:
+            case Timer():
+                return message._replace(worker=self._names[message.worker])
+            case Commit():
+                return msgspec.structs.replace(
+                    message, stop=self._flag(message.stop), change=self._flag(message.change)
+                )
+            case PlanPublished():
+                return msgspec.structs.replace(message, stop=self._flag(message.stop))
+            case ChangePublished():
+                return msgspec.structs.replace(message, change=self._flag(message.change))
+            case _:
+                return message
+
+    def _flag(self, flag: Value) -> Value:
+        if not isinstance(flag, Stop | Change):
+            return flag
+        members = tuple(sorted(self._names[member] for member in flag.members))
+        return msgspec.structs.replace(flag, members=members)
+
+    def _messages(self, queue: Iterable[Message]) -> tuple[Message, ...]:
+        return tuple(self._message(message) for message in queue)
+
+    def _queues(self, queues: tuple[tuple[Message, ...], ...]) -> tuple[tuple[Message, ...], ...]:
+        return tuple(self._messages(queues[former]) for former in self._former)
+
+    def _keys(self, keys: Iterable[Key]) -> list[Key]:
+        return [(self._names[worker], iteration) for worker, iteration in keys]
+
+    def _timers(self, timers: Iterable[Timer]) -> frozenset[Timer]:
+        return frozenset(self._message(timer) for timer in timers)
+
+    def _worker(self, state: WorkerState) -> WorkerState:
+        core = self._workers.renamed(state.core, self._call, self._worker_cores)
+        return state._replace(core=core, orders=self._messages(state.orders))
+
+    def _server(self, state: ServerState) -> ServerState:
+        view = state.view
+        placed = (view.workers[former] for former in self._former)
+        workers = tuple(worker._replace(stop=self._flag(worker.stop)) for worker in placed)
+        return ServerState(
+            core=self._servers.renamed(state.core, self._call, self._server_cores),
+            view=view._replace(workers=workers, change=self._flag(view.change)),
+            queues=self._queues(state.queues),
+            owes=frozenset(self._names[worker] for worker in state.owes),
+            timers=self._timers(state.timers),
+            held=frozenset(self._keys(state.held)),
+            means=frozenset(tuple(sorted(self._keys(mean))) for mean in state.means),
+        )
+
+    def _coordinator(self, state: CoordinatorState) -> CoordinatorState:
+        return CoordinatorState(
+            core=self.coordinator_core(state.core),
+            queues=self._queues(state.queues),
+            timers=self._timers(state.timers),
+        )
+
+
+def _copied(core: Core) -> Core:
+    """Return a copy; a user's conditions, which report to the machine that they were made for, are made again."""
+    core = copy.deepcopy(core)
+    if isinstance(core, Server):
+        for shard in core.shards.values():
+            _renew_conditions(shard.sync)
+    return core
+
+
+def _renew_conditions(sync: ShardSync) -> None:
+    machine = sync._machine
+    if isinstance(machine, UserMachine):
+        fresh = sync.sync.at_shard()
+        kept = {key: value for key, value in vars(machine).items() if not key.endswith("_condition")}
+        vars(fresh).update(kept)
+        sync._machine = fresh
+
+
+IRRELEVANT = {
+    # What decides nothing, or is the same in all states of one search.
+    *("_former", "_versions", "_recorder", "_recorder_of", "_read_sync", "_shortage", "_schedule"),
+    *("last_commit", "publisher", "finished", "lost", "cut_off", "endings", "faults", "board", "waits"),
+    *("model", "slices", "addresses", "started", "_connected", "_addresses"),
+}
+
+
+def _frozen(thing: object, whole: bool = False) -> Hashable:
+    """Return a value that is equal for equal states; unless `whole`, also for states with the same future."""
+    match thing:
+        case dict():
+            return frozenset((key, _frozen(value, whole)) for key, value in thing.items())
+        case list() | tuple() | deque():
+            return tuple(_frozen(value, whole) for value in thing)
+        case set():
+            return frozenset(thing)
+        case types.FunctionType() | types.MethodType():
+            return None  # a condition, which does not change
+        case Speculator() if not whole:
+            return type(thing).__name__, _frozen(_outlook(thing))
+        case msgspec.Struct():
+            assert isinstance(thing, Hashable)
+            return thing
+        case _ if hasattr(thing, "__dict__"):
+            own = (
+                (key, frozenset(value) if key in ("held", "_held") else _frozen(value, whole))
+                for key, value in vars(thing).items()
+                if key not in IRRELEVANT
+            )
+            return type(thing).__name__, frozenset(own)
+        case _:
+            assert isinstance(thing, Hashable)
+            return thing
+
+
+def _outlook(speculator: Speculator) -> dict[str, object]:
+    """Return what decides which restarts a speculator orders: the number of pushes since a start that is watched.
+
+    A number that is more than enough is replaced by the smallest such number.
+    """
+    workers = {}
+    assert len(speculator._workers) <= MOST_WORKERS
+    for worker, watched in speculator._workers.items():
+        since = None
+        if watched.speculation is not None:
+            enough = int(MOST_WORKERS * watched.speculation.abort_rate) + 1
+            since = min(speculator._push_count - watched.pushes_before, enough)
+        workers[worker] = watched.iteration, watched.start_s, watched.last, watched.speculation, since
+    own = {key: value for key, value in vars(speculator).items() if key not in ("_push_count", "_workers")}
+    return own | {"_workers": workers}
