@@ -15,11 +15,15 @@ import sys
 import time
 from collections.abc import Hashable, Sequence
 from itertools import combinations, product
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
+from paceline.core.messages import Answer, Commit, IterationFinished, Message, PlanPublished
+from paceline.core.requests import Request, Send
 from paceline.core.shard_sync import ShardSync
+from paceline.core.worker import Worker
 from paceline.sync import (
     ASP,
     BSP,
@@ -36,24 +40,25 @@ from paceline.sync import (
     PullState,
     SpecSync,
     SyncModel,
+    events,
 )
-from paceline.sync.actions import AnyAction, HoldPush
+from paceline.sync.actions import AnswerPull, AnyAction, HoldPush
 from paceline.sync.conditions import ConditionMachine
 from paceline.sync.draws import uniform
 from paceline.sync.dsps import AdaptiveMachine
 from paceline.sync.dssp import SpendingMachine
 from paceline.sync.events import (
     AnyEvent,
-    IterationFinished,
     PushReceived,
+    Stop,
     WorkerJoined,
     WorkerLost,
 )
 from paceline.sync.spec_sync import Speculation, Speculator
-from paceline.testing.admission import Admission, ShardView, more_ahead_than
+from paceline.testing.admission import STOPPED, Admission, ShardView, more_ahead_than
 from paceline.testing.cluster import Cluster
 from paceline.testing.search import explore, survey
-from paceline.testing.states import State, Step
+from paceline.testing.states import Call, State, Step
 
 LARGE = os.environ.get("PACELINE_CHECK_MODELS", "")
 
@@ -107,7 +112,7 @@ def adaptive_spec_sync(table: int, base: ASP | SSP) -> SpecSync:
     class Tabled(Speculator):
         epoch = 0
 
-        def finished(self, event: IterationFinished) -> list[AnyAction]:
+        def finished(self, event: events.IterationFinished) -> list[AnyAction]:
             actions = super().finished(event)
             self._pushes.clear()  # nothing is tuned from them
             return actions
@@ -533,4 +538,149 @@ def test_the_search_finds_the_deadlock_of_shards_that_change_each_at_its_own_mom
         watch=False,
     )
     with pytest.raises(AssertionError, match=r"(?s)ends model 0 with.*deadlock: worker \d is"):
+        explore(cluster)
+
+
+# -- mistakes of the past, put back -------------------------------------------------------------------------
+
+
+class MovingOn(ConditionMachine):
+    """Drop-stragglers with a quorum of 2 that moves a late worker on by itself, without telling it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda state: state.progress < state.v_train,
+            lambda state: state.pushed >= min(2, state.live),
+            average=True,
+        )
+
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
+        actions = super().handle(event)
+        for number, action in enumerate(actions):
+            if isinstance(action, AnswerPull) and action.v_train is not None:
+                behind = action.v_train - self.counts.count[action.worker]
+                if behind > 0:
+                    self.counts.pushed(action.worker, action.v_train - 1)
+                actions[number] = AnswerPull(action.worker, action.iteration)
+        return actions
+
+
+def test_the_search_finds_the_deadlock_of_shards_that_each_move_a_late_worker_on() -> None:
+    class Moving(DropStragglers, frozen=True):
+        def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
+            return MovingOn()
+
+    cluster = Cluster(
+        Moving(quorum=2), workers=3, shards=2, iterations=3, commits=True, agree=False, watch=False
+    )
+    with pytest.raises(AssertionError, match=r"(?s)deadlock: worker \d is waiting"):
+        explore(cluster)
+
+
+def test_the_search_finds_the_deadlock_of_pushes_of_one_worker_in_different_rounds() -> None:
+    """A worker goes on at each shard from the round that this shard has named."""
+
+    class RoundPerShard(Worker):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._rounds: dict[int, int] = {}
+
+        def handle(self, message: Message) -> list[Request]:
+            if isinstance(message, Answer) and message.v_train is not None:
+                self._rounds[message.shard] = message.v_train
+            return super().handle(message)
+
+        def push(self, *args: Any, **options: Any) -> list[Request]:
+            rounds, self._rounds = self._rounds, {}
+            requests: list[Request] = []
+            for request in super().push(*args, **options):
+                if isinstance(request, Send) and isinstance(request.message, Commit):
+                    own = rounds.get(request.message.shard)
+                    request = Send(request.to, msgspec.structs.replace(request.message, progress=own))
+                requests.append(request)
+            return requests
+
+    class AnswersOneByOne(Cluster):
+        def _answer(self, state: State, index: int, w: int, v_train: int | None) -> State:
+            its = state.workers[w]
+            answer = Answer(index, self._workers[its.core].iteration, 0, v_train)
+            number, outcome = self._workers.after(its.core, Call("handle", message=answer))
+            its = its._replace(core=number)
+            if self._workers[number].waiting_for:
+                return self._with_worker(state, w, its)
+            return self._go_on(state, w, its, outcome.requests)
+
+    class ByName(DropStragglers, frozen=True):
+        draws: ClassVar[str] = "per-shard"  # shards are not interchangeable here
+
+    cluster = AnswersOneByOne(
+        ByName(quorum=2),
+        workers=3,
+        shards=2,
+        iterations=3,
+        commits=True,
+        agree=False,
+        watch=False,
+        worker_core=RoundPerShard,
+    )
+    with pytest.raises(AssertionError, match=r"(?s)deadlock: worker \d is waiting"):
+        explore(cluster)
+
+
+def test_the_search_finds_the_deadlock_of_plans_that_are_sent_to_shards() -> None:
+    """Of each shard a worker learns for itself that it has received the plan, and flags the push to that shard."""
+
+    class FlagsPerShard(Worker):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._stops: dict[int, Stop] = {}
+
+        def handle(self, message: Message) -> list[Request]:
+            if isinstance(message, PlanPublished):
+                self._stops[message.iteration] = message.stop  # where the search puts the shard
+                return []
+            return super().handle(message)
+
+        def push(self, *args: Any, **options: Any) -> list[Request]:
+            stops, self._stops = self._stops, {}
+            requests: list[Request] = []
+            for request in super().push(*args, **options):
+                assert isinstance(request, Send)
+                message = request.message
+                if isinstance(message, Commit):
+                    message = msgspec.structs.replace(message, stop=stops.get(message.shard))
+                elif isinstance(message, IterationFinished) and stops:
+                    superstep = min(stop.superstep for stop in stops.values())
+                    if self._told != superstep:
+                        message = msgspec.structs.replace(message, superstep=superstep)
+                        self._told = superstep
+                requests.append(Send(request.to, message))
+            return requests
+
+        _told = -1
+
+    class PlansToShards(Cluster):
+        def _order(self, state: State, w: int, core: int, message: Message) -> State:
+            if not isinstance(message, PlanPublished):
+                return super()._order(state, w, core, message)
+            its = state.workers[w]
+            shards = (0, 1) if w == 0 else (1, 0)
+            orders = tuple(PlanPublished(message.stop, shard) for shard in shards)
+            return self._with_worker(state, w, its._replace(orders=(*its.orders, *orders)))
+
+    class ElasticByName(ElasticBSP, frozen=True):
+        draws: ClassVar[str] = "per-shard"  # shards and workers are not interchangeable here
+
+    cluster = PlansToShards(
+        ElasticByName(),
+        STOPPED,
+        workers=2,
+        shards=2,
+        iterations=4,
+        commits=True,
+        agree=False,
+        watch=False,
+        worker_core=FlagsPerShard,
+    )
+    with pytest.raises(AssertionError, match=r"(?s)deadlock: worker \d is waiting"):
         explore(cluster)

@@ -1,7 +1,7 @@
 """Which workers must wait at a shard, by the admission rule of each sync model.
 
-The rules are written from the models' docstrings. They see the events that a shard has received and the pulls that it has
-answered, and never the state of a machine, so a machine that miscounts is found out.
+The rules are written from the models' docstrings. They see the events that a shard has received and the pulls that it
+has answered, and never the state of a machine, so a machine that miscounts is found out.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""A whole job in miniature: workers, channels, servers and the coordinator, as one immutable state with its next steps.
+"""A whole job in miniature: workers, channels, servers and the coordinator, as one immutable state with its next
+steps.
 
-The cores are those that run live (`paceline.core`): one for each worker, one for each server, which holds one shard, and
-one for the coordinator. Messages of one peer to another keep their order; everything else happens in any order, which is
-what a network and a scheduler may do. A step is one of: a worker joins, pushes, is lost, requests another sync model or
-restarts an iteration; a server or the coordinator takes the next message of one worker, or notices that it is gone; a timer
-fires. There is no time: a timer may fire at any later step, and a worker may or may not have received what the coordinator has
-sent it when it pushes. Every check is made on the way, from what a shard has received and never from the state of a machine:
+The cores are those that run live (`paceline.core`): one for each worker, one for each server, which holds one shard,
+and one for the coordinator. Messages of one peer to another keep their order; everything else happens in any order,
+which is what a network and a scheduler may do. A step is one of: a worker joins, pushes, is lost, requests another
+sync model or restarts an iteration; a server or the coordinator takes the next message of one worker, or notices that
+it is gone; a timer fires. There is no time: a timer may fire at any later step, and a worker may or may not have
+received what the coordinator has sent it when it pushes. Every check is made on the way, from what a shard has
+received and never from the state of a machine:
 
-- the workers that wait at a shard are those that must, or may, by the admission rule of the model in force (`admission`);
+- the workers that wait at a shard are those that must, or may, by the admission rule of the model in force
+(`admission`);
 - each push is applied, averaged or dropped exactly once;
 - an iteration is restarted at most once; a shard has the model in force that the flags it has received say;
 - when nothing more can happen, every worker that was not lost has done all iterations (no deadlock), the shards have
@@ -16,41 +19,52 @@ sent it when it pushes. Every check is made on the way, from what a shard has re
 What keeps the number of states small, and why nothing is missed:
 
 - *Commits.* A push and its pull arrive together, as in a live run. `commits=False` has them arrive one by one.
-- *Answers together.* A worker receives the answers of all shards when the last one arrives. Which have arrived before changes
+- *Answers together.* A worker receives the answers of all shards when the last one arrives. Which have arrived before
+changes
   nothing but the latest round that they name, and that is kept.
 - *Orders are received when a worker pushes.* What the coordinator sends changes only the next push, or restarts the
-  iteration; so it may as well be received then, and each number of messages is tried. A restart that comes too late is
-  ignored whenever it is received, and is forgotten immediately.
-- *Losses while waiting* (as the next ones, in `reduced_steps`). A worker that is lost before a push is one that is lost
+  iteration; so it may as well be received then, and each number of messages is tried. A restart that comes too late
+  is ignored whenever it is received, and is forgotten immediately.
+- *Losses while waiting* (as the next ones, in `reduced_steps`). A worker that is lost before a push is one that is
+lost
   after it, with nothing delivered; so only waiting workers are lost.
 - *The coordinator's word of a loss.* It only tells a server what the server may notice by itself at any time.
 - *Pushes first.* If no order of the coordinator can reach a worker any more, nothing that happens before its push
   changes the push, so it comes first.
-- *One shard first.* If a shard owes an answer to every worker that may still push, no worker can send it more than is on
-  the way until it takes a step itself. If no worker can be lost any more either, everything else that may happen commutes
-  with the steps of that shard, so only these are followed. (This is a persistent set; there are no cycles, since each step
-  uses something up.) A shard is checked by what it has received alone, so each of its checks is made all the same.
-- *Stale timers.* A timer that would do nothing never does anything again under the same model, and is forgotten where the
+- *One shard first.* If a shard owes an answer to every worker that may still push, no worker can send it more than is
+on
+  the way until it takes a step itself. If no worker can be lost any more either, everything else that may happen
+  commutes with the steps of that shard, so only these are followed. (This is a persistent set; there are no cycles,
+  since each step uses something up.) A shard is checked by what it has received alone, so each of its checks is made
+  all the same.
+- *Stale timers.* A timer that would do nothing never does anything again under the same model, and is forgotten where
+the
   model does not change.
-- *Deliveries first* (`_in_any_order`; ElasticBSP and SpecSync without late workers or changes). What two workers send to
-  a shard may be taken in either order: the same follows, and neither keeps the other from anything. So a shard takes a
-  message immediately, unless its sender is lost just then (or has been, and the message may be dropped). A loss that comes
-  later commutes with everything between it and the push: no worker receives the answers. That the order does not matter is
-  tested by itself, in every state of small jobs.
+- *Deliveries first* (`_in_any_order`; ElasticBSP and SpecSync without late workers or changes). What two workers send
+to
+  a shard may be taken in either order: the same follows, and neither keeps the other from anything. So a shard takes
+  a message immediately, unless its sender is lost just then (or has been, and the message may be dropped). A loss
+  that comes later commutes with everything between it and the push: no worker receives the answers. That the order
+  does not matter is tested by itself, in every state of small jobs.
 - *Notifications first, and patience* (`_apart`; SpecSync upon ASP). There a push affects the others only when the
-  coordinator takes its notification. A restart that the coordinator orders in between is ignored, as is one that is not
-  received before the push. So the push may as well come right before the notification is taken, and after everything that
-  the coordinator takes of this worker before; if a worker is lost before that, no other worker is affected by the push.
+  coordinator takes its notification. A restart that the coordinator orders in between is ignored, as is one that is
+  not received before the push. So the push may as well come right before the notification is taken, and after
+  everything that the coordinator takes of this worker before; if a worker is lost before that, no other worker is
+  affected by the push.
 - *Shards in no order* (`canonical`). Those of one model that draw the same numbers differ in name only.
 - *Workers' names* (`canonical`). Workers differ in name only, too, unless the model draws for each, or breaks ties by
-  name, as plans do that are followed as they are, or a worker is late. Of all states that differ in names one is kept.
+  name, as plans do that are followed as they are, or a worker is late. Of all states that differ in names one is
+  kept.
 - *Shards that all workers have left* (where deliveries come first). Their state has no effect.
-- *Means.* A mean that all shards have applied says nothing about their agreement, and is forgotten. (No push is in two
+- *Means.* A mean that all shards have applied says nothing about their agreement, and is forgotten. (No push is in
+two
   means, so no two means can be mistaken for each other.)
-- *Cores* are interned (`states.Interned`): each state of a core is made once, and each call in it is made once. The order of
-  a dict reaches at most the order of answers within one event, the labels of workers that have left matter only to one that
-  returns, and held pushes are summed in worker order: none of these tells two states apart. Of SpecSync's coordinator only
-  that is kept which may still decide a restart (`states._outlook`). That the same follows is tested by itself, too.
+- *Cores* are interned (`states.Interned`): each state of a core is made once, and each call in it is made once. The
+order of
+  a dict reaches at most the order of answers within one event, the labels of workers that have left matter only to
+  one that returns, and held pushes are summed in worker order: none of these tells two states apart. Of SpecSync's
+  coordinator only that is kept which may still decide a restart (`states._outlook`). That the same follows is tested
+  by itself, too.
 """
 
 from __future__ import annotations
@@ -137,7 +151,8 @@ class Cluster:
         changes: the sync models that workers request, one after another, at any time.
         seed: seed of the run.
         commits: True if a push and its pull arrive together, as in a live run; otherwise they arrive one by one.
-        any_plan: True to follow the planner only in *whether* there is a plan, and allow every stop that it could have
+        any_plan: True to follow the planner only in *whether* there is a plan, and allow every stop that it could
+            have
             named; otherwise its plans are followed as they are. The clock is `now_s`, which the caller may move.
         agree: check that the shards have averaged the same pushes together.
         shard_host: makes the host of the model at a shard, instead of `ShardSync`.
@@ -199,8 +214,10 @@ class Cluster:
         )
         self._schedule = Schedule((ScheduleStep(models if len(set(models)) > 1 else models[:1]),))
         tape = Tape()
+        # The labels of workers that have left matter only if a worker with such a name joins later.
+        remembers = late > 1
         self._workers: Interned[Worker] = Interned(tape)
-        self._servers: Interned[Server] = Interned(tape)
+        self._servers: Interned[Server] = Interned(tape, remembers=remembers)
         self._coordinators: Interned[Coordinator] = Interned(tape)
         self._worker_pool: Pool[WorkerState] = Pool()
         self._server_pool: Pool[ServerState] = Pool()
@@ -578,12 +595,15 @@ class Cluster:
         return self._with_worker(state, w, lost)._replace(losses=state.losses - 1)
 
     def _join(self, state: State, w: int) -> State:
-        """A worker joins. Every shard gets the same c_p: near the slowest worker's, as one of them has it."""
-        view = state.servers[0].view
-        count = min((other.pushed for other in view.workers if other.state == "live"), default=view.round)
-        asked = messages.WorkerJoined(w, 0, count, 0, 0)
+        """A worker joins."""
+        asked = messages.WorkerJoined(w, 0, self._count_for_newcomer(state), 0, 0)
         state = self._with_worker(state, w, state.workers[w]._replace(phase="joining"))
         return self._at_coordinator(state, Call("admit", w, asked, self.now_s))
+
+    def _count_for_newcomer(self, state: State) -> int | None:
+        """Return the c_p that every shard gives a late worker: near the slowest worker's, as one of them has it."""
+        view = state.servers[0].view
+        return min((other.pushed for other in view.workers if other.state == "live"), default=view.round)
 
     def _welcome(self, state: State, index: int, w: int) -> State:
         at = state.coordinator
@@ -707,7 +727,7 @@ class Cluster:
         state = state._replace(servers=_put(state.servers, index, at))
         for to, message in sent:
             if isinstance(message, Answer):
-                state = self._answer(state, to.index, message.v_train)
+                state = self._answer(state, index, to.index, message.v_train)
             elif isinstance(message, WorkerWelcomed):
                 chief = state.coordinator
                 welcomes = chief.welcomes | {(index, message.worker)}
@@ -845,8 +865,8 @@ class Cluster:
         """True if the core is in the state after this event, which is the last one of its call."""
         return not (isinstance(event, events.PushReceived) and self._commits)
 
-    def _answer(self, state: State, w: int, v_train: int | None) -> State:
-        """A shard's weights reach a worker; with the last of them it goes on, or leaves if it has done its work."""
+    def _answer(self, state: State, index: int, w: int, v_train: int | None) -> State:
+        """A shard's weights reach a worker, whose core receives all answers together, with the last one."""
         its = state.workers[w]
         if its.phase != "waiting":
             return state
@@ -856,15 +876,19 @@ class Cluster:
             return self._with_worker(state, w, its)
         number = its.core
         requests: tuple[Request, ...] = ()
-        for index in range(len(state.servers)):
-            answer = Answer(index, self._workers[number].iteration, 0, its.v_train)
+        for shard in range(len(state.servers)):
+            answer = Answer(shard, self._workers[number].iteration, 0, its.v_train)
             number, outcome = self._workers.after(number, Call("handle", message=answer))
             requests += outcome.requests
-        its = its._replace(phase="computing", core=number, v_train=None)
+        return self._go_on(state, w, its._replace(core=number, v_train=None), requests)
+
+    def _go_on(self, state: State, w: int, its: WorkerState, requests: Sequence[Request]) -> State:
+        """A worker that has all answers computes its next iteration, or leaves if it has done its work."""
+        its = its._replace(phase="computing")
+        state = self._send_all(self._with_worker(state, w, its), w, requests)
         if self._iteration(its) < self._iterations:
-            return self._send_all(self._with_worker(state, w, its), w, requests)
-        state = self._send_all(state, w, requests)
-        number, outcome = self._workers.after(number, Call("finish"))
+            return state
+        _, outcome = self._workers.after(its.core, Call("finish"))
         state = self._with_worker(state, w, WorkerState("finished", changed=its.changed))
         return self._send_all(state, w, outcome.requests)
 

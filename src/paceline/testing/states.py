@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -104,7 +104,8 @@ class WorkerState(NamedTuple):
         phase: what it does.
         core: number of its core in `Cluster.workers`.
         orders: messages of the coordinator that it has not received yet.
-        v_train: the latest round that an answer has named since its last push. Its core receives all answers together,
+        v_train: the latest round that an answer has named since its last push. Its core receives all answers
+            together,
             with the last one.
         restarted: True if it has restarted the iteration at hand.
         changed: number of the last change that it has flagged a push with.
@@ -201,10 +202,12 @@ class Interned(Generic[Core]):
 
     Args:
         tape: what the cores record with.
+        remembers: True if two states differ that differ only in the labels of workers that have left.
     """
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, *, remembers: bool = False) -> None:
         self._tape = tape
+        self._ignored = IRRELEVANT - {"_former"} if remembers else IRRELEVANT
         self._cores: list[Core] = []
         self._number: dict[Hashable, int] = {}
         self._next: dict[tuple[int, Call], tuple[int, Outcome]] = {}
@@ -224,7 +227,7 @@ class Interned(Generic[Core]):
 
     def add(self, core: Core, came_from: tuple[int, Call] | None = None) -> int:
         """Return the number of a core's state."""
-        number = self._number.setdefault(_frozen(core), len(self._cores))
+        number = self._number.setdefault(self._freeze(core), len(self._cores))
         if number == len(self._cores):
             self._cores.append(core)
             self._came_from.append(came_from)
@@ -246,7 +249,7 @@ class Interned(Generic[Core]):
                 after = _copied(core)
                 outcome = self._perform(after, call)
                 then, expected = self._next[number, call]
-                if outcome.requests != expected.requests or self._number[_frozen(after)] != then:
+                if outcome.requests != expected.requests or self._number[self._freeze(after)] != then:
                     return f"{outcome.requests} after {call}, not {expected.requests}"
                 if (whole := _frozen(after, whole=True)) not in known:
                     known.add(whole)
@@ -271,6 +274,9 @@ class Interned(Generic[Core]):
             assert before is not None
             known[number] = self.after(known[before[0]], call(before[1]))[0]
         return known[way[0] if way else number]
+
+    def _freeze(self, core: Core) -> Hashable:
+        return _frozen(core, ignored=self._ignored)
 
     def _perform(self, core: Core, call: Call) -> Outcome:
         requests = tuple(_call(core, call))
@@ -449,35 +455,37 @@ def _renew_conditions(sync: ShardSync) -> None:
         sync._machine = fresh
 
 
-IRRELEVANT = {
-    # What decides nothing, or is the same in all states of one search.
-    *("_former", "_versions", "_recorder", "_recorder_of", "_read_sync", "_shortage", "_schedule"),
-    *("last_commit", "publisher", "finished", "lost", "cut_off", "endings", "faults", "board", "waits"),
-    *("model", "slices", "addresses", "started", "_connected", "_addresses"),
-}
+IRRELEVANT: Set[str] = frozenset(
+    {
+        # What decides nothing, or is the same in all states of one search.
+        *("_former", "_versions", "_recorder", "_recorder_of", "_read_sync", "_shortage", "_schedule"),
+        *("last_commit", "publisher", "finished", "lost", "cut_off", "endings", "faults", "board", "waits"),
+        *("model", "slices", "addresses", "started", "_connected", "_addresses"),
+    }
+)
 
 
-def _frozen(thing: object, whole: bool = False) -> Hashable:
+def _frozen(thing: object, whole: bool = False, ignored: Set[str] = IRRELEVANT) -> Hashable:
     """Return a value that is equal for equal states; unless `whole`, also for states with the same future."""
     match thing:
         case dict():
-            return frozenset((key, _frozen(value, whole)) for key, value in thing.items())
+            return frozenset((key, _frozen(value, whole, ignored)) for key, value in thing.items())
         case list() | tuple() | deque():
-            return tuple(_frozen(value, whole) for value in thing)
+            return tuple(_frozen(value, whole, ignored) for value in thing)
         case set():
             return frozenset(thing)
         case types.FunctionType() | types.MethodType():
             return None  # a condition, which does not change
         case Speculator() if not whole:
-            return type(thing).__name__, _frozen(_outlook(thing))
+            return type(thing).__name__, _frozen(_outlook(thing), whole, ignored)
         case msgspec.Struct():
             assert isinstance(thing, Hashable)
             return thing
         case _ if hasattr(thing, "__dict__"):
             own = (
-                (key, frozenset(value) if key in ("held", "_held") else _frozen(value, whole))
+                (key, frozenset(value) if key in ("held", "_held") else _frozen(value, whole, ignored))
                 for key, value in vars(thing).items()
-                if key not in IRRELEVANT
+                if key not in ignored
             )
             return type(thing).__name__, frozenset(own)
         case _:
