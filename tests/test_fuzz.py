@@ -280,7 +280,7 @@ class Puppet:
     def __init__(self, bench: Bench, index: int) -> None:
         self.bench, self.index = bench, index
         job = bench.job
-        self.core = core.Worker(job.sync, workers=job.workers, shards=job.shards, servers=job.servers)
+        self.core = core.Worker(job.schedule, workers=job.workers, shards=job.shards, servers=job.servers)
         self.coordinator: Stream[Any] = Stream(
             connect(bench.coordinator.address),
             FromCoordinatorToWorker,

@@ -46,7 +46,7 @@ from paceline.runtime.reader import Reader
 from paceline.runtime.server import READERS_PER_SHARD
 from paceline.runtime.worker import WorkerSession
 from paceline.shard.optimizers import read_groups
-from paceline.sync import ASP, BSP, AnySyncModel, ElasticBSP
+from paceline.sync import ASP, BSP, ElasticBSP, SyncModel
 from paceline.sync.events import Change
 from paceline.trace.measures import measure
 from paceline.wire.addresses import connect
@@ -535,7 +535,7 @@ def asking(sync: str, number: int = 0) -> SyncRequested:
     return SyncRequested("script", number, sync)
 
 
-TALK: dict[str, tuple[AnySyncModel, Callable[[Worker], None]]] = {
+TALK: dict[str, tuple[SyncModel, Callable[[Worker], None]]] = {
     "another model, later": (BSP(), lambda w: w.tell_coordinator(Register(another_model()))),
     "what only servers say": (BSP(), lambda w: w.tell_coordinator(Ready())),
     "a second greeting": (BSP(), lambda w: w.tell_coordinator(Hello(w.session._job.token, "worker", 1))),
@@ -716,7 +716,7 @@ def address_of(peer: socket.socket) -> str:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("sync", [BSP(), ASP()], ids=str)
 def test_a_readers_snapshot_is_never_torn_within_a_shard(
-    run_on_threads: RunOnThreads, sync: AnySyncModel, transport: str
+    run_on_threads: RunOnThreads, sync: SyncModel, transport: str
 ) -> None:
     """Each update takes 1/1024 off every element, exactly; so a shard's version tells what its elements are."""
     size, steps = 60_000, 40

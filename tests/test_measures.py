@@ -11,7 +11,7 @@ from paceline import DistributedOptimizer
 from paceline.core import shard as core
 from paceline.core.shard_sync import ShardSync
 from paceline.sim import Cluster, Presence, Uniform, simulate
-from paceline.sync import ASP, BSP, AnySyncModel, DropStragglers
+from paceline.sync import ASP, BSP, DropStragglers, SyncModel
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
 from paceline.sync.events import (
     AnyEvent,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Shard:
     """A trace in the making."""
 
-    def __init__(self, sync: AnySyncModel, index: int = 0) -> None:
+    def __init__(self, sync: SyncModel, index: int = 0) -> None:
         self._header = Header(sync=str(sync), host="shard", index=index)
         self._entries: list[Entry] = []
         self._version = 0
@@ -197,7 +197,7 @@ def test_a_worker_that_never_left_was_there_until_the_trace_ended() -> None:
 class Told:
     """A shard without tensors that is told events by hand. Everything happens at one moment."""
 
-    def __init__(self, sync: AnySyncModel, workers: int) -> None:
+    def __init__(self, sync: SyncModel, workers: int) -> None:
         self._memory = Memory(Header(sync=str(sync), host="shard"))
         self._shard = core.Shard(0, [sync], recorder=self._memory)
         for worker in range(workers):

@@ -41,11 +41,11 @@ def test_sync_models_are_these_under_these_names() -> None:
         "MODELS",
         "PSSP",
         "SSP",
-        "AnySyncModel",
         "Conditions",
         "DropStragglers",
         "DynamicPSSP",
         "ElasticBSP",
+        "JobMachine",
         "Machine",
         "NaiveWaiting",
         "PullState",
@@ -54,6 +54,7 @@ def test_sync_models_are_these_under_these_names() -> None:
         "SpecSync",
         "SyncModel",
         "parse",
+        "register",
     ]
 
 

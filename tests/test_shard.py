@@ -16,7 +16,7 @@ from paceline.core.shard import Shard
 from paceline.errors import InvalidEventError, ProtocolError
 from paceline.shard.optimizers import ELEMENTWISE, read_groups, require_elementwise
 from paceline.shard.store import Push, Store, Vectors
-from paceline.sync import ASP, BSP, SSP, AnySyncModel, Conditions, ElasticBSP, PullState, PushState
+from paceline.sync import ASP, BSP, SSP, Conditions, ElasticBSP, PullState, PushState, SyncModel
 from paceline.sync.events import (
     AnyEvent,
     PullRequested,
@@ -83,7 +83,7 @@ class Job:
 
     def __init__(
         self,
-        sync: AnySyncModel,
+        sync: SyncModel,
         factory: Factory,
         *,
         shards: int = 1,
@@ -555,7 +555,7 @@ def test_under_bsp_no_gradient_is_ever_stale(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sync", [BSP(), ASP(), SSP(staleness=0), ElasticBSP()], ids=str)
 def test_a_refused_event_leaves_weights_version_and_state_as_they_were(
-    sync: AnySyncModel, tmp_path: Path
+    sync: SyncModel, tmp_path: Path
 ) -> None:
     path = tmp_path / "trace.jsonl"
     recorder = Recorder.to_path(path, Header(sync=str(sync), host="shard"))

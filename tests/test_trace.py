@@ -19,7 +19,6 @@ from paceline.sync import (
     ASP,
     BSP,
     SSP,
-    AnySyncModel,
     Conditions,
     DropStragglers,
     DynamicPSSP,
@@ -28,6 +27,7 @@ from paceline.sync import (
     NaiveWaiting,
     PullState,
     SpecSync,
+    SyncModel,
 )
 from paceline.sync.actions import (
     AnyAction,
@@ -65,7 +65,7 @@ def fails(state: PullState) -> bool:
     return bool(1 // (state.progress < 2))
 
 
-MODELS: list[AnySyncModel] = [
+MODELS: list[SyncModel] = [
     BSP(),
     ASP(),
     SSP(),
@@ -153,7 +153,7 @@ def recorded(path: Path, header: Header, entries: list[Entry]) -> Path:
 @every_model
 @pytest.mark.parametrize("seed", range(3))
 def test_a_shards_trace_reads_back_equal_and_replays_identically(
-    sync: AnySyncModel, seed: int, tmp_path: Path
+    sync: SyncModel, seed: int, tmp_path: Path
 ) -> None:
     header = Header(sync=str(sync), host="shard", index=3, seed=5, emulated="pace 0.05,0.15")
     entries = live(ShardSync(sync, seed=5, shard=3), events_of_two_workers(seed))
@@ -241,7 +241,7 @@ def test_the_coordinators_trace_with_timers_restarts_and_changes_replays_identic
 
 
 @every_model
-def test_the_header_reads_back_whatever_the_model(sync: AnySyncModel, tmp_path: Path) -> None:
+def test_the_header_reads_back_whatever_the_model(sync: SyncModel, tmp_path: Path) -> None:
     header = Header(sync=str(sync), host="shard", index=1)
     trace = read(recorded(tmp_path / "trace.jsonl", header, []))
     assert trace.header == header

@@ -19,7 +19,7 @@ from paceline.frontend.session import current
 from paceline.runtime import worker as worker_module
 from paceline.runtime.worker import WorkerSession
 from paceline.shard.optimizers import ELEMENTWISE
-from paceline.sync import ASP, BSP, SSP, AnySyncModel, ElasticBSP
+from paceline.sync import ASP, BSP, SSP, ElasticBSP, SyncModel
 from paceline.sync.actions import AnswerPull, ApplyMean, PublishPlan
 from paceline.sync.events import PullRequested, WorkerFinished
 from paceline.trace.measures import measure
@@ -35,7 +35,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 BATCH = 6
 INPUTS = 5
 TIMEOUT_S = 30.0
-MODELS: tuple[AnySyncModel, ...] = (BSP(), ASP(), SSP(staleness=3), ElasticBSP(lookahead=5))
+MODELS: tuple[SyncModel, ...] = (BSP(), ASP(), SSP(staleness=3), ElasticBSP(lookahead=5))
 
 
 class Net(nn.Module):
@@ -1088,7 +1088,7 @@ def test_a_buffer_that_changes_its_shape_is_an_error_of_the_script(run_on_thread
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("sync", MODELS, ids=str)
 def test_a_live_trace_gives_identical_actions_when_replayed(
-    run_on_threads: RunOnThreads, sync: AnySyncModel, transport: str
+    run_on_threads: RunOnThreads, sync: SyncModel, transport: str
 ) -> None:
     make = seeded(Net)
     run = run_on_threads(
@@ -1117,7 +1117,7 @@ def test_a_live_trace_gives_identical_actions_when_replayed(
 
 
 @pytest.mark.parametrize("sync", MODELS, ids=str)
-def test_every_model_learns(run_on_threads: RunOnThreads, sync: AnySyncModel) -> None:
+def test_every_model_learns(run_on_threads: RunOnThreads, sync: SyncModel) -> None:
     make = seeded(Net)
     run = run_on_threads(
         training(make, slow, 60),
@@ -1173,13 +1173,13 @@ def test_under_ssp_with_infinite_staleness_no_pull_is_delayed(run_on_threads: Ru
 
 @pytest.mark.parametrize("recorded", [BSP(), SSP(staleness=0)], ids=str)
 def test_ssp_with_staleness_0_waits_exactly_where_bsp_waits(
-    run_on_threads: RunOnThreads, recorded: AnySyncModel
+    run_on_threads: RunOnThreads, recorded: SyncModel
 ) -> None:
     """What one of the two was told in a live run, told to the other, has the same pulls answered at each event."""
     run = run_on_threads(
         training(seeded(Net), slow, [25, 20, 25]), workers=3, servers=2, sync=recorded, pace=[0, 0.001, 0]
     )
-    other: AnySyncModel = SSP(staleness=0) if isinstance(recorded, BSP) else BSP()
+    other: SyncModel = SSP(staleness=0) if isinstance(recorded, BSP) else BSP()
     delayed = 0
     for trace in run.shards:
         machine = other.at_shard()
@@ -1195,7 +1195,7 @@ def test_ssp_with_staleness_0_waits_exactly_where_bsp_waits(
 @pytest.mark.parametrize("sync", MODELS, ids=str)
 @pytest.mark.parametrize("steps", [(3, 40, 17, 0), (0, 0, 2, 9)], ids=str)
 def test_a_worker_that_is_done_has_left(
-    run_on_threads: RunOnThreads, sync: AnySyncModel, steps: tuple[int, ...]
+    run_on_threads: RunOnThreads, sync: SyncModel, steps: tuple[int, ...]
 ) -> None:
     """Uneven numbers of iterations hang nobody; a worker need not train at all."""
     run = run_on_threads(training(seeded(Net), slow, steps), workers=4, servers=2, sync=sync)

@@ -13,10 +13,10 @@ from paceline.sync import (
     ASP,
     BSP,
     SSP,
-    AnySyncModel,
     DropStragglers,
     ElasticBSP,
     NaiveWaiting,
+    SyncModel,
 )
 from paceline.sync.actions import (
     AnswerPull,
@@ -49,7 +49,7 @@ from paceline.sync.events import (
 from .world import Life, freeze
 
 
-def begin(sync: AnySyncModel, workers: int, shard: int = 0) -> Life:
+def begin(sync: SyncModel, workers: int, shard: int = 0) -> Life:
     """A shard with so many workers, all of which compute iteration 0."""
     life = Life(ShardSync(sync, shard=shard))
     for _ in range(workers):
@@ -499,7 +499,7 @@ def test_a_change_that_is_published_anew_takes_the_place_of_the_first() -> None:
     ]
 
 
-def at_two_shards(model: AnySyncModel) -> tuple[Life, Life]:
+def at_two_shards(model: SyncModel) -> tuple[Life, Life]:
     """Worker 0 is the only member of a change; workers 1 and 2 have joined since it was published."""
     lives = begin(model, 1, 0), begin(model, 1, 1)
     for life in lives:

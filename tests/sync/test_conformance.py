@@ -21,7 +21,6 @@ from paceline.sync import (
     MODELS,
     PSSP,
     SSP,
-    AnySyncModel,
     Conditions,
     DropStragglers,
     DynamicPSSP,
@@ -32,6 +31,7 @@ from paceline.sync import (
     PushState,
     ShardMachine,
     SpecSync,
+    SyncModel,
     parse,
 )
 from paceline.sync.actions import AnswerPull, RestartWorker, SetTimer
@@ -64,7 +64,7 @@ def two_have_pushed(state: PushState) -> bool:
     return state.pushed >= min(2, state.live)
 
 
-TABLE: list[AnySyncModel] = [
+TABLE: list[SyncModel] = [
     BSP(),
     ASP(),
     ASP(push_scale="1/n"),
@@ -98,7 +98,7 @@ TABLE: list[AnySyncModel] = [
     Conditions(pull=lambda state: state.progress < state.v_train + 2),
 ]
 
-HOSTS: dict[str, Callable[[AnySyncModel], ShardMachine | ShardSync]] = {
+HOSTS: dict[str, Callable[[SyncModel], ShardMachine | ShardSync]] = {
     "alone": lambda sync: sync.at_shard(),
     "hosted": lambda sync: ShardSync(sync),
 }
@@ -142,7 +142,7 @@ REFUSED: dict[str, AnyEvent] = {
 }
 
 
-def begun(sync: AnySyncModel, host: str = "alone") -> Life:
+def begun(sync: SyncModel, host: str = "alone") -> Life:
     """Four workers, one whole iteration, and a little more: see `REFUSED`."""
     life = Life(HOSTS[host](sync))
     world = life.world
@@ -161,7 +161,7 @@ def begun(sync: AnySyncModel, host: str = "alone") -> Life:
     return life
 
 
-def after_a_random_life(sync: AnySyncModel, seed: int, host: str = "alone") -> Life:
+def after_a_random_life(sync: SyncModel, seed: int, host: str = "alone") -> Life:
     """Some fifty legal events, no two seeds alike."""
     life = Life(HOSTS[host](sync))
     draw = random.Random(seed)
@@ -175,7 +175,7 @@ def test_the_table_has_every_model() -> None:
 
 @every_model
 @pytest.mark.parametrize("what", REFUSED)
-def test_is_refused_and_changes_nothing(sync: AnySyncModel, what: str) -> None:
+def test_is_refused_and_changes_nothing(sync: SyncModel, what: str) -> None:
     life = begun(sync, "hosted")
     control = copy.deepcopy(life)
     life.refuse(REFUSED[what])
@@ -186,7 +186,7 @@ def test_is_refused_and_changes_nothing(sync: AnySyncModel, what: str) -> None:
 
 
 @every_model
-def test_refusals_say_which_worker(sync: AnySyncModel) -> None:
+def test_refusals_say_which_worker(sync: SyncModel) -> None:
     machine = begun(sync, "hosted").machine
     for event in REFUSED.values():
         with pytest.raises(InvalidEventError, match=f"worker {event.worker}"):
@@ -195,7 +195,7 @@ def test_refusals_say_which_worker(sync: AnySyncModel) -> None:
 
 @every_model
 @pytest.mark.parametrize("seed", range(3))
-def test_is_refused_at_any_moment_of_a_life(sync: AnySyncModel, seed: int) -> None:
+def test_is_refused_at_any_moment_of_a_life(sync: SyncModel, seed: int) -> None:
     life = Life(ShardSync(sync))
     draw = random.Random(seed)
     for _ in range(40):
@@ -208,9 +208,7 @@ def test_is_refused_at_any_moment_of_a_life(sync: AnySyncModel, seed: int) -> No
 @every_host
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "finished"])
-def test_those_who_leave_never_block_the_last_one(
-    sync: AnySyncModel, host: str, seed: int, lost: bool
-) -> None:
+def test_those_who_leave_never_block_the_last_one(sync: SyncModel, host: str, seed: int, lost: bool) -> None:
     life = after_a_random_life(sync, seed, host)
     for survivor in list(life.world.phase):
         alone = copy.deepcopy(life)
@@ -222,7 +220,7 @@ def test_those_who_leave_never_block_the_last_one(
 
 @every_model
 @every_host
-def test_who_leaves_is_never_answered_any_more(sync: AnySyncModel, host: str) -> None:
+def test_who_leaves_is_never_answered_any_more(sync: SyncModel, host: str) -> None:
     life = begun(sync, host)
     life.tell(life.world.leave(2, lost=True))
     actions = [*life.tell(life.world.push(0)), *life.tell(life.world.pull(0)), *life.tell(life.world.pull(1))]
@@ -233,7 +231,7 @@ def test_who_leaves_is_never_answered_any_more(sync: AnySyncModel, host: str) ->
 
 @every_model_without_times
 @pytest.mark.parametrize("seed", range(5))
-def test_time_may_stand_still_or_leap(sync: AnySyncModel, seed: int) -> None:
+def test_time_may_stand_still_or_leap(sync: SyncModel, seed: int) -> None:
     """What a shard decides does not hang on the clock: the same events at other times, the same actions."""
     draw = random.Random(seed)
     choices = [draw.randrange(10_000) for _ in range(60)]
@@ -247,7 +245,7 @@ def test_time_may_stand_still_or_leap(sync: AnySyncModel, seed: int) -> None:
 
 
 @every_model
-def test_machines_of_one_specification_share_nothing(sync: AnySyncModel) -> None:
+def test_machines_of_one_specification_share_nothing(sync: SyncModel) -> None:
     first, second = sync.at_shard(), sync.at_shard()
     fresh = freeze(second)
     first.handle(WorkerJoined(now_s=0.0, worker=0))
@@ -255,7 +253,7 @@ def test_machines_of_one_specification_share_nothing(sync: AnySyncModel) -> None
 
 
 @every_model
-def test_the_same_events_give_the_same_actions_alone_and_hosted(sync: AnySyncModel) -> None:
+def test_the_same_events_give_the_same_actions_alone_and_hosted(sync: SyncModel) -> None:
     life = after_a_random_life(sync, 1)
     machines = (sync.at_shard(), sync.at_shard(), ShardSync(sync))
     once, again, hosted = ([machine.handle(event) for event in life.events] for machine in machines)
@@ -263,7 +261,7 @@ def test_the_same_events_give_the_same_actions_alone_and_hosted(sync: AnySyncMod
 
 
 @every_model
-def test_a_specification_is_a_value_that_reads_back(sync: AnySyncModel) -> None:
+def test_a_specification_is_a_value_that_reads_back(sync: SyncModel) -> None:
     assert parse(str(sync)) == sync
     assert hash(parse(str(sync))) == hash(sync)
     with pytest.raises(AttributeError):
@@ -282,14 +280,14 @@ def test_a_specification_is_a_value_that_reads_back(sync: AnySyncModel) -> None:
     ids=lambda event: type(event).__name__,
 )
 def test_a_shard_that_is_told_what_only_the_coordinator_hears_is_our_bug(
-    sync: AnySyncModel, host: str, event: AnyEvent
+    sync: SyncModel, host: str, event: AnyEvent
 ) -> None:
     with pytest.raises(InternalError, match=type(event).__name__):
         HOSTS[host](sync).handle(event)
 
 
 @every_model
-def test_a_repeated_pull_is_answered_at_once_and_changes_nothing(sync: AnySyncModel) -> None:
+def test_a_repeated_pull_is_answered_at_once_and_changes_nothing(sync: SyncModel) -> None:
     life = begun(sync, "hosted")
     before = freeze(life.machine)
     assert life.tell(life.world.repeat(0)) == [AnswerPull(0, 0)]
@@ -297,7 +295,7 @@ def test_a_repeated_pull_is_answered_at_once_and_changes_nothing(sync: AnySyncMo
 
 
 @every_model
-def test_what_waits_is_said_in_words(sync: AnySyncModel) -> None:
+def test_what_waits_is_said_in_words(sync: SyncModel) -> None:
     for host in HOSTS:
         life = begun(sync, host)
         words = cast(ShardMachine | ShardSync, life.machine).waits()
@@ -308,7 +306,7 @@ def test_what_waits_is_said_in_words(sync: AnySyncModel) -> None:
 @every_model
 @every_host
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "finished"])
-def test_who_joins_anew_takes_part_like_anybody(sync: AnySyncModel, host: str, lost: bool) -> None:
+def test_who_joins_anew_takes_part_like_anybody(sync: SyncModel, host: str, lost: bool) -> None:
     life = Life(HOSTS[host](sync))
     world = life.world
     for _ in range(2):
@@ -330,7 +328,7 @@ def test_who_joins_anew_takes_part_like_anybody(sync: AnySyncModel, host: str, l
 
 # -- at the coordinator -----------------------------------------------------------------------------------
 
-COORDINATORS: dict[str, Callable[[AnySyncModel], Machine]] = {
+COORDINATORS: dict[str, Callable[[SyncModel], Machine]] = {
     "alone": lambda sync: cast(Machine, sync.at_coordinator()),
     "hosted": lambda sync: JobSync(str(sync)),
 }
@@ -338,7 +336,7 @@ COORDINATORS: dict[str, Callable[[AnySyncModel], Machine]] = {
 every_coordinator = pytest.mark.parametrize("host", COORDINATORS)
 
 
-def planner_of(sync: AnySyncModel, host: str) -> Machine:
+def planner_of(sync: SyncModel, host: str) -> Machine:
     """Two workers that have finished an iteration each; worker 1 has not begun its next, worker 2 was lost."""
     planner = COORDINATORS[host](sync)
     for worker in range(3):
@@ -377,7 +375,7 @@ REFUSED_BY_SPECULATOR: dict[str, AnyEvent] = {
 
 @every_planned_model
 @pytest.mark.parametrize("what", REFUSED_BY_COORDINATOR | REFUSED_BY_PLANNER | REFUSED_BY_SPECULATOR)
-def test_is_refused_by_the_coordinator_and_changes_nothing(sync: AnySyncModel, what: str) -> None:
+def test_is_refused_by_the_coordinator_and_changes_nothing(sync: SyncModel, what: str) -> None:
     if what in (REFUSED_BY_PLANNER if sync.needs_starts else REFUSED_BY_SPECULATOR):
         return  # not one of its own
     event = (REFUSED_BY_COORDINATOR | REFUSED_BY_PLANNER | REFUSED_BY_SPECULATOR)[what]
@@ -401,7 +399,7 @@ def test_is_refused_by_the_coordinator_and_changes_nothing(sync: AnySyncModel, w
     ids=lambda event: type(event).__name__,
 )
 def test_a_coordinator_that_is_told_what_only_shards_hear_is_our_bug(
-    sync: AnySyncModel, host: str, event: AnyEvent
+    sync: SyncModel, host: str, event: AnyEvent
 ) -> None:
     with pytest.raises(InternalError, match=type(event).__name__):
         planner_of(sync, host).handle(event)
@@ -409,7 +407,7 @@ def test_a_coordinator_that_is_told_what_only_shards_hear_is_our_bug(
 
 @every_planned_model
 @pytest.mark.parametrize("seed", range(3))
-def test_the_same_events_give_the_same_actions_at_the_coordinator(sync: AnySyncModel, seed: int) -> None:
+def test_the_same_events_give_the_same_actions_at_the_coordinator(sync: SyncModel, seed: int) -> None:
     """Also of the job's machine that hosts it; and what is decided does not hang on the order of a set."""
     machines = [COORDINATORS[host](sync) for host in COORDINATORS]
     draw = random.Random(seed)
@@ -441,7 +439,7 @@ def test_the_same_events_give_the_same_actions_at_the_coordinator(sync: AnySyncM
 
 # -- validate() finds what is wrong -----------------------------------------------------------------------
 
-BROKEN: dict[str, tuple[AnySyncModel, Callable[[Machine], None]]] = {
+BROKEN: dict[str, tuple[SyncModel, Callable[[Machine], None]]] = {
     "a worker that nobody counts": (BSP(), lambda machine: vars(machine)["counts"].count.update({9: 0})),
     "a slowest that is ahead of somebody": (
         SSP(),

@@ -31,7 +31,6 @@ from paceline.sync import (
     DSSP,
     PSSP,
     SSP,
-    AnySyncModel,
     Conditions,
     DropStragglers,
     DynamicPSSP,
@@ -144,9 +143,9 @@ def fails_in_its_second_round(state: PullState) -> bool:
 
 SPEC_SYNC = SpecSync(abort_time_s=1.0, abort_rate=0.0)
 FAILING = Conditions(pull=fails_in_its_second_round)
-MIXED: tuple[AnySyncModel, ...] = (SSP(staleness=1, execution="lazy"), BSP())
+MIXED: tuple[SyncModel, ...] = (SSP(staleness=1, execution="lazy"), BSP())
 
-MODELS: dict[str, SyncModel | Sequence[AnySyncModel]] = {
+MODELS: dict[str, SyncModel | Sequence[SyncModel]] = {
     "bsp": BSP(),
     "asp": ASP(),
     "ssp": SSP(staleness=1),

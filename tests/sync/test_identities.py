@@ -250,7 +250,7 @@ def test_after_a_change_a_shard_is_like_one_that_began_with_the_model(
     choices: list[int], sync: SyncModel
 ) -> None:
     """But for the labels of those who were there."""
-    changed, fresh = Life(ShardSync(ASP())), Life(ShardSync(sync))  # type: ignore[arg-type]
+    changed, fresh = Life(ShardSync(ASP())), Life(ShardSync(sync))
     for life in (changed, fresh):
         for _ in range(2):
             life.tell(life.world.join())

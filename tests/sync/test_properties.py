@@ -39,7 +39,6 @@ from paceline.sync import (
     DSSP,
     PSSP,
     SSP,
-    AnySyncModel,
     Conditions,
     DropStragglers,
     DynamicPSSP,
@@ -48,6 +47,7 @@ from paceline.sync import (
     PullState,
     PushState,
     SpecSync,
+    SyncModel,
 )
 from paceline.sync.actions import (
     AnswerPull,
@@ -458,7 +458,7 @@ def half_of(its: Numbers) -> bool:
 SEED = 7
 SHARD = 1
 
-ORACLES: list[tuple[AnySyncModel, Oracle]] = [
+ORACLES: list[tuple[SyncModel, Oracle]] = [
     (BSP(), Oracle(bounded(0).must_wait, means_of_rounds)),
     (ASP(), bounded(math.inf)),
     (ASP(push_scale="1/n"), Oracle(bounded(math.inf).must_wait, applied_and_divided)),
@@ -527,7 +527,7 @@ EXACT_STEPS_S = [
 class ShardLife(RuleBasedStateMachine):
     """One machine and its oracle; each rule is one event, or one that is refused."""
 
-    def __init__(self, sync: AnySyncModel, oracle: Oracle) -> None:
+    def __init__(self, sync: SyncModel, oracle: Oracle) -> None:
         super().__init__()
         self.life = Life(ShardSync(sync, SEED, SHARD))
         self.world = self.life.world
@@ -635,7 +635,7 @@ class ShardLife(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(("sync", "oracle"), ORACLES, ids=[str(sync) for sync, _ in ORACLES])
-def test_every_legal_life_agrees_with_the_oracle(sync: AnySyncModel, oracle: Oracle) -> None:
+def test_every_legal_life_agrees_with_the_oracle(sync: SyncModel, oracle: Oracle) -> None:
     run_state_machine_as_test(
         lambda: ShardLife(sync, oracle),  # type: ignore[arg-type]  # anything that makes one will do
         settings=settings(
@@ -1004,7 +1004,7 @@ class JobLife(RuleBasedStateMachine):
         """The number of the last change that all shards have made."""
         return min((vars(life.machine)["_changed"] for life in self.shards), default=0)
 
-    def model_of(self, life: Life) -> AnySyncModel:
+    def model_of(self, life: Life) -> SyncModel:
         assert isinstance(life.machine, ShardSync)
         return life.machine.sync
 

@@ -13,18 +13,18 @@ from paceline.sync import (
     ASP,
     BSP,
     SSP,
-    AnySyncModel,
     Conditions,
     DropStragglers,
     DynamicPSSP,
     ElasticBSP,
     NaiveWaiting,
     SpecSync,
+    SyncModel,
 )
 from paceline.sync.notation import notation, parse_shards, require_shards
 from paceline.sync.schedule import Schedule, Step, read_schedule
 
-MODELS: list[AnySyncModel] = [
+MODELS: list[SyncModel] = [
     BSP(),
     ASP(push_scale="1/n"),
     SSP(staleness=1, execution="lazy"),
@@ -39,7 +39,7 @@ MODELS: list[AnySyncModel] = [
 
 
 @pytest.mark.parametrize("sync", MODELS, ids=str)
-def test_a_model_is_the_whole_schedule(sync: AnySyncModel) -> None:
+def test_a_model_is_the_whole_schedule(sync: SyncModel) -> None:
     schedule = Schedule((Step((sync,)),))
     assert read_schedule(sync) == read_schedule(str(sync)) == read_schedule([sync]) == schedule
     assert read_schedule(schedule) is schedule
@@ -91,7 +91,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_whatever_is_written_reads_back(steps: list[tuple[list[AnySyncModel], bool]]) -> None:
+def test_whatever_is_written_reads_back(steps: list[tuple[list[SyncModel], bool]]) -> None:
     """One model for each shard is written as one, where they are all the same."""
     made = []
     for index, (models, epoch) in enumerate(steps):
@@ -175,7 +175,7 @@ def test_shards_of_unknown_models_are_refused(text: str) -> None:
 
 
 @given(st.lists(st.sampled_from(MODELS), min_size=1, max_size=4))
-def test_models_of_shards_are_written_as_one_if_they_are_the_same(models: list[AnySyncModel]) -> None:
+def test_models_of_shards_are_written_as_one_if_they_are_the_same(models: list[SyncModel]) -> None:
     read = parse_shards(notation(models))
     assert read == (tuple(models) if len(set(models)) > 1 else (models[0],))
 
@@ -184,7 +184,7 @@ def test_models_of_shards_are_written_as_one_if_they_are_the_same(models: list[A
     ("models", "shards"),
     [([BSP()], 1), ([BSP()], 5), ([BSP(), ASP()], 2), ([ElasticBSP()], 3), ([SpecSync(), SpecSync()], 2)],
 )
-def test_one_model_or_one_for_each_shard_is_taken(models: list[AnySyncModel], shards: int) -> None:
+def test_one_model_or_one_for_each_shard_is_taken(models: list[SyncModel], shards: int) -> None:
     require_shards(models, shards)
 
 
@@ -205,7 +205,7 @@ def test_one_model_or_one_for_each_shard_is_taken(models: list[AnySyncModel], sh
         ([ElasticBSP(), ElasticBSP(lookahead=2)], 2, "is for the whole job"),
     ],
 )
-def test_other_mixtures_are_refused(models: list[AnySyncModel], shards: int, complaint: str) -> None:
+def test_other_mixtures_are_refused(models: list[SyncModel], shards: int, complaint: str) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         require_shards(models, shards)
     assert complaint in str(refusal.value)

@@ -16,12 +16,12 @@ from paceline.sync import (
     DSPS,
     DSSP,
     SSP,
-    AnySyncModel,
     Conditions,
     ElasticBSP,
     NaiveWaiting,
     PullState,
     PushState,
+    SyncModel,
     parse,
 )
 from paceline.sync.actions import (
@@ -90,7 +90,7 @@ not_a_function = 7
 bound = Bound()
 
 
-def begin(sync: AnySyncModel, workers: int) -> Life:
+def begin(sync: SyncModel, workers: int) -> Life:
     life = Life(ShardSync(sync))
     for _ in range(workers):
         life.tell(life.world.join())
@@ -220,7 +220,7 @@ def test_pushes_that_are_held_are_averaged_once_by_bsp() -> None:
     assert life.tell(life.world.pull(1)) == [AnswerPull(1, 0)]
 
 
-def change_to(life: Life, sync: AnySyncModel, workers: int, number: int = 1) -> None:
+def change_to(life: Life, sync: SyncModel, workers: int, number: int = 1) -> None:
     change = Change(number=number, members=tuple(range(workers)), sync=str(sync))
     for worker in range(workers):
         iterate(life, worker, change)
@@ -231,7 +231,7 @@ def change_to(life: Life, sync: AnySyncModel, workers: int, number: int = 1) -> 
 @pytest.mark.parametrize(
     "worked", [BSP(), SSP(staleness=1), DSSP(lower=0, upper=2), DSPS(lower=0, upper=2)], ids=str
 )
-def test_the_shard_goes_back_to_the_last_model_that_worked(worked: AnySyncModel) -> None:
+def test_the_shard_goes_back_to_the_last_model_that_worked(worked: SyncModel) -> None:
     life = begin(worked, 3)
     change_to(life, Conditions(pull=raises_for_2), 3)
     for worker in (0, 1):
@@ -260,7 +260,7 @@ def test_a_shard_falls_back_to_naive_waiting_and_defers_the_pull() -> None:
     assert timer == SetTimer(0, 1, 0.5)
 
 
-def fail_after(worked: AnySyncModel) -> list[AnyAction]:
+def fail_after(worked: SyncModel) -> list[AnyAction]:
     """What a shard does when a condition raises that has replaced a model that worked."""
     life = begin(worked, 2)
     change = Change(number=1, members=(0, 1), sync=str(Conditions(pull=raises)))

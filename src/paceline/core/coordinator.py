@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from ..errors import ConfigurationError, InternalError, ProtocolError
-from ..sync import AnySyncModel
+from ..sync import SyncModel
 from ..sync.actions import PublishChange, PublishPlan, RestartWorker, SetTimer
 from ..sync.events import (
     AnyEvent,
@@ -103,7 +103,7 @@ class Coordinator:
         slicing: str = "even",
         overlap: bool = True,
         seed: int = 0,
-        read_sync: Callable[[str], Sequence[AnySyncModel]] = parse_shards,
+        read_sync: Callable[[str], Sequence[SyncModel]] = parse_shards,
         late: Collection[int] = (),
         shortage: Callable[[ModelSpec, int], str] = lambda model, workers: "",
         recorder: EntryRecorder | None = None,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..errors import ConfigurationError, InternalError, ProtocolError
-from ..sync import AnySyncModel
+from ..sync import SyncModel
 from ..sync.events import (
     AnyEvent,
     PullRepeated,
@@ -65,7 +65,7 @@ class Server:
     def __init__(
         self,
         seed: int = 0,
-        read_sync: Callable[[str], Sequence[AnySyncModel]] = parse_shards,
+        read_sync: Callable[[str], Sequence[SyncModel]] = parse_shards,
         recorder_of: RecorderOf = lambda shard: None,
     ) -> None:
         self.shards: dict[int, Shard] = {}
@@ -74,7 +74,7 @@ class Server:
         self._seed = seed
         self._read_sync = read_sync
         self._recorder_of = recorder_of
-        self._models: tuple[AnySyncModel, ...] = ()
+        self._models: tuple[SyncModel, ...] = ()
         self._to_begin: set[int] = set()  # shards that were created and have no weights yet
         self._connected: set[int] = set()  # workers
         self._readers: set[int] = set()  # those of them that can read the weights in place

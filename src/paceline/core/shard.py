@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from ..errors import InternalError, InvalidEventError
-from ..sync import AnySyncModel
+from ..sync import SyncModel
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
 from ..sync.events import AnyEvent
 from .entry import Entry, EntryRecorder
@@ -35,7 +35,7 @@ class Shard:
     def __init__(
         self,
         index: int,
-        models: Sequence[AnySyncModel],
+        models: Sequence[SyncModel],
         seed: int = 0,
         readers: Set[int] = frozenset(),
         recorder: EntryRecorder | None = None,

@@ -41,8 +41,8 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from ..sync.model import ShardMachine
-from ..sync.notation import AnySyncModel, parse_shards
+from ..sync.model import ShardMachine, SyncModel
+from ..sync.notation import parse_shards
 from .order import Order
 
 __all__ = ["ShardSync"]
@@ -62,14 +62,14 @@ class ShardSync:
         order: phases and labels of all live workers.
     """
 
-    def __init__(self, sync: AnySyncModel, seed: int = 0, shard: int = 0) -> None:
+    def __init__(self, sync: SyncModel, seed: int = 0, shard: int = 0) -> None:
         self.sync = sync
-        self.changed_to: tuple[AnySyncModel, ...] = ()
+        self.changed_to: tuple[SyncModel, ...] = ()
         self.order = Order()
         self._seed = seed
         self._shard = shard
         self._machine: ShardMachine = sync.at_shard(seed, shard)
-        self._worked: AnySyncModel = BSP()  # replaces a model whose condition fails
+        self._worked: SyncModel = BSP()  # replaces a model whose condition fails
         self._change: Change | None = None  # in progress
         self._changed = 0  # number of the last change that was completed here
         self._remaining: set[int] = set()  # live members of the change in progress that have yet to pass

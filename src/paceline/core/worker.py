@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 from ..errors import ConfigurationError, ProtocolError
 from ..sync.events import Change, Stop
-from ..sync.notation import AnySyncModel, notation, parse_shards, require_shards
+from ..sync.model import SyncModel
+from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
 from .messages import (
     AllCommitted,
@@ -185,7 +186,7 @@ class Worker:
         """The script begins a pass over its part of the data, counted from 0."""
         self._epoch = max(self._epoch, epoch)
 
-    def request_sync(self, models: Sequence[AnySyncModel], shard: int | None = None) -> list[Request]:
+    def request_sync(self, models: Sequence[SyncModel], shard: int | None = None) -> list[Request]:
         """The script requests a change of the sync model of all shards, or of one.
 
         Raises:
@@ -310,7 +311,7 @@ class Worker:
             requests.append(Send(COORDINATOR, SyncRequested("schedule", number, step.sync)))
         return requests
 
-    def _follow(self, models: Sequence[AnySyncModel]) -> None:
+    def _follow(self, models: Sequence[SyncModel]) -> None:
         """Do from now on what these models ask of workers."""
         self.needs_significance = any(model.needs_significance for model in models)
         self.may_restart = any(model.needs_starts for model in models)

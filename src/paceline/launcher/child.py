@@ -20,6 +20,7 @@ import msgspec
 
 from ..errors import PeerLostError, first_line
 from ..frontend import session as sessions
+from ..plugins import load_models
 from ..runtime.job import JOB_VARIABLE, Assignment
 from ..runtime.server import serve
 from ..runtime.worker import WorkerSession
@@ -32,18 +33,26 @@ __all__ = ["main"]
 def main() -> int:
     """Run as the server or worker that the environment variable names, and return the exit code."""
     assignment = msgspec.msgpack.decode(bytes.fromhex(os.environ.pop(JOB_VARIABLE)), type=Assignment)
+    job = assignment.job
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
     # A server ignores Ctrl-C: the launcher decides when it ends.
     if assignment.role == "server":
         sys.path[:] = cloudpickle.load(sys.stdin.buffer)
         local_conditions.update(cloudpickle.load(sys.stdin.buffer))
+        load_models(job.sync, job.imports)
         serve(assignment)
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    kind, *arguments = sys.argv[1:]
+    if kind == "function":
+        sys.path[:] = cloudpickle.load(sys.stdin.buffer)
+    else:
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    load_models(job.sync, job.imports)
     session = WorkerSession.connect(assignment)
     sessions.install(session)
     try:
-        _train(sys.argv[1:])
+        _train(kind, arguments)
     except SystemExit as end:
         if end.code not in (None, 0):
             session.fail(_describe_exit(end.code), "")
@@ -58,17 +67,14 @@ def main() -> int:
     return 0
 
 
-def _train(arguments: list[str]) -> None:
+def _train(kind: str, arguments: list[str]) -> None:
     """Call the training function from standard input, or run the training script that the arguments name."""
-    kind, *rest = arguments
     if kind == "function":
-        sys.path[:] = cloudpickle.load(sys.stdin.buffer)
         function, args = cloudpickle.load(sys.stdin.buffer)
         function(*args)
         return
-    script, *script_arguments = rest
-    sys.argv = [script, *script_arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.argv = arguments
+    script = arguments[0]
     runpy.run_path(script, run_name="__main__")
 
 

@@ -135,7 +135,7 @@ def summarize(
     except (ConfigurationError, OSError, msgspec.DecodeError) as error:
         faults.append(f"the run's traces cannot be read, so the summary has no statistics: {error}")
     return {
-        "sync": str(job.sync),
+        "sync": job.sync,
         "workers": job.workers,
         "servers": job.servers,
         "shards": job.shards,

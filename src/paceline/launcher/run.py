@@ -85,7 +85,7 @@ def start(
 
 def _server_input(job: Job, path: Sequence[str]) -> bytes:
     """Return the standard input of the servers: the module search path and the conditions that cannot be imported."""
-    models = [model for step in job.sync.steps for model in step.models if isinstance(model, Conditions)]
+    models = [model for model in job.schedule.models if isinstance(model, Conditions)]
     names = {name for model in models for name in (model.pull, model.push) if name in local_conditions}
     conditions = {name: local_conditions[name] for name in names}
     try:

@@ -95,12 +95,12 @@ class Coordinator:
         self.asked_s: dict[int, float] = {}
         self._paced: dict[int, tuple[int, float]] = {}  # worker -> an iteration, and when it began
         header = Header(
-            sync=notation(job.sync.first), host="coordinator", seed=job.seed, emulated=job.emulated
+            sync=notation(job.schedule.first), host="coordinator", seed=job.seed, emulated=job.emulated
         )
         path = Path(job.run_dir, "trace-coordinator.jsonl")
         self._recorder = Recorder(BestEffortFile(path, lambda words: self.core.faults.append(words)), header)
         self.core = core.Coordinator(
-            job.sync,
+            job.schedule,
             workers=job.workers,
             servers=job.servers,
             shards=job.shards,

@@ -18,10 +18,11 @@ from typing import Literal
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from ..sync import AnySyncModel, SyncModel
+from ..plugins import load_models, modules_of
+from ..sync import SyncModel
 from ..sync.notation import parse_shards, require_shards
 from ..sync.schedule import Schedule, read_schedule
-from ..sync.user_conditions import import_modules, require_named
+from ..sync.user_conditions import require_named
 from ..wire.addresses import listen_tcp
 from ..wire.memory import shared_memory_available
 from .footprint import (
@@ -68,8 +69,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         slicing: "even" for slices of equal size, whatever the sizes of the layers (EPS), or "by-parameter".
         overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
             have pushed all of their gradients.
-        sync: the sync model, or one model per shard, and when it changes.
-        imports: modules with conditions to which the run may change, in addition to those that `sync` names.
+        sync: the sync model, or one model per shard, and when it changes, in the notation of the command line.
+        imports: modules that every process imports: those of sync models of the user, and of conditions to which the
+            run may change.
         transport: "shm" (shared memory, one machine), "unix" (sockets, one machine) or "tcp".
         seed: random seed of the order of the data, the jitter and all other random choices.
         pace_s: minimum duration of an iteration, for each worker; () if there is none.
@@ -88,7 +90,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     shards: int
     slicing: Literal["even", "by-parameter"]
     overlap: Literal["shards", "off"]
-    sync: Schedule
+    sync: str
     imports: tuple[str, ...]
     transport: Literal["shm", "unix", "tcp"]
     seed: int
@@ -102,11 +104,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     epoch_s: float
 
+    @property
+    def schedule(self) -> Schedule:
+        """What `sync` says."""
+        return read_schedule(self.sync)
+
     def now_s(self) -> float:
         """Return the time since the run began, in seconds. All processes of one machine use the same clock."""
         return time.monotonic() - self.epoch_s
 
-    def read_sync(self, text: str) -> tuple[AnySyncModel, ...]:
+    def read_sync(self, text: str) -> tuple[SyncModel, ...]:
         """Parse the sync model, or the models of all shards, to which a peer requests to change.
 
         Raises:
@@ -120,7 +127,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         self.require_runnable(models)
         return models
 
-    def require_runnable(self, models: Sequence[AnySyncModel]) -> None:
+    def require_runnable(self, models: Sequence[SyncModel]) -> None:
         """Check that this run can change to the sync models, without importing modules not named at its launch.
 
         Raises:
@@ -128,7 +135,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """
         require_shards(models, self.shards)
         read_schedule(models).require_overlap(self.overlap)
-        launched = [model for step in self.sync.steps for model in step.models]
+        launched = [model for step in self.schedule.steps for model in step.models]
         require_named(models, launched, self.imports)
         for model in models:
             model.require_runnable(self.workers)
@@ -243,8 +250,9 @@ def make_job(
             f"shards is {shards} and servers is {servers}, but each server needs at least one shard. Use at least "
             f"{servers} shards."
         )
-    import_modules(imports)
+    load_models(sync, imports)
     schedule = read_schedule(sync)
+    imports = tuple(dict.fromkeys([*imports, *modules_of(schedule.models)]))
     schedule.require_runnable(workers, shards)
     schedule.require_overlap(overlap)
     for reason in (
@@ -259,8 +267,8 @@ def make_job(
         shards=shards,
         slicing="even" if slicing == "even" else "by-parameter",
         overlap="shards" if overlap == "shards" else "off",
-        sync=schedule,
-        imports=tuple(imports),
+        sync=str(schedule),
+        imports=imports,
         transport="shm" if transport == "shm" else "unix" if transport == "unix" else "tcp",
         seed=_require_integer("seed", seed, least=0),
         pace_s=pace_s,
@@ -296,7 +304,7 @@ _TRANSPORT_TEXTS = {
 def describe(job: Job) -> dict[str, str]:
     """Return the description of a run that `--dry-run` prints."""
     return {
-        "sync model": str(job.sync),
+        "sync model": job.sync,
         "workers": str(job.workers),
         "servers": str(job.servers),
         "shards": f"{job.shards}, with the parameters sliced {_SLICING_TEXTS[job.slicing]}",

@@ -327,7 +327,7 @@ class Server:
     def _recorder_of(self, shard: int) -> Recorder:
         job = self._job
         header = Header(
-            sync=str(job.sync.at_shard(shard)),
+            sync=str(job.schedule.at_shard(shard)),
             host="shard",
             index=shard,
             seed=job.seed,

@@ -82,7 +82,7 @@ class WorkerSession:
         self._job = job
         self.on_moved: Callable[[], None] = lambda: None
         self._core = core.Worker(
-            job.sync,
+            job.schedule,
             workers=job.workers,
             shards=job.shards,
             servers=job.servers,

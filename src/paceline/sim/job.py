@@ -34,7 +34,7 @@ from ..core.server import Server
 from ..core.standstill import standstill
 from ..core.worker import Worker
 from ..errors import InternalError, RunFailedError
-from ..sync import AnySyncModel
+from ..sync import SyncModel
 from ..sync.arithmetic import log as ln
 from ..sync.draws import uniform
 from ..sync.schedule import Schedule
@@ -272,7 +272,7 @@ class Job:
         state.dropped_s = self.kernel.now_s
         self._from_worker(worker, state.core.pull_again())
 
-    def request_sync(self, worker: int, models: Sequence[AnySyncModel], shard: int | None) -> None:
+    def request_sync(self, worker: int, models: Sequence[SyncModel], shard: int | None) -> None:
         """Request a change of the sync model."""
         self._from_worker(worker, self.workers[worker].core.request_sync(models, shard))
 

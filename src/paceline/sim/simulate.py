@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..core.layout import Layout
 from ..core.model_spec import ModelSpec, OptimizerSpec
 from ..errors import ConfigurationError, unknown_name
+from ..plugins import load_models
 from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
 from ..sync import SyncModel
 from ..sync.schedule import Schedule, read_schedule
@@ -312,6 +313,7 @@ def _checked(
     ):
         if value not in choices:
             raise unknown_name(name, value, choices)
+    load_models(sync)
     schedule = read_schedule(sync)
     schedule.require_runnable(cluster.workers, count)
     schedule.require_overlap(overlap)

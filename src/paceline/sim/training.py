@@ -27,7 +27,7 @@ from ..shard.groups import GroupsReader
 from ..shard.slots import BufferSlots
 from ..shard.store import Push, Store, Vectors
 from ..shard.vectors import torch_dtype
-from ..sync import AnySyncModel, SyncModel
+from ..sync import SyncModel
 from ..sync.draws import uniform
 from ..sync.schedule import Schedule, read_schedule
 from .job import Job
@@ -277,7 +277,7 @@ class VirtualSession:
         self.main = sys.modules["__main__"]  # a script of its own, where it is run as one
         self._training = training
         self._epoch = -1
-        self._requests: list[tuple[Sequence[AnySyncModel], int | None]] = []  # made before training has begun
+        self._requests: list[tuple[Sequence[SyncModel], int | None]] = []  # made before training has begun
         self._passed = False  # is the time of this computation over
         self._held_back = False  # it is computed, and not committed yet
         self.commit_waits: Callable[[], None] | None = None  # sends what is committed when that time is over
@@ -431,7 +431,7 @@ class VirtualSession:
             self._ask(models, shard)
         self._requests = []
 
-    def _ask(self, models: Sequence[AnySyncModel], shard: int | None) -> None:
+    def _ask(self, models: Sequence[SyncModel], shard: int | None) -> None:
         self._training.job.request_sync(self.worker, models, shard)
 
     def _leave_refused(self) -> None:

@@ -18,9 +18,9 @@ from .drop_stragglers import DropStragglers
 from .dsps import DSPS
 from .dssp import DSSP
 from .elastic_bsp import ElasticBSP
-from .model import Machine, ShardMachine, SyncModel
+from .model import JobMachine, Machine, ShardMachine, SyncModel
 from .naive_waiting import NaiveWaiting
-from .notation import MODELS, AnySyncModel, parse
+from .notation import MODELS, parse, register
 from .pssp import PSSP, DynamicPSSP
 from .spec_sync import SpecSync
 from .ssp import SSP
@@ -34,11 +34,11 @@ __all__ = [
     "MODELS",
     "PSSP",
     "SSP",
-    "AnySyncModel",
     "Conditions",
     "DropStragglers",
     "DynamicPSSP",
     "ElasticBSP",
+    "JobMachine",
     "Machine",
     "NaiveWaiting",
     "PullState",
@@ -47,4 +47,21 @@ __all__ = [
     "SpecSync",
     "SyncModel",
     "parse",
+    "register",
 ]
+
+for _model in (
+    BSP,
+    ASP,
+    SSP,
+    DSSP,
+    DSPS,
+    PSSP,
+    DynamicPSSP,
+    DropStragglers,
+    NaiveWaiting,
+    ElasticBSP,
+    SpecSync,
+    Conditions,
+):
+    register(_model)

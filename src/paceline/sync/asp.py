@@ -26,7 +26,7 @@ from .conditions import ApplyingModel, ConditionMachine
 __all__ = ["ASP"]
 
 
-class ASP(ApplyingModel, frozen=True, repr_omit_defaults=True, tag="asp"):
+class ASP(ApplyingModel, frozen=True, repr_omit_defaults=True):
     """Asynchronous parallel: each push is applied and each pull answered on arrival."""
 
     name = "asp"

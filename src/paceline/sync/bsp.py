@@ -29,7 +29,7 @@ from .model import SyncModel
 __all__ = ["BSP"]
 
 
-class BSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="bsp"):
+class BSP(SyncModel, frozen=True, repr_omit_defaults=True):
     """Bulk synchronous parallel: one barrier after each iteration."""
 
     name = "bsp"

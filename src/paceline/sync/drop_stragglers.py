@@ -34,7 +34,7 @@ from .model import SyncModel, require_count
 __all__ = ["DropStragglers"]
 
 
-class DropStragglers(SyncModel, frozen=True, repr_omit_defaults=True, tag="drop-stragglers"):
+class DropStragglers(SyncModel, frozen=True, repr_omit_defaults=True):
     """Synchronous rounds with backup workers.
 
     Attributes:

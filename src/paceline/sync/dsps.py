@@ -30,7 +30,7 @@ from .model import Handover, require_count, require_order
 __all__ = ["DSPS"]
 
 
-class DSPS(ConditionModel, frozen=True, repr_omit_defaults=True, tag="dsps"):
+class DSPS(ConditionModel, frozen=True, repr_omit_defaults=True):
     """SSP with an adaptive staleness.
 
     Attributes:

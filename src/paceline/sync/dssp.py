@@ -39,7 +39,7 @@ __all__ = ["DSSP", "iterations_to_spend"]
 MOST_TO_SPEND = 10_000  # iterations beyond the lower staleness
 
 
-class DSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="dssp"):
+class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
     """Dynamic SSP.
 
     Attributes:

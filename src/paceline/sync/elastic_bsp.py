@@ -60,7 +60,7 @@ MOST_LOOKAHEAD = 100_000
 LEAST_INTERVAL_S = 1e-9  # two pushes in one tick of the clock still need an interval to extrapolate
 
 
-class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="elastic-bsp"):
+class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True):
     """Elastic bulk synchronous parallel.
 
     Attributes:

@@ -30,7 +30,7 @@ from .model import Handover, ShardMachine, SyncModel, require_within
 __all__ = ["NaiveWaiting"]
 
 
-class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True, tag="naive-waiting"):
+class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
     """ASP with a fixed delay before each pull is answered.
 
     Attributes:

@@ -7,47 +7,82 @@ model|model|...               one for each shard
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
-from typing import get_args
+from typing import TypeVar, get_args
 
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from .asp import ASP
-from .bsp import BSP
-from .drop_stragglers import DropStragglers
-from .dsps import DSPS
-from .dssp import DSSP
-from .elastic_bsp import ElasticBSP
-from .naive_waiting import NaiveWaiting
-from .pssp import PSSP, DynamicPSSP
-from .spec_sync import SpecSync
-from .ssp import SSP
-from .user_conditions import Conditions
+from .model import SyncModel
 
-__all__ = ["MODELS", "AnySyncModel", "notation", "parse", "parse_shards", "require_shards"]
+__all__ = ["MODELS", "notation", "parse", "parse_shards", "register", "require_registered", "require_shards"]
 
-AnySyncModel = (
-    BSP
-    | ASP
-    | SSP
-    | DSSP
-    | DSPS
-    | PSSP
-    | DynamicPSSP
-    | DropStragglers
-    | NaiveWaiting
-    | ElasticBSP
-    | SpecSync
-    | Conditions
-)
-"""What a message may hold; msgspec tells them apart by their tag."""
+M = TypeVar("M", bound=SyncModel)
 
-MODELS: dict[str, type[AnySyncModel]] = {model.name: model for model in get_args(AnySyncModel)}
+MODELS: dict[str, type[SyncModel]] = {}
+"""The registered sync models by name."""
+
+
+def register(model: type[M]) -> type[M]:
+    """Make a sync model known by its `name`, as a class decorator.
+
+    A registered model can be used wherever the models of this package can: on the command line, in live runs, in
+    simulations, in traces, for single shards, and in changes during a run. Every process that uses it must import
+    its module; name the module with `--import` or `launch(imports=[...])`, or install it with an entry point of the
+    group `paceline.sync`.
+
+    Raises:
+        ConfigurationError: the name is not valid or is taken, or `parse(str(model()))` is not `model()`.
+
+    Example:
+        >>> @register
+        ... class Patient(SyncModel, frozen=True):
+        ...     name = "patient"
+        ...     patience: int = 3
+        >>> parse("patient:patience=5")
+        Patient(patience=5)
+        >>> del MODELS["patient"]
+    """
+    name = getattr(model, "name", "")
+    if not re.fullmatch("[a-z][a-z0-9-]*", name):
+        raise ConfigurationError(
+            f"{model.__qualname__}.name is {name!r}, expected lower-case letters, digits and hyphens, for example "
+            "'my-model'."
+        )
+    known = MODELS.get(name)
+    if known is not None and (known.__module__, known.__qualname__) != (model.__module__, model.__qualname__):
+        raise ConfigurationError(
+            f"the name {name!r} of {model.__qualname__} is taken by {known.__module__}.{known.__qualname__}; choose "
+            "another one."
+        )
+    MODELS[name] = model
+    parse.cache_clear()
+    if all(not field.required for field in msgspec.structs.fields(model)):
+        try:
+            require_registered(model())
+        except ConfigurationError:
+            del MODELS[name]
+            raise
+    return model
+
+
+def require_registered(model: SyncModel) -> None:
+    """Raise `ConfigurationError` unless this model is registered and can be written as text and read back."""
+    kind = type(model)
+    if MODELS.get(getattr(model, "name", "")) is not kind:
+        raise ConfigurationError(
+            f"the sync model {kind.__qualname__} is not registered; put @paceline.sync.register above its class."
+        )
+    if parse(str(model)) != model:
+        raise ConfigurationError(
+            f"the sync model {model!r} is written as {str(model)!r}, which reads back as {parse(str(model))!r}. Use "
+            "fields that are numbers or text without commas, and do not change them in __post_init__."
+        )
 
 
 @functools.lru_cache(maxsize=1024)
-def parse(text: str) -> AnySyncModel:
+def parse(text: str) -> SyncModel:
     """Read `name:key=value,key=value`. What a model takes for its base may follow its own keys.
 
     Raises:
@@ -91,10 +126,10 @@ def parse(text: str) -> AnySyncModel:
             values[key] = parse(colon.join([value, ",".join(of_base)]) if of_base else value)
         else:
             values[key] = _value(text, key, value, fields[key].type)
-    return model(**values)  # type: ignore[arg-type]  # each model checks its own values
+    return model(**values)  # each model checks its own values
 
 
-def parse_shards(text: str) -> tuple[AnySyncModel, ...]:
+def parse_shards(text: str) -> tuple[SyncModel, ...]:
     """Read one model, or one for each shard with "|" between. Raises `ConfigurationError`.
 
     >>> parse_shards("bsp|ssp:staleness=1")
@@ -103,12 +138,12 @@ def parse_shards(text: str) -> tuple[AnySyncModel, ...]:
     return tuple(parse(part) for part in text.split("|"))
 
 
-def notation(models: Sequence[AnySyncModel]) -> str:
+def notation(models: Sequence[SyncModel]) -> str:
     """The reverse: one model if they are all the same."""
     return str(models[0]) if len(set(models)) == 1 else "|".join(map(str, models))
 
 
-def require_shards(models: Sequence[AnySyncModel], shards: int) -> None:
+def require_shards(models: Sequence[SyncModel], shards: int) -> None:
     """Refuse a number of models that fits no number of shards, and a mix with a model that must have them all."""
     if len(models) not in (1, shards):
         raise ConfigurationError(
@@ -120,7 +155,7 @@ def require_shards(models: Sequence[AnySyncModel], shards: int) -> None:
         )
 
 
-def _example(model: type[AnySyncModel], key: str) -> str:
+def _example(model: type[SyncModel], key: str) -> str:
     return f"{model.name}:{key}={ {'pull': 'module:function', 'delay_s': '0.5'}.get(key, '2') }"
 
 

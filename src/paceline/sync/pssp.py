@@ -37,7 +37,7 @@ __all__ = ["PSSP", "DynamicPSSP"]
 DRAWS = ("shared", "per-shard")
 
 
-class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="pssp"):
+class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
     """Constant PSSP.
 
     Attributes:
@@ -63,7 +63,7 @@ class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="pssp"):
         return self.machine(delaying(self.staleness, lambda state: self.probability, key))
 
 
-class DynamicPSSP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="dynamic-pssp"):
+class DynamicPSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
     """Dynamic PSSP: the further a worker is ahead, the more likely it waits.
 
     Attributes:

@@ -14,7 +14,7 @@ import msgspec
 
 from ..errors import ConfigurationError
 from .model import SyncModel
-from .notation import AnySyncModel, notation, parse_shards, require_shards
+from .notation import notation, parse_shards, require_registered, require_shards
 
 __all__ = ["Schedule", "Step", "read_schedule"]
 
@@ -28,7 +28,7 @@ class Step(msgspec.Struct, frozen=True):
         epoch: likewise.
     """
 
-    models: tuple[AnySyncModel, ...]
+    models: tuple[SyncModel, ...]
     iteration: int | None = 0
     epoch: int | None = None
 
@@ -51,11 +51,16 @@ class Schedule(msgspec.Struct, frozen=True):
     steps: tuple[Step, ...]
 
     @property
-    def first(self) -> tuple[AnySyncModel, ...]:
+    def first(self) -> tuple[SyncModel, ...]:
         """What the job begins with: one model, or one for each shard."""
         return self.steps[0].models
 
-    def at_shard(self, shard: int) -> AnySyncModel:
+    @property
+    def models(self) -> tuple[SyncModel, ...]:
+        """The models of all steps."""
+        return tuple(model for step in self.steps for model in step.models)
+
+    def at_shard(self, shard: int) -> SyncModel:
         """What a shard begins with."""
         return self.first[shard if len(self.first) > 1 else 0]
 
@@ -97,6 +102,11 @@ def read_schedule(sync: str | SyncModel | Sequence[SyncModel] | Schedule) -> Sch
         if not sync:
             raise ConfigurationError("sync is empty, expected a sync model or one for each shard.")
         return Schedule((Step(tuple(_known(model) for model in sync)),))
+    return _read_text(sync)
+
+
+def _read_text(sync: str) -> Schedule:
+    """Read a schedule from its notation."""
     if "@" not in sync:
         return Schedule((Step(parse_shards(sync)),))
     steps: list[Step] = []
@@ -131,9 +141,10 @@ def _read_step(text: str) -> Step:
     return Step(models, None, int(number)) if colon else Step(models, int(number))
 
 
-def _known(model: object) -> AnySyncModel:
-    if not isinstance(model, AnySyncModel):
+def _known(model: object) -> SyncModel:
+    if not isinstance(model, SyncModel):
         raise ConfigurationError(
             f"sync is {model!r}, expected a sync model such as paceline.sync.SSP(staleness=3)."
         )
+    require_registered(model)
     return model

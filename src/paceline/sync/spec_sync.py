@@ -64,7 +64,7 @@ from .ssp import SSP
 __all__ = ["Span", "SpecSync", "Speculation", "tune"]
 
 
-class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True, tag="spec-sync"):
+class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
     """Speculative synchronization.
 
     Attributes:

@@ -31,7 +31,7 @@ from .model import require_count
 __all__ = ["SSP"]
 
 
-class SSP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="ssp"):
+class SSP(ConditionModel, frozen=True, repr_omit_defaults=True):
     """Stale synchronous parallel.
 
     Attributes:

@@ -35,7 +35,7 @@ from ..errors import ConfigurationError, unknown_name
 from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, PullState, PushState, everybody
 from .model import Fault
 
-__all__ = ["Conditions", "UserMachine", "import_modules", "local_conditions", "require_named"]
+__all__ = ["Conditions", "UserMachine", "local_conditions", "require_named"]
 
 PUSHES = ("apply", "average")
 
@@ -49,7 +49,7 @@ LOCAL = "local"  # in place of a module, where there is none
 _numbers = itertools.count()
 
 
-class Conditions(ConditionModel, frozen=True, repr_omit_defaults=True, tag="conditions"):
+class Conditions(ConditionModel, frozen=True, repr_omit_defaults=True):
     """A sync model made of a pull condition and a push condition.
 
     Attributes:
@@ -120,18 +120,6 @@ def require_named(models: Iterable[object], launched: Iterable[object], imports:
                 f"conditions: the module of {name!r} was not named when the run was launched. Name it there with "
                 f"--import {module}, or launch(imports=[{module!r}])."
             )
-
-
-def import_modules(names: Iterable[str]) -> None:
-    """Import modules from which conditions may be asked for. Raises `ConfigurationError`."""
-    for name in names:
-        try:
-            import_module(name)
-        except Exception as error:  # a module may raise what it likes
-            raise ConfigurationError(
-                f"the module {name!r} cannot be imported: {error!r}. Name one that Python finds beside the script or "
-                "in its path, as in --import mymodule."
-            ) from error
 
 
 class UserMachine(ConditionMachine):

@@ -16,7 +16,6 @@ from ..sync import (
     DSSP,
     PSSP,
     SSP,
-    AnySyncModel,
     Conditions,
     DropStragglers,
     DynamicPSSP,
@@ -71,8 +70,8 @@ class ShardView(NamedTuple):
         changed: the number of the last completed change.
     """
 
-    sync: AnySyncModel
-    worked: AnySyncModel
+    sync: SyncModel
+    worked: SyncModel
     workers: tuple[WorkerView, ...]
     round: int = 0
     change: Change | None = None

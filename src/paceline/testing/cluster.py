@@ -101,7 +101,7 @@ from ..core.requests import COORDINATOR, Peer, Proceed, Request, Send, Timer, se
 from ..core.server import Server
 from ..core.shard_sync import ShardSync
 from ..core.worker import Worker
-from ..sync import ASP, BSP, SSP, AnySyncModel, ElasticBSP, SpecSync, SyncModel, events, parse
+from ..sync import ASP, BSP, SSP, ElasticBSP, SpecSync, SyncModel, events, parse
 from ..sync.actions import (
     AnswerPull,
     ApplyMean,
@@ -162,7 +162,7 @@ class Cluster:
 
     def __init__(
         self,
-        sync: SyncModel | Sequence[AnySyncModel],
+        sync: SyncModel | Sequence[SyncModel],
         rule: Admission | None = None,
         *,
         workers: int,
@@ -175,7 +175,7 @@ class Cluster:
         commits: bool = False,
         any_plan: bool = False,
         agree: bool = True,
-        shard_host: Callable[[AnySyncModel, int, int], ShardSync] = ShardSync,
+        shard_host: Callable[[SyncModel, int, int], ShardSync] = ShardSync,
         worker_core: type[Worker] = Worker,
         watch: bool = True,
     ) -> None:
@@ -187,9 +187,9 @@ class Cluster:
         self._commits = commits
         self._any_plan = any_plan
         self._changes = tuple(changes)
-        models: tuple[AnySyncModel, ...]
+        models: tuple[SyncModel, ...]
         if isinstance(sync, SyncModel):
-            assert isinstance(sync, AnySyncModel)
+            assert isinstance(sync, SyncModel)
             models = (sync,) * shards
         else:
             models = tuple(sync)
@@ -254,11 +254,11 @@ class Cluster:
 
     def _begin(
         self,
-        models: tuple[AnySyncModel, ...],
+        models: tuple[SyncModel, ...],
         members: range,
         most: int,
         seed: int,
-        shard_host: Callable[[AnySyncModel, int, int], ShardSync],
+        shard_host: Callable[[SyncModel, int, int], ShardSync],
         worker_core: type[Worker],
         tape: Tape,
     ) -> tuple[Worker, list[Server], Coordinator]:
@@ -958,7 +958,7 @@ def _put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
     return (*items[:index], item, *items[index + 1 :])
 
 
-def _in_any_order(model: AnySyncModel) -> bool:
+def _in_any_order(model: SyncModel) -> bool:
     """True if a shard may take what several workers send in any order, and the same follows."""
     match model:
         case SpecSync(base=SSP(execution="lazy")):

@@ -11,7 +11,7 @@ import msgspec
 from rich.table import Table
 
 from ..core.shard_sync import ShardSync
-from ..sync import AnySyncModel, Conditions, PullState, parse
+from ..sync import Conditions, PullState, SyncModel, parse
 from ..sync.actions import AnswerPull, SetTimer
 from ..sync.events import AnyEvent, PullRequested, PushReceived, TimerFired, WorkerJoined
 
@@ -29,7 +29,7 @@ def within_two(state: PullState) -> bool:
     return state.gap <= 2
 
 
-MODELS: tuple[AnySyncModel, ...] = (
+MODELS: tuple[SyncModel, ...] = (
     *map(
         parse,
         (
@@ -61,7 +61,7 @@ class CostRow(msgspec.Struct, frozen=True):
     goal_us: float
 
 
-def measure(models: Sequence[AnySyncModel] = MODELS, pushes: int = MEASURED) -> list[CostRow]:
+def measure(models: Sequence[SyncModel] = MODELS, pushes: int = MEASURED) -> list[CostRow]:
     """The median time of one push and one pull through each model, hosted as a live shard hosts it."""
     return [
         CostRow(str(model), workers, _cost_us(model, workers, pushes), goal_us)
@@ -70,7 +70,7 @@ def measure(models: Sequence[AnySyncModel] = MODELS, pushes: int = MEASURED) -> 
     ]
 
 
-def _cost_us(model: AnySyncModel, workers: int, pushes: int) -> float:
+def _cost_us(model: SyncModel, workers: int, pushes: int) -> float:
     """Workers push in turn, each as soon as it has been answered; a few run ahead as far as the model lets them."""
     shard = ShardSync(model)
     for worker in range(workers):

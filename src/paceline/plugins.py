@@ -1,0 +1,81 @@
+"""Finds the sync models that users have written: in modules that they name, and in installed packages.
+
+A model registers itself when its module is imported (`paceline.sync.register`). Every process that reads the notation
+of the model must have imported that module. An installed package may declare its models instead, by name:
+
+    [project.entry-points."paceline.sync"]
+    rennala = "my_package.rennala"
+
+Nothing is ever imported because a peer asks for it over a connection.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from .errors import ConfigurationError
+from .sync import MODELS, SyncModel
+
+__all__ = ["import_modules", "load_models", "modules_of"]
+
+GROUP = "paceline.sync"
+
+NAME = re.compile(r"(?:^|[|,@=])\s*([a-z][a-z0-9-]*)")
+"""A possible name of a model in the notation of a schedule. Values of keys match as well."""
+
+
+def load_models(sync: object, imports: Iterable[str] = ()) -> None:
+    """Make the models known that a run uses.
+
+    Args:
+        sync: notation of the sync models; anything else names no model.
+        imports: modules to import.
+
+    Raises:
+        ConfigurationError: a module, or an installed model, cannot be imported.
+    """
+    import_modules(imports)
+    unknown = set(NAME.findall(sync)) - MODELS.keys() if isinstance(sync, str) else set()
+    if unknown:
+        for point in entry_points(group=GROUP):
+            if point.name in unknown:
+                try:
+                    point.load()
+                except Exception as error:  # a module may raise anything
+                    raise ConfigurationError(
+                        f"the installed sync model {point.name!r} cannot be imported from {point.value}: {error!r}."
+                    ) from error
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules by their names. Raises `ConfigurationError`."""
+    for name in names:
+        try:
+            import_module(name)
+        except Exception as error:  # a module may raise anything
+            raise ConfigurationError(
+                f"the module {name!r} cannot be imported: {error!r}. Name a module that Python finds beside the "
+                "script or in its path, as in --import mymodule."
+            ) from error
+
+
+def modules_of(models: Sequence[SyncModel]) -> tuple[str, ...]:
+    """Return the modules that every process of a run must import to know these models, in order.
+
+    Raises:
+        ConfigurationError: a model is defined in a script, which other processes cannot import.
+    """
+    modules = []
+    for model in models:
+        module = type(model).__module__
+        if module == "__main__":
+            raise ConfigurationError(
+                f"the sync model {model} is defined in the script itself, which the servers cannot import. Move the "
+                "class into a module beside the script."
+            )
+        if not module.startswith("paceline."):
+            modules.append(module)
+    return tuple(dict.fromkeys(modules))
