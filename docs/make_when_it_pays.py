@@ -1,6 +1,7 @@
-"""Writes `docs/when-it-pays.md` out of what `paceline paper` has made: `python docs/make_when_it_pays.py DIR...`.
+"""Write `docs/when-it-pays.md` from exhibits in the folders DIR: `python docs/make_when_it_pays.py DIR...`.
 
-    paceline paper map claim-elastic-bsp claim-pssp claim-lazy claim-spec-sync specsync-fig8 fluentps-fig6 --out DIR
+    python -m reproductions map claim-elastic-bsp claim-pssp claim-lazy claim-spec-sync specsync-fig8 fluentps-fig6 \\
+        --out DIR
 
 makes everything that the page is about; it takes more than an hour.
 """
@@ -26,7 +27,8 @@ on how many workers there are. This page was measured, by training in virtual ti
 of 9,802 parameters, every model at its own best learning rate. It says what to expect, not what to believe:
 `paceline simulate your-cluster.toml --script your_script.py` says it of your own.
 
-    paceline paper map claim-elastic-bsp claim-pssp claim-lazy claim-spec-sync specsync-fig8 fluentps-fig6 --out DIR
+    python -m reproductions map claim-elastic-bsp claim-pssp claim-lazy claim-spec-sync specsync-fig8 fluentps-fig6 \\
+        --out DIR
     python docs/make_when_it_pays.py DIR
 
 ## The map
@@ -94,7 +96,7 @@ def main() -> int:
     folders = [Path(argument) for argument in sys.argv[1:]]
     kept = {name: found(folders, name) for name in SECTIONS}
     if kept["map"] is None:
-        print("give directories that `paceline paper map ...` has made", file=sys.stderr)
+        print("give directories that `python -m reproductions map ...` has made", file=sys.stderr)
         return 2
     parts = [section(title, text, kept[name]) for name, (title, text) in SECTIONS.items()]
     TARGET.write_text("\n\n".join(part for part in parts if part) + "\n")

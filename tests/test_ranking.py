@@ -10,10 +10,9 @@ import pytest
 
 from paceline.cli import main
 from paceline.errors import ConfigurationError
-from paceline.sim import Cluster, Presence, Uniform, simulate
-from paceline.sim.recorded import read_cluster_of_run
-from paceline.workloads.advise import advise
-from paceline.workloads.ranking import (
+from paceline.rehearsal.advice import advise
+from paceline.rehearsal.clusters import describe
+from paceline.rehearsal.ranking import (
     EVERY_MODEL,
     Task,
     rank,
@@ -24,7 +23,8 @@ from paceline.workloads.ranking import (
     sweep_values,
     variants,
 )
-from paceline.workloads.rehearsal import describe
+from paceline.sim import Cluster, Presence, Uniform, simulate
+from paceline.sim.recorded import read_cluster_of_run
 
 from .live import chaos
 

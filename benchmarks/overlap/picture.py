@@ -1,0 +1,162 @@
+"""The picture of one exchange: for each worker and shard, when a push was on its way, when it waited, when it was
+answered. Overlap synchronization is what one sees of it where answers leave while other pushes still arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paceline.report.canvas import new_figure
+from paceline.sync.actions import AnswerPull
+from paceline.sync.events import PushReceived
+from paceline.trace.recording import Trace
+from paceline.trace.records import IterationRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "ANSWERING",
+    "COMPUTING",
+    "PUSHING",
+    "WAITING",
+    "Exchange",
+    "draw_exchange",
+    "exchange_of",
+    "overlap_picture",
+]
+
+COMPUTING = "#BBBBBB"
+PUSHING = "#0072B2"
+WAITING = "#F0E442"
+ANSWERING = "#009E73"
+
+WIDTH_INCHES = 11.0
+PANEL_HEIGHT_INCHES = 2.7
+GAP = 0.16  # of a worker's row, between it and the next
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    """What one iteration's pushes and pulls did: seconds since its first worker began, a number for each worker.
+
+    Attributes:
+        computed_s: its gradient was ready. Pieces of it may have been sent before.
+        answered_s: the last shard's weights were here.
+        received_s: for each shard, when its push had arrived whole.
+        released_s: for each shard, when its answer began to leave.
+    """
+
+    computed_s: tuple[float, ...]
+    answered_s: tuple[float, ...]
+    received_s: tuple[tuple[float, ...], ...]
+    released_s: tuple[tuple[float, ...], ...]
+
+    @property
+    def overlap_s(self) -> float:
+        """For how long answers were leaving somewhere while pushes were still arriving."""
+        first_s = min(min(shard) for shard in self.released_s)
+        return max(0.0, max(max(shard) for shard in self.received_s) - first_s)
+
+
+def exchange_of(
+    records: Sequence[Sequence[IterationRecord]], shards: Sequence[Trace], iteration: int
+) -> Exchange:
+    """One iteration of a run in which no worker was lost, from the workers' records and the shards' traces."""
+    rows = [next(r for r in worker if r.iteration == iteration) for worker in records]
+    zero_s = min(row.begun_s for row in rows)
+    received: list[tuple[float, ...]] = []
+    released: list[tuple[float, ...]] = []
+    for trace in shards:
+        arrived: dict[int, float] = {}
+        left: dict[int, float] = {}
+        for entry in trace.entries:
+            event = entry.event
+            if isinstance(event, PushReceived) and event.iteration == iteration:
+                arrived[event.worker] = event.now_s - zero_s
+            for action in entry.actions:
+                if isinstance(action, AnswerPull) and action.iteration == iteration:
+                    left[action.worker] = event.now_s - zero_s
+        received.append(tuple(arrived[worker] for worker in range(len(rows))))
+        released.append(tuple(left[worker] for worker in range(len(rows))))
+    return Exchange(
+        tuple(row.computed_s - zero_s for row in rows),
+        tuple(row.answered_s - zero_s for row in rows),
+        tuple(received),
+        tuple(released),
+    )
+
+
+def overlap_picture(title: str, note: str, exchanges: Mapping[str, Exchange]) -> Figure:
+    """One panel per setting, all on the same scale of time.
+
+    Args:
+        title: over everything.
+        note: below it, smaller: on what links.
+        exchanges: by setting, in order.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    figure = new_figure(WIDTH_INCHES, PANEL_HEIGHT_INCHES * len(exchanges) + 1.0)
+    figure.suptitle(f"{title}\n", fontsize=14, fontweight="bold")
+    figure.text(0.5, 0.955, note, ha="center", fontsize=9.5)
+    panels = figure.subplots(len(exchanges), 1, squeeze=False, sharex=True)[:, 0]
+    for panel, (label, exchange) in zip(panels, exchanges.items(), strict=True):
+        draw_exchange(panel, exchange)
+        panel.set_title(label, loc="left", fontsize=10, fontweight="bold")
+    longest_s = max(max(exchange.answered_s) for exchange in exchanges.values())
+    panels[-1].set_xlim(0.0, longest_s * 1.01)
+    panels[-1].set_xlabel("seconds since the iteration began")
+    _explain(panels[0])
+    return figure
+
+
+def draw_exchange(axes: Axes, exchange: Exchange) -> None:
+    """A row for each worker, worker 0 on top, and in it a lane for each shard, shard 0 on top."""
+    workers, shards = len(exchange.answered_s), len(exchange.received_s)
+    lane = (1 - GAP) / shards
+    for worker in range(workers):
+        top = worker - (1 - GAP) / 2
+        computed_s, answered_s = exchange.computed_s[worker], exchange.answered_s[worker]
+        axes.broken_barh([(0.0, computed_s)], (top, 1 - GAP), facecolor=COMPUTING)
+        for shard in range(shards):
+            received_s = exchange.received_s[shard][worker]
+            released_s = exchange.released_s[shard][worker]
+            pushing = (min(computed_s, received_s), abs(received_s - computed_s))
+            spans = [pushing, (received_s, released_s - received_s), (released_s, answered_s - released_s)]
+            axes.broken_barh(
+                spans,
+                (top + shard * lane, lane),
+                facecolor=(PUSHING, WAITING, ANSWERING),
+                edgecolor="white",
+                linewidth=0.6 if shards <= 8 else 0.2,
+            )
+    axes.set_ylim(workers - 0.5, -0.5)
+    axes.set_yticks(range(workers), [f"worker {worker}" for worker in range(workers)])
+    axes.tick_params(axis="y", length=0, labelsize=8)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _explain(panel: Axes) -> None:
+    """What the colours mean, above the first panel."""
+    from matplotlib.patches import Patch
+
+    meanings = {
+        COMPUTING: "computing",
+        PUSHING: "push on its way",
+        WAITING: "waits for the others'",
+        ANSWERING: "answered: weights on their way, or here",
+    }
+    panel.legend(
+        handles=[Patch(facecolor=colour, label=label) for colour, label in meanings.items()],
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=4,
+        frameon=False,
+        fontsize=8.5,
+        borderaxespad=0.2,
+    )

@@ -1,0 +1,123 @@
+"""`paceline bench sync`: what a sync model costs at a shard, per push and pull. Reads the clock."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+from rich.table import Table
+
+from paceline.core.changes import ShardSync
+from paceline.sync import AnySyncModel, Conditions, PullState, parse
+from paceline.sync.actions import AnswerPull, SetTimer
+from paceline.sync.events import AnyEvent, PullRequested, PushReceived, TimerFired, WorkerJoined
+
+__all__ = ["GOALS_US", "MODELS", "CostRow", "cost_table", "measure"]
+
+GOALS_US = {10: 6.0, 10_000: 12.0}
+"""Workers -> what one push and one pull may take, median."""
+
+MEASURED = 20_000  # pushes, per model and number of workers
+STEP_S = 1e-3
+
+
+def within_two(state: PullState) -> bool:
+    """A user's condition."""
+    return state.gap <= 2
+
+
+MODELS: tuple[AnySyncModel, ...] = (
+    *map(
+        parse,
+        (
+            "bsp",
+            "asp",
+            "asp:push_scale=1/n",
+            "ssp:staleness=3",
+            "ssp:staleness=3,execution=lazy",
+            "dssp",
+            "dsps",
+            "pssp:staleness=0",
+            "dynamic-pssp:staleness=0",
+            "drop-stragglers:quorum=7",
+            "naive-waiting:delay_s=0.001",
+            "elastic-bsp",
+            "spec-sync",
+        ),
+    ),
+    Conditions(pull=within_two),
+)
+
+
+class CostRow(msgspec.Struct, frozen=True):
+    """One model with so many workers."""
+
+    sync: str
+    workers: int
+    median_us: float
+    goal_us: float
+
+
+def measure(models: Sequence[AnySyncModel] = MODELS, pushes: int = MEASURED) -> list[CostRow]:
+    """The median time of one push and one pull through each model, hosted as a live shard hosts it."""
+    return [
+        CostRow(str(model), workers, _cost_us(model, workers, pushes), goal_us)
+        for model in models
+        for workers, goal_us in GOALS_US.items()
+    ]
+
+
+def _cost_us(model: AnySyncModel, workers: int, pushes: int) -> float:
+    """Workers push in turn, each as soon as it has been answered; a few run ahead as far as the model lets them."""
+    shard = ShardSync(model)
+    for worker in range(workers):
+        shard.handle(WorkerJoined(now_s=0.0, worker=worker))
+    times_ns: list[int] = []
+    iterations = [0] * workers
+    free = list(range(workers))  # those that have been answered
+    now_s = 0.0
+    clock = time.perf_counter_ns
+    gc.collect()
+    gc.disable()
+    try:
+        while len(times_ns) < pushes:
+            asked, free = free, []
+            for worker in asked:
+                now_s += STEP_S
+                iteration = iterations[worker]
+                push: AnyEvent = PushReceived(now_s=now_s, worker=worker, iteration=iteration)
+                pull: AnyEvent = PullRequested(now_s=now_s, worker=worker, iteration=iteration)
+                begun_ns = clock()
+                actions = shard.handle(push)
+                actions += shard.handle(pull)
+                times_ns.append(clock() - begun_ns)
+                iterations[worker] += 1
+                for action in actions:
+                    if isinstance(action, SetTimer):
+                        fired = TimerFired(now_s=now_s, worker=worker, iteration=iteration)
+                        actions = [*actions, *shard.handle(fired)]
+                free += [action.worker for action in actions if isinstance(action, AnswerPull)]
+    finally:
+        gc.enable()
+    return median(times_ns) / 1000
+
+
+def cost_table(rows: Sequence[CostRow]) -> Table:
+    """One line per model."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("us per push and pull, median", no_wrap=True)
+    for workers, goal_us in GOALS_US.items():
+        table.add_column(f"{workers:,} workers\n(goal {goal_us:g})", justify="right")
+    for sync in dict.fromkeys(row.sync for row in rows):
+        cells = {row.workers: row for row in rows if row.sync == sync}
+        table.add_row(
+            sync,
+            *(
+                f"{row.median_us:.1f}{'' if row.median_us <= row.goal_us else ' !'}"
+                for row in (cells[workers] for workers in GOALS_US)
+            ),
+        )
+    return table

@@ -1,0 +1,37 @@
+"""How the processes of a turn meet, and hand over what they found: by files in a directory of theirs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.errors import DeadlineError
+
+__all__ = ["await_until", "meet", "publish"]
+
+MEETING_TIMEOUT_S = 120.0
+MEETING_INTERVAL_S = 0.0005
+
+
+def publish(out: Path, name: str, text: str) -> None:
+    """Write a file that is whole as soon as it is there."""
+    hidden = out / f".{name}"
+    hidden.write_text(text)
+    hidden.rename(out / name)
+
+
+def meet(out: Path, name: str, index: int, count: int) -> None:
+    """Wait until all of them are here."""
+    Path(out, f"{name}-{index}").touch()
+    paths = [Path(out, f"{name}-{other}") for other in range(count)]
+    await_until(lambda: all(path.exists() for path in paths), f"{count} workers to get to {name!r}")
+
+
+def await_until(arrived: Callable[[], bool], what: str) -> None:
+    """Look again and again. Raises `DeadlineError` when that has taken too long."""
+    deadline_s = time.monotonic() + MEETING_TIMEOUT_S
+    while not arrived():
+        if time.monotonic() > deadline_s:
+            raise DeadlineError(f"waited {MEETING_TIMEOUT_S:g} s for {what}")
+        time.sleep(MEETING_INTERVAL_S)
