@@ -1,1 +1,1 @@
-"""What the demo trains: real data, a small network, and how a comparison of sync models is run."""
+"""The demo, `paceline demo`: sync models compared in live runs that learn handwritten digits."""

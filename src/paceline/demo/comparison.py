@@ -1,7 +1,8 @@
-"""The demo: four workers, one of them three times slower, learn handwritten digits under four sync models, or all.
+"""The comparison of sync models in the demo: four workers, one of them three times slower, learn handwritten digits.
 
-What waiting for the slowest costs, and what an elastic barrier saves: a table and a picture. Each sync model runs
-with its own best setting; one common setting would flatter somebody, since asynchrony acts like momentum.
+A table and a picture show how much time is lost by waiting for the slowest worker, and how much an elastic barrier
+saves. Each sync model runs with its own best setting. One setting for all would favor some of them, since asynchrony
+acts like momentum.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .trial import Trial, run_trial
 
 __all__ = ["run_demo"]
 
-SHOWN_S = 2.0  # of the timelines
+SHOWN_S = 2.0  # length of the timelines in the picture
 
 
 def run_demo(
@@ -38,21 +39,24 @@ def run_demo(
     problem: Problem | None = None,
     progress: bool | None = True,
 ) -> list[Outcome]:
-    """Train under each sync model with each seed, one run after another; print and save what came of it.
+    """Train with each setting and each seed, one run after another, then print and save the results.
 
-    The run directory then holds `summary.json` (one object per sync model; of several seeds the medians),
-    `trials.json` (one per run), `curves.csv`, `comparison.png`, and every run's own directory.
+    Afterwards the run directory contains `summary.json` (one object per setting, with medians over the seeds),
+    `trials.json` (one object per run), `curves.csv`, `comparison.png`, and a directory for each run.
 
     Args:
-        console: for the table and the words around it.
-        run_dir: by default a new directory under ./runs.
-        seeds: each gives initial weights and an order of the data, the same for all sync models.
-        settings: what to compare.
-        problem: what is trained.
-        progress: a live view of each run on standard error; None for only if that is a terminal.
+        console: where the table and messages are printed.
+        run_dir: directory for the results. By default, a new directory under ./runs.
+        seeds: random seeds. Each determines the initial weights and the order of the data for all settings.
+        settings: settings to compare.
+        problem: task to train; by default, that of the demo.
+        progress: True to show each run live on standard error; None does so only if it is a terminal.
+
+    Returns:
+        One outcome per setting, with medians over the seeds.
 
     Raises:
-        ConfigurationError: bad input; nothing was started.
+        ConfigurationError: an argument is invalid; nothing was started.
         RunFailedError: a run failed.
     """
     problem = problem or Problem()
@@ -87,7 +91,7 @@ def run_demo(
         console.print(f"picture: {home / 'comparison.png'}", soft_wrap=True, highlight=False)
     except ConfigurationError as error:
         console.print(f"no picture: {error}", soft_wrap=True, highlight=False, markup=False)
-    console.print(f"everything is in {home}", soft_wrap=True, highlight=False)
+    console.print(f"results: {home}", soft_wrap=True, highlight=False)
     return outcomes
 
 
@@ -107,10 +111,10 @@ def _save_curves(path: Path, trials: Sequence[Trial]) -> None:
 def _save_picture(path: Path, trials: Sequence[Trial], problem: Problem) -> None:
     timelines: dict[str, Timeline] = {}
     for trial in trials:
-        timelines.setdefault(trial.outcome.sync, read_timeline(trial.run_dir))  # of the first seed
+        timelines.setdefault(trial.outcome.sync, read_timeline(trial.run_dir))  # keeps that of the first seed
     figure = comparison_picture(
         f"Handwritten digits, {len(timelines)} sync models, one slow worker",
-        f"the workers' inequality was emulated: {trials[0].outcome.emulated}",
+        f"the speeds of the workers were emulated: {trials[0].outcome.emulated}",
         [trial.curve for trial in trials if trial.outcome.sync in {setting.sync for setting in SETTINGS}],
         problem.target_accuracy,
         timelines,

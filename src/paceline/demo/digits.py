@@ -1,7 +1,7 @@
 """Handwritten digits: the data, a small network, and the training function that every worker runs.
 
-The 1,797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded. The launcher loads them and
-hands them to the workers as tensors; a worker never imports scikit-learn.
+The 1,797 images of 8 x 8 pixels are part of scikit-learn, so nothing is downloaded. The launcher loads them and
+passes them to the workers as tensors. Workers do not import scikit-learn.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["Digits", "DigitsNet", "Recipe", "accuracy", "load", "train"]
 TEST_SHARE = 0.2
 SPLIT_SEED = 0
 CLASSES = 10
-BRIGHTEST = 16.0  # the pixels' own scale is 0 to 16
+BRIGHTEST = 16.0  # scikit-learn's pixels range from 0 to 16
 
 
 class Digits(msgspec.Struct, frozen=True):
-    """The images, split.
+    """The images, split into a training set and a test set.
 
     Attributes:
-        train_images: float32 (n, 1, 8, 8), from 0 to 1.
-        train_labels: int64 (n,), from 0 to 9.
-        test_images: likewise, none of them in the training part.
-        test_labels: likewise.
+        train_images: float32 tensor of shape (n, 1, 8, 8) with values from 0 to 1.
+        train_labels: int64 tensor of shape (n,) with values from 0 to 9.
+        test_images: images of the test set, in the same format. None of them is in the training set.
+        test_labels: labels of the test set, in the same format.
     """
 
     train_images: torch.Tensor
@@ -45,14 +45,16 @@ class Digits(msgspec.Struct, frozen=True):
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker trains.
 
+    A worker repeats passes over its part of the training set until the duration or the number of iterations is
+    reached.
+
     Attributes:
-        learning_rate: of SGD.
-        momentum: of SGD; 0 for none.
+        learning_rate: learning rate of SGD.
+        momentum: momentum of SGD; 0 disables it.
         batch_size: images per worker and iteration.
-        duration_s: it goes on with pass after pass over its part until so many seconds have gone by; infinity, where
-            that is not what ends it.
-        iterations: or until it has done so many.
-        seed: of the initial weights, which are the same in all workers.
+        duration_s: training time; infinity for no limit.
+        seed: random seed of the initial weights, which are the same in all workers.
+        iterations: number of iterations of the worker; None for no limit.
     """
 
     learning_rate: float
@@ -64,8 +66,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigitsNet(nn.Sequential):
-    """Two convolutions and two full layers; 9,802 parameters. Without dropout and batch normalisation, so that
-    workers differ in nothing but their data."""
+    """A network with two convolutional and two fully connected layers, 9,802 parameters in all.
+
+    It has no dropout and no batch normalization, so that workers differ only in their data.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -82,7 +86,7 @@ class DigitsNet(nn.Sequential):
 
 
 def load() -> Digits:
-    """The digits with their split, the same every time: of each class a fifth is for testing.
+    """Load the digits and split them. The split is always the same; a fifth of each class is for testing.
 
     Raises:
         ConfigurationError: scikit-learn is not installed.
@@ -91,7 +95,7 @@ def load() -> Digits:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ConfigurationError(
-            "the handwritten digits come with scikit-learn, which is not installed: pip install 'paceline[demo]'"
+            "the handwritten digits are part of scikit-learn, which is not installed: pip install 'paceline[demo]'"
         ) from error
     raw = load_digits()
     images = torch.from_numpy(raw.images).to(torch.float32).unsqueeze(1) / BRIGHTEST
@@ -101,10 +105,10 @@ def load() -> Digits:
 
 
 def train(digits: Digits, recipe: Recipe) -> None:
-    """Train until the time is up: what each worker of a run does.
+    """Train as one worker of a run.
 
-    Workers stop by the clock and not after equal numbers of epochs: each sync model gets the same time, and
-    nobody trains alone at the end because the others are through.
+    In the demo, workers stop at a given time and not after a given number of epochs. Each sync model then gets the
+    same time, and no worker trains alone at the end because the others have finished.
     """
     torch.manual_seed(recipe.seed)
     model = DigitsNet()
@@ -125,22 +129,22 @@ def train(digits: Digits, recipe: Recipe) -> None:
 
         optimizer.step(closure)
         now_s = time.monotonic()
-        begun_s = begun_s or now_s  # the first step also waits until every worker is there
+        begun_s = begun_s or now_s  # the first step also waits for all workers to start
         if now_s - begun_s >= recipe.duration_s:
             return
 
 
 def accuracy(state_dict: dict[str, torch.Tensor], digits: Digits) -> float:
-    """The share of the test images, from 0 to 1, that a network with these weights names rightly."""
+    """Return the accuracy of a network with these weights on the test images, from 0 to 1."""
     model = DigitsNet()
     model.load_state_dict(state_dict)
     with torch.inference_mode():
-        named = model(digits.test_images).argmax(dim=1)
-    return float((named == digits.test_labels).float().mean())
+        predicted = model(digits.test_images).argmax(dim=1)
+    return float((predicted == digits.test_labels).float().mean())
 
 
 def _test_part(labels: torch.Tensor) -> torch.Tensor:
-    """A mask of the test images: of every class the same share, drawn from a seed of its own."""
+    """Return a mask of the test images. It has the same share of every class and does not depend on other seeds."""
     generator = torch.Generator().manual_seed(SPLIT_SEED)
     test = torch.zeros(len(labels), dtype=torch.bool)
     for digit in range(CLASSES):

@@ -1,4 +1,4 @@
-"""What the demo compares."""
+"""The settings that the demo compares, and the problem that they all train on."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ __all__ = ["EVERY_SETTING", "SETTINGS", "Problem", "Setting", "within_two_of_the
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """What all sync models are given alike.
+    """The task that is the same for all sync models.
 
-    The pace is chosen such that a worker's own computation, a few milliseconds, leaves two cores mostly idle: the
-    emulated machines decide on the timing, and not the real one.
+    The paces are long compared with a worker's computation, which takes a few milliseconds and leaves two cores
+    mostly idle. The timing is therefore that of the emulated machines and not that of the real one.
 
     Attributes:
-        pace_s: for each worker, the least time of an iteration.
-        servers: how many.
+        pace_s: minimum time of an iteration, for each worker.
+        servers: number of servers.
         batch_size: images per worker and iteration.
-        duration_s: of training.
-        snapshot_every_s: the grid of times at which the weights are judged.
-        target_accuracy: on the test images, from 0 to 1.
+        duration_s: training time.
+        snapshot_every_s: time between two evaluations of the weights.
+        target_accuracy: target for the accuracy on the test images, from 0 to 1.
     """
 
     pace_s: tuple[float, ...] = (0.03, 0.03, 0.03, 0.09)
@@ -33,7 +33,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What a sync model runs with: its own best, or a candidate for that."""
+    """A sync model with the hyper-parameters it runs with.
+
+    Attributes:
+        sync: the sync model, as `--sync` takes it.
+        learning_rate: learning rate of SGD.
+        momentum: momentum of SGD; 0 disables it.
+    """
 
     sync: str
     learning_rate: float
@@ -44,7 +50,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def within_two_of_the_slowest(state: PullState) -> bool:
-    """A sync model of one line, as a user would write it."""
+    """Answer a pull if the worker is at most two iterations ahead of the slowest. A condition can be this short."""
     return state.gap <= 2
 
 
@@ -54,9 +60,12 @@ SETTINGS = (
     Setting("asp", learning_rate=0.14, momentum=0.0),
     Setting("elastic-bsp:lookahead=15", learning_rate=0.14, momentum=0.0),
 )
-"""Each sync model's best by `paceline demo --tune`: momentum 0 and 0.9, each with its own grid of learning rates,
-extended until the best point was inside it; the best few by one seed, then by the median of three. See
-`docs/demo.md` for the conditions under which these were found."""
+"""The four sync models of the demo, each with the best learning rate and momentum that a search has found.
+
+The search (`make tune`) tries momentum 0 and 0.9, each with a grid of learning rates that is extended until the best
+point lies inside it. It compares the best few points of one seed by the median over three seeds. `docs/demo.md` says
+under which conditions these settings were found.
+"""
 
 _like_bsp, _like_ssp, _like_asp = (
     {"learning_rate": setting.learning_rate, "momentum": setting.momentum} for setting in SETTINGS[:3]
@@ -80,6 +89,9 @@ EVERY_SETTING = (
     Setting("spec-sync:base=ssp:staleness=3", **_like_ssp),
     SETTINGS[3],
 )
-"""Every sync model. Those beside the four of `SETTINGS` run with what was found for the nearest of these: the models
-that average like BSP, those that bound staleness like SSP, the others like ASP. PSSP(3, 1/3) is held against SSP(5),
-which has the same regret bound (FluentPS, Theorem 1: s + 1/c - 1)."""
+"""All sync models.
+
+A model that is not one of `SETTINGS` runs with the learning rate and momentum of a similar model that is: models that
+average gradients with those of BSP, models that bound staleness with those of SSP, and all others with those of ASP.
+PSSP(3, 1/3) and SSP(5) have the same regret bound (FluentPS, Theorem 1: s + 1/c - 1).
+"""

@@ -1,7 +1,7 @@
-"""One trial: the digits, trained in a run of their own under one sync model with one setting, then judged.
+"""A trial: one live run that trains on the digits with one setting, and the evaluation of its weights.
 
-Evaluation disturbs nobody's timing: a reader takes snapshots of the weights at every multiple of an interval,
-and they are judged when the run is over.
+The evaluation does not disturb the timing of the run. A reader takes snapshots of the weights at regular intervals,
+and they are evaluated when the run has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ __all__ = ["Trial", "run_trial", "time_to_target"]
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What one run came to."""
+    """The result of a trial.
+
+    Attributes:
+        outcome: figures of the run.
+        curve: accuracy on the test images over time.
+        run_dir: directory of the run.
+    """
 
     outcome: Outcome
     curve: Curve
@@ -31,12 +37,13 @@ class Trial(msgspec.Struct, frozen=True):
 def run_trial(
     digits: Digits, problem: Problem, setting: Setting, seed: int, *, run_dir: Path, progress: bool | None
 ) -> Trial:
-    """Train in processes of its own, then judge. Takes the problem's duration and the start of the processes.
+    """Train in new processes, then evaluate the weights.
 
-    A setting that diverges is a result and no failure: gradients that are not finite are skipped.
+    Takes the duration given by `problem`, plus the time that the processes need to start. Gradients that are not
+    finite are skipped, so a setting under which training diverges also gives a result.
 
     Raises:
-        ConfigurationError: bad input; nothing was started.
+        ConfigurationError: an argument is invalid; nothing was started.
         RunFailedError: a process failed.
     """
     recipe = Recipe(
@@ -59,7 +66,7 @@ def run_trial(
         progress=progress,
         snapshot_every_s=problem.snapshot_every_s,
     )
-    times_s, accuracies = _judge(result, digits, problem.snapshot_every_s)
+    times_s, accuracies = _evaluate(result, digits, problem.snapshot_every_s)
     reached_s = time_to_target(times_s, accuracies, problem.target_accuracy)
     summary = result.summary
     present_s = len(problem.pace_s) * summary["duration_s"]
@@ -90,7 +97,7 @@ def run_trial(
 
 
 def time_to_target(times_s: Sequence[float], accuracies: Sequence[float], target: float) -> float | None:
-    """When the second evaluation in a row was at or above the target; None if that never came.
+    """Return the time at which two evaluations in a row were at or above the target; None if this never happened.
 
     >>> time_to_target([0.0, 0.5, 1.0, 1.5, 2.0], [0.1, 0.96, 0.94, 0.95, 0.97], target=0.95)
     2.0
@@ -101,10 +108,13 @@ def time_to_target(times_s: Sequence[float], accuracies: Sequence[float], target
     return None
 
 
-def _judge(
+def _evaluate(
     result: RunResult, digits: Digits, interval_s: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The accuracy at each time of the grid. Of snapshots that were late and fell together, the first counts."""
+    """Return the times of the evaluations, which are multiples of the interval, and the accuracy at each.
+
+    If late snapshots round to the same time, the first of them is used.
+    """
     by_tick: dict[int, float] = {}
     for taken_s, snapshot in result.snapshots:
         tick = round(taken_s / interval_s)

@@ -1,1 +1,1 @@
-"""Comparisons of sync models on a simulated cluster, and advice after a run: `paceline simulate` and `advise`."""
+"""Comparisons of sync models on simulated clusters: `paceline simulate` and `paceline advise`."""

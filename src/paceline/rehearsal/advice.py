@@ -1,7 +1,7 @@
-"""`paceline advise`: what a run has shown of its machines, replayed under every sync model.
+"""`paceline advise`: the recorded machines of a run, simulated under every sync model.
 
-The cluster is what the run recorded. What the advice cannot know is how much staleness the loss bears, so it names
-the best model for each answer to that question.
+The simulation cannot know how much staleness the loss tolerates. So the advice has one recommendation for no
+staleness, one for bounded staleness, and one for any staleness.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .ranking import EVERY_MODEL, Figures, mark_front, rank
 
 __all__ = ["Advice", "Report", "advise", "show"]
 
-WORTH_IT = 1.1  # times as many gradients: less is not worth any staleness
+WORTH_IT = 1.1  # a smaller factor of gradients per second over BSP is not worth any staleness
 
 
 class Advice(msgspec.Struct, frozen=True):
     """One recommendation.
 
     Attributes:
-        wish: what it is for.
-        sync: the model.
-        reason: in a sentence.
-        command: how to run it.
+        wish: the requirement that the model fits best.
+        sync: the recommended model.
+        reason: one sentence that gives the reason.
+        command: command line that runs a script under the model.
     """
 
     wish: str
@@ -48,14 +48,15 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a run came to, and what is advised.
+    """A comparison of all models on the machines of a run, with recommendations.
 
     Attributes:
-        sync: what the run had.
-        measured_updates_per_s: by the run itself, while all workers were there.
-        simulated_updates_per_s: by a simulation of it; how far the two differ is how far to trust the rest.
-        rows: every model, most gradients first.
-        advice: one for each wish.
+        sync: sync model of the run.
+        measured_updates_per_s: updates per second in the run while all workers were present.
+        simulated_updates_per_s: updates per second in a simulation of the run. Its deviation from the measured value
+            shows how accurate the other simulations are.
+        rows: figures of every model, sorted by gradients per second, descending.
+        advice: the recommendations.
     """
 
     sync: str
@@ -68,21 +69,21 @@ class Report(msgspec.Struct, frozen=True):
 def advise(
     run_dir: Path, syncs: Sequence[str] = EVERY_MODEL, tell: TellCount = lambda done, of, what: None
 ) -> Report:
-    """Replay a run's machines under every model.
+    """Simulate the machines of a run under every model.
 
     Raises:
-        ConfigurationError: there is no finished run in this directory.
+        ConfigurationError: the directory does not contain a finished run, or its files are damaged.
     """
     summary = _summary(run_dir)
     if (logs := len(list(run_dir.glob("worker-*.jsonl")))) != summary["workers"]:
         raise ConfigurationError(
-            f"{run_dir} has records of {logs} workers, and its summary speaks of {summary['workers']}."
+            f"{run_dir} has records of {logs} workers, but its summary lists {summary['workers']}."
         )
     cluster = read_cluster_of_run(run_dir)
     shards = cluster.servers
     iterations = max(20, min(int(count) for count in summary["iterations"].values()))
     own = summary["sync"]
-    together_s, updates = _while_all_were_there(read(run_dir / "trace-shard-0.jsonl"))
+    together_s, updates = _while_all_were_present(read(run_dir / "trace-shard-0.jsonl"))
     again = simulate(cluster, own, None, summary["seed"], until_s=together_s)
     rows = rank(cluster, _runnable(syncs, cluster, shards), iterations=iterations, tell=tell)
     return Report(
@@ -94,11 +95,11 @@ def advise(
     )
 
 
-def _while_all_were_there(shard: Trace) -> tuple[float, int]:
-    """How long it took until the first worker left, and the updates until then."""
+def _while_all_were_present(shard: Trace) -> tuple[float, int]:
+    """Return the seconds until the first worker left, and the number of updates in that time."""
     if not shard.entries:
         raise ConfigurationError(
-            "the trace of shard 0 has nothing but a header: nothing happened in this run."
+            "the trace of shard 0 contains only a header: the run has recorded no events."
         )
     begun_s = shard.entries[0].event.now_s
     for entry in shard.entries:
@@ -108,7 +109,7 @@ def _while_all_were_there(shard: Trace) -> tuple[float, int]:
 
 
 def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
-    """Those models that such a job can have; bsp among them, which the others are compared with."""
+    """Return the models that can run on this cluster, and bsp, with which they are compared."""
     found = ["bsp"]
     for sync in syncs:
         try:
@@ -121,7 +122,8 @@ def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
 
 
 def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
-    rows = [row for row in rows if not row.faults]  # the others are not what their names say
+    # Where a condition failed, the figures are those of another model.
+    rows = [row for row in rows if not row.faults]
     [bsp] = [row for row in rows if row.sync == "bsp"]
     fastest = rows[0]
     bounded = [row for row in mark_front([row for row in rows if _bounded(row.sync)]) if row.front]
@@ -129,7 +131,7 @@ def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
     picks = [
         ("no staleness at all", bsp),
         ("the most gradients with a bound on staleness, or barriers", middle),
-        ("the most gradients, whatever the staleness", fastest),
+        ("the most gradients, with any staleness", fastest),
     ]
     if fastest.gradients_per_s < WORTH_IT * bsp.gradients_per_s:
         picks = [("these machines are nearly equal", bsp)]
@@ -146,18 +148,18 @@ def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
 
 
 def _bounded(sync: str) -> bool:
-    """Does the model promise a bound on how far ahead a worker gets, or restore barriers."""
+    """Return True if the model bounds how far ahead a worker gets, or has barriers."""
     return sync.partition(":")[0] in ("bsp", "ssp", "dssp", "dsps", "elastic-bsp", "drop-stragglers")
 
 
 def _reason(row: Figures, bsp: Figures) -> str:
     if row.sync == "bsp":
         return (
-            f"every gradient is fresh; workers wait {row.waiting_share:.0%} of their time, which is what another "
-            "model could save at most."
+            f"every gradient is fresh; workers wait {row.waiting_share:.0%} of their time, which is the most that "
+            "another model could save."
         )
     faster = row.gradients_per_s / bsp.gradients_per_s
-    wasted = f", compute {row.wasted_share:.0%} in vain" if row.wasted_share >= 0.005 else ""
+    wasted = f" and waste {row.wasted_share:.0%}" if row.wasted_share >= 0.005 else ""
     return (
         f"{faster:.2f} times the gradients of bsp: workers wait {row.waiting_share:.0%} of their time instead of "
         f"{bsp.waiting_share:.0%}{wasted}; a gradient misses {row.mean_staleness:.1f} updates on average."
@@ -174,15 +176,15 @@ def _summary(run_dir: Path) -> dict[str, Any]:
         return summary
     except FileNotFoundError:
         raise ConfigurationError(
-            f"{run_dir} holds no finished run: no summary.json is there. Give the directory that paceline run "
-            "names at its end."
+            f"{run_dir} holds no finished run: it has no summary.json. Give the directory that paceline run "
+            "prints when it ends."
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{run_dir / 'summary.json'} cannot be read: {error}") from error
 
 
 def show(report: Report, cluster: Cluster, console: Console) -> None:
-    """Print it."""
+    """Print a report about a cluster."""
     off = (
         report.simulated_updates_per_s / report.measured_updates_per_s - 1
         if report.measured_updates_per_s
@@ -192,7 +194,7 @@ def show(report: Report, cluster: Cluster, console: Console) -> None:
         f"{describe(cluster)}\n{STAR}\nthe run itself ({report.sync}): {report.measured_updates_per_s:.4g} updates "
         f"per s, simulated {report.simulated_updates_per_s:.4g} ({off:+.1%})"
     )
-    console.print(ranking_table(f"what {cluster.name} would have been", report.rows, caption))
+    console.print(ranking_table(f"{cluster.name}, simulated under each model", report.rows, caption))
     show_faults(report.rows, console)
     for advice in report.advice:
         console.print(f"\n[bold]{advice.wish}[/]: {advice.sync}", highlight=False)

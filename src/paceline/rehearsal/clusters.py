@@ -1,4 +1,4 @@
-"""Clusters by name: loading them and describing them in one line."""
+"""Clusters: loading them and describing them in one line."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ __all__ = ["describe", "load_cluster"]
 
 
 def load_cluster(source: str) -> Cluster:
-    """A cluster file, or a cluster of the papers by its name. Raises `ConfigurationError`."""
+    """Load a cluster file, or a cluster of the papers by its name.
+
+    Raises:
+        ConfigurationError: there is no such file or name, or the file is invalid.
+    """
     by_name = source in PRESETS and not Path(source).exists()
     return Cluster.preset(source) if by_name else Cluster.from_toml(source)
 
 
 def describe(cluster: Cluster) -> str:
-    """A cluster in one line."""
+    """Describe a cluster in one line."""
     counted = [
         (times, len(list(group)))
         for times, group in itertools.groupby(map(cluster.compute, range(cluster.workers)))

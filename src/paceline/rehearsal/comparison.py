@@ -1,4 +1,4 @@
-"""`paceline simulate`: a cluster, some sync models, and what is shown and kept of them."""
+"""`paceline simulate`: comparisons of sync models on a cluster, with their tables, pictures and JSON files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .ranking import Figures, rank, sweep
 __all__ = ["STAR", "compare", "explore", "show_faults"]
 
 STAR = "*: no other model here has both more gradients per second and less staleness"
-MOST_DRAWN = 16  # workers in a picture of timelines
-SHOWN_ITERATIONS = 12  # of the slowest worker, in one
+MOST_DRAWN = 16  # no timelines are drawn of clusters with more workers
+SHOWN_ITERATIONS = 12  # length of the timelines, in iterations of the slowest worker
 
 
 def show_faults(rows: Iterable[Figures], console: Console) -> None:
-    """Say of which models conditions have failed: their rows are those of what the shards went on with."""
+    """Print which conditions failed. The figures of these rows are those of the models that replaced them."""
     for row in rows:
         for fault in row.faults:
             console.print(f"{row.sync}: {fault.splitlines()[0]}", style="red", markup=False, highlight=False)
@@ -42,13 +42,13 @@ def compare(
     console: Console,
     tell: TellCount,
 ) -> list[Figures]:
-    """Rank some models; print the table, keep it as JSON, draw two pictures."""
+    """Rank sync models: print a table, and save it as JSON with a picture of the ranking and one of the timelines."""
     rows = rank(cluster, syncs, iterations=iterations, seed=seed, shards=shards, tell=tell)
     until_s = rows[0].until_s
     note = f"{describe(cluster)}; {until_s:.4g} virtual seconds, in which bsp does {iterations} iterations"
     console.print(ranking_table(cluster.name, rows, f"{note}\n{STAR}"))
     show_faults(rows, console)
-    _keep(out / "ranking.json", rows)
+    _save_json(out / "ranking.json", rows)
     save(ranking_picture(cluster.name, note, rows), out / "ranking.png")
     if cluster.workers <= MOST_DRAWN:
         slowest_s = max(cluster.compute(worker).typical_s for worker in range(cluster.workers))
@@ -56,7 +56,7 @@ def compare(
         timelines = {}
         for sync in syncs:
             result = simulate(cluster, sync, None, seed, until_s=2 * shown_s, shards=shards, record=True)
-            if any(result.records):  # else nobody has come to the end of an iteration
+            if any(result.records):  # otherwise no worker has finished an iteration
                 timelines[sync] = timeline_of(result.records, result.trace[0])
         if timelines:
             save(timelines_picture(timelines, shown_s), out / "timelines.png")
@@ -76,12 +76,12 @@ def explore(
     console: Console,
     tell: TellCount,
 ) -> list[Figures]:
-    """Try each value of a key; print the table, keep it as JSON, draw the curves."""
+    """Compare values of a parameter: print a table, and save it as JSON with a picture of the curves."""
     points = sweep(cluster, syncs, key, values, iterations=iterations, seed=seed, shards=shards, tell=tell)
     rows = [row for _, row in points]
     console.print(ranking_table(cluster.name, rows, describe(cluster)))
     show_faults(rows, console)
-    _keep(out / "sweep.json", rows)
+    _save_json(out / "sweep.json", rows)
     lines: dict[str, list[tuple[float, Figures]]] = {}
     for value, row in points:
         lines.setdefault(row.sync.partition(":")[0], []).append((value, row))
@@ -89,5 +89,5 @@ def explore(
     return rows
 
 
-def _keep(path: Path, rows: Sequence[Figures]) -> None:
+def _save_json(path: Path, rows: Sequence[Figures]) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")

@@ -1,4 +1,4 @@
-"""Many independent computations on all cores, in processes that end when this one does."""
+"""A pool of processes for independent computations on all cores. The processes end when their parent does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 TellCount = Callable[[int, int, str], None]
-"""(how many are done, of how many, which was the last)."""
+"""Progress callback: takes the number of finished tasks, the number of all tasks, and the name of the last one."""
 
 
 def on_all_cores(
@@ -32,19 +32,19 @@ def on_all_cores(
     *,
     fresh: bool = False,
 ) -> list[Result]:
-    """The results of all tasks, in order.
+    """Apply a function to each task in a pool of processes. Return the results in the order of the tasks.
 
     Args:
-        function: what is done with each; importable, as tasks and results are picklable.
-        tasks: what for.
-        name_of: what a task is called in the progress.
-        tell: hears of the progress.
-        prepare: is called first in every process; importable. By default nothing comes of it.
-        prepare_args: what with.
-        fresh: every task gets a process that has done nothing before.
+        function: function of one task. It must be importable; tasks and results must be picklable.
+        tasks: tasks to process.
+        name_of: returns the name of a task, for the progress.
+        tell: progress callback.
+        prepare: importable function that every process calls first. The default does nothing.
+        prepare_args: arguments of `prepare`.
+        fresh: True to run each task in a new process.
 
     Raises:
-        RunFailedError: a process ended without a word.
+        RunFailedError: a process ended without returning a result.
     """
     tell(0, len(tasks), "")
     if not tasks:
@@ -59,16 +59,16 @@ def on_all_cores(
     try:
         futures = {pool.submit(function, task): task for task in tasks}
         for done, future in enumerate(as_completed(futures), start=1):
-            future.result()  # raises what the task raised
+            future.result()  # raises the exception of a task that failed
             tell(done, len(tasks), name_of(futures[future]))
         return [future.result() for future in futures]
     except BrokenProcessPool as error:
         raise RunFailedError(
             "a process",
-            "it ended without a word: it was killed, or had too little memory, or called os._exit()",
+            "it ended without an error message: it was killed, ran out of memory, or called os._exit()",
         ) from error
     except BaseException:
-        for process in list((pool._processes or {}).values()):  # what they compute is of no use any more
+        for process in list((pool._processes or {}).values()):  # their results are no longer needed
             process.terminate()
         raise
     finally:
@@ -76,7 +76,7 @@ def on_all_cores(
 
 
 def _begin(parent: int, prepare: Callable[..., object], prepare_args: tuple[Any, ...]) -> None:
-    """Tie this process's life to its parent's, which also hears Ctrl-C for it."""
+    """Prepare a process of the pool. It ends with its parent and leaves Ctrl-C to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
     prepare(*prepare_args)

@@ -1,7 +1,8 @@
-"""Which sync model suits a cluster: each one simulated for the same time, side by side; or one, for a range of a key.
+"""Rankings of sync models on a cluster. Each model, or each value of a model's parameter, is simulated for the same
+time.
 
-Timing alone: how much is computed, how stale it is, who waits. Nothing is said here of what staleness does to a loss:
-that takes `simulate(train_fn=...)`.
+The simulations cover timing only: how many gradients are computed, how stale they are, and how long workers wait. How
+staleness affects a loss takes training, see `training` in this package.
 """
 
 from __future__ import annotations
@@ -44,15 +45,24 @@ EVERY_MODEL = (
     "elastic-bsp:lookahead=15",
     "spec-sync",
 )
-"""What is compared by default: each model with the parameters of its paper."""
+"""The models that are compared by default, with the parameters of their papers."""
 
 
 MOST_VALUES = 1000
-"""Of a sweep."""
+"""Largest number of values in a sweep."""
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One simulation."""
+    """The arguments of one simulation.
+
+    Attributes:
+        cluster: cluster to simulate.
+        sync: sync model.
+        iterations: iterations of each worker; None for no limit.
+        until_s: virtual seconds after which the simulation ends.
+        seed: random seed.
+        shards: number of shards; None for one per server.
+    """
 
     cluster: Cluster
     sync: str
@@ -63,24 +73,25 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one simulation came to.
+    """The results of one simulation. Shares are from 0 to 1.
 
     Attributes:
-        sync: the sync model.
-        until_s: virtual seconds that it ran for.
-        finished_s: until a worker had finished its last iteration, the mean over the workers.
-        gradients_per_s: applied pushes, of all workers, per virtual second.
-        updates_per_s: optimizer steps; under BSP one for all gradients of a round.
-        mean_staleness: in versions.
-        max_staleness: likewise.
-        computing_share: of all workers' time, from 0 to 1, what went into gradients that were pushed.
-        waiting_share: likewise, what they waited for others.
-        wasted_share: likewise, what they computed in vain, with the pulls after it.
-        delayed_share: of all pulls, those that were not answered on arrival.
-        restarts: computations that were started anew.
-        bytes_sent: by all.
-        faults: conditions that failed, and what their shards went on with, in words: the figures are not the model's.
-        front: no other model of the comparison has both more gradients and less staleness.
+        sync: sync model.
+        until_s: virtual seconds that were simulated.
+        finished_s: virtual time at which a worker finished its last iteration, averaged over the workers.
+        gradients_per_s: pushes of all workers that were applied, per virtual second.
+        updates_per_s: optimizer steps per virtual second. Under BSP one step applies all gradients of a round.
+        mean_staleness: mean staleness of the gradients, in versions.
+        max_staleness: largest staleness of a gradient, in versions.
+        computing_share: share of the workers' time spent on gradients that were pushed.
+        waiting_share: share of the workers' time spent waiting for other workers.
+        wasted_share: share of the workers' time spent on aborted computations and the pulls after them.
+        delayed_share: share of the pulls that were not answered on arrival.
+        restarts: number of computations that were aborted and restarted.
+        bytes_sent: bytes sent by all processes.
+        faults: descriptions of conditions that failed, and of the models that replaced them. If there are any, the
+            figures are not those of `sync` alone.
+        front: True if no other model of the comparison has both more gradients per second and less staleness.
     """
 
     sync: str
@@ -101,12 +112,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moving_share(self) -> float:
-        """Of all workers' time, what transfers took."""
+        """Share of the workers' time spent on transfers, from 0 to 1."""
         return max(0.0, 1.0 - self.computing_share - self.waiting_share - self.wasted_share)
 
 
 def figures_of(sync: str, result: SimResult) -> Figures:
-    """The figures of one result."""
+    """Compute the figures of a simulation from its result."""
     measures = result.measures
     pushes = sum(measures.iterations.values())
     duration_s = measures.duration_s or 1.0
@@ -130,7 +141,7 @@ def figures_of(sync: str, result: SimResult) -> Figures:
 
 
 def run_task(task: Task) -> Figures:
-    """One simulation, without its traces."""
+    """Run one simulation without recording traces."""
     result = simulate(
         task.cluster,
         task.sync,
@@ -143,7 +154,7 @@ def run_task(task: Task) -> Figures:
 
 
 def run_tasks(tasks: Sequence[Task], tell: TellCount = lambda done, of, what: None) -> list[Figures]:
-    """All of them, in order, on all cores."""
+    """Run simulations on all cores. Return their figures in the order of the tasks."""
     if len(tasks) > 1:
         return on_all_cores(run_task, tasks, lambda task: task.sync, tell)
     tell(0, len(tasks), "")
@@ -161,10 +172,11 @@ def rank(
     shards: int | None = None,
     tell: TellCount = lambda done, of, what: None,
 ) -> list[Figures]:
-    """Each model for as long as BSP takes for so many iterations; most gradients first.
+    """Simulate each model for as long as BSP takes for `iterations` iterations. Sort by gradients per second,
+    descending.
 
     Raises:
-        ConfigurationError: bad input.
+        ConfigurationError: a model cannot run on this cluster, or BSP completes no iteration on it.
     """
     require_runnable(cluster, syncs, shards)
     horizon_s = horizon(cluster, iterations, seed, shards)
@@ -175,18 +187,22 @@ def rank(
 
 
 def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None) -> float:
-    """How long BSP takes. Raises `ConfigurationError` if it comes to nothing there, or takes no time."""
+    """Return the virtual seconds that BSP takes.
+
+    Raises:
+        ConfigurationError: BSP completes no iteration on this cluster, or it takes no time.
+    """
     time_s = simulate(cluster, "bsp", iterations, seed, shards=shards).time_s
     if not time_s:
         raise ConfigurationError(
-            "under bsp, nobody finishes an iteration on this cluster, or none takes any time: there is nothing to "
-            "compare. Look at compute, and at when workers are lost."
+            "under bsp, no worker finishes an iteration on this cluster, or iterations take no time, so there is "
+            "nothing to compare. Check the compute times, and when workers are lost."
         )
     return time_s
 
 
 def mark_front(rows: Sequence[Figures]) -> list[Figures]:
-    """Mark those that no other one beats in both respects."""
+    """Set `front` in the rows that no other row exceeds in both gradients per second and freshness."""
     return [
         msgspec.structs.replace(
             row,
@@ -213,7 +229,7 @@ def sweep(
     shards: int | None = None,
     tell: TellCount = lambda done, of, what: None,
 ) -> list[tuple[float, Figures]]:
-    """Each model that has this key, once for each value. (value, figures), in the order of models and values."""
+    """Simulate each model that has the parameter `key` with each value. Return pairs (value, figures)."""
     pairs = variants(syncs, key, values)
     require_runnable(cluster, [sync for _, sync in pairs], shards)
     horizon_s = horizon(cluster, iterations, seed, shards)
@@ -222,24 +238,28 @@ def sweep(
 
 
 def variants(syncs: Sequence[str], key: str, values: Sequence[float]) -> list[tuple[float, str]]:
-    """Each model that has a key, with each value of it. Raises `ConfigurationError` if none has it."""
+    """Return pairs (value, sync model) for each model that has the parameter `key`.
+
+    Raises:
+        ConfigurationError: no model has this parameter.
+    """
     having = [sync for sync in syncs if _has_key(sync, key)]
     if not having:
         known = ", ".join(sorted({field for model in MODELS.values() for field in model.__struct_fields__}))
         raise ConfigurationError(
-            f"no sync model of {', '.join(syncs)} has a key {key!r}. Keys there are: {known}."
+            f"none of the sync models {', '.join(syncs)} has a parameter {key!r}. Choices: {known}."
         )
     return [(value, _with_key(sync, key, value)) for sync in having for value in values]
 
 
 def require_runnable(cluster: Cluster, syncs: Sequence[str], shards: int | None = None) -> None:
-    """Raise `ConfigurationError` if one of these models cannot run on such a cluster."""
+    """Raise `ConfigurationError` if one of the models cannot run on this cluster."""
     for sync in syncs:
         read_schedule(sync).require_runnable(cluster.workers, shards or cluster.servers)
 
 
 def sweep_values(text: str) -> tuple[str, list[float]]:
-    """`key=5..480` (each value about twice the one before), `key=1..9:2` (steps of 2), or `key=1,5,20`.
+    """Parse a sweep: `key=5..480` (doubling), `key=1..9:2` (steps of 2), or `key=1,5,20`.
 
     >>> sweep_values("lookahead=5..40")
     ('lookahead', [5.0, 10.0, 20.0, 40.0])
@@ -247,7 +267,7 @@ def sweep_values(text: str) -> tuple[str, list[float]]:
     ('staleness', [1.0, 4.0, 7.0])
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: the text has none of these forms.
     """
     key, equals, rest = text.partition("=")
     number = r"([0-9.]+)"
@@ -260,9 +280,7 @@ def sweep_values(text: str) -> tuple[str, list[float]]:
     except ValueError:
         values = []
     if len(values) > MOST_VALUES:
-        raise ConfigurationError(
-            f"sweep {text!r} asks for more than {MOST_VALUES} values; take larger steps."
-        )
+        raise ConfigurationError(f"sweep {text!r} has more than {MOST_VALUES} values; use larger steps.")
     if not (key and equals and values):
         raise ConfigurationError(
             f"sweep is {text!r}, expected key=from..to, key=from..to:step or key=value,value, for example "
@@ -272,15 +290,16 @@ def sweep_values(text: str) -> tuple[str, list[float]]:
 
 
 def read_syncs(text: str) -> list[str]:
-    """Several models in one text: `bsp,ssp:staleness=3,execution=lazy,elastic-bsp`. "all" are those of `EVERY_MODEL`.
+    """Parse a list of sync models, for example `bsp,ssp:staleness=3,execution=lazy,elastic-bsp`.
 
-    A part that names no model is a key of the one before it; `@` joins the steps of a schedule.
+    "all" stands for `EVERY_MODEL`. A part of the form `key=value` belongs to the model before it. Parts with `@` are
+    the steps of one schedule.
 
     >>> read_syncs("bsp,ssp:staleness=3,execution=lazy,bsp@0,asp@50,asp")
     ['bsp', 'ssp:staleness=3,execution=lazy', 'bsp@0,asp@50', 'asp']
 
     Raises:
-        ConfigurationError: one of them is not known.
+        ConfigurationError: one of the models is unknown or invalid.
     """
     if text.strip() == "all":
         return list(EVERY_MODEL)

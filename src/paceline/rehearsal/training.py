@@ -1,6 +1,6 @@
-"""`paceline simulate --script`: a user's training script, run on a cluster that need not exist, under several models.
+"""`paceline simulate --script`: a user's training script on a simulated cluster, under several sync models.
 
-What comes out is what a ranking of timings cannot say: how much staleness this loss bears.
+Unlike a ranking of timings, this shows how much staleness the loss of the script tolerates.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .ranking import Figures, figures_of
 
 __all__ = ["Trained", "smooth", "train_and_compare"]
 
-POINTS = 60  # of a curve that is drawn
-WINDOW = 0.05  # of all pushes, that one point of a curve is the mean of
+POINTS = 60  # largest number of points of a curve, roughly
+WINDOW = 0.05  # share of all pushes over which each point of a curve is averaged
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """What training under one model came to.
+    """The results of training under one model.
 
     Attributes:
-        figures: its timings.
-        curve: (virtual seconds, loss), smoothed.
-        final_loss: the mean of the last pushes.
+        figures: figures of the simulation.
+        curve: smoothed losses, as pairs (virtual seconds, loss).
+        final_loss: last point of the curve.
     """
 
     figures: Figures
@@ -47,7 +47,7 @@ class Trained(msgspec.Struct, frozen=True):
     final_loss: float
 
     def reaches_s(self, loss: float) -> float | None:
-        """When its curve came down to a loss; None if never."""
+        """Return the virtual time at which the curve first reached a loss; None if it never did."""
         return next((time_s for time_s, value in self.curve if value <= loss), None)
 
 
@@ -73,23 +73,23 @@ def train_and_compare(
     console: Console,
     tell: TellCount,
 ) -> list[Trained]:
-    """Run the script under each model; print a table, draw the losses over virtual time.
+    """Run the script under each model, print a table, and draw the losses over virtual time.
 
     Raises:
         RunFailedError: the script failed.
+        UsageError: the script trained, but its closures returned no loss.
     """
     tasks = [
         _Task(cluster, sync, str(script), list(arguments), seed, shards, str(out / f"script-{number}.log"))
         for number, sync in enumerate(syncs)
     ]
-    found = on_all_cores(
-        _run, tasks, lambda task: task.sync, tell, fresh=True
-    )  # modules keep what they are told
+    # Each run gets a new process, since modules keep their state.
+    found = on_all_cores(_run, tasks, lambda task: task.sync, tell, fresh=True)
     (out / "training.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     rows = [row for row in found if row.curve]
     if len(rows) < len(found):
         raise UsageError(
-            f"{script} has trained, but returned no loss to compare: give optimizer.step() a closure that returns it."
+            f"{script} returned no losses to compare: pass optimizer.step() a closure that returns the loss."
         )
     console.print(_table(cluster, rows, rows[0].final_loss, syncs[0]))
     show_faults([row.figures for row in rows], console)
@@ -99,7 +99,7 @@ def train_and_compare(
 
 
 def smooth(history: Sequence[Loss]) -> list[tuple[float, float]]:
-    """Means over windows of some pushes, at their last one's time.
+    """Average the losses over windows of pushes. Each point has the time of the last push in its window.
 
     >>> smooth([Loss(1.0, 0, 0, 4.0), Loss(2.0, 1, 0, 2.0)])
     [(1.0, 4.0), (2.0, 2.0)]
@@ -113,7 +113,7 @@ def smooth(history: Sequence[Loss]) -> list[tuple[float, float]]:
 
 
 def _run(task: _Task) -> Trained:
-    """In a process of its own; what the script prints goes to a file."""
+    """Run the script in this process, which is a new one. Its standard output is written to a file."""
     sys.argv = [task.script, *task.arguments]
     sys.path.insert(0, str(Path(task.script).resolve().parent))
     with open(task.log, "w") as log, contextlib.redirect_stdout(log):
@@ -136,8 +136,8 @@ def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str)
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
-        caption=f"{escape(describe(cluster))}; losses are those of the training batches, smoothed. "
-        "All have the script's own learning rate; the mean of many gradients, as under bsp, bears a larger one.",
+        caption=f"{escape(describe(cluster))}; losses are those of the training batches, smoothed. All models "
+        "use the script's learning rate. Models that average gradients, such as bsp, tolerate a larger one.",
         caption_justify="left",
     )
     table.add_column("sync", overflow="fold")
