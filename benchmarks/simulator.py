@@ -1,9 +1,10 @@
-"""`paceline bench simulator`: is virtual time true to life, and how fast does it pass.
+"""`python -m benchmarks simulator`: the accuracy and the speed of simulations.
 
-True to life: four unequal workers, emulated by sleeping, train live under every sync model. What the run under BSP
-recorded is the cluster of all simulations, which are then compared with the *other* live runs.
+Accuracy: four unequal workers, emulated by sleeping, train live under every sync model. All simulations use the
+cluster that one run under BSP has recorded, and are compared with the other live runs.
 
-Fast: events per second, thousands of workers, and what training in virtual time costs beyond its gradients.
+Speed: events per second, simulations with thousands of workers, and the overhead of training in virtual time over the
+computation of the gradients.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ MODELS = (
 PACE_S = (0.10, 0.12, 0.15, 0.30)
 JITTER = 0.1
 LIVE_S = 15.0
-START_S = 12.0  # about what the processes of a live run take to start and end, on a slow machine
+START_S = 12.0  # approximate time in which the processes of a live run start and end on a slow machine
 
 FIDELITY_GOALS = (0.10, 0.15)
-"""How far off updates per second and mean staleness may be."""
+"""Largest relative errors of the updates per second and of the mean staleness."""
 
 
 class FidelityRow(msgspec.Struct, frozen=True):
-    """One sync model, live and simulated."""
+    """Updates per second and mean staleness under one sync model, live and simulated."""
 
     sync: str
     live_updates_per_s: float
@@ -66,26 +67,26 @@ class FidelityRow(msgspec.Struct, frozen=True):
 
     @property
     def updates_off(self) -> float:
-        """Relative error of the updates per second."""
+        """Relative error of the simulated updates per second."""
         return self.simulated_updates_per_s / self.live_updates_per_s - 1
 
     @property
     def staleness_off(self) -> float:
-        """Relative error of the mean staleness."""
+        """Relative error of the simulated mean staleness."""
         if not self.live_staleness:
             return 0.0 if not self.simulated_staleness else float("inf")
         return self.simulated_staleness / self.live_staleness - 1
 
 
 class SpeedRow(msgspec.Struct, frozen=True):
-    """One measurement of speed, against its goal.
+    """A measurement of speed and its goal.
 
     Attributes:
-        what: was measured.
-        value: of it.
-        goal: for it; at least, where `at_least`, else at most.
-        unit: of both.
-        at_least: see above.
+        what: what was measured.
+        value: measured value.
+        goal: bound on the value.
+        unit: unit of the value and the goal.
+        at_least: True if the goal is a lower bound, False if it is an upper bound.
     """
 
     what: str
@@ -96,34 +97,46 @@ class SpeedRow(msgspec.Struct, frozen=True):
 
     @property
     def reached(self) -> bool:
-        """Is the goal."""
+        """True if the goal is reached."""
         return self.value >= self.goal if self.at_least else self.value <= self.goal
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All of it."""
+    """All measurements.
+
+    Attributes:
+        fidelity: accuracy, one row per sync model.
+        speed: speed, one row per measurement.
+    """
 
     fidelity: list[FidelityRow]
     speed: list[SpeedRow]
 
 
 def estimate_s(models: Sequence[str] = MODELS, live_s: float = LIVE_S) -> float:
-    """About how long `measure` takes."""
+    """Estimate how long `measure` takes."""
     return (len(models) + 1) * (live_s + START_S) + 150.0
 
 
 def measure(
     tell: TellShare, models: Sequence[str] = MODELS, live_s: float = LIVE_S, *, speed: bool = True
 ) -> Report:
-    """Measure everything. Takes minutes."""
+    """Measure accuracy and speed. Takes minutes.
+
+    Args:
+        tell: progress callback.
+        models: sync models to simulate.
+        live_s: duration of each live run.
+        speed: False to measure the accuracy only.
+    """
     return Report(_fidelity(tell, models, live_s), _speed(tell) if speed else [])
 
 
-# -- true to life ----------------------------------------------------------------------------------------------
+# -- accuracy --------------------------------------------------------------------------------------------------
 
 
 def train(duration_s: float) -> None:
-    """A small network on random data, for so long by the wall clock: this is for live runs only."""
+    """Train a small network on random data for a given time. It reads the clock, so it is for live runs only."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
@@ -179,11 +192,11 @@ def _live(sync: str, live_s: float, seed: int, run_dir: Path) -> dict[str, float
     return result.summary
 
 
-# -- fast ------------------------------------------------------------------------------------------------------
+# -- speed -----------------------------------------------------------------------------------------------------
 
 
 def jittery(workers: int) -> Cluster:
-    """So many workers of about a second, each a little slower than the one before."""
+    """Return a cluster whose iterations take about a second. Each worker is a little slower than the one before."""
     return Cluster(
         compute_s=[Uniform(low=0.9 + 0.3 * k / workers, high=1.1 + 0.3 * k / workers) for k in range(workers)]
     )
@@ -198,12 +211,11 @@ def _speed(tell: TellShare) -> list[SpeedRow]:
     lighter, heavier = (median(training_ratio(batch) for _ in range(3)) for batch in (128, 512))
     return [
         SpeedRow("events per second, 100 workers, asp", 1e6 / few, 100_000, "1/s", at_least=True),
-        SpeedRow(
-            "an event with 10,000 workers, compared with 100", many / few, 2.0, "x"
-        ),  # log 10^4 / log 10^2
+        # An event takes logarithmic time: log 10^4 / log 10^2 = 2.
+        SpeedRow("time of an event with 10,000 workers, compared with 100", many / few, 2.0, "x"),
         SpeedRow("10,000 workers x 100 iterations, elastic-bsp:lookahead=15", took_s, 60.0, "s"),
-        SpeedRow("its memory", peak_mib, 1024.0, "MiB"),
-        SpeedRow("training, compared with a loop by hand, gradients of 2 to 3 ms", lighter, 1.15, "x"),
+        SpeedRow("the same, peak memory", peak_mib, 1024.0, "MiB"),
+        SpeedRow("training, compared with a handwritten loop, gradients of 2 to 3 ms", lighter, 1.15, "x"),
         SpeedRow("the same, gradients of about 10 ms", heavier, 1.15, "x"),
     ]
 
@@ -215,7 +227,7 @@ def _cost_us(workers: int, iterations: int) -> float:
 
 
 def _ten_thousand() -> tuple[float, float]:
-    """Seconds, and the peak of the process's memory in MiB."""
+    """Simulate 10,000 workers. Return the seconds it took and the peak memory of this process in MiB."""
     begun_s = time.perf_counter()
     simulate(jittery(10_000), "elastic-bsp:lookahead=15", 100)
     return time.perf_counter() - begun_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -227,9 +239,10 @@ def _in_a_process(function: Callable[[], tuple[float, float]]) -> tuple[float, f
 
 
 def training_ratio(batch: int, workers: int = 4, iterations: int = 60) -> float:
-    """What an iteration costs in virtual time, by what it costs in a loop written by hand.
+    """Measure the time of an iteration in virtual time, divided by that of an iteration in a handwritten loop.
 
-    In the loop: the gradient of the next replica, of a batch; one optimizer's step; a copy of the weights to it.
+    An iteration of the loop computes the gradient of one batch on the next replica of the model, applies it with the
+    optimizer, and copies the weights to the replica.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -243,7 +256,7 @@ def training_ratio(batch: int, workers: int = 4, iterations: int = 60) -> float:
 
 
 def _by_hand(batch: int, workers: int, iterations: int) -> float:
-    """Seconds of that loop, without its first round."""
+    """Return the seconds that the handwritten loop takes, without its first round over the replicas."""
     master, _, _ = _problem(batch)
     replicas = [_problem(batch) for _ in range(workers)]
     optimizer = torch.optim.SGD(master.parameters(), lr=0.01, momentum=0.9)
@@ -271,7 +284,11 @@ def _problem(batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def _timed(batch: int, iterations: int, times: list[float]) -> None:
-    """What every worker does; the wall clock when the first one begins its second iteration, and when each ends."""
+    """Train as one worker in virtual time.
+
+    Appends to `times` the wall-clock time at which the first worker begins its second iteration, and the time at
+    which each worker ends.
+    """
     model, x, y = _problem(batch)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model=model)
     for iteration in range(iterations + 1):
@@ -283,25 +300,25 @@ def _timed(batch: int, iterations: int, times: list[float]) -> None:
     times.append(time.perf_counter())
 
 
-# -- shown -----------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------------------
 
 
 def tables(report: Report) -> list[Table]:
-    """True to life, and fast."""
+    """Return a table of the accuracy and, if it was measured, one of the speed."""
     updates_goal, staleness_goal = FIDELITY_GOALS
-    life = Table(
-        title="true to life: live runs, and simulations of what another run (bsp's) recorded",
+    accuracy = Table(
+        title="accuracy: live runs, and simulations of the cluster that another run (under bsp) recorded",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
-        caption=f"goals: updates within {updates_goal:.0%}, staleness within {staleness_goal:.0%}; !: missed",
+        caption=f"goals: updates within {updates_goal:.0%}, staleness within {staleness_goal:.0%}; !: goal missed",
         caption_justify="left",
     )
-    life.add_column("sync", overflow="fold")
-    for heading in ("updates/s\nlive", "simu-\nlated", "off", "staleness\nlive", "simu-\nlated", "off"):
-        life.add_column(heading, justify="right", no_wrap=True)
+    accuracy.add_column("sync", overflow="fold")
+    for heading in ("updates/s\nlive", "simu-\nlated", "error", "staleness\nlive", "simu-\nlated", "error"):
+        accuracy.add_column(heading, justify="right", no_wrap=True)
     for row in report.fidelity:
-        life.add_row(
+        accuracy.add_row(
             row.sync,
             f"{row.live_updates_per_s:.2f}",
             f"{row.simulated_updates_per_s:.2f}",
@@ -310,14 +327,14 @@ def tables(report: Report) -> list[Table]:
             f"{row.simulated_staleness:.2f}",
             f"{row.staleness_off:+.1%}{' !' * (abs(row.staleness_off) > staleness_goal)}",
         )
-    fast = Table(title="fast", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    fast.add_column("what")
-    fast.add_column("measured", justify="right")
-    fast.add_column("goal", justify="right")
+    speed = Table(title="speed", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    speed.add_column("what")
+    speed.add_column("measured", justify="right")
+    speed.add_column("goal", justify="right")
     for measured in report.speed:
-        fast.add_row(
+        speed.add_row(
             measured.what,
             f"{measured.value:,.3g} {measured.unit}{'' if measured.reached else ' !'}",
             f"{'>=' if measured.at_least else '<='} {measured.goal:,g} {measured.unit}",
         )
-    return [life, fast] if report.speed else [life]
+    return [accuracy, speed] if report.speed else [accuracy]

@@ -1,4 +1,4 @@
-"""`paceline bench sync`: what a sync model costs at a shard, per push and pull. Reads the clock."""
+"""`python -m benchmarks sync`: the processor time that a sync model takes in a shard, per push and pull."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paceline.sync.events import AnyEvent, PullRequested, PushReceived, TimerFir
 __all__ = ["GOALS_US", "MODELS", "CostRow", "cost_table", "measure"]
 
 GOALS_US = {10: 6.0, 10_000: 12.0}
-"""Workers -> what one push and one pull may take, median."""
+"""Goals for the median time of one push and one pull, by the number of workers."""
 
-MEASURED = 20_000  # pushes, per model and number of workers
-STEP_S = 1e-3
+MEASURED = 20_000  # number of pushes, per model and number of workers
+STEP_S = 1e-3  # simulated time between two pushes
 
 
 def within_two(state: PullState) -> bool:
-    """A user's condition."""
+    """Answer a pull if the worker is at most two iterations ahead of the slowest."""
     return state.gap <= 2
 
 
@@ -53,7 +53,14 @@ MODELS: tuple[AnySyncModel, ...] = (
 
 
 class CostRow(msgspec.Struct, frozen=True):
-    """One model with so many workers."""
+    """The time of one sync model with one number of workers.
+
+    Attributes:
+        sync: sync model.
+        workers: number of workers.
+        median_us: median time of one push and one pull.
+        goal_us: goal for this time.
+    """
 
     sync: str
     workers: int
@@ -62,7 +69,7 @@ class CostRow(msgspec.Struct, frozen=True):
 
 
 def measure(models: Sequence[AnySyncModel] = MODELS, pushes: int = MEASURED) -> list[CostRow]:
-    """The median time of one push and one pull through each model, hosted as a live shard hosts it."""
+    """Measure the median time of one push and one pull under each model, hosted as in a live shard."""
     return [
         CostRow(str(model), workers, _cost_us(model, workers, pushes), goal_us)
         for model in models
@@ -71,13 +78,16 @@ def measure(models: Sequence[AnySyncModel] = MODELS, pushes: int = MEASURED) -> 
 
 
 def _cost_us(model: AnySyncModel, workers: int, pushes: int) -> float:
-    """Workers push in turn, each as soon as it has been answered; a few run ahead as far as the model lets them."""
+    """Measure one model.
+
+    Workers push in turn, each as soon as its last pull was answered. Some run ahead as far as the model allows.
+    """
     shard = ShardSync(model)
     for worker in range(workers):
         shard.handle(WorkerJoined(now_s=0.0, worker=worker))
     times_ns: list[int] = []
     iterations = [0] * workers
-    free = list(range(workers))  # those that have been answered
+    free = list(range(workers))  # workers whose last pull was answered
     now_s = 0.0
     clock = time.perf_counter_ns
     gc.collect()
@@ -106,7 +116,7 @@ def _cost_us(model: AnySyncModel, workers: int, pushes: int) -> float:
 
 
 def cost_table(rows: Sequence[CostRow]) -> Table:
-    """One line per model."""
+    """Return a table with one line per model."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("us per push and pull, median", no_wrap=True)
     for workers, goal_us in GOALS_US.items():

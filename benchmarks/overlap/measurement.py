@@ -1,21 +1,21 @@
-"""`paceline bench overlap`: what overlap synchronization and even slicing save where the links are slow.
+"""The comparison of FluentPS (section IV): communication times with and without overlap and even slicing.
 
-Owns the settings that FluentPS compares (section IV), the model, and the table. Starts processes, and machines for
-them out of network namespaces: each worker and each server has a link of its own.
+Each worker and each server runs in its own network namespace, with its own link of a limited rate. The settings:
 
-    1  overlap off, sliced by parameter     PS-Lite: nobody pulls until everybody has pushed everything
+    1  overlap off, sliced by parameter     PS-Lite: no worker pulls before all workers have pushed everything
     2  overlap, sliced by parameter         overlap synchronization
-    3  overlap, sliced evenly               with Elastic Parameter Slicing, several shards on each server
+    3  overlap, sliced evenly               with Elastic Parameter Slicing and several shards on each server
 
-All under BSP over TCP. Nearly all parameters of the model are in one fully connected layer; by parameter, it lies on
-one shard as a whole.
+All settings run under BSP over TCP. Nearly all parameters of the model are in one fully connected layer. When slicing
+by parameter, this layer is kept whole and lies on one shard.
 
-*Communication time* is that of a whole iteration without a bare forward and backward of the same model, which is
-timed in the same processes, in all of them at once, when the last iteration is done. Each figure is a median over
-iterations, then the mean of the workers, then the median over rounds.
+The *communication time* is the time of an iteration minus the time of a forward and backward pass alone. The latter
+is measured in the same processes, in all of them at the same time, after the last iteration. Each figure is the
+median over iterations, then the mean over workers, then the median over rounds.
 
-*The links' least* is how long the busiest server's link is busy: it receives every worker's part before it can answer
-with the last shard; without overlap, before it answers at all. It knows no protocol, no processor and no delay.
+The *link minimum* is the time for which the link of the busiest server is in use: the server must receive the parts
+of all workers before it can answer with its last shard or, without overlap, before it can answer at all. The minimum
+does not include protocol overhead, processor time or delays.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ __all__ = [
 
 WORKERS = 4
 SERVERS = 4
-SHARDS = 16  # of setting 3: see `Plan`
+SHARDS = 16  # in setting 3, see `Plan`
 ROUNDS = 3
-WIDTH = 2048  # of the large layer's output: 38 MB in all
-WARM_UP = 2
+WIDTH = 2048  # outputs of the large layer; the model then has 38 MB
+WARM_UP = 2  # iterations that are not measured
 BATCH = 4
 LR = 1e-3
-STARTING_S = 15.0  # of a run's processes, on two cores
+STARTING_S = 15.0  # approximate time in which the processes of a run start on two cores
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What is compared.
+    """A setting of the comparison.
 
     Attributes:
-        name: of the table and the picture.
-        overlap: as `launch` takes it.
-        slicing: likewise.
-        shards: how many.
-        paper_less: by what share the communication time was less than the first setting's, in FluentPS.
+        name: name in the table and the picture.
+        overlap: the argument `overlap` of `launch`.
+        slicing: the argument `slicing` of `launch`.
+        shards: number of shards.
+        paper_less: share of the first setting's communication time that this setting saved in FluentPS.
     """
 
     name: str
@@ -95,16 +95,17 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure. `require_sound` before anything starts.
+    """What to measure. Call `require_sound` before anything starts.
 
     Attributes:
-        rate: of each direction of each link, in tc's notation.
-        delay_s: of what a machine sends.
-        rounds: how often everything is measured.
-        iterations: of each run, without those of warming up.
-        shards: of setting 3. With one per server a server answers only when all of its pushes are here; with
-            several, the first answers leave while later pushes arrive. Each costs messages of its own.
-        width: of the large layer.
+        rate: rate of each link in each direction, in the notation of tc.
+        delay_s: delay of everything that a machine sends.
+        rounds: number of rounds.
+        iterations: number of measured iterations of each run.
+        shards: number of shards in setting 3. With one shard per server, a server answers only after it has received
+            all of its pushes. With several, it sends the first answers while later pushes arrive, at the price of
+            more messages.
+        width: number of outputs of the large layer.
     """
 
     rate: str = "1gbit"
@@ -116,7 +117,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        """In order; the first is what the others are compared with."""
+        """The settings. The others are compared with the first one."""
         return (
             Setting("1 overlap off, by parameter", "off", "by-parameter", SERVERS, None),
             Setting("2 overlap, by parameter", "shards", "by-parameter", SERVERS, 0.86),
@@ -124,7 +125,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def require_sound(self) -> None:
-        """Refuse what cannot be measured. Raises `ConfigurationError`."""
+        """Raise `ConfigurationError` if the plan is invalid."""
         rate_bps(self.rate)
         counts = (("rounds", self.rounds, 1), ("iterations", self.iterations, 1), ("width", self.width, 1))
         for name, value, least in (*counts, ("shards", self.shards, SERVERS)):
@@ -133,20 +134,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting's figures.
+    """The figures of one setting.
 
     Attributes:
-        setting: its name.
-        overlap: see `Setting`; likewise what follows.
-        slicing: ...
-        shards: ...
-        communication_ms: of an iteration; median over the rounds.
-        low_ms: the least of a round.
-        high_ms: the most.
-        bare_ms: a bare forward and backward.
-        least_ms: what the links alone ask for.
-        less: by what share the communication time is less than the first setting's; None for the first.
-        paper_less: the same in FluentPS.
+        setting: name of the setting.
+        overlap: see `Setting`.
+        slicing: see `Setting`.
+        shards: see `Setting`.
+        communication_ms: communication time of an iteration, the median over the rounds.
+        low_ms: smallest communication time of a round.
+        high_ms: largest communication time of a round.
+        bare_ms: time of a forward and backward pass alone.
+        least_ms: the link minimum.
+        less: share of the first setting's communication time that this setting saves; None for the first setting.
+        paper_less: the same share in FluentPS.
     """
 
     setting: str
@@ -163,17 +164,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, and on what.
+    """The figures of all settings, and the conditions under which they were measured.
 
     Attributes:
-        rate: of each direction of each link.
-        delay_ms: of what a machine sends; 0 where the kernel cannot delay.
-        workers: each on a machine of its own.
-        servers: likewise.
-        size_mb: of the model, in 2**20 bytes.
-        rounds: how many.
-        rows: one per setting.
-        exchanges: for each setting, one iteration of the last round, the median one.
+        rate: rate of each link in each direction.
+        delay_ms: delay of everything that a machine sends; 0 if the kernel cannot delay packets.
+        workers: number of workers, each on its own machine.
+        servers: number of servers, each on its own machine.
+        size_mb: size of the model, in MB of 2**20 bytes.
+        rounds: number of rounds.
+        rows: figures, one row per setting.
+        exchanges: the median iteration of the last round, for each setting.
     """
 
     rate: str
@@ -186,8 +187,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     exchanges: tuple[Exchange, ...]
 
     @property
-    def circumstances(self) -> str:
-        """In words."""
+    def conditions(self) -> str:
+        """Description of the conditions."""
         delay = f"{self.delay_ms:g} ms of delay" if self.delay_ms else "no delay (this kernel has no netem)"
         return (
             f"{self.workers} workers and {self.servers} servers, each with a link of {self.rate} each way, "
@@ -196,13 +197,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What one run showed.
+    """The figures of one run.
 
     Attributes:
-        communication_s: of an iteration.
-        bare_s: of a forward and backward.
-        least_s: what the links alone ask for.
-        exchange: its median iteration.
+        communication_s: communication time of an iteration.
+        bare_s: time of a forward and backward pass alone.
+        least_s: the link minimum.
+        exchange: the median iteration.
     """
 
     communication_s: float
@@ -212,7 +213,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Net(nn.Module):
-    """A few small convolutions and one large layer, which has nine tenths of the parameters."""
+    """A network of small convolutions and one large layer, which has nine tenths of the parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -233,12 +234,12 @@ def measure(plan: Plan, tell: TellShare = lambda what, share, slow=False: None) 
     """Measure everything in the plan, round by round.
 
     Args:
-        plan: what.
-        tell: called before each run.
+        plan: what to measure.
+        tell: progress callback, called before each run.
 
     Raises:
-        ConfigurationError: the plan is not sound, or machines cannot be made here; nothing was started.
-        RunFailedError: a process failed; nothing is left running.
+        ConfigurationError: the plan is invalid, or this system cannot create the machines; nothing was started.
+        RunFailedError: a process failed; all others have been ended.
     """
     plan.require_sound()
     found: list[list[Found]] = [[] for _ in plan.settings]
@@ -263,7 +264,7 @@ def measure(plan: Plan, tell: TellShare = lambda what, share, slow=False: None) 
 
 
 def estimate_s(plan: Plan) -> float:
-    """How long it will take on two cores, roughly."""
+    """Estimate how long the measurements take on two cores."""
     transfer_s = _layout(plan).size_bytes * 8 / rate_bps(plan.rate)
     iterations_s = (WARM_UP + plan.iterations) * transfer_s * (2 * WORKERS + 2 * WORKERS + 2)
     return plan.rounds * (len(plan.settings) * STARTING_S + iterations_s)
@@ -296,7 +297,10 @@ def _run(plan: Plan, setting: Setting, machines: Network, out: Path) -> Found:
 
 
 def _train(width: int, iterations: int, out: Path) -> None:
-    """One worker: iterations, then bare ones, at which all arrive together under BSP."""
+    """Train as one worker, then time forward and backward alone.
+
+    Under BSP all workers finish the last iteration together, so all of them time it at the same time.
+    """
     torch.manual_seed(worker_index())
     images, labels = torch.randn(BATCH, 3, 32, 32), torch.randint(10, (BATCH,))
     model, bare = Net(width), Net(width)
@@ -321,7 +325,7 @@ def _time_s(step: Callable[[], object]) -> float:
 
 
 def least_s(plan: Plan, setting: Setting) -> float:
-    """How long the busiest server's link is busy with one iteration."""
+    """Return the link minimum of one iteration: the time for which the link of the busiest server is in use."""
     layout = _layout(plan)
     cut = layout.slice_evenly if setting.slicing == "even" else layout.slice_by_parameter
     of_server: dict[int, list[int]] = {}
@@ -343,7 +347,7 @@ def found_in(
     bare_s: Sequence[float],
     least_s: float,
 ) -> Found:
-    """What a run showed: its records and traces, and each worker's bare time."""
+    """Compute the figures of a run from its records, the traces of its shards, and each worker's bare time."""
     times_s = [[row.answered_s - row.begun_s for row in worker[WARM_UP:]] for worker in records]
     whole_s = [median(worker) for worker in times_s]
     of_all_s = [max(iteration) for iteration in zip(*times_s, strict=True)]
@@ -357,7 +361,7 @@ def found_in(
 
 
 def rows(settings: Sequence[Setting], found: Sequence[Sequence[Found]]) -> tuple[Row, ...]:
-    """One per setting, out of what its runs showed."""
+    """Return one row per setting from the figures of its runs."""
     made: list[Row] = []
     for setting, runs in zip(settings, found, strict=True):
         times_ms = [run.communication_s * 1e3 for run in runs]
@@ -381,20 +385,20 @@ def rows(settings: Sequence[Setting], found: Sequence[Sequence[Found]]) -> tuple
 
 
 def table(report: Report) -> Table:
-    """One line per setting."""
+    """Return a table with one line per setting."""
     made = Table(
         title="Communication of an iteration, ms",
         title_justify="left",
-        caption=f"{report.circumstances}\nmedians of {report.rounds} round{'s' if report.rounds != 1 else ''}; low "
-        "and high are of a round\nlink's least: what the busiest server's link alone asks for\n"
-        "less: than setting 1; paper: FluentPS, section IV, ResNet-56, against PS-Lite",
+        caption=f"{report.conditions}\nmedians of {report.rounds} round{'s' if report.rounds != 1 else ''}; low "
+        "and high are of single rounds\nlink minimum: time in which the busiest server's link carries the data\n"
+        "saved: compared with setting 1; paper: FluentPS, section IV, ResNet-56, compared with PS-Lite",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
     )
     made.add_column("setting", no_wrap=True)
-    for heading in ("ms", "low - high", "link's least", "less", "paper"):
+    for heading in ("ms", "low - high", "link minimum", "saved", "paper"):
         made.add_column(heading, justify="right", no_wrap=True)
     for row in report.rows:
         made.add_row(
@@ -409,13 +413,13 @@ def table(report: Report) -> Table:
 
 
 def picture(report: Report) -> Figure:
-    """One iteration of each setting. Raises `ConfigurationError` if matplotlib is not installed."""
+    """Draw one iteration of each setting. Raises `ConfigurationError` if matplotlib is not installed."""
     labels = [
-        row.setting if row.less is None else f"{row.setting} (communication {_percent(row.less)} less)"
+        row.setting if row.less is None else f"{row.setting} ({_percent(row.less)} less communication)"
         for row in report.rows
     ]
     exchanges = dict(zip(labels, report.exchanges, strict=True))
-    return overlap_picture("Pushes and pulls of one iteration", report.circumstances, exchanges)
+    return overlap_picture("Pushes and pulls of one iteration", report.conditions, exchanges)
 
 
 def _percent(share: float | None) -> str:

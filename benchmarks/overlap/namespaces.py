@@ -1,14 +1,16 @@
-"""Machines out of one: network namespaces, joined by links of a given speed.
+"""Several virtual machines on one machine: network namespaces that are connected by links of a given rate.
 
-Owns the namespaces and what is in them: makes them, and removes them however their use ends. Each machine has one
-link, a veth pair to a switch (a bridge in a namespace of its own, where no firewall of this system's forwards).
-Both of its directions are limited by a token bucket (tc-tbf), so a machine sends and receives at the rate at once,
-as with a full-duplex cable. Where the kernel has netem, what a machine sends is delayed besides. The launcher, which
-is no machine, reaches the switch by a link without a limit; that is the only device outside the namespaces.
+`network` creates the namespaces and their devices and always removes them again. Each machine has one link, a veth
+pair to a switch. The switch is a bridge in its own namespace, so the firewall of this system does not affect it. A
+token bucket (tc-tbf) limits each direction of a link, so a machine can send and receive at the full rate at the same
+time, as with a full-duplex cable. If the kernel has netem, everything that a machine sends is delayed as well. The
+launcher runs outside of the machines. It reaches the switch by a link without a limit, the only device outside the
+namespaces.
 
-What all of this cannot give is cores: machines out of one share its processors.
+The machines share the processors of the real machine.
 
-Names hold the process id of whoever made them. A launcher that was killed cannot remove its own; the next one does.
+The names of namespaces and devices contain the process id of the launcher that created them. If a launcher was killed
+before it could remove them, the next one does.
 """
 
 from __future__ import annotations
@@ -30,32 +32,32 @@ from paceline.launcher.local import Machine
 
 __all__ = ["Link", "Network", "network", "rate_bps", "why_not"]
 
-NAMESPACES = Path("/var/run/netns")  # where `ip netns` keeps them
+NAMESPACES = Path("/var/run/netns")  # where `ip netns` stores namespaces
 DEVICES = Path("/sys/class/net")
-OURS = re.compile(
-    r"paceline(\d+)(-.*)?"
-)  # a process id has 7 digits at most, the name of a device 15 characters
+# Names of namespaces and devices that this module creates. A process id has at most 7 digits, the name of a device
+# at most 15 characters.
+OURS = re.compile(r"paceline(\d+)(-.*)?")
 
-SUBNETS = 512  # in 198.18.0.0/15, which is set aside for benchmarks between networks (RFC 2544)
+SUBNETS = 512  # in 198.18.0.0/15, which is reserved for benchmarks (RFC 2544)
 MOST_MACHINES = 250
-LAUNCHER = 254  # its address in the subnet
+LAUNCHER = 254  # last part of the launcher's address
 
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 FASTEST_BPS = 100 * 10**9
 SLOWEST_BPS = 10**6
 
-BURST_S = 0.001  # of sending at the rate, that may leave at once
-SMALLEST_BURST_BYTES = 128 * 1024  # two of the largest packets that TCP hands down
-QUEUE_S = 0.05  # of sending at the rate: what waits beyond that is dropped, as at a switch
-PACKETS = 100_000  # that may be under way in a delay
+BURST_S = 0.001  # size of a burst that may be sent immediately, as time at the rate of the link
+SMALLEST_BURST_BYTES = 128 * 1024  # two of the largest packets that TCP passes to a device
+QUEUE_S = 0.05  # length of the queue, as time at the rate of the link; further packets are dropped
+PACKETS = 100_000  # packets that may be delayed at the same time
 
 
 class Link(msgspec.Struct, frozen=True):
-    """A machine's link.
+    """The link of a machine.
 
     Attributes:
-        rate: of each direction, in tc's notation: "1gbit".
-        delay_s: of what a machine sends, where the kernel can delay it.
+        rate: rate in each direction, in the notation of tc, for example "1gbit".
+        delay_s: delay of everything that the machine sends, if the kernel can delay packets.
     """
 
     rate: str = "1gbit"
@@ -63,12 +65,12 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Network(msgspec.Struct, frozen=True):
-    """Machines that are there.
+    """A network of machines.
 
     Attributes:
-        host: the launcher's address.
-        machines: in order.
-        delayed: is the delay there. It is not where the kernel lacks netem.
+        host: address of the launcher.
+        machines: the machines.
+        delayed: True if packets are delayed. False if no delay was asked for, or the kernel lacks netem.
     """
 
     host: str
@@ -77,10 +79,10 @@ class Network(msgspec.Struct, frozen=True):
 
 
 def rate_bps(rate: str) -> float:
-    """A rate in bits per second.
+    """Convert a rate to bits per second.
 
     Raises:
-        ConfigurationError: it is not one that a link can have.
+        ConfigurationError: this is not a rate that a link can have.
 
     >>> rate_bps("1gbit"), rate_bps("2.5mbit")
     (1000000000.0, 2500000.0)
@@ -95,7 +97,7 @@ def rate_bps(rate: str) -> float:
 
 
 def why_not() -> str:
-    """What is missing for machines to be made here, in words; "" if nothing is."""
+    """Describe what is missing on this system to create machines. Return "" if nothing is missing."""
     missing = [f"the command {name!r}" for name in ("ip", "tc") if shutil.which(name) is None]
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         missing.insert(0, "root (try sudo)")
@@ -104,16 +106,24 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def network(count: int, link: Link) -> Iterator[Network]:
-    """So many machines with a link each, for as long as the context lasts. One network per process at a time.
+    """Create machines with one link each, and remove them when the context exits.
+
+    A process can have only one network at a time.
+
+    Args:
+        count: number of machines.
+        link: link of each machine.
 
     Raises:
-        ConfigurationError: the link is none, something that is needed is missing, or this system refuses.
+        ConfigurationError: an argument is invalid, a command or permission is missing, or a command failed.
     """
     bps = rate_bps(link.rate)
     if not 1 <= count <= MOST_MACHINES:
-        raise ConfigurationError(f"there are to be {count} machines, expected from 1 to {MOST_MACHINES}.")
+        raise ConfigurationError(
+            f"count is {count}, expected a number of machines from 1 to {MOST_MACHINES}."
+        )
     if missing := why_not():
-        raise ConfigurationError(f"machines out of network namespaces need {missing}.")
+        raise ConfigurationError(f"creating network namespaces needs {missing}.")
     for owner in {int(match[1]) for name in _present() if (match := OURS.fullmatch(name))}:
         if not Path(f"/proc/{owner}").exists():
             _remove(owner)
@@ -151,7 +161,7 @@ def _make(name: str, count: int, link: Link, bps: float) -> Network:
 
 
 def _limit(namespace: str, device: str, bps: float, delay_s: float) -> None:
-    """Limit what a device sends; a delay comes first."""
+    """Limit the rate at which a device sends. Packets are delayed before the limit."""
     parent = "root"
     if delay_s:
         delay_us = round(delay_s * 1e6)
@@ -168,7 +178,7 @@ def _limit(namespace: str, device: str, bps: float, delay_s: float) -> None:
 
 
 def _has_netem(switch: str) -> bool:
-    """Try it, on a device that has no limit."""
+    """Return True if the kernel has netem. Tries it on a device that has no limit."""
     tried = _run(f"tc -n {switch} qdisc add dev launcher root netem delay 1us")
     if tried.returncode == 0:
         _do(f"tc -n {switch} qdisc del dev launcher root")
@@ -176,7 +186,7 @@ def _has_netem(switch: str) -> bool:
 
 
 def _free_subnet() -> str:
-    """The first three numbers of one that this system does not reach yet, another for each process."""
+    """Return the first three numbers of an unused subnet. Processes begin their search at different ones."""
     known = _do("ip -4 route show table all")
     for number in range(os.getpid(), os.getpid() + SUBNETS):
         subnet = f"198.{18 + number % SUBNETS // 256}.{number % 256}"
@@ -186,13 +196,13 @@ def _free_subnet() -> str:
 
 
 def _present() -> list[str]:
-    """Of all namespaces and devices, the names."""
+    """Return the names of all namespaces and devices of this system."""
     folders = [folder for folder in (NAMESPACES, DEVICES) if folder.is_dir()]
     return sorted(path.name for folder in folders for path in folder.iterdir())
 
 
 def _remove(owner: int) -> None:
-    """Remove what a process has made, as far as it has come. A namespace takes its devices with it."""
+    """Remove everything that a process has created so far. Removing a namespace removes its devices."""
     for name in _present():
         match = OURS.fullmatch(name)
         if match is not None and int(match[1]) == owner:
@@ -200,17 +210,17 @@ def _remove(owner: int) -> None:
 
 
 def _do(command: str) -> str:
-    """Run a command; what it printed. Raises `ConfigurationError` if it failed."""
+    """Run a command and return what it printed. Raises `ConfigurationError` if it failed."""
     done = _run(command)
     if done.returncode != 0:
         raise ConfigurationError(
-            f"this system does not let machines be made: {command!r} says {done.stderr.strip()!r}."
+            f"creating network namespaces failed: {command!r} printed {done.stderr.strip()!r}."
         )
     return done.stdout
 
 
 def _run(command: str) -> subprocess.CompletedProcess[str]:
-    # In a group of its own: Ctrl-C reaches the launcher alone, and no command stops half-way.
+    # In its own process group, so that only the launcher receives Ctrl-C and no command is interrupted midway.
     return subprocess.run(
         command.split(),
         capture_output=True,
@@ -223,7 +233,7 @@ def _run(command: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C is not heard meanwhile. (It is heard by the main thread only.)"""
+    """Ignore Ctrl-C in this context. Only the main thread receives it, so other threads need not do anything."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

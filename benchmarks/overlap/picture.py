@@ -1,5 +1,8 @@
-"""The picture of one exchange: for each worker and shard, when a push was on its way, when it waited, when it was
-answered. Overlap synchronization is what one sees of it where answers leave while other pushes still arrive."""
+"""A picture of one iteration: for each worker and shard, when a push was in flight, when it waited, when it was
+answered.
+
+Where overlap synchronization takes effect, answers leave while other pushes still arrive.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,17 @@ ANSWERING = "#009E73"
 
 WIDTH_INCHES = 11.0
 PANEL_HEIGHT_INCHES = 2.7
-GAP = 0.16  # of a worker's row, between it and the next
+GAP = 0.16  # share of a worker's row that separates it from the next
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """What one iteration's pushes and pulls did: seconds since its first worker began, a number for each worker.
+    """The pushes and pulls of one iteration. All times are in seconds since the first worker began the iteration.
 
     Attributes:
-        computed_s: its gradient was ready. Pieces of it may have been sent before.
-        answered_s: the last shard's weights were here.
-        received_s: for each shard, when its push had arrived whole.
-        released_s: for each shard, when its answer began to leave.
+        computed_s: for each worker, when its gradient was ready. Parts of it may have been sent before.
+        answered_s: for each worker, when it had received the weights of all shards.
+        received_s: for each shard and worker, when the push had arrived completely.
+        released_s: for each shard and worker, when the shard began to send the answer.
     """
 
     computed_s: tuple[float, ...]
@@ -56,7 +59,7 @@ class Exchange(msgspec.Struct, frozen=True):
 
     @property
     def overlap_s(self) -> float:
-        """For how long answers were leaving somewhere while pushes were still arriving."""
+        """Time between the first answer and the last arrival of a push; 0 if all pushes arrived before it."""
         first_s = min(min(shard) for shard in self.released_s)
         return max(0.0, max(max(shard) for shard in self.received_s) - first_s)
 
@@ -64,7 +67,7 @@ class Exchange(msgspec.Struct, frozen=True):
 def exchange_of(
     records: Sequence[Sequence[IterationRecord]], shards: Sequence[Trace], iteration: int
 ) -> Exchange:
-    """One iteration of a run in which no worker was lost, from the workers' records and the shards' traces."""
+    """Read one iteration from the workers' records and the shards' traces. No worker may have been lost."""
     rows = [next(r for r in worker if r.iteration == iteration) for worker in records]
     zero_s = min(row.begun_s for row in rows)
     received: list[tuple[float, ...]] = []
@@ -90,12 +93,12 @@ def exchange_of(
 
 
 def overlap_picture(title: str, note: str, exchanges: Mapping[str, Exchange]) -> Figure:
-    """One panel per setting, all on the same scale of time.
+    """Draw one panel per setting, all with the same time axis.
 
     Args:
-        title: over everything.
-        note: below it, smaller: on what links.
-        exchanges: by setting, in order.
+        title: title of the figure.
+        note: smaller text below the title, which describes the links.
+        exchanges: one iteration for each setting, by the name of the setting.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -115,7 +118,7 @@ def overlap_picture(title: str, note: str, exchanges: Mapping[str, Exchange]) ->
 
 
 def draw_exchange(axes: Axes, exchange: Exchange) -> None:
-    """A row for each worker, worker 0 on top, and in it a lane for each shard, shard 0 on top."""
+    """Draw a row for each worker and, within it, a lane for each shard. Worker 0 and shard 0 are at the top."""
     workers, shards = len(exchange.answered_s), len(exchange.received_s)
     lane = (1 - GAP) / shards
     for worker in range(workers):
@@ -142,14 +145,14 @@ def draw_exchange(axes: Axes, exchange: Exchange) -> None:
 
 
 def _explain(panel: Axes) -> None:
-    """What the colours mean, above the first panel."""
+    """Draw a legend of the colors above the first panel."""
     from matplotlib.patches import Patch
 
     meanings = {
         COMPUTING: "computing",
-        PUSHING: "push on its way",
-        WAITING: "waits for the others'",
-        ANSWERING: "answered: weights on their way, or here",
+        PUSHING: "push in flight",
+        WAITING: "waits for other pushes",
+        ANSWERING: "answered: weights in flight or received",
     }
     panel.legend(
         handles=[Patch(facecolor=colour, label=label) for colour, label in meanings.items()],

@@ -1,24 +1,26 @@
-"""`paceline bench transport`: how long a step takes, against what the same bytes cost without Paceline.
+"""`python -m benchmarks transport`: the time of a training step, compared with moving the same bytes by other means.
 
-Owns what is measured, how, and the goals; and the table of both. Reads the clock, starts processes.
+The systems that are compared:
 
-    floor      in as many processes as there are workers, at once: copy each gradient into its place of a flat vector,
-               one pass of SGD over it, one copy of the weights. No step through shared memory can do less
-    socket     a bare echo of the same bytes over TCP on loopback, with SGD at the servers: no framing, no backward
-    gloo       what DDP does on a CPU: all-reduce of the flat gradient, then fused SGD
-    paceline   `zero_grad()`, backward, `step()` of a `DistributedOptimizer`, in processes that `launch` starts
-    optimizer  one update of a `Shard`, without processes, against its memory traffic at the speed of a copy
+- `floor`: as many processes as there are workers run at the same time. Each copies its gradients into a flat vector,
+  makes one pass of SGD over it, and copies the weights once. No step over shared memory can do less.
+- `socket`: servers echo the same bytes over TCP on loopback and apply SGD. There is no framing and no backward pass.
+- `gloo`: all-reduce of the flat gradient, then fused SGD. This is what DDP does on a CPU.
+- `paceline`: `zero_grad()`, backward and `step()` of a `DistributedOptimizer`, in processes started by `launch`.
+- `optimizer`: one update of a `Shard` in a single process, compared with the time its memory traffic takes at the
+  speed of a copy.
 
-Of gloo and Paceline a bare `zero_grad()` and backward is taken off. It is timed in the same processes while all of
-them do it, since cores that share a memory slow each other down.
+From the times of gloo and Paceline, the time of `zero_grad()` and backward alone is subtracted. It is measured in the
+same processes while all of them compute, since cores that share a memory slow each other down.
 
-Each figure is a median over iterations, then the mean of the workers, then the median over rounds. Within a round
-everything takes its turn, so that a machine whose speed drifts treats all alike. Every process has one thread.
+Each figure is the median over iterations, then the mean over workers, then the median over rounds. In each round the
+systems are measured one after another, so that a change in the machine's speed affects all of them. Every process has
+one thread.
 
-A model is 8 tensors of equal size, or one tensor if it has less than 64 KB. MB is 2**20 bytes; a size is rounded to
-whole KB. A run of Paceline's is measured under ASP, then told to change to BSP: starting its processes takes longer
-than measuring does. The other processes are forked, from one that has torch loaded and has computed nothing (*the
-crew*).
+A model consists of 8 tensors of equal size, or of one tensor if it is smaller than 64 KB. An MB is 2**20 bytes; sizes
+are rounded to whole KB. A run of Paceline is measured under ASP and then changes to BSP, because starting its
+processes takes longer than the measurement. All other processes are forked from a fork server, which has imported
+torch but has computed nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the figures should be, and whether they are."""
+"""Goals for the figures, and whether they are met."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ __all__ = ["GOALS", "GoalRow", "Times", "goal_rows", "ratio_of", "times_by_case"
 
 
 class Goal(NamedTuple):
-    """What a figure, or the ratio of two, should be."""
+    """A bound on a figure, or on the ratio of two figures.
+
+    Attributes:
+        top: case of the figure, or of the numerator.
+        bottom: case of the denominator; None if the bound is on the figure itself, in microseconds.
+        size_mb: size of the model, in MB of 2**20 bytes.
+        workers: number of workers.
+        bound: the bound.
+        at_least: True if it is a lower bound.
+    """
 
     top: Case
-    bottom: Case | None  # None: the figure itself, in microseconds
+    bottom: Case | None
     size_mb: float
     workers: int
     bound: float
@@ -24,11 +33,12 @@ class Goal(NamedTuple):
 
 
 def update_of(optimizer: str) -> Case:
-    """Where the figures of updates lie among the others."""
+    """Return the case under which the time of an update is stored."""
     return Case(f"update by {optimizer}", OPTIMIZER.transport, OPTIMIZER.mode)
 
 
 def traffic_of(optimizer: str) -> Case:
+    """Return the case under which the time of an update's memory traffic is stored."""
     return Case(f"traffic of {optimizer}", OPTIMIZER.transport, OPTIMIZER.mode)
 
 
@@ -49,7 +59,13 @@ GOALS: tuple[Goal, ...] = (
 
 
 class GoalRow(msgspec.Struct, frozen=True):
-    """A goal, what was seen of it, and whether it is met."""
+    """A goal and its measured figure.
+
+    Attributes:
+        goal: the goal.
+        figure: measured figure or ratio.
+        met: True if the figure is within the bound.
+    """
 
     goal: Goal
     figure: float
@@ -57,22 +73,22 @@ class GoalRow(msgspec.Struct, frozen=True):
 
 
 Times = Mapping[tuple[Case, float, int], float]
-"""Case, size, workers -> ms."""
+"""Milliseconds by (case, size in MB, number of workers)."""
 
 
 def goal_rows(rows: Sequence[Row]) -> list[GoalRow]:
-    """The goals whose figures were measured."""
+    """Compare the goals with the rows. Goals whose figures were not measured are left out."""
     times_ms = times_by_case(rows)
     found = []
     for goal in GOALS:
-        figure = _seen(times_ms, goal)
+        figure = _measured(times_ms, goal)
         if figure is not None:
             met = figure >= goal.bound if goal.at_least else figure <= goal.bound
             found.append(GoalRow(goal, figure, met))
     return found
 
 
-def _seen(times_ms: Times, goal: Goal) -> float | None:
+def _measured(times_ms: Times, goal: Goal) -> float | None:
     if goal.bottom is not None:
         return ratio_of(times_ms, goal.top, goal.bottom, goal.size_mb, goal.workers)
     median_ms = times_ms.get((goal.top, goal.size_mb, goal.workers))
@@ -80,12 +96,16 @@ def _seen(times_ms: Times, goal: Goal) -> float | None:
 
 
 def ratio_of(times_ms: Times, top: Case, bottom: Case, size_mb: float, workers: int) -> float | None:
-    """None if it was not measured, or if less than nothing is left of it without the backward."""
+    """Return the ratio of two cases; None if one was not measured or is not positive.
+
+    A time may be negative, since the time of the backward pass is subtracted.
+    """
     above, below = (times_ms.get((case, size_mb, workers), 0.0) for case in (top, bottom))
     return above / below if above > 0 and below > 0 else None
 
 
 def times_by_case(rows: Sequence[Row]) -> Times:
+    """Return the medians of the rows by case, size and number of workers."""
     times_ms: dict[tuple[Case, float, int], float] = {}
     for row in rows:
         case = Case(row.system, row.transport, row.mode)

@@ -1,4 +1,4 @@
-"""What is measured: the cases, the sizes, which processes take their turn together, and how long it may take."""
+"""The plan of the measurements: systems, sizes, processes, iterations, and an estimate of the time they take."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ WORKERS = (2, 4)
 SERVERS = 2
 ROUNDS = 3
 
-TENSORS = 8  # of equal size: a model is rarely one tensor
+TENSORS = 8  # tensors of a model: few models consist of a single tensor
 ONE_TENSOR_BELOW_KB = 64
 SMALLEST_MB = 0.001
 OPTIMIZER_MB = 100.0
 
-SECONDS = 0.5  # of iterating, roughly, per figure and round
-WARM_UP = 2
-FEWEST, MOST = 8, 1500  # iterations
+SECONDS = 0.5  # approximate time spent on iterations, per figure and round
+WARM_UP = 2  # iterations that are not measured
+FEWEST, MOST = 8, 1500  # limits on the number of iterations
 LR = 1e-3
 
 
 class Case(NamedTuple):
-    """What a figure is of."""
+    """What a figure measures: a system, its transport and its mode."""
 
     system: str
     transport: str
@@ -75,7 +75,7 @@ GLOO = Case("gloo", "tcp", "bsp")
 SHM_ASP, SHM_BSP = Case("paceline", "shm", "asp"), Case("paceline", "shm", "bsp")
 TCP_ASP, TCP_BSP = Case("paceline", "tcp", "asp"), Case("paceline", "tcp", "bsp")
 
-# What takes its turn: those that share their processes go together.
+# Cases that are measured in the same processes are grouped.
 TURNS: tuple[tuple[Case, ...], ...] = (
     (FLOOR,),
     (SOCKET_ASP,),
@@ -89,10 +89,16 @@ SYSTEMS = (*dict.fromkeys(turn[0].system for turn in TURNS), OPTIMIZER.system)
 
 
 class Updated(NamedTuple):
-    """An optimizer, and how many copies of its vector move as many bytes as one update must."""
+    """An optimizer, and the memory traffic of its updates.
+
+    Attributes:
+        make: creates the optimizer.
+        copies: number of copies of the vector that move as many bytes as one update. A copy reads one vector and
+            writes one. An update reads the gradient, and reads and writes the weights and the optimizer's state.
+    """
 
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-    copies: float  # a copy reads one vector and writes one; any update reads g, and reads and writes w
+    copies: float
 
 
 OPTIMIZERS: dict[str, Updated] = {
@@ -104,7 +110,15 @@ OPTIMIZERS: dict[str, Updated] = {
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure. `require_sound` before anything starts."""
+    """What to measure. Call `require_sound` before anything starts.
+
+    Attributes:
+        sizes_mb: sizes of the model, in MB of 2**20 bytes.
+        workers: numbers of workers.
+        servers: number of servers.
+        rounds: number of rounds.
+        systems: names of the systems to measure, see `SYSTEMS`.
+    """
 
     sizes_mb: tuple[float, ...] = SIZES_MB
     workers: tuple[int, ...] = WORKERS
@@ -113,10 +127,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     systems: tuple[str, ...] = SYSTEMS
 
     def require_sound(self) -> None:
-        """Refuse what cannot be measured.
+        """Check the plan.
 
         Raises:
-            ConfigurationError: names the value and what was expected.
+            ConfigurationError: a value is invalid. The message contains the value and what was expected.
         """
         for system in self.systems:
             if system not in SYSTEMS:
@@ -134,12 +148,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             most = elements(size_mb) * ITEM_BYTES["float32"] // ALIGNMENT_BYTES
             if self.servers > most:
                 raise ConfigurationError(
-                    f"servers is {self.servers}, expected at most {most}: of {size_mb:g} MB no more get a slice."
+                    f"servers is {self.servers}, expected at most {most}: {size_mb:g} MB has no more slices."
                 )
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What is measured by one set of processes; also what they are told."""
+    """One measurement within a round: the cases measured by one set of processes. Sent to the fork server as JSON.
+
+    Attributes:
+        cases: cases to measure, one after another in the same processes.
+        size_mb: size of the model, in MB of 2**20 bytes.
+        workers: number of workers.
+        servers: number of servers.
+        iterations: number of measured iterations.
+        optimizer: key in `OPTIMIZERS` if an update is measured, else None.
+    """
 
     cases: tuple[Case, ...]
     size_mb: float
@@ -150,7 +173,7 @@ class Turn(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """For the progress, and for errors."""
+        """Name of the measurement, for the progress and for errors."""
         system, transport, _ = self.cases[0]
         if self.optimizer is not None:
             return f"update by {self.optimizer}, {self.size_mb:g} MB"
@@ -162,16 +185,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One figure.
 
     Attributes:
-        system: in `SYSTEMS`.
+        system: name of the system, see `SYSTEMS`.
         transport: "shm" or "tcp".
         mode: "asp" or "bsp".
-        size_mb: of the model.
-        workers: how many.
-        median_ms: of a step, or of an update; over the rounds.
-        low_ms: the least of a round.
-        high_ms: the most.
-        optimizer: in `OPTIMIZERS`, if it is of an update.
-        traffic_ms: what the update's memory traffic takes at the speed of a copy.
+        size_mb: size of the model, in MB of 2**20 bytes.
+        workers: number of workers.
+        median_ms: time of a step or an update, the median over the rounds.
+        low_ms: smallest time of a round.
+        high_ms: largest time of a round.
+        optimizer: key in `OPTIMIZERS` if this is the time of an update.
+        traffic_ms: time that the memory traffic of the update takes at the speed of a copy.
     """
 
     system: str
@@ -187,16 +210,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 Figures = dict[str, float]
-"""Mode, or "traffic" -> seconds."""
+"""Seconds by mode, or by "traffic"."""
 
 
 def estimate_s(plan: Plan) -> float:
-    """How long it will take on two cores, roughly."""
+    """Estimate how long the measurements take on two cores."""
     return plan.rounds * sum(work_s(turn) for turn in turns_of(plan))
 
 
 def turns_of(plan: Plan) -> list[Turn]:
-    """Everything that one round does."""
+    """List the measurements of one round."""
     turns = [
         Turn(cases, size_mb, workers, plan.servers, _iterations(size_mb, workers))
         for size_mb in dict.fromkeys(plan.sizes_mb)
@@ -211,32 +234,32 @@ def turns_of(plan: Plan) -> list[Turn]:
 
 
 def _guess_s(size_mb: float, workers: int) -> float:
-    """Of one step."""
+    """Estimate the time of one step."""
     return max(1.0, workers / 2) * (0.0003 + 0.002 * size_mb)
 
 
 def _iterations(size_mb: float, workers: int) -> int:
-    """As many as fit into the time, by a guess, so that all processes do equally many."""
+    """Estimate how many iterations fit into `SECONDS`. All processes then run the same number."""
     return max(FEWEST, min(MOST, int(SECONDS / _guess_s(size_mb, workers))))
 
 
 def work_s(turn: Turn) -> float:
-    """How long a turn takes, by a guess."""
+    """Estimate how long a measurement takes."""
     system = turn.cases[0].system
-    series = len(turn.cases) + (system in ("gloo", "paceline"))  # one of the bare backward
+    series = len(turn.cases) + (system in ("gloo", "paceline"))  # one more for backward alone
     steps_s = series * (WARM_UP + turn.iterations) * _guess_s(turn.size_mb, turn.workers)
-    # Two cores import torch in so many processes, and a run keeps its weights at the end.
+    # The processes import torch on two cores, and a run saves its weights at the end.
     launching_s = 0.8 + (turn.workers + turn.servers) * (1.0 + turn.size_mb / 200)
     start_s = launching_s if system == "paceline" else 0.2
     return start_s + steps_s
 
 
 def elements(size_mb: float) -> int:
-    """Of a model of this size, in float32."""
+    """Return the number of float32 elements in a model of this size."""
     return round(size_mb * 1024) * (1024 // ITEM_BYTES["float32"])
 
 
 def lengths(size_mb: float) -> list[int]:
-    """Of its tensors, in elements."""
+    """Return the number of elements in each tensor of a model of this size."""
     count = 1 if round(size_mb * 1024) < ONE_TENSOR_BELOW_KB else TENSORS
     return [elements(size_mb) // count] * count

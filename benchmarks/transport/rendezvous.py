@@ -1,4 +1,4 @@
-"""How the processes of a turn meet, and hand over what they found: by files in a directory of theirs."""
+"""Coordination of the processes of a turn by files in a common directory: barriers, and figures of the workers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ MEETING_INTERVAL_S = 0.0005
 
 
 def publish(out: Path, name: str, text: str) -> None:
-    """Write a file that is whole as soon as it is there."""
+    """Write a file atomically: other processes see it only when it is complete."""
     hidden = out / f".{name}"
     hidden.write_text(text)
     hidden.rename(out / name)
 
 
 def meet(out: Path, name: str, index: int, count: int) -> None:
-    """Wait until all of them are here."""
+    """Wait until `count` workers have called this with the same name. `index` is the caller's number."""
     Path(out, f"{name}-{index}").touch()
     paths = [Path(out, f"{name}-{other}") for other in range(count)]
-    await_until(lambda: all(path.exists() for path in paths), f"{count} workers to get to {name!r}")
+    await_until(lambda: all(path.exists() for path in paths), f"{count} workers to reach {name!r}")
 
 
 def await_until(arrived: Callable[[], bool], what: str) -> None:
-    """Look again and again. Raises `DeadlineError` when that has taken too long."""
+    """Poll until the condition is true.
+
+    Raises:
+        DeadlineError: the condition has not become true in time.
+    """
     deadline_s = time.monotonic() + MEETING_TIMEOUT_S
     while not arrived():
         if time.monotonic() > deadline_s:

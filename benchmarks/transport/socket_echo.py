@@ -1,4 +1,4 @@
-"""A bare echo of the same bytes over TCP on loopback, with SGD at the servers: no framing, no backward."""
+"""The system `socket`: servers that echo the same bytes over TCP on loopback and apply SGD."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["echo_server", "echo_worker"]
 
 
 def echo_worker(turn: Turn, index: int, out: Path) -> Figures:
-    """Send each server its slice of the gradient, receive its slice of the weights.
+    """Exchange with each server its slice of the gradient for its slice of the weights.
 
-    Servers are sent to in order and heard in any: so whoever is stuck sending waits for one that comes after, and no
-    circle closes however little the kernel buffers.
+    A worker sends to the servers in a fixed order and receives from them in any order. A worker whose send blocks
+    then waits only for servers later in that order, so the processes cannot deadlock even with small kernel buffers.
     """
     length = elements(turn.size_mb)
     gradient, weights = torch.ones(length), torch.zeros(length)
@@ -40,12 +40,12 @@ def echo_worker(turn: Turn, index: int, out: Path) -> Figures:
 
     meet(out, "before", index, turn.workers)
     step_s = median_s(step, turn.iterations)
-    meet(out, "after", index, turn.workers)  # until then a connection that ends is a failure
+    meet(out, "after", index, turn.workers)  # a connection that ends earlier is a failure
     return {turn.cases[0].mode: step_s}
 
 
 def echo_server(turn: Turn, index: int, out: Path) -> None:
-    """Hold a slice of the weights, and answer as the mode says."""
+    """Hold a slice of the weights, and answer each push (ASP) or all pushes of an iteration together (BSP)."""
     part = _slices(elements(turn.size_mb), turn.servers)[index]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         publish(out, f"port-{index}", str(listener.getsockname()[1]))
@@ -61,7 +61,7 @@ def echo_server(turn: Turn, index: int, out: Path) -> None:
 def _echo_each(
     streams: Sequence[socket.socket], poll: selectors.BaseSelector, length: int, exchanges: int
 ) -> None:
-    """One worker at a time: its gradient, SGD, the weights back."""
+    """Serve one worker at a time: receive its gradient, apply SGD, send the weights."""
     gradient, weights = torch.zeros(length), torch.zeros(length)
     incoming, outgoing = _bytes_of(gradient), _bytes_of(weights)
     remaining = exchanges * len(streams)
@@ -76,7 +76,7 @@ def _echo_each(
 def _echo_all(
     streams: Sequence[socket.socket], poll: selectors.BaseSelector, length: int, exchanges: int
 ) -> None:
-    """All workers' gradients, their sum, SGD, the weights to each."""
+    """Receive the gradients of all workers, apply SGD with their mean, and send the weights to each worker."""
     gradients = [torch.zeros(length) for _ in streams]
     weights = torch.zeros(length)
     incoming = dict(zip(streams, map(_bytes_of, gradients), strict=True))
@@ -101,12 +101,12 @@ def _readable(poll: selectors.BaseSelector) -> Iterator[socket.socket]:
 
 
 def _slices(length: int, servers: int) -> list[slice]:
-    """Even parts."""
+    """Cut a vector into equal slices."""
     return [slice(length * i // servers, length * (i + 1) // servers) for i in range(servers)]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The same memory."""
+    """Return a view of the tensor's memory."""
     return tensor.numpy().data.cast("B")
 
 
@@ -122,5 +122,5 @@ def _receive(stream: socket.socket, view: memoryview) -> None:
     while view:
         count = stream.recv_into(view)
         if not count:
-            raise ConnectionError("the other end of a socket is gone")
+            raise ConnectionError("the peer has closed the connection")
         view = view[count:]

@@ -1,4 +1,4 @@
-"""What the processes of each system do."""
+"""The systems that are compared: what their workers and servers do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["SERVER_ROLES", "WORKER_ROLES", "launch_paceline"]
 
 
 def _floor(turn: Turn, index: int, out: Path) -> Figures:
-    """Adopt the gradient, SGD, copy."""
+    """Measure the system `floor`: copy the gradient, apply SGD, copy the weights."""
     parts = lengths(turn.size_mb)
     gradients = [torch.ones(length) for length in parts]
     flat, weights, answer = (torch.zeros(sum(parts)) for _ in range(3))
@@ -46,7 +46,7 @@ def _floor(turn: Turn, index: int, out: Path) -> Figures:
 
 
 def _gloo(turn: Turn, index: int, out: Path) -> Figures:
-    """All-reduce of the flat gradient, then SGD."""
+    """Measure the system `gloo`: all-reduce of the flat gradient, then SGD."""
     import torch.distributed as dist
 
     bare_s = bare_backward_s(turn, index, out)
@@ -64,7 +64,7 @@ def _gloo(turn: Turn, index: int, out: Path) -> Figures:
         model().backward()
         for layer, place in zip(model.layers, places, strict=True):
             assert layer.grad is not None
-            place.copy_(layer.grad)  # a bucket, as DDP keeps them
+            place.copy_(layer.grad)  # gradients are views of a bucket, as in DDP
             layer.grad = place
         dist.all_reduce(flat)
         flat.div_(turn.workers)
@@ -75,11 +75,11 @@ def _gloo(turn: Turn, index: int, out: Path) -> Figures:
     return {"bsp": step_s - bare_s}
 
 
-SETTLING_S = 0.1  # for the coordinator's word to reach all workers
+SETTLING_S = 0.1  # time for the change of the model to reach all workers
 
 
 def _train(turn: Turn, out: Path) -> None:
-    """One worker of a run: measured under ASP, then under BSP."""
+    """Train as one worker of a run of Paceline, measured under ASP and then under BSP."""
     torch.set_num_threads(1)
     index = worker_index()
     bare_s = bare_backward_s(turn, index, out)
@@ -92,15 +92,16 @@ def _train(turn: Turn, out: Path) -> None:
         optimizer.step()
 
     figures = {"asp": median_s(step, turn.iterations) - bare_s}
-    meet(out, "changing", index, turn.workers)  # whoever passes a change waits for the others to pass it
+    meet(out, "changing", index, turn.workers)  # a worker waits at the change until all others reach it
     if index == 0:
         set_sync("bsp")
-    time.sleep(SETTLING_S)  # the change itself is then made while warming up
+    time.sleep(SETTLING_S)  # the change is then made during the warm-up
     figures["bsp"] = median_s(step, turn.iterations) - bare_s
     publish(out, f"figures-{index}", json.dumps(figures))
 
 
 def launch_paceline(turn: Turn, out: Path) -> None:
+    """Measure the system `paceline` in a run. The workers write their figures into the directory `out`."""
     launch(
         _train,
         args=(turn, out),
@@ -114,7 +115,7 @@ def launch_paceline(turn: Turn, out: Path) -> None:
 
 
 def _update(turn: Turn, index: int, out: Path) -> Figures:
-    """A shard with one worker under ASP: each push is one update."""
+    """Measure the system `optimizer`: a shard with one worker under ASP, so that each push is one update."""
     assert turn.optimizer is not None
     make, copies = OPTIMIZERS[turn.optimizer]
     parts = lengths(turn.size_mb)

@@ -1,4 +1,4 @@
-"""The steps, the updates and the goals, to be read."""
+"""The results as tables: steps, updates and goals."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .plan import FLOOR, GLOO, SHM_ASP, SHM_BSP, SOCKET_ASP, SOCKET_BSP, TCP_ASP
 
 __all__ = ["tables"]
 
-# Heading -> whose rows have it: the ratio of which two.
+# For each column, the rows that have a ratio in it and the two cases of the ratio.
 RATIOS: dict[str, dict[Case, tuple[Case, Case]]] = {
-    "x floor": {SHM_ASP: (SHM_ASP, FLOOR)},
-    "gloo / it": {SHM_BSP: (GLOO, SHM_BSP), TCP_BSP: (GLOO, TCP_BSP)},
-    "x socket": {TCP_ASP: (TCP_ASP, SOCKET_ASP), TCP_BSP: (TCP_BSP, SOCKET_BSP)},
+    "x\nfloor": {SHM_ASP: (SHM_ASP, FLOOR)},
+    "gloo /\nthis": {SHM_BSP: (GLOO, SHM_BSP), TCP_BSP: (GLOO, TCP_BSP)},
+    "x\nsocket": {TCP_ASP: (TCP_ASP, SOCKET_ASP), TCP_BSP: (TCP_BSP, SOCKET_BSP)},
 }
 
 
 def tables(rows: Sequence[Row], rounds: int) -> list[Table]:
-    """The steps, the updates and the goals, as far as they were measured."""
+    """Return tables of the steps, the updates and the goals that were measured."""
     steps = [row for row in rows if row.optimizer is None]
     updates = [row for row in rows if row.optimizer is not None]
     goals = goal_rows(rows)
@@ -32,7 +32,9 @@ def tables(rows: Sequence[Row], rounds: int) -> list[Table]:
 
 def _step_table(rows: Sequence[Row], rounds: int) -> Table:
     table = _table("A step", ("MB", "workers", "ms", "low - high", *RATIOS), ("system", "", ""))
-    table.caption = f"medians of {rounds} round{'s' if rounds != 1 else ''}; low and high are of a round"
+    table.caption = (
+        f"medians of {rounds} round{'s' if rounds != 1 else ''}; low and high are of single rounds"
+    )
     times_ms = times_by_case(rows)
     before = None
     for row in rows:
@@ -64,7 +66,7 @@ def _update_table(rows: Sequence[Row]) -> Table:
 
 
 def _goal_table(goals: Sequence[GoalRow]) -> Table:
-    table = _table("Goals", ("MB", "workers", "seen", "goal", "met"), ("what",))
+    table = _table("Goals", ("MB", "workers", "measured", "goal", "met"), ("what",))
     for row in goals:
         goal = row.goal
         unit = "us" if goal.bottom is None else "x"
@@ -87,6 +89,7 @@ def _table(title: str, numbers: Sequence[str], names: Sequence[str]) -> Table:
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
+        padding=0,
     )
     for name in names:
         table.add_column(name, no_wrap=True)
@@ -96,7 +99,7 @@ def _table(title: str, numbers: Sequence[str], names: Sequence[str]) -> Table:
 
 
 def _short(case: Case) -> str:
-    """What distinguishes it.
+    """Return the parts of a case that distinguish it from the others.
 
     >>> _short(Case("gloo", "tcp", "bsp")), _short(Case("paceline", "shm", "asp"))
     ('gloo', 'paceline shm asp')
@@ -106,7 +109,7 @@ def _short(case: Case) -> str:
 
 
 def _ms(value: float) -> str:
-    """To the microsecond if it is short.
+    """Format milliseconds with as many digits as make sense: short times to the microsecond.
 
     >>> [_ms(value) for value in (0.0512, 12.346, 123.456, 45678.9)]
     ['0.051', '12.35', '123.5', '45679']

@@ -1,4 +1,4 @@
-"""How a step is timed, and what is taken off it: the gradient itself, which everybody has to compute."""
+"""The timing of a step, and of the backward pass alone, which is subtracted from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Flat", "bare_backward_s", "median_s"]
 
 
 class Flat(nn.Module):
-    """A model that is all parameters: its backward costs one pass over them."""
+    """A model whose backward pass costs one pass over its parameters."""
 
     def __init__(self, size_mb: float) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Flat(nn.Module):
 
 
 def median_s(step: Callable[[], object], iterations: int) -> float:
-    """The median time of one call."""
+    """Return the median time of one call, after a warm-up."""
     times_s = []
     for index in range(WARM_UP + iterations):
         begun_s = time.perf_counter()
@@ -39,7 +39,7 @@ def median_s(step: Callable[[], object], iterations: int) -> float:
 
 
 def bare_backward_s(turn: Turn, index: int, out: Path) -> float:
-    """What `zero_grad()` and backward take without a step, while all workers do the same."""
+    """Time `zero_grad()` and backward without a step, while all workers do the same."""
     model = Flat(turn.size_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 

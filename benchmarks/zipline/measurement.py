@@ -1,15 +1,14 @@
-"""`paceline bench zipline`: what ZipLine's methods find and how long they take, here and in the paper.
+"""Waiting times and computation times of ZipLine's methods, compared with the paper's Tables 3 and 4.
 
-Owns the paper's printed figures (Tables 3 and 4), the inputs on which ours are measured, the goals of the fast
-solver, and how all three are shown. Never judges anything but time and waits; that the answers are right is for the
-tests. Reads the clock.
+This module contains the figures printed in the paper, the inputs for our own measurements, and the goals for the fast
+solver. It measures times and waits only; the tests check that the methods' answers are correct.
 
-No small input is used twice in a row: one that is repeated is memorised by the branch predictor, and looks several
-times faster than it is. What is compared takes turns within a round, each on another input where there are several,
-so that a machine whose speed drifts treats all alike. Figures are medians.
+No small input is used twice in a row: the branch predictor would learn it, and the method would appear several times
+faster than it is. Within a round, the methods that are compared take turns, each on a different input if there are
+several, so that a change in the machine's speed affects all of them. All figures are medians.
 
-Source: Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model", Machine
-Learning (2021), section 6.1; "the paper" below.
+Source ("the paper"): Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model",
+Machine Learning (2021), section 6.1.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
-Shape = tuple[int, int]  # workers, lookahead; n and R in the paper
+Shape = tuple[int, int]  # number of workers and lookahead, n and R in the paper
 Attempt = Callable[[], Solution]
 
 
-def _tell_nobody(what: str, share: float, slow: bool = False) -> None:
+def _no_progress(what: str, share: float, slow: bool = False) -> None:
     pass
 
 
-# -- what the paper prints ---------------------------------------------------------------------------------------
+# -- figures of the paper ----------------------------------------------------------------------------------------
 
 TABLE_3_SHAPES: tuple[Shape, ...] = tuple((n, r) for r in (15, 150) for n in (10, 50, 100, 500, 1000))
 TABLE_4_SHAPES: tuple[Shape, ...] = tuple((n, r) for n in (10, 100, 1000) for r in (15, 150))
@@ -73,7 +72,7 @@ PAPER_WAITS_MS: dict[str, tuple[int, ...]] = {
 """Table 3, in the order of TABLE_3_SHAPES."""
 
 PAPER_SUCCESS_SHARES = {method: 0.3 if method == "grid-scan" else 1.0 for method in PAPER_WAITS_MS}
-"""Table 3, last column."""
+"""Last column of Table 3."""
 
 PAPER_MEANS_US: dict[str, tuple[float, ...]] = {
     "zipline": (1.49e2, 1.32e3, 6.37e3, 4.99e4, 2.53e5, 2.38e6),
@@ -84,17 +83,19 @@ PAPER_MEANS_US: dict[str, tuple[float, ...]] = {
 }
 """Table 4, in the order of TABLE_4_SHAPES."""
 
-# -- what is measured --------------------------------------------------------------------------------------------
+# -- measured figures --------------------------------------------------------------------------------------------
 
 PERIODIC = "solve_periodic"
 COLUMNS = (*PAPER_WAITS_MS, "naive", "auto", PERIODIC)
-NAIVE_SHAPE: Shape = (4, 10)  # not in the paper; small enough for every set there is
-NAIVE_SETS = 10**5  # of more, it would take minutes
+NAIVE_SHAPE: Shape = (4, 10)  # not in the paper; small enough to form all sets
+NAIVE_SETS = 10**5  # the naive method is not measured with more sets, which would take minutes
 
 GOALS_MS: dict[Shape, float] = {(10, 15): 0.025, (1000, 15): 0.15, (1000, 150): 1.4, (10_000, 150): 30.0}
-"""How long `solve_periodic` may take, prediction included."""
-MATRIX_GOAL = 1.2  # solve on a matrix that is there, over solve_periodic
-PLAIN_SORT_GOAL = 1.5  # solve over a plain sort, on inputs that are nothing like the paper's
+"""Goals for the time of `solve_periodic`, including the prediction."""
+MATRIX_GOAL = 1.2  # goal for the time of solve on a given matrix, divided by that of solve_periodic
+PLAIN_SORT_GOAL = (
+    1.5  # goal for the time of solve divided by that of a plain sort, on other inputs than the paper's
+)
 PLAIN_SORT_SHAPES: tuple[Shape, ...] = ((10, 15), (1000, 15), (1000, 150), (10_000, 150))
 
 DISTRIBUTIONS: dict[str, Callable[[int, int, np.random.Generator], Floats]] = {
@@ -105,29 +106,28 @@ DISTRIBUTIONS: dict[str, Callable[[int, int, np.random.Generator], Floats]] = {
     "bursts": lambda n, r, g: g.exponential(g.choice([1.0, 5000.0], (n, r), p=[0.9, 0.1])).cumsum(axis=1),
     "heavy tails": lambda n, r, g: 1000 * g.pareto(0.6, (n, r)).cumsum(axis=1),
 }
-"""End times in ms, (n, R), that no prediction from two pushes would give."""
+"""Generators of end times in ms, of shape (n, R), that no prediction from two pushes would give."""
 
 NOTES = (
-    "Their times: C++11 on a Xeon E5-2620 v3 (2.4 GHz), means of 10 runs on one data set. Ours: Python and NumPy "
-    "on this machine, medians over different inputs. A ratio of the two says as much about languages and machines "
-    "as about methods: compare within a row.",
-    "Ours begin with the last two pushes, so prediction and the matrix of end times are included. The paper does "
-    "not say whether theirs are.",
-    "zipline, zipline-opt, zipline-opt-bs and naive are plain Python loops, the grid scans use NumPy within one "
-    "set, auto and solve_periodic use it throughout; so the paper's methods stand to each other differently here. "
-    "naive, auto and solve_periodic are not in the paper's tables.",
-    "Waits depend on the workers that were drawn, with few workers strongly: theirs are of one data set, ours "
-    "medians. In the data that they published, the first predicted end time is the last push itself; ours is the "
-    "one after it.",
-    "Success: ours is the share of inputs on which a method finds the least wait that any does, averaged over the "
-    "rows with n of 10 and more; theirs fits the share of the rows (grid-scan: 3 of 10). full-grid-scan is not "
-    "exact: what lies nearest to an end time may be on its wrong side.",
-    f"naive is empty where there are more than {NAIVE_SETS:,} sets: it forms all R^n of them, which with 10 "
-    "workers and 15 end times are 5.8e11 already. It was measured with 4 workers, for which the paper prints "
-    "nothing.",
-    "Goals: times of solve_periodic include prediction. In a ratio, what is solved is given: the matrix to solve "
-    "and to the plain sort, last push and interval to solve_periodic. The plain sort (argsort of all end times, "
-    "running maximum, picks) does not check its input, solve does, which weighs most on small ones.",
+    "The paper's times: C++11 on a Xeon E5-2620 v3 (2.4 GHz), means of 10 runs on one data set. Our times: Python "
+    "and NumPy on this machine, medians over different inputs. A ratio of the two depends on languages and machines "
+    "as much as on methods: compare within a row.",
+    "Our times begin with the last two pushes, so they include the prediction and the matrix of end times. The paper "
+    "does not say whether its times do.",
+    "zipline, zipline-opt, zipline-opt-bs and naive are plain Python loops. The grid scans use NumPy within one set, "
+    "auto and solve_periodic use it throughout. The methods of the paper therefore compare differently here than in "
+    "the paper. naive, auto and solve_periodic are not in the paper's tables.",
+    "Waits depend on the workers that were drawn, strongly so if there are few workers. The paper's waits are of one "
+    "data set, ours are medians. In the paper's published data, the first predicted end time is the last push "
+    "itself; ours is the one after it.",
+    "Success: ours is the share of inputs on which a method finds the smallest wait that any method finds, averaged "
+    "over the rows with n >= 10. The paper's seems to be the share of the rows (grid-scan: 3 of 10). full-grid-scan "
+    "is not exact: the grid point nearest to an end time may be on its wrong side.",
+    f"naive is empty where there are more than {NAIVE_SETS:,} sets, since it forms all R^n of them; with 10 workers "
+    "and 15 end times there are already 5.8e11. It was measured with 4 workers, for which the paper prints nothing.",
+    "Goals: times of solve_periodic include the prediction. In ratios they do not: solve and the plain sort get the "
+    "matrix, solve_periodic gets the last push and the interval. The plain sort (argsort of all end times, running "
+    "maximum, picks) does not check its input. solve does, which costs most on small inputs.",
 )
 
 
@@ -136,13 +136,13 @@ class WaitRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         method: a name in `paceline.zipline.METHODS`, or "solve_periodic".
-        workers: n.
-        lookahead: R.
-        inputs: how many it was measured on.
-        wait_ms: d_Z of what the method finds, the median over the inputs; None if it was not measured.
-        optimal_share: of the inputs, those on which no method finds a smaller wait; from 0 to 1.
-        paper_wait_ms: what the paper prints; None if it prints nothing.
-        empty_because: why it was not measured.
+        workers: n, the number of workers.
+        lookahead: R, the lookahead.
+        inputs: number of inputs that were measured.
+        wait_ms: d_Z of the barrier that the method finds, the median over the inputs; None if it was not measured.
+        optimal_share: share of the inputs on which no method finds a smaller wait, from 0 to 1.
+        paper_wait_ms: the paper's figure; None if it has none.
+        empty_because: the reason why it was not measured, or None.
     """
 
     method: str
@@ -156,7 +156,14 @@ class WaitRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuccessRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of Table 3's last column: the mean of `WaitRow.optimal_share` over the shapes that were measured."""
+    """A cell of the last column of Table 3.
+
+    Attributes:
+        method: see `WaitRow`.
+        shapes: number of shapes that were measured.
+        optimal_share: mean of `WaitRow.optimal_share` over these shapes; None if there are none.
+        paper_success_share: the paper's figure; None if it has none.
+    """
 
     method: str
     shapes: int
@@ -165,7 +172,17 @@ class SuccessRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of Table 4: `median_ms` over `inputs` calls, from the last two pushes to the answer. See `WaitRow`."""
+    """A cell of Table 4.
+
+    Attributes:
+        method: see `WaitRow`.
+        workers: n, the number of workers.
+        lookahead: R, the lookahead.
+        inputs: number of calls that were measured, each with another input.
+        median_ms: median time from the last two pushes to the answer; None if it was not measured.
+        paper_mean_ms: the paper's figure; None if it has none.
+        empty_because: the reason why it was not measured, or None.
+    """
 
     method: str
     workers: int
@@ -177,21 +194,21 @@ class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GoalRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A goal of ours: a time, or a ratio to something else measured in turns with it.
+    """A goal of this project: a bound on a time, or on the ratio of two times that were measured in turns.
 
     Attributes:
-        what: is measured.
-        distribution: of the end times.
-        workers: n.
-        lookahead: R.
-        inputs: how many it was measured on.
-        median_ms: the median over the inputs.
-        against: what it is compared with; None if the goal is a time.
-        against_median_ms: likewise.
-        ratio: of the medians within a round; the median over rounds.
-        goal_ms: median_ms should be no more.
-        goal_ratio: ratio should be no more.
-        met: whether it is so in this run.
+        what: the function that is measured.
+        distribution: distribution of the end times.
+        workers: n, the number of workers.
+        lookahead: R, the lookahead.
+        inputs: number of inputs that were measured.
+        median_ms: median time over the inputs.
+        against: the function it is compared with; None if the goal is a time.
+        against_median_ms: median time of that function over the inputs.
+        ratio: ratio of the medians of a round, the median over the rounds.
+        goal_ms: upper bound on `median_ms`, or None.
+        goal_ratio: upper bound on `ratio`, or None.
+        met: True if the goal is met.
     """
 
     what: str
@@ -209,7 +226,21 @@ class GoalRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that was measured, and on what."""
+    """All results, and the environment in which they were measured.
+
+    Attributes:
+        python: version of Python.
+        numpy: version of NumPy.
+        machine: processor architecture.
+        cores: number of cores.
+        rounds: number of rounds.
+        quick: True if only small inputs were measured.
+        waits: cells of Table 3.
+        success: last column of Table 3.
+        times: cells of Table 4.
+        goals: goals of this project.
+        notes: remarks on how to read the figures.
+    """
 
     python: str
     numpy: str
@@ -225,36 +256,44 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Call(NamedTuple):
-    """What one call took and found."""
+    """The duration of one call, and the wait of the barrier it found."""
 
     duration_ms: float
     wait_ms: float
 
 
 Round = dict[str, list[_Call]]
-"""By name, in the order of the inputs."""
+"""Calls by name, in the order of the inputs."""
 
 
 class _Heat(NamedTuple):
-    """What takes turns on inputs of one kind."""
+    """A group of functions that take turns on inputs of one kind.
+
+    Attributes:
+        name: kind of input.
+        shape: number of workers, and lookahead.
+        inputs: number of inputs per round.
+        work_s: approximate time per round, for the progress.
+        make: draws an input and returns the functions, bound to it.
+    """
 
     name: str
     shape: Shape
-    inputs: int  # per round
-    work_s: float  # per round, roughly; for the progress
-    make: Callable[[np.random.Generator], Mapping[str, Attempt]]  # an input, and what is to be called on it
+    inputs: int
+    work_s: float
+    make: Callable[[np.random.Generator], Mapping[str, Attempt]]
 
 
-def measure(*, rounds: int | None = None, quick: bool = False, tell: TellShare = _tell_nobody) -> Report:
+def measure(*, rounds: int | None = None, quick: bool = False, tell: TellShare = _no_progress) -> Report:
     """Measure everything; takes about a minute per round.
 
     Args:
-        rounds: how often, each time with new inputs; by default 3, or 1 if `quick`.
-        quick: only what takes milliseconds.
-        tell: called before each call that is measured.
+        rounds: number of rounds, each with new inputs. By default 3, or 1 if `quick`.
+        quick: True to measure only small inputs, which take milliseconds.
+        tell: progress callback, called before each call that is measured.
 
     Raises:
-        ConfigurationError: there would be no round.
+        ConfigurationError: `rounds` is less than 1.
     """
     rounds = (1 if quick else 3) if rounds is None else rounds
     if rounds < 1:
@@ -300,7 +339,9 @@ def measure(*, rounds: int | None = None, quick: bool = False, tell: TellShare =
 
 
 def plain_sort(times: Floats) -> Solution:
-    """What anybody would write first, to compare `solve` with; `times` is (n, R) and not checked.
+    """Find the best barrier by sorting all end times, as a straightforward implementation to compare `solve` with.
+
+    `times` has the shape (n, R) and is not checked.
 
     >>> plain_sort(np.array([[2.0, 4.0, 6.0, 8.0, 10.0], [5.0, 10.0, 15.0, 20.0, 25.0]])).barrier
     10.0
@@ -312,7 +353,7 @@ def plain_sort(times: Floats) -> Solution:
     following[lookahead - 1 :: lookahead] = np.inf
     order = start.argsort()
     start = start[order]
-    # How far a window must reach: to every worker's first end time, and to the next one of all it leaves behind.
+    # A window must reach every worker's first end time, and the successor of each end time that lies before it.
     end = np.empty_like(start)
     end[0] = times[:, 0].max()
     end[1:] = following[order[:-1]]
@@ -323,11 +364,11 @@ def plain_sort(times: Floats) -> Solution:
     return Solution(float(barrier - start[best]), float(barrier), picks, start.size)
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------
+# -- measurement -------------------------------------------------------------------------------------------------
 
 
 def _heats(quick: bool) -> list[_Heat]:
-    """Everything that one round does."""
+    """List everything that one round measures."""
     heats = []
     for n, r in (NAIVE_SHAPE, *TABLE_3_SHAPES):
         if _left_out((n, r), quick):
@@ -351,29 +392,29 @@ def _heats(quick: bool) -> list[_Heat]:
 
 
 def _left_out(shape: Shape, quick: bool, largest: int = 1500) -> bool:
-    """Whether --quick leaves it out: more end times than the largest it does."""
+    """Return True if --quick leaves this shape out because it has too many end times."""
     return quick and shape[0] * shape[1] > largest
 
 
 def _inputs_for_fast(n: int, r: int) -> int:
-    """Per round: many of the small ones, which are quick and vary."""
+    """Return the number of inputs per round. Small inputs are fast and vary, so there are more of them."""
     return int(np.clip(2e6 / (n * r), 5, 200))
 
 
 def _by_all_methods(n: int, r: int, generator: np.random.Generator) -> dict[str, Attempt]:
-    """Workers of the paper, and all that can say when their barrier should fall."""
+    """Draw workers as in the paper. Return all methods that can choose their barrier."""
     pushes = generate_pushes(n, generator)
     attempts: dict[str, Attempt] = {
         method: partial(_predict_and_solve, pushes, r, method)
         for method in COLUMNS
-        if method in METHODS and not _hopeless(method, (n, r))
+        if method in METHODS and not _too_many_sets(method, (n, r))
     }
     attempts[PERIODIC] = partial(_predict_and_solve_periodic, pushes, r)
     return attempts
 
 
 def _by_ours(n: int, r: int, generator: np.random.Generator) -> dict[str, Attempt]:
-    """Workers of the paper, and the two entry points."""
+    """Draw workers as in the paper. Return the functions for which there are goals."""
     pushes = generate_pushes(n, generator)
     last, interval = LastInterval()(pushes)
     return {
@@ -384,7 +425,7 @@ def _by_ours(n: int, r: int, generator: np.random.Generator) -> dict[str, Attemp
 
 
 def _by_sorting(distribution: str, n: int, r: int, generator: np.random.Generator) -> dict[str, Attempt]:
-    """End times of another kind, and two ways to solve them."""
+    """Draw end times from another distribution. Return `solve` and the plain sort."""
     times = DISTRIBUTIONS[distribution](n, r, generator)
     return {"solve": partial(solve, times), "plain sort": partial(plain_sort, times)}
 
@@ -400,17 +441,18 @@ def _predict_and_solve_periodic(pushes: Floats, lookahead: int) -> Solution:
 
 
 def _end_times(last: Floats, interval: Floats, lookahead: int) -> Floats:
-    """The matrix for which `solve_periodic` answers, to the bit."""
+    """Return the matrix of end times that `solve_periodic` solves, with exactly the same values."""
     times: Floats = last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]
     return times
 
 
-def _hopeless(method: str, shape: Shape) -> bool:
+def _too_many_sets(method: str, shape: Shape) -> bool:
+    """Return True if the naive method would have to form too many sets."""
     return method == "naive" and shape[1] ** shape[0] > NAIVE_SETS
 
 
 def _in_turns(calls: Sequence[Mapping[str, Attempt]], tell: TellShare) -> Round:
-    """Call everything once on every input, in turns: while one is on this input, the next is on one far from it."""
+    """Call every function once on every input. They take turns, each on an input far from that of the one before."""
     names = list(calls[0])
     found: dict[str, dict[int, _Call]] = {name: {} for name in names}
     count = len(calls) * len(names)
@@ -427,7 +469,7 @@ def _in_turns(calls: Sequence[Mapping[str, Attempt]], tell: TellShare) -> Round:
 
 
 def _merged(rounds: Sequence[Round]) -> Round:
-    """All rounds' calls, one after another."""
+    """Concatenate the calls of all rounds."""
     return {name: [call for calls in rounds for call in calls[name]] for name in rounds[0]}
 
 
@@ -438,7 +480,7 @@ def _wait_rows(paper: Mapping[Shape, Round], quick: bool) -> list[WaitRow]:
     rows = []
     for shape in (NAIVE_SHAPE, *TABLE_3_SHAPES):
         found = paper.get(shape, {})
-        # One tuple per input, one wait in it per method.
+        # zip yields one tuple per input, which has one call per method.
         least = [min(call.wait_ms for call in one) for one in zip(*found.values(), strict=True)]
         for method in COLUMNS:
             calls = found.get(method, [])
@@ -549,13 +591,13 @@ def _median_ms(calls: Sequence[_Call]) -> float:
 def _printed(
     table: Mapping[str, Sequence[float]], method: str, shapes: Sequence[Shape], shape: Shape
 ) -> float | None:
-    """The paper's cell, if it has one."""
+    """Return the figure in the paper, or None if it has none."""
     return table[method][shapes.index(shape)] if method in table and shape in shapes else None
 
 
 def _why_empty(method: str, shape: Shape, quick: bool) -> str:
     n, r = shape
-    if _hopeless(method, shape):
+    if _too_many_sets(method, shape):
         return f"{r}^{n} sets, about 10^{n * np.log10(r):.0f}, are too many to form"
     assert _left_out(shape, quick), f"{method} was not measured with {n} workers, lookahead {r}"
     return "left out by --quick"

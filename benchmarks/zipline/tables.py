@@ -1,7 +1,4 @@
-"""What `paceline bench zipline` shows: its report as tables, and how far it is.
-
-Measures nothing.
-"""
+"""The report of the ZipLine benchmark as tables."""
 
 from __future__ import annotations
 
@@ -30,10 +27,10 @@ GOAL_NAMES = {PERIODIC: "periodic", "plain sort": "sort"}
 
 
 def tables(report: Report) -> list[Table]:
-    """Table 3, Table 4 and the goals, each at most 80 columns wide."""
+    """Return Table 3, Table 4 and the goals as tables of at most 80 columns."""
     rounds = f"{report.rounds} round{'s' if report.rounds != 1 else ''}"
     empty = f"\n-: not measured; {'--quick leaves most of it out' if report.quick else 'see below'}"
-    waits = _paper_table("Table 3: least wait found, ms")
+    waits = _paper_table("Table 3: smallest wait found, ms")
     times = _paper_table("Table 4: computation time, ms")
     inputs = _span([row.inputs for row in report.waits])
     waits.caption = f"medians over {inputs} inputs, {rounds}; paper: one data set{empty}"
@@ -106,7 +103,7 @@ def _add_pair(
     theirs: Sequence[float | None],
     text: Callable[[float | None], str],
 ) -> None:
-    """Ours, and under it the paper's if it has any."""
+    """Add a row with our figures and, if the paper has any, a row with the paper's."""
     table.add_row(
         str(shape[0]), str(shape[1]), "ours", *("-" if value is None else text(value) for value in ours)
     )
@@ -119,7 +116,7 @@ def _whole(value: float | None) -> str:
 
 
 def _digits(value: float | None) -> str:
-    """Three significant digits, without an exponent.
+    """Format a number with three significant digits and without an exponent.
 
     >>> [_digits(value) for value in (0.0072, 1.316, 49.94, 2380.0, 207000.0, None)]
     ['0.00720', '1.32', '49.9', '2380', '207000', '']

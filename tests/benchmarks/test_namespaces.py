@@ -106,7 +106,7 @@ def test_a_failure_half_way_removes_what_is_there_and_names_the_command(
 ) -> None:
     monkeypatch.setattr(namespaces, "QUEUE_S", -1.0)  # a limit that tc refuses
     with (
-        pytest.raises(ConfigurationError, match="does not let machines be made: 'tc -n paceline"),
+        pytest.raises(ConfigurationError, match="creating network namespaces failed: 'tc -n paceline"),
         network(2, Link()),
     ):
         pass
@@ -189,7 +189,10 @@ def test_a_rate_that_no_link_can_have_is_refused(rate: str) -> None:
 
 @pytest.mark.parametrize("count", [0, 251])
 def test_a_number_of_machines_that_cannot_be_is_refused(count: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"there are to be {count} machines"), network(count, Link()):
+    with (
+        pytest.raises(ConfigurationError, match=f"count is {count}, expected a number of machines"),
+        network(count, Link()),
+    ):
         pass
 
 
@@ -198,7 +201,7 @@ def test_what_is_missing_is_said_before_anything_is_made(monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", "")
     with (
         pytest.raises(
-            ConfigurationError, match=r"need root \(try sudo\) and the command 'ip' and the command 'tc'\."
+            ConfigurationError, match=r"needs root \(try sudo\) and the command 'ip' and the command 'tc'\."
         ),
         network(1, Link()),
     ):

@@ -183,8 +183,8 @@ def test_the_picture_has_a_panel_for_each_setting() -> None:
     figure = picture(report())
     assert [panel.get_title(loc="left") for panel in figure.axes] == [
         "1 overlap off, by parameter",
-        "2 overlap, by parameter (communication 25.0% less)",
-        "3 overlap, even, 8 shards (communication 90.0% less)",
+        "2 overlap, by parameter (25.0% less communication)",
+        "3 overlap, even, 8 shards (90.0% less communication)",
     ]
     assert [panel.get_xlim()[1] for panel in figure.axes] == [pytest.approx(0.9 * 1.01)] * 3
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from benchmarks import commands, transport
 from benchmarks.transport import Plan, Row, estimate_s, measure, plan, tables
-from benchmarks.transport.fork_server import crew_at
+from benchmarks.transport.fork_server import fork_server
 from benchmarks.transport.goals import GOALS, goal_rows
 from benchmarks.transport.plan import (
     FLOOR,
@@ -84,8 +84,8 @@ def full(median_ms: float = 10_000.0) -> list[Row]:
 
 
 def shown(rows: Sequence[Row], most: int = 3) -> str:
-    """Tables as text, 100 columns wide."""
-    console = Console(file=StringIO(), width=100, color_system=None)
+    """Tables as text, 80 columns wide."""
+    console = Console(file=StringIO(), width=80, color_system=None)
     for table in tables(rows, 3)[:most]:
         console.print(table)
     assert isinstance(console.file, StringIO)
@@ -143,10 +143,10 @@ def test_a_run_changes_to_bsp_in_every_shard(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_process_that_fails_ends_all_with_its_traceback(tmp_path: Path) -> None:
     turn = Turn((Case("floor", "shm", "asp"),), 0.004, 2, 2, 10)
-    with crew_at(tmp_path) as crew:
+    with fork_server(tmp_path) as server:
         with pytest.raises(RunFailedError, match="FileNotFoundError"):
-            crew.run(turn, tmp_path / "nowhere")
-        group = crew.process.pid
+            server.run(turn, tmp_path / "nowhere")
+        group = server.process.pid
     with pytest.raises(ProcessLookupError):
         os.killpg(group, 0)
 
@@ -229,10 +229,10 @@ def test_of_less_than_nothing_there_is_no_ratio() -> None:
 # -- what is shown -------------------------------------------------------------------------------------------
 
 
-def test_the_tables_fit_100_columns() -> None:
+def test_the_tables_fit_80_columns() -> None:
     text = shown(full())
     assert "…" not in text
-    assert all(len(line.rstrip()) <= 100 for line in text.splitlines())
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
     assert sum(line.rstrip().endswith((" yes", " no")) for line in text.splitlines()) == len(GOALS)
 
 

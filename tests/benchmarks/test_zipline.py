@@ -223,7 +223,7 @@ def test_what_is_compared_takes_turns_and_never_repeats_an_input() -> None:
 
     names = ["a", "b", "c"]
     found = measurement._in_turns(
-        [{name: call(name, index) for name in names} for index in range(9)], measurement._tell_nobody
+        [{name: call(name, index) for name in names} for index in range(9)], measurement._no_progress
     )
     assert [name for name, _ in order] == names * 9
     assert all(before[1] != after[1] for before, after in pairwise(order))
