@@ -1,7 +1,8 @@
-"""Cherry-picking: SpecSync's abort time and abort rate by trying a grid of both, and what that costs.
+"""A grid search for SpecSync's abort time and abort rate in live runs, which the paper calls cherry-picking.
 
-Reference: SpecSync (ICDCS 2018), sections VI-A and VI-E, Table II: every trial is a whole training run. As there,
-abort times are at most half of the (fast) workers' iteration, a step above the time of communication apart.
+Reference: SpecSync (ICDCS 2018), sections VI-A and VI-E, Table II. Every trial is a whole training run. As in the
+paper, abort times are at most half of the iteration of the fast workers, and the step between them is longer than the
+communication time.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ ABORT_RATES = (0.0, 0.25, 0.5)
 
 
 class Search(msgspec.Struct, frozen=True):
-    """What a search found, and what it cost.
+    """The results of a search, and what it cost.
 
     Attributes:
-        outcomes: the adaptive variant's first, then one for each point of the grid, best first: least time to the
+        outcomes: the outcome of the adaptive variant, then those of the grid, the best first: smallest time to the
             target, then highest final accuracy.
-        trials: how many points were tried.
-        search_s: how long that took; the adaptive variant's own run is not in it.
+        trials: number of points in the grid.
+        search_s: time the search took, without the run of the adaptive variant.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -54,22 +55,22 @@ def cherry_pick(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Search:
-    """Try every pair of an abort time and an abort rate, after the adaptive variant; print a table with the cost.
+    """Run the adaptive variant, then every pair of an abort time and an abort rate. Print a table and the cost.
 
-    The run directory then holds `cherry-pick.json`.
+    Afterwards the run directory contains `cherry-pick.json`.
 
     Args:
-        setting: a SpecSync without abort time and rate, with its learning rate and momentum.
-        console: for the table.
-        run_dir: by default a new directory under ./runs.
-        abort_times_s: of the grid.
-        abort_rates: of the grid.
-        problem: what is trained.
-        seed: of all trials.
-        progress: a live view of each trial on standard error; None for only if that is a terminal.
+        setting: SpecSync without abort time and rate, with a learning rate and momentum for all trials.
+        console: where the table is printed.
+        run_dir: directory for the results. By default, a new directory under ./runs.
+        abort_times_s: abort times of the grid.
+        abort_rates: abort rates of the grid.
+        problem: task to train; by default, that of the demo.
+        seed: random seed of all trials.
+        progress: True to show each trial live on standard error; None does so only if it is a terminal.
 
     Raises:
-        ConfigurationError: bad input; nothing was started.
+        ConfigurationError: an argument is invalid; nothing was started.
         RunFailedError: a run failed.
     """
     problem = problem or Problem()
@@ -82,7 +83,7 @@ def cherry_pick(
         make_job(workers=len(problem.pace_s), sync=each.sync, pace=problem.pace_s, dry_run=True)
     home = Path(make_job(workers=len(problem.pace_s), pace=problem.pace_s, run_dir=run_dir).run_dir)
     console.print(
-        f"{len(pairs)} trials of about {problem.duration_s:.0f} s and their start, after the adaptive variant.",
+        f"{len(pairs)} trials of about {problem.duration_s:.0f} s plus their start, after the adaptive variant.",
         highlight=False,
     )
     outcomes = []

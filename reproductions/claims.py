@@ -1,7 +1,7 @@
-"""What the papers claim, tested where it should hold and where it need not: not figures of theirs, but ours.
+"""Tests of the papers' claims, by experiments that are not in the papers.
 
-Each says in which regime the claim holds: workers that differ persistently, that only jitter, or that pause now and
-then; pushes that arrive evenly or in bursts.
+Each exhibit shows under which conditions a claim holds: for workers that differ persistently, that only jitter, or
+that pause sometimes; for pushes that arrive evenly or in bursts.
 """
 
 from __future__ import annotations
@@ -42,19 +42,21 @@ NEVER = "never: not within {:.0f} s."
 
 
 def jitter(mean_s: float, share: float) -> Uniform:
-    """A time that varies a little."""
+    """Return a time that varies uniformly around a mean, by a share of it."""
     return Uniform(low=mean_s * (1 - share), high=mean_s * (1 + share))
 
 
 # -- ElasticBSP against BSP ------------------------------------------------------------------------------------
 
-STRAGGLER = Cluster(compute_s=[jitter(1.0, 0.05)] * 3 + [jitter(3.0, 0.05)], name="one 3x straggler of four")
+STRAGGLER = Cluster(
+    compute_s=[jitter(1.0, 0.05)] * 3 + [jitter(3.0, 0.05)], name="four workers, one of them 3 times slower"
+)
 MOMENTA = (0.0, 0.5, 0.9)
 RATES = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 def elastic_bsp(options: Options, tell: TellShare) -> Made:
-    """Time to target with one 3x straggler of four, each model at its own best learning rate and momentum."""
+    """Compare the time to the target with one straggler of four, each model with its own best setting."""
     schemes = {"BSP": "bsp", "ElasticBSP, R=15": "elastic-bsp:lookahead=15", "ASP": "asp"}
     momenta = MOMENTA[1:2] if options.quick else MOMENTA
     rates = RATES[5:7] if options.quick else RATES
@@ -71,7 +73,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
         )
         for label, sync in schemes.items()
     }
-    best: dict[float, dict[str, Setting]] = {}  # momentum -> the best of each
+    best: dict[float, dict[str, Setting]] = {}  # best setting of each label, by momentum
     tuning = [_seeded(run, seed) for run in runs.values() for seed in range(1 if options.quick else 3)]
     for number, momentum in enumerate(momenta):
 
@@ -79,7 +81,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
             tell(f"tuning {what}", 0.6 * (number + done / max(1, of)) / len(momenta))
 
         best[momentum] = best_of_each(tuning, [(rate, momentum) for rate in rates], told)
-    judged = run_all(
+    outcomes = run_all(
         [
             with_setting(_seeded(run, seed), best[momentum][label])
             for momentum in momenta
@@ -92,7 +94,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
     for label in schemes:
         for momentum in momenta:
             times[label, momentum] = median(
-                o.reached_s for o in judged if (o.run.label, o.run.momentum) == (label, momentum)
+                o.reached_s for o in outcomes if (o.run.label, o.run.momentum) == (label, momentum)
             )
     own_best = {label: min(times[label, momentum] for momentum in momenta) for label in schemes}
     rows = {}
@@ -116,7 +118,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
                 color=COLOURS[number],
                 label=label,
             )
-        axes.set_xlabel("momentum, each at its own best learning rate")
+        axes.set_xlabel("momentum, each model with its own best learning rate")
         axes.set_ylabel(f"virtual seconds to {TARGET.value:.0%}")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
@@ -124,7 +126,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
         axes.set_title(STRAGGLER.name)
         return figure
 
-    columns = [*(f"s (rate),\nmomentum {m:g}" for m in momenta), "own best"]
+    columns = [*(f"s (rate),\nmomentum {m:g}" for m in momenta), "best"]
     return Made(
         tables=[
             beside(
@@ -136,14 +138,15 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
         figure=draw,
         data={f"{label}, momentum {m}": times[label, m] for label, m in times},
         notes=[
-            f"BSP / ElasticBSP, each at its own best: {factor}; the paper's factor: 1.77.",
-            f"From momentum {momenta[0]:g} to {momenta[-1]:g}, the time to the target becomes: "
+            f"Time under BSP / time under ElasticBSP, each with its best setting: {factor}. In the paper: 1.77.",
+            f"Time to the target with momentum {momenta[-1]:g}, divided by that with momentum {momenta[0]:g}: "
             + ", ".join(
-                f"{label} {ratio(times[label, momenta[-1]], times[label, momenta[0]])} x" for label in schemes
-            ),
-            f"The best rate lies at the edge of the grid, so a better one may lie beyond: {'; '.join(edge)}."
+                f"{label} {ratio(times[label, momenta[-1]], times[label, momenta[0]])}" for label in schemes
+            )
+            + ".",
+            f"The best rate is on the edge of the grid, so there may be better ones beyond it: {'; '.join(edge)}."
             if edge
-            else "All best rates lie inside the grid.",
+            else "All best rates are inside the grid.",
         ],
     )
 
@@ -156,20 +159,20 @@ def _seeded(run: Run, seed: int) -> Run:
 
 
 def kinds_of_inequality(workers: int) -> dict[str, Cluster]:
-    """So many workers that are unequal in three ways."""
+    """Return clusters whose workers are unequal in three different ways."""
     slow = workers // 8
     pausing: Times = Occasional(base=jitter(1.0, 0.05), factor=5.0, lasting=10.0, every=200.0)
     return {
-        "an eighth is steadily half as fast": Cluster(
+        "an eighth is always half as fast": Cluster(
             compute_s=[jitter(1.0, 0.05)] * (workers - slow) + [jitter(2.0, 0.05)] * slow
         ),
         "all jitter (log-normal, sigma 0.3)": Cluster(compute_s=[LogNormal(median=1.0, sigma=0.3)] * workers),
-        "all pause now and then (5x for 10 s in 200)": Cluster(compute_s=[pausing] * workers),
+        "all pause sometimes (5x for 10 s in 200)": Cluster(compute_s=[pausing] * workers),
     }
 
 
 def pssp(options: Options, tell: TellShare) -> Made:
-    """Delayed pulls of PSSP(3, 1/10) and of SSP(12), which has the same bound on regret, by kind of inequality."""
+    """Compare the delayed pulls of PSSP(3, 1/10) and SSP(12), which have the same regret bound."""
     workers, iterations = (16, 60) if options.quick else (64, 400)
     syncs = {
         "SSP(12)": "ssp:staleness=12",
@@ -193,7 +196,7 @@ def pssp(options: Options, tell: TellShare) -> Made:
         fewer[kind] = 1 - delayed["PSSP(3, 1/10)"] / delayed["SSP(12)"] if delayed["SSP(12)"] else math.nan
         rows[kind] = [
             *(("-", f"{delayed[name]:.2%}") for name in syncs),
-            ("97.1%, at most", f"{fewer[kind]:.0%}" if math.isfinite(fewer[kind]) else "none to save"),
+            ("97.1%, at most", f"{fewer[kind]:.0%}" if math.isfinite(fewer[kind]) else "none delayed"),
             ("-", f"{mine['SSP(12)'].finished_s / mine['PSSP(3, 1/10)'].finished_s:.2f}"),
         ]
 
@@ -209,17 +212,17 @@ def pssp(options: Options, tell: TellShare) -> Made:
             )
         axes.set_xticks(range(len(clusters)), [kind.replace(" (", "\n(") for kind in clusters], fontsize=9)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        axes.set_ylabel("of all pulls are delayed")
+        axes.set_ylabel("delayed share of all pulls")
         axes.legend(frameon=False)
         return figure
 
     columns = ["SSP(12)", "PSSP(3, 1/10)", "SSP(3)", "fewer than\nSSP(12) by", "faster by"]
     held = [kind for kind, share in fewer.items() if share >= 0.8]
     return Made(
-        tables=[beside(f"pulls that are delayed, {workers} workers, {iterations} iterations", rows, columns)],
+        tables=[beside(f"share of delayed pulls, {workers} workers, {iterations} iterations", rows, columns)],
         figure=draw,
         data=shares,
-        notes=[f"80 % fewer holds for: {'; '.join(held) if held else 'none of them'}."],
+        notes=[f"80 % fewer delayed pulls: holds for {'; '.join(held) if held else 'none of the clusters'}."],
     )
 
 
@@ -227,7 +230,7 @@ def pssp(options: Options, tell: TellShare) -> Made:
 
 
 def lazy(options: Options, tell: TellShare) -> Made:
-    """What lazy execution trades: fewer and longer delays, fresher parameters; in time to accuracy."""
+    """Compare lazy execution with the soft barrier: delays, staleness and time to accuracy."""
     workers = 8
     clusters = kinds_of_inequality(workers)
     schemes = {"soft": "ssp:staleness=3", "lazy": "ssp:staleness=3,execution=lazy"}
@@ -266,7 +269,7 @@ def _runs(
     until_s: float,
     every_s: float,
 ) -> list[Run]:
-    """Each scheme on each cluster; labels are "cluster: scheme"."""
+    """Return runs of each scheme on each cluster, labeled "cluster: scheme"."""
     return [
         Run(
             label=f"{kind}: {name}",
@@ -295,7 +298,10 @@ def _accuracies(title: str, outcomes: Sequence[Outcome]) -> Figure:
 
 
 def arrivals(workers: int) -> dict[str, Cluster]:
-    """So many workers whose pushes arrive in three ways; all begin together, and little jitter keeps them so."""
+    """Return clusters whose pushes arrive in three different ways.
+
+    All workers begin at the same time. With little jitter their pushes stay together, in bursts.
+    """
     quarter = workers // 4
     return {
         "even": Cluster(compute_s=[jitter(14.0, 0.1)] * workers),
@@ -306,11 +312,11 @@ def arrivals(workers: int) -> dict[str, Cluster]:
     }
 
 
-ONE_RATE = 0.02  # for all: about the largest that ASP bears with 40 workers
+ONE_RATE = 0.02  # the common rate: about the largest that ASP tolerates with 40 workers
 
 
 def spec_sync(options: Options, tell: TellShare) -> Made:
-    """SpecSync-Adaptive against ASP, 40 workers, by how pushes arrive; one learning rate, then each its own."""
+    """Compare SpecSync-Adaptive with ASP, with one learning rate for all and with the best rate of each."""
     clusters = arrivals(8 if options.quick else 40)
     schemes = {"ASP": "asp", "SpecSync": "spec-sync"}
     rates = (0.02, 0.05) if options.quick else (0.005, 0.01, 0.02, 0.05, 0.1)
@@ -346,48 +352,48 @@ def spec_sync(options: Options, tell: TellShare) -> Made:
         "speed-up",
     ]
     return Made(
-        tables=[beside("SpecSync-Adaptive over ASP, 40 workers", rows, columns)],
-        figure=lambda: _accuracies("SpecSync-Adaptive against ASP", outcomes),
+        tables=[beside("SpecSync-Adaptive and ASP, 40 workers", rows, columns)],
+        figure=lambda: _accuracies("SpecSync-Adaptive and ASP", outcomes),
         data={label: [pair[1] for pair in pairs] for label, pairs in rows.items()},
         notes=[
-            "By the paper's own Eq. 7 the expected gain is zero where pushes arrive evenly.",
-            "The paper compares under one learning rate, as on the left; on the right each has its own.",
+            "By Eq. 7 of the paper, the expected gain is zero if pushes arrive evenly.",
+            "The left columns use one learning rate for all, as the paper does; the right ones the best of each.",
             NEVER.format(until_s),
         ],
     )
 
 
-STAND_IN = "DigitsNet on scikit-learn's digits, simulated; no network cost."
+STAND_IN = "DigitsNet on scikit-learn's digits, simulated, without network costs."
 
 EXHIBITS = (
     Exhibit(
         name="claim-elastic-bsp",
-        source="the claim of ElasticBSP (2021)",
-        title="1.77 times as fast as BSP with a straggler, each at its own best",
+        source="Claim of ElasticBSP (2021)",
+        title="1.77 times as fast as BSP with a straggler, each with its own best setting",
         differs=STAND_IN,
         minutes=8,
         make=elastic_bsp,
     ),
     Exhibit(
         name="claim-pssp",
-        source="the claim of FluentPS (2019) on PSSP",
-        title="80 % fewer delayed pulls than its equal in regret bound",
-        differs="Simulated, times only; three kinds of inequality instead of one cluster.",
+        source="Claim of FluentPS (2019) on PSSP",
+        title="80 % fewer delayed pulls than the SSP with the same regret bound",
+        differs="Simulated timing without training; three clusters instead of one.",
         minutes=1,
         make=pssp,
     ),
     Exhibit(
         name="claim-lazy",
-        source="the claim of FluentPS (2019) on lazy execution",
-        title="fewer delays and fresher parameters, in time to accuracy",
+        source="Claim of FluentPS (2019) on lazy execution",
+        title="fewer delays and fresher parameters, and their effect on the time to accuracy",
         differs=STAND_IN,
         minutes=10,
         make=lazy,
     ),
     Exhibit(
         name="claim-spec-sync",
-        source="the claim of SpecSync (2018)",
-        title="1.5 to 3 times as fast as ASP, by how pushes arrive",
+        source="Claim of SpecSync (2018)",
+        title="1.5 to 3 times as fast as ASP, for three ways in which pushes arrive",
         differs=STAND_IN,
         minutes=15,
         make=spec_sync,

@@ -1,19 +1,19 @@
-"""What training runs came to, over time: drawn the same way in every figure."""
+"""Plots of training runs over time, drawn in the same way in every figure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .training import JUDGED, Outcome
+from .training import LOSS_IMAGES, Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["draw_curves"]
 
-AXIS = {"accuracy": "accuracy on the test images", "loss": f"loss over {JUDGED} training images"}
-WORST_LOSS = 2.6  # drawn; a network that names the digits by chance has 2.3
+AXIS = {"accuracy": "accuracy on the test images", "loss": f"loss over {LOSS_IMAGES} training images"}
+WORST_LOSS = 2.6  # upper end of the axis; a network that guesses the digits has a loss of 2.3
 
 
 def draw_curves(
@@ -25,15 +25,15 @@ def draw_curves(
     along: Callable[[Outcome], Sequence[float]] = lambda outcome: outcome.times_s,
     along_name: str = "virtual seconds",
 ) -> None:
-    """Draw a line for each run: a colour for each label, the first seed's above the others.
+    """Draw one line per run. Each label has its own color; the run with the first seed is drawn on top.
 
     Args:
-        axes: where.
-        outcomes: of one target.
-        title: above them.
-        variants: so many labels that follow each other share a colour, and differ in their dashes.
-        along: what lies on the x axis at each evaluation.
-        along_name: and its name.
+        axes: axes to draw into.
+        outcomes: outcomes of runs with the same target.
+        title: title of the axes.
+        variants: number of consecutive labels that share a color and differ in their dashes.
+        along: returns the position of each evaluation on the x axis.
+        along_name: label of the x axis.
     """
     from paceline.report.canvas import COLOURS, DASHES
 
@@ -44,7 +44,9 @@ def draw_curves(
         first = outcome.run.seed == 0
         axes.plot(
             along(outcome),
-            [min(value, 2 * WORST_LOSS) for value in outcome.values],  # what diverges leaves at the top
+            [
+                min(value, 2 * WORST_LOSS) for value in outcome.values
+            ],  # diverging runs leave the axes at the top
             color=COLOURS[number % len(COLOURS)],
             linestyle=DASHES[(variant + number // len(COLOURS)) % len(DASHES)],
             alpha=1.0 if first else 0.25,

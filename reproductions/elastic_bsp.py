@@ -1,4 +1,4 @@
-"""ElasticBSP (Zhao et al., Machine Learning 2021, section 6.2): what an elastic barrier does to learning."""
+"""Exhibits of ElasticBSP (Zhao et al., Machine Learning 2021, section 6.2): training with elastic barriers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["EXHIBITS"]
 PAPER = "ElasticBSP (2021)"
 TARGET = Target("accuracy", 0.93, in_a_row=2)
 RATES = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1)
-COMMON_RATE = 0.01  # the paper's
+COMMON_RATE = 0.01  # as in the paper
 MOMENTUM = 0.9
-EPOCHS = 19  # as many as the paper had time for
+EPOCHS = 19  # the number that the paper had time for
 LOOKAHEADS = (15, 30, 60, 120, 240, 480, 960)
 SCHEMES = {
     "BSP": "bsp",
@@ -38,11 +38,11 @@ SCHEMES = {
     **{f"ElasticBSP({r})": f"elastic-bsp:lookahead={r}" for r in LOOKAHEADS},
 }
 BATCH = 32
-STEPS_PER_EPOCH = 1437 // 4 // BATCH  # of each worker's quarter of the training images
+STEPS_PER_EPOCH = 1437 // 4 // BATCH  # each worker has a quarter of the training images
 
 
 def cluster() -> Cluster:
-    """The 4 machines; VGG-16's bytes on the wire."""
+    """Return the 4 machines of the paper, with messages of the size of VGG-16."""
     return Cluster.preset("elastic-bsp")
 
 
@@ -69,7 +69,7 @@ def _runs(options: Options) -> list[Run]:
 
 
 def figure_14(options: Options, tell: TellShare) -> Made:
-    """Accuracy over time under every model: with the paper's common setting, and each at its own best rate."""
+    """Compare the accuracy over time, with the paper's setting for all and with the best rate of each."""
     runs = _runs(options)
     grid = [(rate, MOMENTUM) for rate in (RATES[1:3] if options.quick else RATES)]
     common, tuned, rates = common_and_tuned(runs, grid, tell)
@@ -100,7 +100,7 @@ def figure_14(options: Options, tell: TellShare) -> Made:
         "final",
         "own\nrate",
         f"s to\n{TARGET.value:.0%}",
-        "its\nfinal",
+        "final",
         "s, all\nepochs",
         "steps per\nsuperstep",
         "ms to\nplan",
@@ -113,11 +113,11 @@ def figure_14(options: Options, tell: TellShare) -> Made:
     )
 
 
-SUPERSTEPS_OF = 3000  # iterations of each worker
+SUPERSTEPS_OF = 3000  # iterations of each worker in the simulation that counts supersteps
 
 
 def _supersteps(sync: str) -> str:
-    """Iterations of each worker between two barriers, the mean over a run of times only."""
+    """Return the mean number of iterations of a worker between two barriers, from a simulation without training."""
     if sync == "bsp":
         return "1"
     if not sync.startswith("elastic"):
@@ -130,7 +130,7 @@ def _supersteps(sync: str) -> str:
 
 
 def _planning_ms(lookahead: int) -> float:
-    """What one plan takes on this machine, the median."""
+    """Measure the median time of one plan on this machine."""
     last, interval = np.array([1.0, 1.1, 1.2, 1.3]), np.array([0.5, 0.51, 0.52, 1.5])
     times_s = []
     for _ in range(200):
@@ -143,17 +143,17 @@ def _planning_ms(lookahead: int) -> float:
 def _notes(bests: Sequence[dict[str, float]], planning_ms: dict[str, float]) -> list[str]:
     notes = []
     for found, what in zip(
-        bests, (f"all with rate {COMMON_RATE:g}", "each at its own best rate"), strict=True
+        bests, (f"All with rate {COMMON_RATE:g}", "Each with its own best rate"), strict=True
     ):
         elastic = median(found[label] for label in planning_ms)
         notes.append(
-            f"{what}: BSP comes to {TARGET.value:.0%} after {seconds(found['BSP'])} s, ElasticBSP (median over R) "
-            f"after {seconds(elastic)} s; ratio {ratio(found['BSP'], elastic)}, in the paper 1.77."
+            f"{what}: BSP reaches {TARGET.value:.0%} after {seconds(found['BSP'])} s, ElasticBSP (median over R) "
+            f"after {seconds(elastic)} s. The ratio is {ratio(found['BSP'], elastic)}, in the paper 1.77."
         )
     first, *_, last = planning_ms
     notes.append(
-        f"A plan takes {planning_ms[first]:.3f} ms for {first} and {planning_ms[last]:.3f} ms for {last}: a large R "
-        "does not slow training down here, as it did in the paper's Figs 11 to 13."
+        f"A plan takes {planning_ms[first]:.3f} ms for {first} and {planning_ms[last]:.3f} ms for {last}. In the "
+        "paper's Figs 11 to 13 a large R slows training down; here it does not."
     )
     return notes
 
@@ -178,7 +178,7 @@ def _draw(common: Sequence[Outcome], tuned: Sequence[Outcome]) -> Figure:
     for axes, found, title in zip(
         figure.subplots(1, 2),
         (common, tuned),
-        (f"all with rate {COMMON_RATE:g}", "each at its own best rate"),
+        (f"all with rate {COMMON_RATE:g}", "each with its own best rate"),
         strict=True,
     ):
         draw_curves(axes, found, title)
@@ -191,8 +191,8 @@ EXHIBITS = (
         source=f"{PAPER}, Fig. 14",
         title="accuracy over time under every model, 4 machines",
         differs=(
-            "DigitsNet on scikit-learn's digits stands in for VGG-16 on ImageNet; on the wire it is as large. "
-            "Which machine straggles when is ours: the paper says that the shared switch made them straggle."
+            "DigitsNet on scikit-learn's digits replaces VGG-16 on ImageNet, with messages of the size of VGG-16. We "
+            "chose which machine is slow and when; the paper only says that the shared switch caused stragglers."
         ),
         minutes=5,
         make=figure_14,

@@ -1,4 +1,4 @@
-"""What a reproduced table or figure is."""
+"""An exhibit: a table or figure of a paper that is reproduced here."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Exhibit", "Made", "Options", "beside", "ratio", "seconds"]
 
 
 class Options(msgspec.Struct, frozen=True):
-    """How much to do.
+    """Options for making an exhibit.
 
     Attributes:
-        quick: as little as shows that it works: for a first look, not for figures.
-        seeds: medians over so many runs, where the paper has several.
+        quick: True to do only enough to check that the exhibit can be made. The figures are not meaningful.
+        seeds: number of seeds of the training runs. Figures are medians over them.
     """
 
     quick: bool = False
@@ -31,13 +31,13 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Made(msgspec.Struct, frozen=True):
-    """What came out.
+    """An exhibit that was made.
 
     Attributes:
-        tables: the paper's numbers beside ours.
-        figure: draws the plot; matplotlib is loaded only then.
-        data: the numbers of the figure, plain, to be kept as JSON.
-        notes: what was found, in sentences.
+        tables: tables with the paper's numbers beside ours.
+        figure: draws the plot. Imports matplotlib only when it is called.
+        data: the numbers of the plot, for the JSON file.
+        notes: findings, as sentences.
     """
 
     tables: Sequence[Table]
@@ -50,12 +50,12 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
     """One table or figure of a paper.
 
     Attributes:
-        name: on the command line.
-        source: paper and number.
-        title: what it shows, in a line.
-        differs: what differs from the paper, network and data first of all.
-        minutes: about how long it takes.
-        make: makes it.
+        name: name on the command line.
+        source: paper, and number of the table or figure.
+        title: what the exhibit shows, in one line.
+        differs: differences from the paper, above all in the network and the data.
+        minutes: approximate time it takes.
+        make: makes the exhibit, given the options and a progress callback.
     """
 
     name: str
@@ -67,13 +67,13 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def beside(title: str, rows: Mapping[str, Sequence[tuple[str, str]]], columns: Sequence[str]) -> Table:
-    """A table of the paper's figures beside ours.
+    """Return a table with the paper's figures beside ours.
 
     Args:
-        title: above it.
-        rows: label -> for each column (the paper's, ours). "-" stands for a figure that the paper does not have; a
-            column without any has no place for them.
-        columns: their headings.
+        title: title of the table.
+        rows: for each label, one pair (the paper's figure, our figure) per column. "-" means that the paper has no
+            such figure. If the paper has none in a column, the column shows only ours.
+        columns: headings of the columns.
     """
     table = Table(
         title=title,
@@ -100,7 +100,7 @@ def beside(title: str, rows: Mapping[str, Sequence[tuple[str, str]]], columns: S
 
 
 def seconds(time_s: float) -> str:
-    """A time that may be infinite, to three digits or the second.
+    """Format a time, which may be infinite, with three digits or to the second.
 
     >>> seconds(7.25), seconds(1234.5), seconds(math.inf)
     ('7.25', '1234', 'never')
@@ -111,5 +111,5 @@ def seconds(time_s: float) -> str:
 
 
 def ratio(one: float, other: float) -> str:
-    """Of two such; "-" where there is none."""
+    """Format the ratio of two times; "-" if one is infinite."""
     return f"{one / other:.2f}" if math.isfinite(one) and math.isfinite(other) else "-"

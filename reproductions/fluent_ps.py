@@ -1,4 +1,4 @@
-"""FluentPS (Yao, Wu and Wang, CLUSTER 2019): what its conditions, its lazy execution and its slicing save."""
+"""Exhibits of FluentPS (Yao, Wu and Wang, CLUSTER 2019): savings by conditions, lazy execution and slicing."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PAPER = "FluentPS (2019)"
 
 SERVERS = 8
 COMPUTE_S_OF_32 = 0.37  # Table IV: 37.94 s per 100 iterations under ASP with 32 workers
-RATE_BPS = 25e9 / 32  # "a 25 Gbps of aggregate network bandwidth"
+RATE_BPS = 25e9 / 32  # the paper: "a 25 Gbps of aggregate network bandwidth"
 
 
 def resnet_56() -> Layout:
-    """The parameters of ResNet-56 for CIFAR-10 (He et al., 2016): 0.85 million in 3 stages of 9 blocks."""
+    """Return the parameters of ResNet-56 for CIFAR-10 (He et al., 2016): 0.85 million in 3 stages of 9 blocks."""
     parameters = [Parameter(("conv1",), (16, 3, 3, 3), "float32")]
     before = 16
     for stage, width in enumerate((16, 32, 64)):
@@ -52,9 +52,9 @@ class Setting(msgspec.Struct, frozen=True):
     """One bar of Fig. 6.
 
     Attributes:
-        label: below it.
+        label: label of the bar.
         overlap: "off" as in PS-Lite, or "shards".
-        even: EPS; otherwise by key, as PS-Lite slices.
+        even: True for EPS; False to slice by key as PS-Lite does.
     """
 
     label: str
@@ -68,11 +68,11 @@ SETTINGS = (
     Setting("overlap, EPS", "shards", True),
 )
 SAVED = ("", "86 %", "55 %")
-"""By the paper: of the communication time of the setting before, at most."""
+"""Largest share of the previous setting's communication time that each setting saves, according to the paper."""
 
 
 def communication(setting: Setting, workers: int, iterations: int) -> tuple[float, float]:
-    """(computing, communicating) seconds per iteration of one worker under BSP, where workers hardly vary."""
+    """Return the seconds of computation and of communication per iteration under BSP, with nearly equal workers."""
     layout = resnet_56()
     slices: Sequence[ShardSlice] = (
         layout.slice_evenly(SERVERS) if setting.even else layout.slice_by_parameter(SERVERS)
@@ -96,7 +96,7 @@ def communication(setting: Setting, workers: int, iterations: int) -> tuple[floa
 
 
 def figure_6(options: Options, tell: TellShare) -> Made:
-    """Computation and communication with 8, 16 and 32 workers."""
+    """Compare computation and communication with 8, 16 and 32 workers."""
     counts = (8, 16, 32)
     iterations = 5 if options.quick else 100
     found: dict[str, dict[int, tuple[float, float]]] = {}
@@ -142,9 +142,9 @@ def figure_6(options: Options, tell: TellShare) -> Made:
         figure=draw,
         data=found,
         notes=[
-            f"together: {whole:.0%} less communication time; the paper: 93.7 %.",
-            "The simulated network carries the bytes and the waiting for the last of them. It has none of what a "
-            "scheduler and work per message cost PS-Lite; how much of the paper's saving that is, is not shown.",
+            f"Overlap and EPS together save {whole:.0%} of the communication time. In the paper: 93.7 %.",
+            "The simulated network includes transfer times and the wait for the last transfer. It does not include "
+            "the scheduler of PS-Lite or the work per message, so their part in the paper's savings is unknown.",
         ],
     )
 
@@ -152,11 +152,14 @@ def figure_6(options: Options, tell: TellShare) -> Made:
 # -- Figure 9 and Table IV: delayed pulls ----------------------------------------------------------------------
 
 PAIRS = (("A", "1/2", 2, 4), ("C", "1/3", 3, 5), ("E", "1/5", 5, 7), ("G", "1/10", 10, 12))
-"""(of PSSP, its c, 1/c, s' of the SSP with the same bound on regret). SSP's letter is the next one."""
+"""PSSP's letter in the figure, its c as text, 1/c, and the staleness of the SSP with the same regret bound.
+
+SSP has the next letter.
+"""
 
 
 def figure_9(options: Options, tell: TellShare) -> Made:
-    """Delayed pulls per 100 iterations: PSSP(3, c) and the SSP that is its equal in regret bound, soft and lazy."""
+    """Compare the delayed pulls of PSSP(3, c) and the SSP with the same regret bound, soft and lazy."""
     cluster = Cluster.preset("fluent-ps-64")
     iterations = 20 if options.quick else 400
     tasks = []
@@ -214,11 +217,11 @@ def figure_9(options: Options, tell: TellShare) -> Made:
         axes.legend(frameon=False, title="execution")
         return figure
 
-    said = ", ".join(f"{share:.1%} ({execution})" for execution, share in saved.items())
+    savings = ", ".join(f"{share:.1%} ({execution})" for execution, share in saved.items())
     return Made(
         tables=[
             beside(
-                f"{PAPER}, Fig. 9: delayed pulls per 100 iterations, and seconds for these",
+                f"{PAPER}, Fig. 9: delayed pulls (DPRs) per 100 iterations, and seconds for these",
                 table_rows,
                 ["DPRs, soft", "DPRs, lazy", "s, soft", "s, lazy"],
             )
@@ -226,8 +229,8 @@ def figure_9(options: Options, tell: TellShare) -> Made:
         figure=draw,
         data={f"{name} {execution}": value for (name, execution), value in delayed.items()},
         notes=[
-            f"PSSP(3, 1/10) against SSP(12): {said} fewer delayed pulls; the paper: up to 97.1 % (soft), "
-            "70.7 % (lazy). The paper's bars carry no numbers.",
+            f"PSSP(3, 1/10) has {savings} fewer delayed pulls than SSP(12). In the paper: up to 97.1 % (soft) and "
+            "70.7 % (lazy). The paper gives no numbers for the bars.",
         ],
     )
 
@@ -277,11 +280,11 @@ TABLE_4: dict[str, dict[str, dict[str, tuple[float, float]]]] = {
         },
     },
 }
-"""Of CIFAR-10's rows: cluster -> execution -> model -> (seconds, delayed pulls) per 100 iterations."""
+"""The rows of CIFAR-10: (seconds, delayed pulls) per 100 iterations, by cluster, execution and model."""
 
 
 def table_4(options: Options, tell: TellShare) -> Made:
-    """Time and delayed pulls per 100 iterations for each P, soft and lazy, on both clusters."""
+    """Compare time and delayed pulls per 100 iterations for each P, soft and lazy, on both clusters."""
     iterations = 20 if options.quick else 400
     wanted = [
         (name, s, execution, label, sync.format(s=s) + (f",execution={execution}" if ":" in sync else ""))
@@ -353,14 +356,14 @@ def table_4(options: Options, tell: TellShare) -> Made:
         tables=tables,
         figure=draw,
         data={f"{name} {execution} {label}": value for (name, execution, label), value in found.items()},
-        notes=["Times and delayed pulls only; the accuracies take training (fluentps-fig10)."],
+        notes=["Only times and delayed pulls. For the accuracies, see fluentps-fig10, which trains."],
     )
 
 
 # -- Figure 10: accuracy over time -----------------------------------------------------------------------------
 
 TARGET = Target("accuracy", 0.9, in_a_row=2)
-COMMON_RATE = 0.2  # of the sum of n gradients over n
+COMMON_RATE = 0.2  # with the push scale 1/n
 RATES = (0.1, 0.2, 0.4, 0.8)
 ITERATIONS = 200
 FIGURE_10 = {
@@ -382,7 +385,7 @@ PAPER_ACCURACY = {
 
 
 def figure_10(options: Options, tell: TellShare) -> Made:
-    """Accuracy over time with 64 workers, under the paper's push scale 1/n."""
+    """Compare the accuracy over time with 64 workers, with the paper's push scale 1/n."""
     cluster = Cluster.preset("fluent-ps-64")
     runs = [
         Run(
@@ -424,7 +427,7 @@ def figure_10(options: Options, tell: TellShare) -> Made:
         "final",
         "own\nrate",
         f"s to\n{TARGET.value:.0%}",
-        "its\nfinal",
+        "final",
     ]
 
     def draw() -> Figure:
@@ -434,7 +437,7 @@ def figure_10(options: Options, tell: TellShare) -> Made:
         for axes, found, title in zip(
             figure.subplots(1, 2),
             (common, tuned),
-            (f"all with rate {COMMON_RATE:g}", "each at its own best"),
+            (f"all with rate {COMMON_RATE:g}", "each with its own best rate"),
             strict=True,
         ):
             draw_curves(axes, found, title)
@@ -448,16 +451,16 @@ def figure_10(options: Options, tell: TellShare) -> Made:
             for o in (*common, *tuned)
         },
         notes=[
-            "The paper's accuracies are AlexNet's on CIFAR-10 after 4000 iterations.",
-            "Its Fig. 7 compares with PMLS-Caffe, which is not here. Quoted: PMLS-Caffe under SSP(3) comes to "
-            "less than 20 % with more than 8 workers.",
+            "The paper's accuracies are those of AlexNet on CIFAR-10 after 4000 iterations.",
+            "Fig. 7 of the paper compares with PMLS-Caffe, which is not available here. According to the paper, "
+            "PMLS-Caffe under SSP(3) reaches less than 20 % with more than 8 workers.",
         ],
     )
 
 
-NETWORK = (
-    "How much the paper's machines differ is not said, and that decides: ours are in the cluster "
-    "file (paceline/sim/presets), with a comment for every number that is not the paper's."
+MACHINES = (
+    "The paper does not say how much its machines differ, which affects the results most. Our machines are in the "
+    "cluster file (paceline/sim/presets), with a comment for every number that is not from the paper."
 )
 
 EXHIBITS = (
@@ -465,15 +468,15 @@ EXHIBITS = (
         name="fluentps-fig6",
         source=f"{PAPER}, Fig. 6",
         title="communication under BSP: one barrier and slicing by key, then overlap, then EPS",
-        differs="Simulated: the bytes of ResNet-56 over cards of 780 Mbit/s; no computation, no data.",
+        differs="Simulated: messages of the size of ResNet-56 over network cards of 780 Mbit/s, without training.",
         minutes=0.5,
         make=figure_6,
     ),
     Exhibit(
         name="fluentps-fig9",
         source=f"{PAPER}, Fig. 9",
-        title="delayed pulls: PSSP(3, c) and the SSP that is its equal in regret bound",
-        differs=f"Simulated, times only. {NETWORK}",
+        title="delayed pulls: PSSP(3, c) and the SSP with the same regret bound",
+        differs=f"Simulated timing without training. {MACHINES}",
         minutes=0.5,
         make=figure_9,
     ),
@@ -482,8 +485,8 @@ EXHIBITS = (
         source=f"{PAPER}, Fig. 10",
         title="accuracy over time with 64 workers: BSP, SSP, ASP, PSSP",
         differs=(
-            "DigitsNet on scikit-learn's digits stands in for AlexNet on CIFAR-10, and 200 iterations for 4000. "
-            f"{NETWORK}"
+            "DigitsNet on scikit-learn's digits replaces AlexNet on CIFAR-10, with 200 iterations instead of 4000. "
+            f"{MACHINES}"
         ),
         minutes=15,
         make=figure_10,
@@ -492,7 +495,7 @@ EXHIBITS = (
         name="fluentps-table4",
         source=f"{PAPER}, Table IV",
         title="time and delayed pulls for each P, soft barrier and lazy execution",
-        differs=f"Simulated, times only. {NETWORK}",
+        differs=f"Simulated timing without training. {MACHINES}",
         minutes=1.0,
         make=table_4,
     ),

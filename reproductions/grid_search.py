@@ -1,12 +1,16 @@
-"""The search for a best setting: which points of a grid of learning rate x momentum to measure next.
+"""A search for the best learning rate and momentum that needs few measurements.
 
-The learning rates are 0.1 * 2^(step/2) for whole steps; each momentum has a grid of its own. A measurement is a
-whole run, so it is spent in three rounds: *coarse*, with one seed, a factor of 2 apart, going on while the best
-point is the grid's last; *fine*, the points between the best one and its neighbours; *final*, the best few with
-all seeds, judged by the median, and then the winner's neighbours too, until one wins against both of its own. So
-the point that wins is never on an edge, and never won because its neighbour had bad luck with one seed.
+The learning rates are 0.1 * 2^(step/2) for integer steps, with a separate grid for each momentum. Each measurement is
+a whole run, so the search has three rounds:
 
-Pure: it knows nothing of runs; whoever calls it says how a point is measured.
+1. Coarse: learning rates a factor of 2 apart, with one seed. The grid is extended while the best point is on its
+edge. 2. Fine: the points between the best point and its neighbors. 3. Final: the best few points with all seeds,
+compared by the median. Then the neighbors of the winner, until a point
+   has won against both of its neighbors.
+
+So the winner is never on an edge of the grid, and never wins only because one seed was unlucky for its neighbor.
+
+The search does not run anything itself; its caller provides the function that measures a point.
 """
 
 from __future__ import annotations
@@ -17,30 +21,35 @@ from typing import NamedTuple
 
 __all__ = ["Point", "Score", "learning_rate", "search"]
 
-COARSE = 2  # steps; a factor of 2
-FINALISTS = 3
+COARSE = 2  # steps between two points of the coarse round, a factor of 2
+FINALISTS = 3  # points in the final round
 
 
 class Point(NamedTuple):
-    """A point of the grid."""
+    """A point of the grid: a momentum, and the step of a learning rate."""
 
     momentum: float
     step: int
 
 
 class Score(NamedTuple):
-    """How good a point is; the lesser of two is the better."""
+    """The score of a point. Smaller scores are better.
 
-    time_to_target_s: float  # infinite if it was not reached
-    final_error: float  # 1 - accuracy; decides between equal times
+    Attributes:
+        time_to_target_s: time to the target; infinity if it was not reached.
+        final_error: 1 - accuracy at the end, which decides between equal times.
+    """
+
+    time_to_target_s: float
+    final_error: float
 
 
 Measure = Callable[[Point, int], Score]
-"""Measures a point with a seed."""
+"""Function that measures a point with a seed."""
 
 
 def learning_rate(step: int) -> float:
-    """The learning rate of a step, to two digits.
+    """Return the learning rate of a step, rounded to two digits.
 
     >>> [learning_rate(step) for step in (-2, -1, 0, 1, 2)]
     [0.05, 0.071, 0.1, 0.14, 0.2]
@@ -52,12 +61,12 @@ def search(measure: Measure, starts: Mapping[float, int], seeds: Sequence[int]) 
     """Find the best point.
 
     Args:
-        measure: called at most once for each point and seed.
-        starts: momentum -> the step around which its grid begins.
-        seeds: of the final round; the first one is that of the others.
+        measure: function that measures a point, called at most once for each point and seed.
+        starts: step around which the grid begins, for each momentum.
+        seeds: seeds of the final round. The other rounds use the first of them.
 
     Returns:
-        the finalists with their medians over all seeds, the best first.
+        The points of the final round with their medians over all seeds, the best point first.
     """
     first: dict[Point, Score] = {}
 
@@ -70,7 +79,7 @@ def search(measure: Measure, starts: Mapping[float, int], seeds: Sequence[int]) 
         try_once(*(Point(momentum, start + offset) for offset in (-COARSE, 0, COARSE)))
         while beyond := _beyond(_best(first, momentum), first):
             try_once(beyond)
-        try_once(*_neighbours(_best(first, momentum)))
+        try_once(*_neighbors(_best(first, momentum)))
 
     finals: dict[Point, Score] = {}
     candidates = sorted(first, key=first.__getitem__)[:FINALISTS]
@@ -79,19 +88,22 @@ def search(measure: Measure, starts: Mapping[float, int], seeds: Sequence[int]) 
         for point in candidates:
             finals[point] = _median([first[point], *(measure(point, seed) for seed in seeds[1:])])
         winner = min(finals, key=finals.__getitem__)
-        candidates = [neighbour for neighbour in _neighbours(winner) if neighbour not in finals]
+        candidates = [neighbor for neighbor in _neighbors(winner) if neighbor not in finals]
     return dict(sorted(finals.items(), key=lambda item: item[1]))
 
 
 def _best(scores: Mapping[Point, Score], momentum: float) -> Point:
-    """The best point of one momentum; of equal ones the most central, so that a plateau is not walked along."""
+    """Return the best point of one momentum.
+
+    Ties go to the most central point, so that the search does not walk along a plateau.
+    """
     points = [point for point in scores if point.momentum == momentum]
     centre = sum(point.step for point in points) / len(points)
     return min(points, key=lambda point: (scores[point], abs(point.step - centre)))
 
 
 def _beyond(point: Point, known: Mapping[Point, Score]) -> Point | None:
-    """The point to measure next if this one is the last of its coarse grid, on either side; None if it is not."""
+    """Return the next point beyond this one if it is on an edge of the coarse grid, else None."""
     steps = [other.step for other in known if other.momentum == point.momentum]
     if point.step == min(steps):
         return point._replace(step=point.step - COARSE)
@@ -100,7 +112,7 @@ def _beyond(point: Point, known: Mapping[Point, Score]) -> Point | None:
     return None
 
 
-def _neighbours(point: Point) -> tuple[Point, Point]:
+def _neighbors(point: Point) -> tuple[Point, Point]:
     return point._replace(step=point.step - 1), point._replace(step=point.step + 1)
 
 

@@ -1,8 +1,8 @@
-"""The map: which sync model pays where, by what training to a target takes in virtual time.
+"""A map of the sync model that pays off on each kind of cluster, by the virtual time of training to a target.
 
-Each place of the map is a cluster: workers that are unequal in one way and to one degree, a share of an iteration
-that goes into transfers under BSP, a number of workers. Every model trains the digits there, at its own best learning
-rate; what counts is how much sooner than BSP it comes to the target.
+Each place of the map is a cluster. Places differ in the way and the degree in which workers are unequal, in the share
+of an iteration that transfers take under BSP, and in the number of workers. Every model trains the digits at each
+place with its own best learning rate. The figure of merit is the speed-up over BSP in the time to the target.
 """
 
 from __future__ import annotations
@@ -39,22 +39,24 @@ MODELS = {
     "asp": "asp",
 }
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-LIKELY_RATE = 0.4  # of a mean of gradients, as under bsp; of single ones, divided by the number of workers
-BSP_ITERATIONS = 200  # whose time every run gets
+LIKELY_RATE = (
+    0.4  # for means of gradients, as under bsp; for single gradients, divided by the number of workers
+)
+BSP_ITERATIONS = 200  # every run lasts at most as long as BSP takes for this many iterations
 BATCH = 16
 BANDWIDTH_BPS = 1e9
-NEAR = 1.1  # a smaller lead is luck: seeds differ by as much
+NEAR = 1.1  # smaller factors are not significant, since seeds differ by as much
 
 
 class Place(msgspec.Struct, frozen=True):
     """One place of the map.
 
     Attributes:
-        kind: of inequality.
-        degree: of it, in words.
-        communication: the share of an iteration that transfers take if workers are equal, from 0 to 1.
-        workers: how many.
-        times: of each worker's iterations.
+        kind: way in which workers are unequal.
+        degree: degree of the inequality, as text.
+        communication: share of an iteration that transfers take if workers are equal, from 0 to 1.
+        workers: number of workers.
+        times: compute times of each worker.
     """
 
     kind: str
@@ -65,7 +67,7 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def cluster(self) -> Cluster:
-        """The machines. One server's card carries n gradients in and n answers out."""
+        """The cluster. The network card of its one server receives n gradients and sends n answers per iteration."""
         transfer_s = self.communication / (1 - self.communication)
         size_bytes = round(transfer_s * BANDWIDTH_BPS / 8 / (2 * self.workers))
         return Cluster(
@@ -77,22 +79,22 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def near(mean_s: float) -> Uniform:
-    """About so long."""
+    """Return times near a mean."""
     return Uniform(low=0.97 * mean_s, high=1.03 * mean_s)
 
 
 def steady(factor: float) -> Callable[[int], tuple[Times, ...]]:
-    """A quarter of the workers takes `factor` times as long, always."""
+    """Return times under which a quarter of the workers is always slower by `factor`."""
     return lambda n: tuple(near(factor if worker >= n - n // 4 else 1.0) for worker in range(n))
 
 
 def jittery(sigma: float) -> Callable[[int], tuple[Times, ...]]:
-    """All vary alike."""
+    """Return times that vary randomly, in the same way for all workers."""
     return lambda n: (LogNormal(median=1.0, sigma=sigma),) * n
 
 
 def pausing(factor: float) -> Callable[[int], tuple[Times, ...]]:
-    """All pause now and then, a tenth of the time."""
+    """Return times under which every worker is slower by `factor` for a tenth of the time."""
     return lambda n: (Occasional(base=near(1.0), factor=factor, lasting=10.0, every=100.0),) * n
 
 
@@ -115,14 +117,14 @@ PLACES = tuple(
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What came of one place.
+    """The results at one place.
 
     Attributes:
-        place: in words: (kind, degree, communication share, workers).
-        seconds: model -> virtual seconds to the target; None for never.
-        rates: model -> its best learning rate.
-        best: the model that came there first.
-        speed_up: how much sooner than BSP; at least so much, where that never came there.
+        place: kind, degree, share of communication and number of workers of the place.
+        seconds: virtual seconds to the target for each model; None if it did not reach the target.
+        rates: best learning rate of each model.
+        best: model that reached the target first.
+        speed_up: time of BSP divided by that of the best model; a lower bound if BSP did not reach the target.
     """
 
     place: tuple[str, str, float, int]
@@ -133,17 +135,17 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @property
     def factor(self) -> str:
-        """The speed-up, in words."""
+        """The speed-up as text."""
         return f"{'>' if self.seconds['bsp'] is None else ''}{self.speed_up:.1f} x"
 
     def lead(self, label: str) -> float:
-        """How many times as long as the first a model takes; infinity if it never comes there."""
+        """Return the time of a model divided by that of the best; infinity if it did not reach the target."""
         own, best = self.seconds[label], self.seconds[self.best]
         return math.inf if own is None or best is None else own / best
 
 
 def survey(places: Sequence[Place], options: Options, tell: TellShare) -> list[Verdict]:
-    """Train under every model at every place."""
+    """Train under every model at every place. Return the results of each place."""
     rates = RATES[2:5:2] if options.quick else RATES
     patience_s = {}
     runs = []
@@ -189,22 +191,22 @@ def _label(place: Place, model: str) -> str:
 
 
 def make_map(options: Options, tell: TellShare) -> Made:
-    """The whole map."""
+    """Make the map."""
     places = PLACES[:2] if options.quick else PLACES
     verdicts = survey(places, options, tell)
     table = Table(
-        title=f"virtual seconds to {TARGET.value:.0%}, each model at its own best learning rate",
+        title=f"virtual seconds to {TARGET.value:.0%}, each model with its own best learning rate",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
     )
-    table.add_column("unequal by")
+    table.add_column("inequality")
     for heading in ("transfers", "workers"):
         table.add_column(heading, no_wrap=True)
     for label in MODELS:
         table.add_column(label.replace("-", "-\n"), justify="right", no_wrap=True)
-    table.add_column("first", no_wrap=True)
+    table.add_column("fastest", no_wrap=True)
     for verdict in verdicts:
         kind, degree, communication, workers = verdict.place
         cells = ["never" if s is None else f"{s:.0f}" for s in verdict.seconds.values()]
@@ -216,23 +218,24 @@ def make_map(options: Options, tell: TellShare) -> Made:
         figure=lambda: draw_map(verdicts),
         data=verdicts,
         notes=[
-            "The factor is how much sooner than bsp; transfers are their share of an iteration of equal workers; who "
-            "pauses does so a tenth of the time.",
+            "The factor is the speed-up over bsp. Transfers are given by the share that they take of an iteration of "
+            "equal workers. Workers that pause do so for a tenth of the time.",
             *findings(verdicts),
         ],
     )
 
 
 def findings(verdicts: Sequence[Verdict]) -> list[str]:
-    """What the map says, in sentences: of each model, and of each way to be unequal."""
+    """Summarize the map in sentences, for each model and for each kind and degree of inequality."""
     found = []
     for label in MODELS:
         there = [verdict for verdict in verdicts if verdict.seconds[label] is not None]
         first = sum(verdict.best == label for verdict in there)
         close = sum(verdict.lead(label) <= NEAR for verdict in there)
         found.append(
-            f"{label} is first in {first} of {len(verdicts)} places, within {NEAR - 1:.0%} of the first in {close}"
-            + (f", never at the target in {len(verdicts) - len(there)}." if there != verdicts else ".")
+            f"{label} is the fastest in {first} of {len(verdicts)} places, and within {NEAR - 1:.0%} of the fastest "
+            f"in {close}"
+            + (f". It misses the target in {len(verdicts) - len(there)}." if there != verdicts else ".")
         )
     for row in dict.fromkeys(verdict.place[:2] for verdict in verdicts):
         mine = [verdict for verdict in verdicts if verdict.place[:2] == row]
@@ -240,24 +243,24 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
         models = ", ".join(f"{label} ({count})" for label, count in firsts.most_common()) or "none"
         factors = sorted(mine, key=lambda verdict: verdict.speed_up)
         found.append(
-            f"{', '.join(row)}: first are {models}; {factors[0].factor} to {factors[-1].factor} as soon as bsp."
+            f"{', '.join(row)}: the fastest are {models}, {factors[0].factor} to {factors[-1].factor} as fast as bsp."
         )
     return found
 
 
 def draw_map(verdicts: Sequence[Verdict]) -> Figure:
-    """A chart: rows are kinds and degrees, columns are shares of communication and numbers of workers."""
+    """Draw the map. Rows are kinds and degrees, columns are shares of communication and numbers of workers."""
     from paceline.report.canvas import COLOURS, new_figure
 
     rows = list(dict.fromkeys(verdict.place[:2] for verdict in verdicts))
     columns = list(dict.fromkeys(verdict.place[2:] for verdict in verdicts))
     figure = new_figure(10.0, 1.6 + 0.62 * len(rows))
     axes = figure.subplots()
-    colours = dict(zip(MODELS, ("#DDDDDD", *COLOURS), strict=False))
+    colors = dict(zip(MODELS, ("#DDDDDD", *COLOURS), strict=False))
     for verdict in verdicts:
         x, y = columns.index(verdict.place[2:]), rows.index(verdict.place[:2])
         strength = min(1.0, 0.25 + 0.4 * math.log2(max(1.0, min(verdict.speed_up, 4.0))))
-        axes.add_patch(_square(x, y, colours[verdict.best], 0.6 if verdict.best == "bsp" else strength))
+        axes.add_patch(_square(x, y, colors[verdict.best], 0.6 if verdict.best == "bsp" else strength))
         text = "bsp" if verdict.best == "bsp" else f"{verdict.best}\n{verdict.factor}"
         axes.text(x, y, text, ha="center", va="center", fontsize=9)
     axes.set_xlim(-0.5, len(columns) - 0.5)
@@ -268,22 +271,22 @@ def draw_map(verdicts: Sequence[Verdict]) -> Figure:
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
-    axes.set_title(f"first at {TARGET.value:.0%}, and how much sooner than BSP", pad=14)
+    axes.set_title(f"fastest to {TARGET.value:.0%}, and its speed-up over BSP", pad=14)
     return figure
 
 
-def _square(x: int, y: int, colour: str, alpha: float) -> Rectangle:
+def _square(x: int, y: int, color: str, alpha: float) -> Rectangle:
     from matplotlib.patches import Rectangle
 
-    return Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, facecolor=colour, alpha=alpha)
+    return Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, facecolor=color, alpha=alpha)
 
 
 EXHIBITS = (
     Exhibit(
         name="map",
         source="no paper",
-        title="which model pays where: kind and degree of inequality, communication, workers",
-        differs="DigitsNet on scikit-learn's digits, simulated; transfers take the share that is said.",
+        title="the fastest model by kind and degree of inequality, communication and workers",
+        differs="DigitsNet on scikit-learn's digits, simulated, with messages of a size that gives the stated share.",
         minutes=35,
         make=make_map,
     ),

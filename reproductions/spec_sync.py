@@ -1,4 +1,4 @@
-"""SpecSync (Zhang, Tian, Wang and Li, ICDCS 2018): what pushes after a pull are worth, and what restarts cost."""
+"""Exhibits of SpecSync (Zhang, Tian, Wang and Li, ICDCS 2018): pushes after a pull, and the cost of restarts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ ITERATION_S = 14.0  # Table I, CIFAR-10
 
 
 def pushes_after_pulls(shard: Trace, intervals: int, width_s: float) -> list[list[int]]:
-    """For each interval after a pull is answered, how many pushes of others came in it, pull by pull."""
+    """Count the pushes of other workers in each interval after the answer to a pull.
+
+    Returns:
+        For each interval, one count per pull.
+    """
     pushes = [
         (entry.event.now_s, entry.event.worker)
         for entry in shard.entries
@@ -61,7 +65,7 @@ def pushes_after_pulls(shard: Trace, intervals: int, width_s: float) -> list[lis
 
 
 def figure_3(options: Options, tell: TellShare) -> Made:
-    """How many pushes of others come in each second after a pull, under ASP on Cluster 1."""
+    """Count the pushes of other workers in each second after a pull, under ASP on Cluster 1."""
     tell("asp on Cluster 1", 0.1)
     cluster = Cluster.preset("spec-sync-1")
     result = simulate(cluster, "asp", 10 if options.quick else 60, record=True)
@@ -90,7 +94,7 @@ def figure_3(options: Options, tell: TellShare) -> Made:
             medianprops={"color": "black"},
         )
         axes.set_xlabel("second after the pull")
-        axes.set_ylabel("pushes of others")
+        axes.set_ylabel("pushes of other workers")
         axes.set_title("SpecSync, Fig. 3: 25th to 75th percentile, whiskers 5th to 95th")
         return figure
 
@@ -99,12 +103,14 @@ def figure_3(options: Options, tell: TellShare) -> Made:
         tables=[beside(f"{PAPER}, Fig. 3: pushes after a pull, quartiles", rows, ["per second"])],
         figure=draw,
         data=boxes,
-        notes=[f"Arrivals are even in the paper; here the medians of the 14 seconds differ by {even:g}."],
+        notes=[
+            f"In the paper, pushes arrive evenly. Here, the medians of the 14 seconds differ by {even:g}."
+        ],
     )
 
 
 def _box(values: Sequence[int]) -> tuple[float, float, float, float, float]:
-    """The 5th, 25th, 50th, 75th and 95th percentile."""
+    """Return the 5th, 25th, 50th, 75th and 95th percentile."""
     ordered = sorted(values)
     at = [
         ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -115,13 +121,15 @@ def _box(values: Sequence[int]) -> tuple[float, float, float, float, float]:
 # -- Figures 5, 8, 9 and Table II: training --------------------------------------------------------------------
 
 RATES = (0.005, 0.01, 0.02, 0.04, 0.08)
-COMMON_RATE = 0.02  # the paper's 0.05, for CIFAR-10, is too much for our network with 40 workers
-TARGET = Target("loss", 0.35, in_a_row=5)  # the paper's measure: below it for 5 evaluations in a row
-ITERATIONS = 200  # of each worker, at most
+COMMON_RATE = 0.02  # the paper's 0.05 (for CIFAR-10) is too large for our network with 40 workers
+TARGET = Target(
+    "loss", 0.35, in_a_row=5
+)  # as in the paper, the loss must be below the target for 5 evaluations in a row
+ITERATIONS = 200  # largest number of iterations of each worker
 
 
 def small(cluster: Cluster, workers: int) -> Cluster:
-    """The first so many workers of a cluster."""
+    """Return a cluster with only the first workers of another."""
     return Cluster(
         compute_s=[cluster.compute(worker) for worker in range(workers)],
         servers=cluster.servers,
@@ -133,7 +141,7 @@ def small(cluster: Cluster, workers: int) -> Cluster:
 
 
 def runs_of(schemes: dict[str, str], options: Options) -> list[Run]:
-    """Each scheme on Cluster 1, under the paper's learning rate."""
+    """Return runs of each scheme on Cluster 1 with the common learning rate."""
     cluster = Cluster.preset("spec-sync-1")
     if options.quick:
         cluster = small(cluster, 8)
@@ -154,7 +162,7 @@ def runs_of(schemes: dict[str, str], options: Options) -> list[Run]:
 
 
 def grid_of(options: Options) -> list[Setting]:
-    """The learning rates that are tried."""
+    """Return the settings that are tried."""
     return [(rate, 0.0) for rate in (RATES[2:4] if options.quick else RATES)]
 
 
@@ -169,7 +177,7 @@ def _curves(title: str, outcomes: Sequence[Outcome]) -> Figure:
 def _converged(
     title: str, schemes: dict[str, str], paper: dict[str, str], options: Options, tell: TellShare
 ) -> Made:
-    """Time to convergence, under the common learning rate and each at its own best."""
+    """Compare the time to convergence, with the common learning rate and with the best rate of each."""
     common, tuned, best = common_and_tuned(runs_of(schemes, options), grid_of(options), tell)
     first, *_ = schemes
     rows = {}
@@ -187,8 +195,8 @@ def _converged(
         ]
     columns = [f"s, rate\n{COMMON_RATE:g}", "speed-up", "own\nrate", "s", "speed-up", "staleness"]
     notes = [
-        f"{label}: speed-up {ratio(by_rate[0][first], by_rate[0][label])} under one learning rate, "
-        f"{ratio(by_rate[1][first], by_rate[1][label])} with each at its own best."
+        f"{label}: speed-up {ratio(by_rate[0][first], by_rate[0][label])} with one learning rate for all, "
+        f"{ratio(by_rate[1][first], by_rate[1][label])} with the best rate of each."
         for label in list(schemes)[1:]
     ]
     return Made(
@@ -203,7 +211,7 @@ def _converged(
 
 
 def _plain(outcome: Outcome) -> dict[str, object]:
-    """What is kept of an outcome."""
+    """Return the numbers of an outcome for the JSON file."""
     run = outcome.run
     return {
         "label": run.label,
@@ -225,7 +233,7 @@ def _none(value: float) -> float | None:
 
 
 def figure_5(options: Options, tell: TellShare) -> Made:
-    """Naive waiting with delays of 0, 1, 3 and 5 s."""
+    """Compare naive waiting with delays of 0, 1, 3 and 5 s."""
     schemes = {"no delay": "asp"} | {f"{d} s": f"naive-waiting:delay_s={d}" for d in (1, 3, 5)}
     paper = {"no delay": "1", "1 s": "> 1", "3 s": "about 1", "5 s": "< 1"}
     return _converged(f"{PAPER}, Fig. 5: naive waiting", schemes, paper, options, tell)
@@ -233,11 +241,11 @@ def figure_5(options: Options, tell: TellShare) -> Made:
 
 SCHEMES = {"Original": "asp", "Adaptive": "spec-sync", "Cherrypick": ""}
 TRIALS = tuple((time_s, rate) for time_s in (1.0, 2.0, 4.0, 7.0) for rate in (0.05, 0.1, 0.2, 0.4))
-"""ABORT_TIME up to half the batch time, and ABORT_RATE."""
+"""Pairs of an ABORT_TIME, up to half of the batch time, and an ABORT_RATE."""
 
 
 def cherry_pick(options: Options, tell: TellShare) -> tuple[str, list[Outcome]]:
-    """The fixed hyper-parameters that converge first, and all that were tried."""
+    """Return the model whose fixed hyper-parameters converge first, and the outcomes of all trials."""
     cluster = Cluster.preset("spec-sync-1")
     if options.quick:
         cluster = small(cluster, 8)
@@ -260,7 +268,7 @@ def cherry_pick(options: Options, tell: TellShare) -> tuple[str, list[Outcome]]:
 
 
 def figure_8(options: Options, tell: TellShare) -> Made:
-    """Loss over time, and time to convergence: Original, Cherrypick and Adaptive."""
+    """Compare the loss over time and the time to convergence: Original, Cherrypick and Adaptive."""
     picked, _ = cherry_pick(options, lambda what, share, slow=False: tell(what, share / 3))
     schemes = {**SCHEMES, "Cherrypick": picked}
     paper = {"Original": "1", "Adaptive": "2.25", "Cherrypick": "2.25 or more"}
@@ -273,12 +281,12 @@ def figure_8(options: Options, tell: TellShare) -> Made:
     )
     return msgspec.structs.replace(
         made,
-        notes=[*made.notes, f"cherry-picked, with the first seed and one learning rate for all: {picked}"],
+        notes=[*made.notes, f"Cherrypick, by the first seed and with one learning rate for all: {picked}."],
     )
 
 
 def figure_9(options: Options, tell: TellShare) -> Made:
-    """Loss over the accumulated number of iterations: how much each gradient is worth."""
+    """Compare the loss over the accumulated number of iterations, which shows the value of each gradient."""
     schemes = {label: sync for label, sync in SCHEMES.items() if sync}
     _, outcomes, best = common_and_tuned(runs_of(schemes, options), grid_of(options), tell)
     needed = medians(outcomes, _gradients_to_target)
@@ -329,7 +337,7 @@ def _gradients_to_target(outcome: Outcome) -> float:
 
 
 def table_2(options: Options, tell: TellShare) -> Made:
-    """What the exhaustive search for fixed hyper-parameters costs."""
+    """Measure the cost of the exhaustive search for fixed hyper-parameters."""
     picked, outcomes = cherry_pick(options, tell)
     hours = [min(outcome.reached_s, outcome.time_s) / 3600 for outcome in outcomes]
     times = len({outcome.run.sync.partition(",")[0] for outcome in outcomes})
@@ -358,7 +366,7 @@ def table_2(options: Options, tell: TellShare) -> Made:
         tables=[beside(f"{PAPER}, Table II: cost of the exhaustive search", rows, columns)],
         figure=draw,
         data={outcome.run.label: hour for outcome, hour in zip(outcomes, hours, strict=True)},
-        notes=[f"cherry-picked: {picked}. Hours are virtual, to convergence or to the end of the run."],
+        notes=[f"Best trial: {picked}. Hours are virtual, until convergence or until the end of the run."],
     )
 
 
@@ -372,7 +380,7 @@ KINDS = {
 
 
 def bytes_over_time(shard: Trace, size_bytes: int, every_s: float) -> list[tuple[float, float]]:
-    """(seconds, bytes so far), from one shard's trace: pushes and the answers to pulls."""
+    """Return points (seconds, bytes so far) of pushes and answers to pulls, from the trace of a shard."""
     total, points, due_s = 0.0, [], 0.0
     for entry in shard.entries:
         while entry.event.now_s >= due_s:
@@ -384,7 +392,7 @@ def bytes_over_time(shard: Trace, size_bytes: int, every_s: float) -> list[tuple
 
 
 def figures_12_and_13(options: Options, tell: TellShare) -> Made:
-    """Bytes over time under Original and SpecSync-Adaptive, and what they are."""
+    """Compare the bytes over time, and their kinds, under Original and SpecSync-Adaptive."""
     cluster = Cluster.preset("spec-sync-1")
     iterations = 10 if options.quick else 100
     found = {}
@@ -429,27 +437,29 @@ def figures_12_and_13(options: Options, tell: TellShare) -> Made:
         return figure
 
     return Made(
-        tables=[beside(f"{PAPER}, Figs 12 and 13: what is sent", rows, columns)],
+        tables=[beside(f"{PAPER}, Figs 12 and 13: bytes sent", rows, columns)],
         figure=draw,
         data={label: result.bytes_by_kind for label, (result, _) in found.items()},
         notes=[
-            "The paper's totals, until convergence of CIFAR-10: 3.17 TB under Original, 2.00 TB under "
-            "SpecSync-Adaptive, since that converges sooner there; see specsync-fig8 for whether it does here.",
+            "The paper's totals until convergence on CIFAR-10 are 3.17 TB under Original and 2.00 TB under "
+            "SpecSync-Adaptive, which converges sooner there. specsync-fig8 shows whether it does here.",
         ],
     )
 
 
 STAND_IN = (
-    "DigitsNet (9,802 parameters) on scikit-learn's digits stands in for ResNet-110 on CIFAR-10; on the wire it is "
-    "as large as the paper's network. The loss is below target when it is so at 5 evaluations in a row."
+    "DigitsNet (9,802 parameters) on scikit-learn's digits replaces ResNet-110 on CIFAR-10, with messages of the "
+    "size of the paper's network. Convergence means that the loss is below the target at 5 evaluations in a row."
 )
-TIMES = "Simulated, times only; +-10 % of jitter and 750 Mbit/s are ours."
+TIMES = (
+    "Simulated timing without training. The jitter of +-10 % and the bandwidth of 750 Mbit/s are our choices."
+)
 
 EXHIBITS = (
     Exhibit(
         name="specsync-fig3",
         source=f"{PAPER}, Fig. 3",
-        title="pushes of others in each second after a pull",
+        title="pushes of other workers in each second after a pull",
         differs=TIMES,
         minutes=0.2,
         make=figure_3,

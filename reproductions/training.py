@@ -1,7 +1,7 @@
-"""Training runs for the papers' figures: the digits on a simulated cluster, judged on a grid of virtual times.
+"""Training runs for the papers' figures: digits on a simulated cluster, evaluated at regular virtual times.
 
-The papers' networks and data are not here; DigitsNet on scikit-learn's digits stands in for them, while the cluster's
-times, its network and the size of what travels are those of the paper.
+The papers' networks and data are not available here. DigitsNet on scikit-learn's digits replaces them. The compute
+times of the cluster, its network and the size of the messages are those of the papers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.runtime.reader import WeightsSnapshot
 from paceline.sim import Cluster, simulate
 
 __all__ = [
-    "JUDGED",
+    "LOSS_IMAGES",
     "Outcome",
     "Run",
     "Setting",
@@ -34,23 +34,23 @@ __all__ = [
     "with_setting",
 ]
 
-FEW = 4  # runs are done in this process: another one takes longer to start
+FEW = 4  # this many runs are done in this process, since starting other processes takes longer
 
-JUDGED = 256  # training images that the loss is of: all of them would take longer than the training
+LOSS_IMAGES = 256  # training images of the loss; evaluating all of them would take longer than the training
 
-NEVER_S = 1e6  # no run here lasts so long
+NEVER_S = 1e6  # longer than any run here
 
 Setting = tuple[float, float]
 """(learning rate, momentum)."""
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What a run is to come to.
+    """The target of a run.
 
     Attributes:
-        measure: "accuracy" on the test images, from 0 to 1, or "loss" over the first `JUDGED` training images.
-        value: at least such an accuracy, or at most such a loss.
-        in_a_row: at so many evaluations in a row.
+        measure: "accuracy" on the test images, from 0 to 1, or "loss" over the first `LOSS_IMAGES` training images.
+        value: smallest accuracy or largest loss that meets the target.
+        in_a_row: number of consecutive evaluations that must meet it.
     """
 
     measure: Literal["accuracy", "loss"]
@@ -58,11 +58,11 @@ class Target(msgspec.Struct, frozen=True):
     in_a_row: int
 
     def lack(self, value: float) -> float:
-        """By how much a value falls short; 0 or less for one that does not."""
+        """Return by how much a value misses the target; 0 or less if it meets it."""
         return self.value - value if self.measure == "accuracy" else value - self.value
 
     def reached_at(self, values: Sequence[float]) -> int | None:
-        """The evaluation that was the last of such a row."""
+        """Return the index of the evaluation at which the target was reached; None if it was not reached."""
         row = 0
         for index, value in enumerate(values):
             row = row + 1 if self.lack(value) <= 0 else 0
@@ -75,19 +75,19 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One training run.
 
     Attributes:
-        label: what it is called in figures; runs with the same one differ in seed or learning rate only.
-        cluster: the machines.
-        sync: the sync model.
-        target: what it is to come to, and what is evaluated.
-        learning_rate: of SGD; 0 where it is yet to be chosen.
-        momentum: of SGD, likewise.
-        likely_rate: near which the best rate is looked for first; None for the middle of what is tried.
+        label: name in figures. Runs with the same label differ only in seed or learning rate.
+        cluster: cluster to simulate.
+        sync: sync model.
+        target: target of the run, which also says what is evaluated.
+        learning_rate: learning rate of SGD; 0 if it is not chosen yet.
+        likely_rate: learning rate near which a search begins; None to begin in the middle of the grid.
+        momentum: momentum of SGD.
         batch_size: images per worker and iteration.
-        iterations: of each worker.
-        until_s: virtual seconds after which it is cut.
-        seed: of weights, data and times.
+        iterations: number of iterations of each worker.
+        until_s: virtual seconds after which the run ends.
+        seed: random seed of weights, data and times.
         every_s: virtual seconds between two evaluations.
-        until_target: or when it has come to its target.
+        until_target: True to end the run when it has reached the target.
     """
 
     label: str
@@ -106,21 +106,19 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What it came to.
+    """The results of a run. All times are virtual.
 
     Attributes:
         run: the run.
-        times_s: of the evaluations.
-        values: what was measured at these times.
-        time_s: when the last worker had finished.
-        gradients: that were applied.
-        updates: optimizer steps.
-        restarts: computations that were started anew.
-        mean_staleness: in versions.
-        bytes_by_kind: what was sent.
-        pushes_s: when each push began, ascending.
-        reached_s: when it had come to its target; infinity if never.
-        slowness: the same; of runs that never come there, far more, by what they lack at the end.
+        times_s: times of the evaluations.
+        values: accuracy or loss at these times.
+        time_s: time at which the last worker finished.
+        gradients: number of gradients that were applied.
+        updates: number of optimizer steps.
+        restarts: number of computations that were aborted and restarted.
+        mean_staleness: mean staleness of the gradients, in versions.
+        bytes_by_kind: bytes sent, by kind of message.
+        pushes_s: times at which the pushes began, ascending.
     """
 
     run: Run
@@ -136,23 +134,23 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reached_s(self) -> float:
-        """When it had come to its target; infinity if never."""
+        """Time at which the target was reached; infinity if it was not reached."""
         index = self.run.target.reached_at(self.values)
         return math.inf if index is None else self.times_s[index]
 
     @property
     def slowness(self) -> float:
-        """The time to the target; of runs that never come there, far more, by what they lack at the end."""
+        """Time to the target or, if it was not reached, a far larger number that grows with the distance from it."""
         lack = min(self.run.target.lack(self.values[-1]), NEVER_S)
         return min(self.reached_s, NEVER_S * (1 + max(0.0, lack)))
 
 
 def run_all(runs: Sequence[Run], tell: TellCount = lambda done, of, what: None) -> list[Outcome]:
-    """All of them, in order, on all cores; the same run is done once."""
+    """Run all, on all cores. Return the outcomes in the order of the runs. Equal runs are computed once."""
     wanted = list(dict.fromkeys(map(_key, runs)))
     by_key = {_key(run): run for run in runs}
     digits = load()
-    if len(wanted) <= FEW:  # sooner done than a process has started
+    if len(wanted) <= FEW:
         _prepare(digits)
         found = {}
         for done, key in enumerate(wanted, start=1):
@@ -170,28 +168,28 @@ def best_of_each(
     grid: Sequence[Setting],
     tell: TellCount = lambda done, of, what: None,
 ) -> dict[str, Setting]:
-    """For each label, the setting whose runs come to their target first, in the median; of equal ones the earlier.
+    """Find, for each label, the setting with the smallest median time to the target. Ties go to the earlier setting.
 
-    Where each label has one run, and that ends there, the settings are tried from the likely one outwards, each for
-    no longer than the best so far has taken.
+    If each label has one run and the runs end at their target, the search begins at the likely setting and moves
+    outwards. Each run then ends at the latest after the time that the best setting so far has needed.
 
     Args:
-        runs: one or more for each label (its seeds).
-        grid: what is tried.
-        tell: how far it is.
+        runs: one or more runs for each label, one per seed.
+        grid: settings to try.
+        tell: progress callback.
     """
     if len({run.label for run in runs}) == len(runs) and all(run.until_target for run in runs):
         tasks = [(run, tuple(grid)) for run in runs]
         found = on_all_cores(_tune, tasks, lambda task: task[0].label, tell, _prepare, (load(),))
         return {run.label: setting for run, setting in zip(runs, found, strict=True)}
     tried = [with_setting(run, setting) for run in runs for setting in grid]
-    judged: dict[str, dict[Setting, list[float]]] = {}
+    scores: dict[str, dict[Setting, list[float]]] = {}
     for outcome in run_all(tried, tell):
         setting = outcome.run.learning_rate, outcome.run.momentum
-        judged.setdefault(outcome.run.label, {}).setdefault(setting, []).append(outcome.slowness)
+        scores.setdefault(outcome.run.label, {}).setdefault(setting, []).append(outcome.slowness)
     return {
-        label: min(found, key=lambda setting: (median(found[setting]), grid.index(setting)))
-        for label, found in judged.items()
+        label: min(times, key=lambda setting: (median(times[setting]), grid.index(setting)))
+        for label, times in scores.items()
     }
 
 
@@ -200,9 +198,12 @@ def common_and_tuned(
     grid: Sequence[Setting],
     tell: Callable[[str, float], None],
 ) -> tuple[list[Outcome], list[Outcome], dict[str, Setting]]:
-    """The runs as they are, by the papers' protocol, and again each label at its own best setting of a grid.
+    """Run all with their own setting, as the papers do, and again with the best setting of a grid for each label.
 
-    The first seed alone decides which that is.
+    Only the first seed decides which setting is the best.
+
+    Returns:
+        The outcomes with their own setting, the outcomes with the best settings, and the best setting of each label.
     """
     common = run_all(runs, lambda done, of, what: tell(what, 0.3 * done / max(1, of)))
     tuned, best = at_own_best(runs, grid, lambda what, share: tell(what, 0.3 + 0.7 * share))
@@ -214,7 +215,13 @@ def at_own_best(
     grid: Sequence[Setting],
     tell: Callable[[str, float], None],
 ) -> tuple[list[Outcome], dict[str, Setting]]:
-    """The runs, each label at its own best setting of a grid, and which that is. The first seed alone decides it."""
+    """Run all with the best setting of a grid for each label.
+
+    Only the first seed decides which setting is the best.
+
+    Returns:
+        The outcomes, and the best setting of each label.
+    """
     best = best_of_each(
         [run for run in runs if run.seed == 0],
         grid,
@@ -228,12 +235,12 @@ def at_own_best(
 
 
 def with_setting(run: Run, setting: Setting) -> Run:
-    """The same run with another learning rate and momentum."""
+    """Return the run with another learning rate and momentum."""
     return msgspec.structs.replace(run, learning_rate=setting[0], momentum=setting[1])
 
 
 def medians(outcomes: Sequence[Outcome], measure: Callable[[Outcome], float]) -> dict[str, float]:
-    """For each label, the median of a measure over its runs."""
+    """Return the median of a measure over the runs of each label."""
     found: dict[str, list[float]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.run.label, []).append(measure(outcome))
@@ -241,7 +248,7 @@ def medians(outcomes: Sequence[Outcome], measure: Callable[[Outcome], float]) ->
 
 
 def _key(run: Run) -> tuple[object, ...]:
-    """Runs with the same key come out the same."""
+    """Return a key; runs with the same key have the same results."""
     return (
         id(run.cluster),
         run.sync,
@@ -257,7 +264,7 @@ def _key(run: Run) -> tuple[object, ...]:
     )
 
 
-_digits: Digits
+_digits: Digits  # set by `_prepare`, once in each process of the pool
 
 
 def _prepare(digits: Digits) -> None:
@@ -266,7 +273,7 @@ def _prepare(digits: Digits) -> None:
 
 
 def _tune(task: tuple[Run, tuple[Setting, ...]]) -> Setting:
-    """The setting that comes to the target first; if none does, the one that comes nearest."""
+    """Return the setting that reaches the target first or, if none does, the one that comes nearest to it."""
     run, grid = task
     likely = len(grid) // 2
     if (rate := run.likely_rate) is not None:
@@ -293,7 +300,7 @@ def _run(run: Run) -> Outcome:
     values: list[float] = []
     measure = _accuracy if run.target.measure == "accuracy" else _loss
 
-    def judge(time_s: float, snapshot: WeightsSnapshot) -> bool:
+    def evaluate(time_s: float, snapshot: WeightsSnapshot) -> bool:
         times_s.append(time_s)
         values.append(measure(snapshot.state_dict))
         return run.until_target and run.target.reached_at(values[-run.target.in_a_row :]) is not None
@@ -307,7 +314,7 @@ def _run(run: Run) -> Outcome:
         args=(_digits, recipe),
         on_nan="skip",
         snapshot_every_s=run.every_s,
-        on_snapshot=judge,
+        on_snapshot=evaluate,
     )
     measures = result.measures
     return Outcome(
@@ -329,10 +336,10 @@ def _accuracy(state_dict: dict[str, torch.Tensor]) -> float:
 
 
 def _loss(state_dict: dict[str, torch.Tensor]) -> float:
-    """Over some training images; infinity where it is no number."""
+    """Return the loss over the first `LOSS_IMAGES` training images; infinity if it is not finite."""
     model = DigitsNet()
     model.load_state_dict(state_dict)
     with torch.inference_mode():
-        images, labels = _digits.train_images[:JUDGED], _digits.train_labels[:JUDGED]
+        images, labels = _digits.train_images[:LOSS_IMAGES], _digits.train_labels[:LOSS_IMAGES]
         loss = float(nn.functional.cross_entropy(model(images), labels))
     return loss if math.isfinite(loss) else math.inf

@@ -1,7 +1,7 @@
-"""Finding each sync model's best learning rate and momentum, before anything is compared.
+"""The search for the best learning rate and momentum of each sync model in the demo.
 
-Each point is one whole run, the same as in the demo, about half a minute. What has been measured is appended to
-`tuning.jsonl` in the run directory, so that the command may be stopped and started again.
+Each point is one whole run of the demo, which takes about half a minute. Measurements are appended to `tuning.jsonl`
+in the run directory, so the command can be stopped and started again.
 """
 
 from __future__ import annotations
@@ -31,13 +31,23 @@ STARTS: dict[str, dict[float, int]] = {
     "asp": {0.0: 1, 0.9: -6},
     "elastic-bsp:lookahead=15": {0.0: 1, 0.9: -6},
 }
-"""Where the search begins: sync model -> momentum -> step of the learning rate (see `search`)."""
+"""Steps of the learning rate where the search begins, by sync model and momentum (see `grid_search`)."""
 
-DEFAULT_DIR = Path("runs", "tuning")  # always the same, so that the next call goes on with it
+DEFAULT_DIR = Path(
+    "runs", "tuning"
+)  # not a new directory, so that the next call continues from its measurements
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the journal."""
+    """A measurement: one line of the journal.
+
+    Attributes:
+        problem: task that was trained.
+        setting: setting that was measured.
+        seed: random seed of the run.
+        time_to_target_s: time to the target accuracy; None if it was not reached.
+        final_accuracy: accuracy at the end of the run.
+    """
 
     problem: Problem
     setting: Setting
@@ -47,20 +57,20 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def score(self) -> Score:
-        """The same, to be compared."""
+        """Score of the measurement, by which settings are compared."""
         reached_s = self.time_to_target_s
         return Score(math.inf if reached_s is None else reached_s, 1.0 - self.final_accuracy)
 
 
 class Journal:
-    """What has been measured, in a file of JSON lines.
+    """All measurements so far, in a file of JSON lines.
 
     Args:
-        path: the file; it need not exist.
-        problem: that is measured now.
+        path: path of the file, which need not exist.
+        problem: task that is measured now.
 
     Raises:
-        ConfigurationError: the file cannot be read, or was made for another problem.
+        ConfigurationError: the file cannot be read, or its measurements are of another task.
     """
 
     def __init__(self, path: Path, problem: Problem) -> None:
@@ -70,11 +80,11 @@ class Journal:
             lines = path.read_bytes().splitlines() if path.exists() else []
             records = [msgspec.json.decode(line, type=Measured) for line in lines]
         except (OSError, msgspec.DecodeError) as error:
-            raise ConfigurationError(f"{path} is not a journal of measured settings: {error}") from error
+            raise ConfigurationError(f"{path} is not a journal of measurements: {error}") from error
         for record in records:
             if record.problem != problem:
                 raise ConfigurationError(
-                    f"{path} was measured with other paces, batches, times or target; move it away."
+                    f"{path} was measured with other paces, batches, times or target; move it elsewhere."
                 )
             self._done[record.setting, record.seed] = record
 
@@ -82,11 +92,11 @@ class Journal:
         return len(self._done)
 
     def get(self, setting: Setting, seed: int) -> Measured | None:
-        """What is known of a setting under a seed."""
+        """Return the measurement of a setting with a seed, or None."""
         return self._done.get((setting, seed))
 
     def add(self, record: Measured) -> None:
-        """Keep a measurement; it is in the file when this returns."""
+        """Add a measurement and append it to the file."""
         self._done[record.setting, record.seed] = record
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")
@@ -100,20 +110,24 @@ def tune(
     starts: Mapping[str, Mapping[float, int]] = STARTS,
     problem: Problem | None = None,
 ) -> list[Setting]:
-    """Find the best setting of each sync model: least median time to the target, then highest final accuracy.
+    """Find the setting of each sync model with the smallest median time to the target, then the highest accuracy.
 
-    Takes about 25 runs of half a minute for each sync model, 45 minutes in all; wants a quiet machine.
+    Takes about 25 runs of half a minute for each sync model, 45 minutes in all. Run it on an otherwise idle machine.
 
     Args:
-        console: for what is found.
-        run_dir: of the journal; by default ./runs/tuning. Points that it holds are not measured again.
-        seeds: the first for the search, all for the best few and their neighbours.
-        starts: sync model -> momentum -> the step to begin with.
-        problem: what is trained.
+        console: where results are printed.
+        run_dir: directory of the journal; by default ./runs/tuning. Points in the journal are not measured again.
+        seeds: random seeds. The search uses the first one; the best few points and their neighbors are measured with
+            all of them.
+        starts: step where the search begins, by sync model and momentum.
+        problem: task to train; by default, that of the demo.
+
+    Returns:
+        The best setting of each sync model.
 
     Raises:
-        ConfigurationError: bad input.
-        RunFailedError: a run failed; what was measured before is kept.
+        ConfigurationError: the journal or the run directory cannot be used.
+        RunFailedError: a run failed. All earlier measurements are kept.
     """
     problem = problem or Problem()
     run_dir = run_dir or DEFAULT_DIR
@@ -125,8 +139,8 @@ def tune(
         ) from error
     journal = Journal(run_dir / "tuning.jsonl", problem)
     console.print(
-        f"Each point is a run of about {problem.duration_s:.0f} s and its start; about 25 for each of "
-        f"{len(starts)} sync models. {len(journal)} are in {run_dir / 'tuning.jsonl'} already.",
+        f"Each point is a run of about {problem.duration_s:.0f} s plus its start; there are about 25 points for each "
+        f"of {len(starts)} sync models. {len(journal)} measurements are already in {run_dir / 'tuning.jsonl'}.",
         soft_wrap=True,
         highlight=False,
     )

@@ -1,4 +1,4 @@
-"""ZipLine (Zhao et al., Machine Learning 2021, sections 3 to 6.1): when the next barrier should fall."""
+"""Exhibits of ZipLine (Zhao et al., Machine Learning 2021, sections 3 to 6.1): the choice of the next barrier."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SEED = 4
 
 
 def predicted(workers: int, lookahead: int, seed: int = SEED) -> Floats:
-    """End times in ms as the paper's generator and prediction give them, (workers, lookahead)."""
+    """Return end times in ms from the paper's generator and prediction, with the shape (workers, lookahead)."""
     last, interval = LastInterval()(generate_pushes(workers, np.random.default_rng(seed)))
     times: Floats = last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]
     return times
@@ -46,7 +46,7 @@ def predicted(workers: int, lookahead: int, seed: int = SEED) -> Floats:
 
 
 def figure_4(options: Options, tell: TellShare) -> Made:
-    """Three ways to choose a barrier for 10 workers and R=15."""
+    """Compare three ways to choose a barrier for 10 workers and R=15."""
     times = predicted(10, 15)
     chosen = {
         "ZipLine (min_d)": solve(times),
@@ -70,8 +70,8 @@ def figure_4(options: Options, tell: TellShare) -> Made:
         figure=lambda: _draw_barriers(times, chosen),
         data={name: found.wait for name, found in chosen.items()},
         notes=[
-            f"over {seeds} inputs, ZipLine's d_Z is {over_bsp:.2f} of BSP's and {over_random:.2f} of a random "
-            "barrier's (medians).",
+            f"Medians over {seeds} inputs: ZipLine's d_Z is {over_bsp:.2f} times that of BSP, and "
+            f"{over_random:.2f} times that of a random barrier.",
         ],
     )
 
@@ -84,12 +84,12 @@ def _draw_barriers(times: Floats, chosen: Mapping[str, Solution]) -> Figure:
     workers = range(len(times))
     for worker in workers:
         axes.plot(times[worker] / 1000, [worker] * len(times[worker]), ".", color="#999999")
-    for (name, found), colour, marker in zip(
+    for (name, found), color, marker in zip(
         chosen.items(), (COLOURS[4], COLOURS[3], COLOURS[5]), "sD^", strict=True
     ):
         picked = times[list(workers), found.picks] / 1000
-        axes.plot(picked, list(workers), marker, color=colour, label=f"{name}: {found.wait:.0f} ms")
-        axes.axvline(found.barrier / 1000, color=colour, linewidth=0.8)
+        axes.plot(picked, list(workers), marker, color=color, label=f"{name}: {found.wait:.0f} ms")
+        axes.axvline(found.barrier / 1000, color=color, linewidth=0.8)
     axes.set_xlabel("seconds")
     axes.set_ylabel("worker")
     axes.set_yticks(list(workers))
@@ -103,8 +103,8 @@ def _candidates(number: str, workers: int, lookahead: int, paper: tuple[str, str
     best = int(np.argmin(waits))
     rows = {
         "candidates": [(paper[0], f"{len(waits):,}")],
-        "the best one's place": [(paper[1], f"{best + 1:,}")],
-        "its d_Z, ms": [("599" if workers == 10 else "-", f"{waits[best]:.0f}")],
+        "position of the best": [(paper[1], f"{best + 1:,}")],
+        "d_Z of the best, ms": [("599" if workers == 10 else "-", f"{waits[best]:.0f}")],
     }
 
     def draw() -> Figure:
@@ -128,12 +128,12 @@ def _candidates(number: str, workers: int, lookahead: int, paper: tuple[str, str
 
 
 def figure_6(options: Options, tell: TellShare) -> Made:
-    """The d_Z of every candidate of Fig. 4's example."""
+    """Plot the d_Z of every candidate in the example of Fig. 4."""
     return _candidates("6", 10, 15, ("141", "97"))
 
 
 def figure_7(options: Options, tell: TellShare) -> Made:
-    """The same for 1,000 workers."""
+    """Plot the d_Z of every candidate for 1,000 workers."""
     return _candidates("7", 1000, 15, ("-", "-"))
 
 
@@ -149,20 +149,20 @@ _tell: list[TellShare] = []
 
 
 def _report(options: Options, tell: TellShare) -> measurement.Report:
-    """Measured once, for whichever of the three is asked for."""
+    """Run the benchmark, once for all exhibits that use it."""
     _tell.append(tell)
     return _measured(options.quick)
 
 
 def table_3(options: Options, tell: TellShare) -> Made:
-    """The least waiting time that each method finds."""
+    """Compare the smallest waiting time that each method finds."""
     report = _report(options, tell)
     table, _, _ = tables(report)
     return Made([table], lambda: _draw_times(report), msgspec.to_builtins(report.waits), _machine(report))
 
 
 def table_4(options: Options, tell: TellShare) -> Made:
-    """The computation time of each method."""
+    """Compare the computation time of each method."""
     report = _report(options, tell)
     _, table, _ = tables(report)
     return Made([table], lambda: _draw_times(report), msgspec.to_builtins(report.times), _machine(report))
@@ -172,7 +172,7 @@ VARIANTS = ("zipline", "zipline-opt", "zipline-opt-bs")
 
 
 def figure_10(options: Options, tell: TellShare) -> Made:
-    """How the computation time of ZipLine and its variants grows."""
+    """Compare how the computation times of ZipLine and its variants grow."""
     report = _report(options, tell)
     rows = [row for row in report.times if row.method in (*VARIANTS, "auto")]
     shapes = list(dict.fromkeys((row.workers, row.lookahead) for row in rows))
@@ -193,7 +193,7 @@ def _ms(value: float | None) -> str:
 
 
 def _machine(report: measurement.Report) -> list[str]:
-    return [f"measured with Python {report.python}, NumPy {report.numpy}; the paper's code is C++11"]
+    return [f"Measured with Python {report.python} and NumPy {report.numpy}. The paper's code is C++11."]
 
 
 def _draw_times(report: measurement.Report) -> Figure:
@@ -228,8 +228,10 @@ def _draw_times(report: measurement.Report) -> Figure:
     return figure
 
 
-GENERATED = "The paper's generator (section 6.1) with a seed of ours: other workers, the same distribution."
-MEASURED = "Python and NumPy on this machine, where the paper has C++ on a server with 24 cores."
+GENERATED = (
+    "The paper's generator (section 6.1) with another seed: different workers from the same distribution."
+)
+MEASURED = "Python and NumPy on this machine instead of C++ on a server with 24 cores."
 
 EXHIBITS = (
     Exhibit(
@@ -267,7 +269,7 @@ EXHIBITS = (
     Exhibit(
         name="zipline-table3",
         source=f"{PAPER}, Table 3",
-        title="the least waiting time that each method finds",
+        title="the smallest waiting time that each method finds",
         differs=GENERATED,
         minutes=3,
         make=table_3,

@@ -1,4 +1,4 @@
-"""Trials of the demo that are made up, for tests of what is built upon them."""
+"""Made-up trials of the demo, for tests that need many of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.report.comparison import Outcome
 
 
 class FakeTrials:
-    """Stands in for live runs: best at step 2 without momentum."""
+    """Replaces live runs. The best setting is step 2 without momentum."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""Computations on all cores: in order, with their errors, and nothing left when the parent is gone."""
+"""The process pool: results in order, errors of tasks, and processes that end with their parent."""
 
 from __future__ import annotations
 

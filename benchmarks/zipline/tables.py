@@ -100,15 +100,15 @@ def _add_pair(
     table: Table,
     shape: Shape,
     ours: Sequence[float | None],
-    theirs: Sequence[float | None],
+    paper: Sequence[float | None],
     text: Callable[[float | None], str],
 ) -> None:
     """Add a row with our figures and, if the paper has any, a row with the paper's."""
     table.add_row(
         str(shape[0]), str(shape[1]), "ours", *("-" if value is None else text(value) for value in ours)
     )
-    if any(value is not None for value in theirs):
-        table.add_row("", "", "paper", *map(text, theirs), style="dim")
+    if any(value is not None for value in paper):
+        table.add_row("", "", "paper", *map(text, paper), style="dim")
 
 
 def _whole(value: float | None) -> str:

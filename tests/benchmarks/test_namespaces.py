@@ -1,4 +1,4 @@
-"""Machines out of network namespaces: they reach each other at the rate of their links, and nothing stays."""
+"""Machines made of network namespaces: they talk at the rate of their links, and are always removed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from paceline.errors import ConfigurationError
 from paceline.launcher.local import Machine
 
 pytestmark = pytest.mark.usefixtures("machines_alone")
-needs_machines = pytest.mark.skipif(bool(why_not()), reason=f"machines out of namespaces need {why_not()}")
-DEADLINE_S = 60.0  # a safety net
+needs_machines = pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
+DEADLINE_S = 60.0  # only reached if something hangs
 
 SINK = """
 import socket, sys
@@ -41,7 +41,7 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
 """
 LAUNCHER = """
 import signal, subprocess, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which it is not in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # processes in the background ignore it
 from benchmarks.overlap.namespaces import Link, network
 with network(2, Link()) as machines:
     print("up", flush=True)
@@ -50,7 +50,7 @@ with network(2, Link()) as machines:
 
 
 def names_of(process: int) -> list[str]:
-    """The namespaces and devices that a process has made and that are still there."""
+    """Return the existing namespaces and devices that a process has created."""
     return [
         name
         for name in namespaces._present()
@@ -73,7 +73,9 @@ def test_two_machines_talk_no_faster_than_their_links() -> None:
     with network(2, Link("200mbit")) as machines:
         one, other = machines.machines
         for source, sink in ((one, other), (other, one)):
-            assert mbit_per_s(source, sink, 20_000_000) < 220  # how much slower is the processors' business
+            assert (
+                mbit_per_s(source, sink, 20_000_000) < 220
+            )  # how much slower they are depends on the processors
 
 
 @needs_machines
@@ -87,7 +89,7 @@ def test_the_launcher_is_on_the_same_network() -> None:
 def test_everything_is_removed_afterwards() -> None:
     with network(3, Link()):
         mine = names_of(os.getpid())
-        assert len(mine) == 1 + 1 + 3  # the launcher's device, the switch, the machines
+        assert len(mine) == 1 + 1 + 3  # the launcher's device, the switch and the machines
     assert names_of(os.getpid()) == []
     with network(1, Link()):
         assert len(names_of(os.getpid())) == 3
@@ -101,10 +103,10 @@ def test_a_failure_inside_removes_everything() -> None:
 
 
 @needs_machines
-def test_a_failure_half_way_removes_what_is_there_and_names_the_command(
+def test_a_failure_midway_removes_what_exists_and_names_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(namespaces, "QUEUE_S", -1.0)  # a limit that tc refuses
+    monkeypatch.setattr(namespaces, "QUEUE_S", -1.0)  # tc refuses a negative limit
     with (
         pytest.raises(ConfigurationError, match="creating network namespaces failed: 'tc -n paceline"),
         network(2, Link()),

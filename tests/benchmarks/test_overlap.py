@@ -44,9 +44,9 @@ from paceline.sync.events import PullRequested, PushReceived
 from paceline.trace.recording import Entry, Header, Trace
 from paceline.trace.records import IterationRecord
 
-needs_machines = pytest.mark.skipif(bool(why_not()), reason=f"machines out of namespaces need {why_not()}")
+needs_machines = pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
 
-# Two workers, two shards. Shard 0 has both pushes at 0.3 and answers; shard 1 has them only at 0.6.
+# Two workers, two shards. Shard 0 has received both pushes at 0.3 s and answers; shard 1 receives the last at 0.6 s.
 EXCHANGE = Exchange(
     computed_s=(0.1, 0.2),
     answered_s=(0.8, 0.9),
@@ -60,7 +60,7 @@ def record(iteration: int, begun_s: float, computed_s: float, answered_s: float)
 
 
 def shard(index: int, iteration: int, received_s: tuple[float, float]) -> Trace:
-    """Of a BSP shard: both pushes, the second of which is answered at once, with the first."""
+    """Return the trace of a shard under BSP. It answers both workers when it has received the second push."""
     first_s, second_s = received_s
     return Trace(
         Header(sync="bsp", host="shard", index=index),
@@ -96,7 +96,7 @@ def report() -> Report:
 
 
 def test_an_exchange_is_read_out_of_records_and_traces() -> None:
-    # All times are 5 s later than in EXCHANGE, and another iteration comes before.
+    # All times are 5 s later than in EXCHANGE, and there is an earlier iteration.
     records = [
         [record(6, 3.0, 4.0, 5.0), record(7, 5.0, 5.1, 5.8)],
         [record(6, 3.0, 4.0, 5.0), record(7, 5.0, 5.2, 5.9)],
@@ -112,13 +112,19 @@ def test_an_exchange_is_read_out_of_records_and_traces() -> None:
 
 def test_pulls_overlap_with_pushes_from_the_first_answer_to_the_last_arrival() -> None:
     assert EXCHANGE.overlap_s == pytest.approx(0.3)
-    released_s = ((0.6, 0.6), (0.6, 0.6))  # nobody before everybody has pushed
+    released_s = ((0.6, 0.6), (0.6, 0.6))  # all answers follow the last push
     together = Exchange(EXCHANGE.computed_s, EXCHANGE.answered_s, EXCHANGE.received_s, released_s)
     assert together.overlap_s == 0.0
 
 
 def test_communication_is_an_iteration_without_its_bare_part_after_warming_up() -> None:
-    begun_s = [0.0, 9.0, 10.0, 11.0, 13.0]  # the first two are warming up; then 1, 2 and 4 s
+    begun_s = [
+        0.0,
+        9.0,
+        10.0,
+        11.0,
+        13.0,
+    ]  # the first two iterations are the warm-up, the others take 1, 2 and 4 s
     times = list(zip(begun_s, [*begun_s[1:], 17.0], strict=True))
     assert WARM_UP == 2
     records = [[record(i, begun, begun, end) for i, (begun, end) in enumerate(times)] for _ in range(2)]
@@ -146,7 +152,7 @@ def test_by_parameter_one_server_has_nearly_everything() -> None:
     assert max(sizes) / sum(sizes) > 0.85
     assert 25 < sum(sizes) * 4 / 2**20 < 50
     off, overlap, even = (least_s(plan, setting) for setting in plan.settings)
-    assert off == pytest.approx(overlap)  # one shard per server: nothing to answer before all of it is here
+    assert off == pytest.approx(overlap)  # with one shard per server, overlap cannot begin earlier
     assert even < off / 5
     finer = Plan(shards=64)
     assert least_s(finer, finer.settings[2]) < even
@@ -170,7 +176,7 @@ def test_a_lane_shows_a_push_then_its_wait_then_its_answer() -> None:
     axes = new_figure(4.0, 2.0).subplots()
     draw_exchange(axes, EXCHANGE)
     bars = [bar for bar in axes.collections if isinstance(bar, PolyCollection)]
-    assert len(bars) == 2 * (1 + 2)  # two workers: computing, and a lane for each shard
+    assert len(bars) == 2 * (1 + 2)  # for each of two workers, the computation and a lane for each shard
     computing, lane, *_ = bars
     assert np.array_equal(computing.get_facecolor(), to_rgba_array([COMPUTING]))
     assert np.array_equal(lane.get_facecolor(), to_rgba_array([PUSHING, WAITING, ANSWERING]))
@@ -223,5 +229,5 @@ def test_a_small_run_gives_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.low_ms == row.communication_ms == row.high_ms
         assert len(exchange.received_s) == row.shards
         for received_s, released_s in zip(exchange.received_s, exchange.released_s, strict=True):
-            assert max(received_s) <= min(released_s)  # BSP: nobody before everybody
-    assert seen.exchanges[0].overlap_s == 0.0  # that is what "off" means
+            assert max(received_s) <= min(released_s)  # under BSP all answers follow the last push
+    assert seen.exchanges[0].overlap_s == 0.0  # overlap is off

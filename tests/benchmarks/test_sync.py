@@ -1,4 +1,4 @@
-"""What a sync model costs: every model is measured, and the table shows it. No test fails by the clock."""
+"""`python -m benchmarks sync`: every model is measured and shown. No test checks how fast anything is."""
 
 from __future__ import annotations
 

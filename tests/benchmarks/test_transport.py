@@ -40,12 +40,12 @@ from paceline.errors import RunFailedError
 
 KEYS = {"system", "transport", "mode", "size_mb", "workers", "median_ms", "low_ms", "high_ms"}
 CASES = [case for turn in TURNS for case in turn]
-DEADLINE_S = 120.0  # a safety net
+DEADLINE_S = 120.0  # only reached if something hangs
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few iterations, small optimizers."""
+    """Measure few iterations and small optimizers."""
     monkeypatch.setattr(plan, "SECONDS", 0.001)
     monkeypatch.setattr(plan, "OPTIMIZER_MB", 0.1)
 
@@ -77,14 +77,14 @@ def update(optimizer: str, median_ms: float, traffic_ms: float) -> Row:
 
 
 def full(median_ms: float = 10_000.0) -> list[Row]:
-    """As much as there is by default."""
+    """Return rows for everything that is measured by default."""
     sizes = [(size_mb, n) for size_mb in plan.SIZES_MB for n in plan.WORKERS]
     steps = [row(case, size_mb, n, median_ms) for size_mb, n in sizes for case in CASES]
     return steps + [update(name, median_ms, median_ms) for name in OPTIMIZERS]
 
 
 def shown(rows: Sequence[Row], most: int = 3) -> str:
-    """Tables as text, 80 columns wide."""
+    """Return the tables as text, 80 columns wide."""
     console = Console(file=StringIO(), width=80, color_system=None)
     for table in tables(rows, 3)[:most]:
         console.print(table)
@@ -119,7 +119,7 @@ def test_a_small_run_ends_with_a_row_for_everything_there_is() -> None:
 @pytest.mark.processes
 @pytest.mark.usefixtures("few")
 def test_any_number_of_workers_and_servers_is_measured() -> None:
-    """Sizes that a socket takes at once, and that it does not."""
+    """One of the sizes fits into the buffer of a socket, the other does not."""
     systems = ("floor", "socket", "gloo")
     plan = Plan(sizes_mb=(0.004, 3.0), workers=(3,), servers=2, rounds=2, systems=systems)
     rows = measure(plan)
@@ -220,8 +220,8 @@ def test_goals_that_were_not_measured_are_left_out() -> None:
     assert [found.goal for found in goal_rows(full())] == list(GOALS)
 
 
-def test_of_less_than_nothing_there_is_no_ratio() -> None:
-    """The backward is taken off: what is left of a short step may be below zero."""
+def test_a_negative_time_has_no_ratio() -> None:
+    """The time of the backward pass is subtracted, so the time of a short step may be negative."""
     assert goal_rows([row(SHM_BSP, 25.0, 2, -0.1), row(GLOO, 25.0, 2, 1.0)]) == []
     assert "-0.100" in shown([row(SHM_BSP, 25.0, 2, -0.1)])
 
@@ -312,7 +312,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 
 
 def kept_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """The plans that would be measured."""
+    """Return a list that receives the plans that would be measured."""
     plans: list[Plan] = []
 
     def keep(plan: Plan, tell: object) -> list[Row]:

@@ -41,14 +41,14 @@ def report() -> Report:
 
 @pytest.fixture(scope="module")
 def printed_as_json() -> str:
-    """What the command prints, of two rounds."""
+    """Return what the command prints for two rounds."""
     result = CliRunner().invoke(commands.app, ["zipline", "--quick", "--json", "--rounds", "2"])
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def shown(report: Report) -> list[str]:
-    """Each table as text, 80 columns wide."""
+    """Return each table as text, 80 columns wide."""
     texts = []
     for table in tables(report):
         console = Console(file=StringIO(), width=80, color_system=None)
@@ -126,7 +126,7 @@ def test_naive_search_is_measured_where_its_sets_can_be_formed(report: Report) -
 
 
 def test_only_quick_leaves_anything_else_out() -> None:
-    """The full plan, looked at and not carried out."""
+    """Look at the full plan without measuring it."""
     shapes = [heat.shape for heat in measurement._heats(quick=False) if heat.name == "paper"]
     assert shapes == [NAIVE_SHAPE, *TABLE_3_SHAPES]
     assert set(TABLE_4_SHAPES) < set(shapes)
@@ -145,7 +145,7 @@ def test_the_exact_methods_agree_on_every_wait(report: Report) -> None:
         assert all(rows[method].optimal_share == 1.0 for method in EXACT)
         assert all(row.inputs == rows["auto"].inputs > 1 for row in rows.values())
         for method in ("grid-scan", "full-grid-scan"):
-            # On each input no narrower, so in the median neither.
+            # The wait is not smaller on any input, so the median is not smaller either.
             assert (rows[method].wait_ms or 0.0) >= (rows["auto"].wait_ms or 0.0)
     assert {row.method for row in measured if (row.workers, row.lookahead) == NAIVE_SHAPE} == {
         *METHODS,
@@ -195,7 +195,7 @@ def test_a_goal_is_met_if_its_figure_is_no_more_than_it(report: Report) -> None:
             assert row.against_median_ms is not None
             assert row.goal_ratio == {"solve_periodic": 1.2, "plain sort": 1.5}[row.against]
             assert row.met == (row.ratio <= row.goal_ratio)
-            # Of one round, the ratio is that of the medians.
+            # With one round, the ratio is the ratio of the medians.
             assert row.ratio == pytest.approx(row.median_ms / row.against_median_ms)
     distributions = {row.distribution for row in report.goals if row.against == "plain sort"}
     assert distributions == set(DISTRIBUTIONS)
@@ -249,7 +249,7 @@ def test_the_tables_fit_80_columns_and_show_both_sides(report: Report) -> None:
 
 
 def test_a_full_report_fits_too(report: Report) -> None:
-    """As wide as it gets: every cell filled, slow figures, the largest shape."""
+    """The widest tables: every cell filled, slow figures, the largest shape."""
     waits = [msgspec.structs.replace(row, wait_ms=1403.0) for row in report.waits]
     times = [msgspec.structs.replace(row, median_ms=45_678.9) for row in report.times]
     goals = [msgspec.structs.replace(row, workers=10_000, lookahead=150) for row in report.goals]

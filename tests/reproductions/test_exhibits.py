@@ -1,4 +1,4 @@
-"""The papers' tables and figures: each is made, says what differs, and keeps its numbers and its plot."""
+"""Exhibits: each can be made, states what differs from the paper, and saves its numbers and its plot."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LOSS = Target("loss", 0.1, in_a_row=2)
 
 
 def silent(what: str, share: float, slow: bool = False) -> None:
-    """Says nothing."""
+    """Ignore the progress."""
 
 
 def test_there_is_everything_that_is_promised() -> None:
@@ -110,7 +110,7 @@ def test_a_target_is_reached_by_so_many_evaluations_in_a_row(
 def test_pushes_after_a_pull_are_counted_by_second() -> None:
     result = simulate(Cluster(compute_s=[4.1, 0.7]), "asp", iterations=8, record=True)
     counts = pushes_after_pulls(result.trace[0], 2, 1.0)
-    # Worker 0's first pull, at 4.1 s, sees worker 1's pushes at 4.2, 4.9 and 5.6 s; worker 1's own do not count.
+    # After worker 0's first pull, at 4.1 s, worker 1 pushes at 4.2, 4.9 and 5.6 s. Its own pushes do not count.
     assert max(counts[0]) == 2
     assert max(counts[1]) == 1
 

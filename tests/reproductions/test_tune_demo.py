@@ -24,10 +24,10 @@ NEVER = math.inf
 
 
 class Valley:
-    """A made-up measurement: the farther from the best step, the slower; each seed adds its own number."""
+    """A made-up measurement. Points far from the best step are slower, and each seed adds a little."""
 
     def __init__(self, best: dict[float, tuple[int, float]]) -> None:
-        self.best = best  # momentum -> (best step, seconds there)
+        self.best = best  # the best step and the seconds there, by momentum
         self.calls: list[tuple[Point, int]] = []
 
     def __call__(self, point: Point, seed: int) -> Score:
@@ -46,7 +46,7 @@ def test_search_finds_the_best_point_and_measures_it_with_all_seeds() -> None:
     assert next(iter(finals)) == Point(0.9, -5)
     assert finals[Point(0.9, -5)] == Score(4.01, 0.02)  # the median of three seeds
     assert {seed for point, seed in valley.calls if point == Point(0.9, -5)} == {0, 1, 2}
-    assert len(valley.calls) == len(set(valley.calls))  # nothing twice
+    assert len(valley.calls) == len(set(valley.calls))  # no point is measured twice with a seed
 
 
 @pytest.mark.parametrize("best", [-15, 15])
@@ -62,7 +62,7 @@ def test_winner_has_won_against_both_neighbours_with_all_seeds() -> None:
     calls: set[tuple[Point, int]] = set()
 
     def measure(point: Point, seed: int) -> Score:
-        """The first seed likes step 0 best, the others one at the edge of what it had measured."""
+        """With the first seed step 0 is the best, with the others a step at the edge of the grid."""
         calls.add((point, seed))
         return Score(abs(point.step if seed == 0 else point.step + 5), 0.0)
 
@@ -108,7 +108,7 @@ def test_tuning_goes_on_where_it_stopped(tmp_path: Path, fake_trials: FakeTrials
     assert best == [Setting("bsp", 0.2, 0.0), Setting("asp", 0.2, 0.0)]
     lines = (tmp_path / "tuning.jsonl").read_bytes().splitlines()
     assert len(lines) == fake_trials.count
-    assert not list(tmp_path.glob("run-*"))  # the runs' own directories are gone
+    assert not list(tmp_path.glob("run-*"))  # the directories of the runs are removed
 
     (tmp_path / "tuning.jsonl").write_bytes(b"\n".join(lines[:5]) + b"\n")
     before = fake_trials.count

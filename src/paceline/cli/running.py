@@ -40,7 +40,10 @@ __all__ = ["RunCommand", "demo", "run"]
 
 
 class RunCommand(TyperCommand):
-    """A command that ends with a script and its arguments. Warns if an argument looks like an option of its own."""
+    """A command that ends with a script and its arguments.
+
+    It warns if an argument of the script looks like an option of the command.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)  # the parser empties `args`
