@@ -222,7 +222,9 @@ def pssp(options: Options, tell: TellShare) -> Made:
         tables=[beside(f"share of delayed pulls, {workers} workers, {iterations} iterations", rows, columns)],
         figure=draw,
         data=shares,
-        notes=[f"80 % fewer delayed pulls: holds for {'; '.join(held) if held else 'none of the clusters'}."],
+        notes=[
+            f"Clusters on which the claim of 80 % fewer delayed pulls holds: {'; '.join(held) or 'none'}."
+        ],
     )
 
 
