@@ -1,4 +1,4 @@
-"""Draws the pictures of `docs/rehearse.md`: `python docs/make_rehearse.py`. Takes about half a minute."""
+"""Draw the pictures of `docs/rehearse.md`: `python docs/make_rehearse.py`. This takes about half a minute."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LOOKAHEADS = (5, 10, 20, 40, 80, 160, 320, 480)
 
 
 def quiet(done: int, of: int, what: str) -> None:
-    """Says nothing."""
+    """Discard the progress of a simulation."""
 
 
 def main() -> int:
-    """Draw all of them, as the commands on the page do."""
+    """Draw all pictures, with the functions behind the commands on the page. Return the exit code."""
     cluster, console = load_cluster(str(CLUSTER)), Console(quiet=True)
     with TemporaryDirectory() as folder:
         out = Path(folder)

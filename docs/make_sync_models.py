@@ -1,7 +1,7 @@
-"""Writes `docs/sync-models.md` and its pictures: `python docs/make_sync_models.py`.
+"""Write `docs/sync-models.md` and its pictures: `python docs/make_sync_models.py`.
 
-The words come from the head of each model's own file, the pictures from a rehearsal in virtual time. With --check,
-nothing is written, and the exit code says whether the page is what the code says.
+The text is taken from the module docstring of each model, and the pictures from simulations in virtual time. With
+--check, nothing is written, and the exit code is 0 if the page matches the docstrings, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -44,57 +44,63 @@ SHOWN: dict[str, list[str]] = {
     "spec-sync": ["spec-sync:abort_time_s=0.3,abort_rate=0.2"],
     "conditions": ["conditions"],
 }
-"""What is pictured of each model."""
+"""For each model, the settings that are pictured."""
 
 INTRODUCTION = """\
 # The synchronization models
 
-Which worker may go on, which waits, what happens to a push: that is a *sync model*. Each is a value
-(`paceline.sync`), and a name with keys on the command line. `paceline sync` lists them; `paceline sync ssp`
-shows one.
+A synchronization model, or *sync model*, decides which worker may start its next iteration, which worker waits, and
+what happens to a push. In code, a sync model is a value (see `paceline.sync`); on the command line, it is a name with
+keys. `paceline sync` lists all models, and `paceline sync ssp` describes one of them.
 
-How to read this page. c_p is the number of iterations that worker p has pushed, min c the least of them among
-the live workers. *Progress* is c_p - 1, the index of the iteration just pushed. V_train is the number of rounds
-that are complete. A *delayed pull* is one that is not answered on arrival. Each picture is a rehearsal in
-virtual time, by the very code that decides in a live run: four workers, one of them three times slower, each
-iteration 10 % more or less than its mean at random.
+The following terms are used for every model. c_p is the number of iterations that worker p has pushed, and min c is
+the smallest c_p of all live workers. *Progress* is c_p - 1, the index of the iteration that was just pushed. A
+*round* is complete when every live worker has pushed its gradient for it (some models define this differently), and
+V_train is the number of complete rounds. A *delayed pull* is a pull that is not answered on arrival. Each picture
+shows a simulation in virtual time, which runs the same synchronization code as a live run. It has four workers, one
+of them three times slower than the others, and iteration times that vary randomly by 10 % around their mean.
 
 Shards may run different models, and a run may change its model:
 
     paceline run --workers 4 --servers 2 --sync 'bsp|ssp:staleness=3' train.py    # shard 0, shard 1
     paceline run --workers 4 --sync bsp@0,elastic-bsp@epoch:5 train.py            # from the 6th epoch on
 
-or, in the script, `paceline.set_sync("elastic-bsp")`. A change is made at a boundary that all shards share:
-each worker ends the old model with its next push, and the new one begins when all have. What is held is
-averaged then, nothing is lost, and everybody starts level. Models for the whole job (`drop-stragglers`,
-`elastic-bsp`, `spec-sync`, and `conditions` that average) cannot be mixed with others.
+A script can change the model with `paceline.set_sync("elastic-bsp")`. All shards change at the same boundary: the old
+model ends for each worker with its next push, and the new model begins when all workers have sent that push. Pushes
+that were held back are averaged and applied at the boundary, so none is lost, and all workers have the same c_p when
+the new model begins. Some models need the whole job and cannot be combined with other models on other shards:
+`drop-stragglers`, `elastic-bsp`, `spec-sync`, and `conditions` that average.
 
 """
 
 
 def picture_name(sync: str) -> str:
-    """Its file, under docs/pictures."""
+    """Return the file name of a model's picture in docs/pictures."""
     return sync.replace(":", "-").replace("=", "-").replace(",", "-") + ".png"
 
 
 def draw(sync: str, path: Path) -> None:
-    """Rehearse one model and save its timeline."""
+    """Simulate one model and save its timeline."""
     model = Conditions(pull=lambda state: state.gap <= 2) if sync == "conditions" else sync
     result = simulate(CLUSTER, model, iterations=None, until_s=2 * UNTIL_S, record=True)
     save(timeline_picture(timeline_of(result.records, result.trace[0]), UNTIL_S), path)
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Paragraphs in lines of equal length; what is indented stays as it is."""
+    """Wrap the paragraphs of a text. Indented paragraphs stay unchanged."""
     paragraphs = [
-        part if part.startswith(" ") else textwrap.fill(part, WIDTH, subsequent_indent=indent)
+        part
+        if part.startswith(" ")
+        else textwrap.fill(
+            part, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
         for part in flowing(text).split("\n\n")
     ]
     return "\n\n".join(paragraphs)
 
 
 def section(page: Page) -> str:
-    """One model's part of the page."""
+    """Return the section of the page on one model."""
     lines = [f"## {page.name}", "", f"**{page.title}**", ""]
     if page.theory:
         lines += [wrapped(page.theory), ""]
@@ -110,12 +116,12 @@ def section(page: Page) -> str:
 
 
 def text() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return INTRODUCTION + "\n".join(section(page) for page in pages())
 
 
 def main() -> int:
-    """Write, or check."""
+    """Write the page and its pictures, or check the page with --check."""
     if "--check" in sys.argv[1:]:
         return TARGET.read_text() != text()
     PICTURES.mkdir(exist_ok=True)

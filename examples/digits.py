@@ -1,10 +1,10 @@
 """Train a small network on scikit-learn's handwritten digits.
 
-    python examples/digits.py                                             one ordinary process
-    paceline run --workers 4 --sync elastic-bsp examples/digits.py        four workers, and servers beside them
-    paceline run --workers 4 --pace 0.02,0.02,0.02,0.06 examples/digits.py    one of them three times slower
+    python examples/digits.py                                       # one ordinary process
+    paceline run --workers 4 --sync asp examples/digits.py          # four workers, and servers beside them
+    paceline run --workers 4 --sync asp --pace 0.02,0.02,0.02,0.06 examples/digits.py    # one worker 3 times slower
 
-Needs scikit-learn: pip install 'paceline[demo]'
+This script needs scikit-learn: pip install 'paceline[demo]'
 """
 
 import argparse
@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 import paceline
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--batch-size", type=int, default=16, help="of each worker")
-parser.add_argument("--lr", type=float, default=0.05)
+parser.add_argument("--epochs", type=int, default=10, help="Number of epochs. Default: 10.")
+parser.add_argument("--batch-size", type=int, default=16, help="Batch size of each worker. Default: 16.")
+parser.add_argument("--lr", type=float, default=0.05, help="Learning rate. Default: 0.05.")
 options = parser.parse_args()
 
 digits = load_digits()
@@ -58,5 +58,5 @@ for epoch in range(options.epochs):
 if paceline.worker_index() == 0:
     x, y = test_part[:]
     with torch.inference_mode():
-        right = (model(x).argmax(dim=1) == y).float().mean()
-    print(f"accuracy on {len(y)} test images: {right:.1%}")
+        accuracy = (model(x).argmax(dim=1) == y).float().mean()
+    print(f"accuracy on {len(y)} test images: {accuracy:.1%}")

@@ -20,7 +20,7 @@ from rich.table import Table
 from paceline.demo.digits import load
 from paceline.demo.settings import Problem, Setting
 from paceline.demo.trial import run_trial
-from paceline.report.comparison import Outcome
+from paceline.report.comparison import TrialOutcome
 from paceline.runtime.job import make_job
 
 __all__ = ["ABORT_RATES", "ABORT_TIMES_S", "Search", "cherry_pick"]
@@ -39,7 +39,7 @@ class Search(msgspec.Struct, frozen=True):
         search_s: time the search took, without the run of the adaptive variant.
     """
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TrialOutcome, ...]
     trials: int
     search_s: float
 
@@ -109,7 +109,7 @@ def cherry_pick(
     return found
 
 
-def _score(outcome: Outcome) -> tuple[float, float]:
+def _score(outcome: TrialOutcome) -> tuple[float, float]:
     reached_s = outcome.time_to_target_s
     return (math.inf if reached_s is None else reached_s, -outcome.final_accuracy)
 

@@ -18,7 +18,7 @@ import torch
 
 from paceline.frontend import session as sessions
 from paceline.runtime.coordinator import Coordinator
-from paceline.runtime.job import Place, make_job
+from paceline.runtime.job import Assignment, make_job
 from paceline.runtime.reader import Reader
 from paceline.runtime.server import Server
 from paceline.runtime.worker import WorkerSession
@@ -112,14 +112,14 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
         crashes: list[BaseException] = []  # of servers: nothing that a worker does may cause one
 
         def serve(index: int) -> None:
-            place = Place(job=job, role="server", index=index, coordinator=coordinator.address)
+            place = Assignment(job=job, role="server", index=index, coordinator=coordinator.address)
             try:
                 Server.connect(place).run()
             except BaseException as error:
                 crashes.append(error)
 
         def work(index: int) -> None:
-            place = Place(job=job, role="worker", index=index, coordinator=coordinator.address)
+            place = Assignment(job=job, role="worker", index=index, coordinator=coordinator.address)
             session = WorkerSession.connect(place)
             sessions.install(session, for_thread=True)
             try:
@@ -138,8 +138,8 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
             for thread in workers:
                 thread.join(60.0)
                 assert not thread.is_alive(), "a worker hangs"
-            if coordinator.model is not None and outcome.results and not crashes:
-                reader = Reader.connect(coordinator.model, coordinator.shards, job.token)
+            if coordinator.core.model is not None and outcome.results and not crashes:
+                reader = Reader.connect(coordinator.core.model, coordinator.core.shards, job.token)
                 with contextlib.closing(reader):
                     outcome.state_dict = reader.read().state_dict
         finally:

@@ -9,7 +9,7 @@ from paceline.demo.digits import Digits
 from paceline.demo.settings import Problem, Setting
 from paceline.demo.trial import Trial
 from paceline.report.accuracy import Curve
-from paceline.report.comparison import Outcome
+from paceline.report.comparison import TrialOutcome
 
 
 class FakeTrials:
@@ -30,7 +30,7 @@ class FakeTrials:
     ) -> Trial:
         self.count += 1
         time_s = 5 + abs(math.log2(setting.learning_rate / 0.2)) + setting.momentum + 0.1 * seed
-        plain = Outcome(
+        plain = TrialOutcome(
             sync=setting.sync,
             learning_rate=setting.learning_rate,
             momentum=setting.momentum,

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 import paceline
-from paceline.runtime.job import JOB_VARIABLE, Place
+from paceline.runtime.job import JOB_VARIABLE, Assignment
 
 MARK = (
     "PACELINE_TEST_MARK"  # an environment variable by which a test recognises the processes that it started
@@ -99,7 +99,9 @@ def processes(mark: str) -> dict[str, int]:
             continue
         name = "launcher"
         if JOB_VARIABLE.encode() in pairs:
-            place = msgspec.msgpack.decode(bytes.fromhex(pairs[JOB_VARIABLE.encode()].decode()), type=Place)
+            place = msgspec.msgpack.decode(
+                bytes.fromhex(pairs[JOB_VARIABLE.encode()].decode()), type=Assignment
+            )
             name = f"{place.role} {place.index}"
         found[name] = min(int(folder.name), found.get(name, sys.maxsize))  # its children have its environment
     return found

@@ -121,9 +121,9 @@ def to_transposed(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("reshape", "message"),
     [
-        (to_one, "Parameter 'gain' was given the shape [1] in place of [4], outside step()"),
-        (to_more, "Parameter 'gain' was given the shape [6, 4] in place of [4], outside step()"),
-        (to_its_first, "Parameter 'gain' was given the shape [1] in place of [4], outside step()"),
+        (to_one, "Parameter 'gain' was changed from shape [4] to [1] outside step()"),
+        (to_more, "Parameter 'gain' was changed from shape [4] to [6, 4] outside step()"),
+        (to_its_first, "Parameter 'gain' was changed from shape [4] to [1] outside step()"),
         (to_transposed, "Parameter 'weight' was moved or replaced"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_shape_that_changes_without_a_gradient_is_noticed_too(run_on_threads: 
         optimizer.step()
         optimizer.zero_grad()
         to_its_first(model)
-        with pytest.raises(WeightsChangedError, match=r"'gain' was given the shape \[1\] in place of \[4\]"):
+        with pytest.raises(WeightsChangedError, match=r"'gain' was changed from shape \[4\] to \[1\]"):
             optimizer.step()
 
     run_on_threads(train, workers=1)
@@ -190,13 +190,14 @@ def exchange(model: nn.Module, optimizer: DistributedOptimizer, wrapped: torch.o
     [
         (
             add_group,
-            "add_param_group() must come before the first step: the servers hold the state now. Not added: 'late'.",
+            "add_param_group() must be called before the first step: from then on the servers hold the optimizer's "
+            "state. Not added: 'late'.",
         ),
         (add_a_stranger, "Not added: 'late', a tensor of shape [2, 3]."),
-        (add_behind, "other parameters than when training began: 'late' was added, at place 2"),
-        (add_to_a_group, "other parameters than when training began: 'late' was added, at place 2"),
-        (take_out, "other parameters than when training began: 'gain' is gone, at place 1"),
-        (exchange, "other parameters than when training began: 'late' was added, at place 0"),
+        (add_behind, "groups have changed since training began: 'late' was added at index 2"),
+        (add_to_a_group, "groups have changed since training began: 'late' was added at index 2"),
+        (take_out, "groups have changed since training began: 'gain' was removed at index 1"),
+        (exchange, "groups have changed since training began: 'late' was added at index 0"),
     ],
 )
 @TRANSPORTS
@@ -368,10 +369,10 @@ def test_sparse_gradients_train_as_dense_ones_and_are_mentioned_once_by_each_wor
     run_on_threads: RunOnThreads, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     sparse, dense = (seeded(lambda sparse=sparse: Lookup(sparse)) for sparse in (True, False))  # type: ignore[misc]
-    with caplog.at_level(logging.WARNING, logger="paceline.frontend.optimizer"):
+    with caplog.at_level(logging.WARNING, logger="paceline.frontend.gradients"):
         run = run_on_threads(training(sparse, 6), workers=WORKERS, servers=2, transport=transport)
     assert_close(run.state_dict, alone(dense, 6), 1e-12)
-    said = [record.getMessage() for record in caplog.records if record.name == "paceline.frontend.optimizer"]
+    said = [record.getMessage() for record in caplog.records if record.name == "paceline.frontend.gradients"]
     assert len(said) == WORKERS
     for words in said:
         assert words.startswith("the gradient of ")
@@ -382,21 +383,21 @@ def test_sparse_gradients_train_as_dense_ones_and_are_mentioned_once_by_each_wor
 def test_dense_gradients_are_not_mentioned(
     run_on_threads: RunOnThreads, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="paceline.frontend.optimizer"):
+    with caplog.at_level(logging.WARNING, logger="paceline.frontend.gradients"):
         run_on_threads(training(seeded(lambda: Lookup(sparse=False)), 3), workers=1)
-    assert not [record for record in caplog.records if record.name == "paceline.frontend.optimizer"]
+    assert not [record for record in caplog.records if record.name == "paceline.frontend.gradients"]
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"jitter": 0.2}, "jitter is 0.2, and there is neither a pace nor a slowdown"),
+        ({"jitter": 0.2}, "jitter is 0.2, but neither pace nor slowdown is set"),
         (
             {"jitter": 0.2, "pace": [], "slowdown": []},
-            "jitter is 0.2, and there is neither a pace nor a slowdown",
+            "jitter is 0.2, but neither pace nor slowdown is set",
         ),
-        ({"port": 4242}, "port is 4242 and transport 'auto': only 'tcp' listens on a port"),
-        ({"port": 4242, "transport": "shm"}, "port is 4242 and transport 'shm'"),
+        ({"port": 4242}, "port is 4242 and transport is 'auto', but only 'tcp' uses a port"),
+        ({"port": 4242, "transport": "shm"}, "port is 4242 and transport is 'shm'"),
     ],
     ids=str,
 )

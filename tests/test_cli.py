@@ -210,8 +210,8 @@ def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path
         "sync model": "elastic-bsp:lookahead=15",
         "workers": "4",
         "servers": "2",
-        "shards": "2 of the parameters, sliced evenly (even)",
-        "overlap": "each shard answers for itself (shards)",
+        "shards": "2, with the parameters sliced evenly (even)",
+        "overlap": "each shard answers pulls independently (shards)",
         "transport": "TCP on loopback (tcp)",
         "emulated": "least seconds per iteration 0.05, 0.05, 0.05, 0.15; jitter +-20%",
         "on NaN": "stop",
@@ -226,7 +226,7 @@ def test_a_dry_run_without_a_run_directory_makes_none(call: Call, tmp_path: Path
     ended = call("run", "--dry-run", "train.py")
 
     assert ended.code == 0
-    assert "a new directory under ./runs" in ended.stdout
+    assert "a new directory in ./runs" in ended.stdout
     assert contents(tmp_path) == ["train.py"]
 
 
@@ -308,11 +308,11 @@ BAD_INPUT = {
     "a negative seed": (["--seed", "-1", "train.py"], "error: seed is -1, expected a whole number >= 0."),
     "paces that do not match the workers": (
         ["--workers", "3", "--pace", "0.1,0.2", "train.py"],
-        "error: pace has 2 values for 3 workers; give one for each, for example 0.1,0.2,0.2.",
+        "error: pace has 2 values for 3 workers; give one value per worker, for example 0.1,0.2,0.2.",
     ),
     "slowdowns that do not match the workers": (
         ["--workers", "2", "--slowdown", "1,1,3", "train.py"],
-        "error: slowdown has 3 values for 2 workers; give one for each, for example 1,1.",
+        "error: slowdown has 3 values for 2 workers; give one value per worker, for example 1,1.",
     ),
     "a pace that is no number": (
         ["--pace", "0.1,fast", "train.py"],
@@ -344,17 +344,17 @@ BAD_INPUT = {
     "a jitter of nan": (["--jitter", "nan", "train.py"], "error: jitter is nan, expected a number in [0, 1)"),
     "a jitter of nothing": (
         ["--jitter", "0.2", "train.py"],
-        "error: jitter is 0.2, and there is neither a pace nor a slowdown that it could vary. "
-        "Give one of them, or leave jitter out.",
+        "error: jitter is 0.2, but neither pace nor slowdown is set, which it would vary. "
+        "Set one of them, or omit jitter.",
     ),
     "a port without TCP": (
         ["--port", "4242", "train.py"],
-        "error: port is 4242 and transport 'auto': only 'tcp' listens on a port, and 'auto' never chooses it. "
-        "Ask for transport 'tcp', or leave port out.",
+        "error: port is 4242 and transport is 'auto', but only 'tcp' uses a port, and 'auto' never chooses "
+        "'tcp'. Use transport 'tcp', or omit port.",
     ),
     "a port of sockets of one machine": (
         ["--port", "4242", "--transport", "unix", "train.py"],
-        "error: port is 4242 and transport 'unix'",
+        "error: port is 4242 and transport is 'unix'",
     ),
     "a missing script": (["trian.py"], "error: the script 'trian.py' does not exist"),
     "a directory for a script": (["."], "error: the script '.' is not a file"),
@@ -369,7 +369,10 @@ BAD_INPUT = {
         ["--run-dir", "train.py", "train.py"],
         "error: the run directory train.py cannot be written; choose another with --run-dir.",
     ),
-    "an empty run directory": (["--run-dir", "", "train.py"], "error: the run directory is empty"),
+    "an empty run directory": (
+        ["--run-dir", "", "train.py"],
+        "error: the name of the run directory is empty",
+    ),
     "an unknown transport": (
         ["--transport", "udp", "train.py"],
         "'udp' is not one of 'auto', 'shm', 'unix', 'tcp'",
@@ -380,7 +383,7 @@ BAD_INPUT = {
     ),
     "fewer shards than servers": (
         ["--servers", "3", "--shards", "2", "train.py"],
-        "error: shards is 2 and servers 3: each server needs one at least.",
+        "error: shards is 2 and servers is 3, but each server needs at least one shard.",
     ),
     "no overlap under a model of other waits": (
         ["--overlap", "off", "--sync", "asp", "train.py"],
@@ -439,7 +442,7 @@ def test_a_run_directory_that_holds_a_run_is_refused_and_left_alone(
     ended = call("run", "--run-dir", "old", "train.py")
 
     assert ended.code == 2
-    assert ended.stderr == "error: the run directory old holds a run already; choose another.\n"
+    assert ended.stderr == "error: the run directory old already contains a run; choose another.\n"
     assert contents(tmp_path) == ["old", f"old/{left}", "train.py"]
     assert (tmp_path / "old" / left).read_text() == "precious"
 

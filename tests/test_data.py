@@ -1,4 +1,4 @@
-"""Each worker's part of a loader."""
+"""`distribute`: each worker's part of a loader."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Load = Callable[[], Iterable[Any]]
 
 
 class Worker:
-    """As much of a session as data is told of."""
+    """The part of a session that `distribute` uses."""
 
     def __init__(self, worker: int, workers: int, seed: int = 0) -> None:
         self.worker = worker
         self.workers = workers
         self.seed = seed
-        self.epochs: list[int] = []  # that it was told of
+        self.epochs: list[int] = []  # announced by epoch_begins()
 
     def epoch_begins(self, epoch: int) -> None:
         self.epochs.append(epoch)
@@ -58,7 +58,7 @@ def items(count: int) -> TensorDataset:
 
 
 def flat(batches: Iterable[Any]) -> list[int]:
-    """The items of an epoch, batch after batch."""
+    """Return the items of an epoch, batch after batch."""
     found: list[int] = []
     for batch in batches:
         found += torch.as_tensor(batch[0]).reshape(-1).tolist()
@@ -66,7 +66,7 @@ def flat(batches: Iterable[Any]) -> list[int]:
 
 
 def epochs_of(load: Load, workers: int, epochs: int = 1, seed: int = 0) -> list[Epochs]:
-    """[worker][epoch] -> the items that the worker sees. `load` makes its iterable once."""
+    """Return the items that each worker sees in each epoch, as [worker][epoch]. `load` is called once per worker."""
     seen = []
     for index in range(workers):
         with being(Worker(index, workers, seed)):
@@ -81,7 +81,7 @@ def shuffled(count: int = 100, **options: Any) -> Load:
 
 
 def interleaved(parts: list[list[int]]) -> list[int]:
-    """The one order that all workers took their parts of."""
+    """Return the common order from which all workers took their parts."""
     return [item for row in zip(*parts, strict=True) for item in row]
 
 
@@ -135,7 +135,7 @@ def test_a_shuffled_loader_is_reshuffled_in_every_epoch() -> None:
     orders = [interleaved(list(epoch)) for epoch in zip(*seen, strict=True)]
     assert all(sorted(order) == list(range(100)) for order in orders)
     assert len({tuple(order) for order in orders}) == 5
-    assert len({frozenset(part) for part in seen[0]}) == 5  # not merely in another order
+    assert len({frozenset(part) for part in seen[0]}) == 5  # other items, not only another order
 
 
 def test_a_sequential_loader_keeps_its_order() -> None:
@@ -165,7 +165,7 @@ def test_the_order_does_not_hang_on_what_a_worker_has_drawn() -> None:
 
 
 def test_a_worker_goes_on_to_draw_as_if_nothing_had_been_shuffled() -> None:
-    """Dropout, say, is not the same in all workers, nor in all epochs, because of their data."""
+    """Otherwise dropout, for example, would be the same in all workers, or in all epochs."""
     with being(Worker(0, 2)):
         loader = distribute(DataLoader(items(20), sampler=RandomSampler(items(20))))
         sampler: Any = loader.sampler  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ def test_a_worker_goes_on_to_draw_as_if_nothing_had_been_shuffled() -> None:
 
 
 @pytest.mark.parametrize("new_loader", [True, False])
-def test_distribute_may_be_called_anew_in_each_epoch(new_loader: bool) -> None:
+def test_distribute_may_be_called_again_in_each_epoch(new_loader: bool) -> None:
     expected = epochs_of(shuffled(), workers=2, epochs=4)
     dataset = items(100)
     for index in range(2):
@@ -191,7 +191,7 @@ def test_distribute_may_be_called_anew_in_each_epoch(new_loader: bool) -> None:
 
 
 def test_a_dataset_that_is_a_list_is_reshuffled_as_well() -> None:
-    """A list cannot be held weakly, so it is the loader that is known again."""
+    """A list cannot be held weakly, so its epochs are counted in another way."""
     dataset: Any = [(i,) for i in range(60)]
     parts = []
     for index in range(2):
@@ -216,7 +216,7 @@ def test_training_and_test_data_are_counted_apart() -> None:
     for index in range(2):
         with being(Worker(index, 2)):
             first = flat(distribute(DataLoader(dataset, shuffle=True)))
-            for _ in range(index + 1):  # one worker looks at it more often than the other
+            for _ in range(index + 1):  # one worker reads it more often than the other
                 flat(distribute(DataLoader(other, shuffle=True)))
             assert [first, flat(distribute(DataLoader(dataset, shuffle=True)))] == expected[index]
 
@@ -235,7 +235,7 @@ def test_a_loader_with_a_generator_of_its_own_is_split_and_reshuffled() -> None:
     dataset = items(40)
     parts = []
     for index in range(2):
-        generator = torch.Generator().manual_seed(index)  # as a careless script might
+        generator = torch.Generator().manual_seed(index)  # differs between workers, as in a careless script
         with being(Worker(index, 2)):
             loader = distribute(DataLoader(dataset, shuffle=True, generator=generator))
             parts.append([flat(loader) for _ in range(3)])
@@ -347,7 +347,7 @@ def test_a_loader_over_an_iterable_dataset_is_refused_with_the_reason(workers: i
 
 
 def test_a_loader_over_an_iterable_dataset_is_refused_without_a_run_too() -> None:
-    """The script would fail once it is run with more workers: better now."""
+    """The script would fail later, when it is run with workers."""
     with pytest.raises(ConfigurationError, match=r"paceline\.worker_index\(\)"):
         distribute(DataLoader(Flow()))
 
@@ -356,7 +356,7 @@ def test_a_loader_over_an_iterable_dataset_is_refused_without_a_run_too() -> Non
 def test_more_workers_than_items_are_refused(batch_size: int | None) -> None:
     with (
         being(Worker(0, 4)),
-        pytest.raises(ConfigurationError, match="cannot give each of 4 workers a part of 3"),
+        pytest.raises(ConfigurationError, match="cannot split 3 items among 4 workers"),
     ):
         distribute(DataLoader(items(3), batch_size=batch_size))
 
@@ -365,13 +365,13 @@ def test_more_workers_than_batches_of_the_users_own_are_refused() -> None:
     batches = BatchSampler(SequentialSampler(items(6)), batch_size=3, drop_last=False)
     with (
         being(Worker(2, 3)),
-        pytest.raises(ConfigurationError, match="cannot give each of 3 workers a part of 2"),
+        pytest.raises(ConfigurationError, match="cannot split 2 items among 3 workers"),
     ):
         distribute(DataLoader(items(6), batch_sampler=batches))
 
 
 def test_a_loader_without_any_item_is_refused_with_one_worker_too() -> None:
-    with being(Worker(0, 1)), pytest.raises(ConfigurationError, match="each of 1 worker a part of 0 items"):
+    with being(Worker(0, 1)), pytest.raises(ConfigurationError, match="cannot split 0 items among 1 worker"):
         distribute(DataLoader(items(0)))
 
 
@@ -399,7 +399,7 @@ def test_one_worker_gets_every_item_in_the_batches_of_the_loader() -> None:
 
 
 def test_in_a_run_the_workers_share_out_each_epoch(run_on_threads: RunOnThreads) -> None:
-    """On threads torch's generator is shared, so it is the sequential order that is looked at here."""
+    """The loader is sequential, because workers on threads share torch's generator."""
 
     def train() -> Epochs:
         model = torch.nn.Linear(1, 1)

@@ -18,7 +18,7 @@ from paceline.demo.digits import Digits, DigitsNet, Recipe, accuracy, load, trai
 from paceline.demo.settings import EVERY_SETTING, SETTINGS, Problem, Setting
 from paceline.demo.trial import time_to_target
 from paceline.errors import ConfigurationError
-from paceline.report.comparison import Outcome
+from paceline.report.comparison import TrialOutcome
 from paceline.sync import MODELS, parse
 
 from .fake_trials import FakeTrials
@@ -124,7 +124,7 @@ def test_demo_trains_judges_and_leaves_table_curves_and_picture(tmp_path: Path) 
 
     summary = msgspec.json.decode((home / "summary.json").read_bytes())
     assert [row["sync"] for row in summary] == ["bsp", "elastic-bsp:lookahead=5"]
-    assert msgspec.convert(summary, list[Outcome]) == outcomes
+    assert msgspec.convert(summary, list[TrialOutcome]) == outcomes
     assert all("0.01, 0.03" in row["emulated"] for row in summary)
 
     with (home / "curves.csv").open(newline="") as file:
@@ -164,7 +164,7 @@ def test_demo_with_several_seeds_gives_medians(tmp_path: Path, monkeypatch: pyte
     )
     assert outcome.seeds == (0, 1, 2)
     assert outcome.time_to_target_s == pytest.approx(5.1)
-    trials = msgspec.json.decode((tmp_path / "demo" / "trials.json").read_bytes(), type=list[Outcome])
+    trials = msgspec.json.decode((tmp_path / "demo" / "trials.json").read_bytes(), type=list[TrialOutcome])
     assert [trial.seeds for trial in trials] == [(0,), (1,), (2,)]
 
 
@@ -173,7 +173,7 @@ def test_demo_refuses_no_seeds_and_a_directory_that_is_taken(tmp_path: Path) -> 
     with pytest.raises(ConfigurationError, match="seeds is empty"):
         run_demo(console=console, run_dir=tmp_path, seeds=())
     (tmp_path / "summary.json").write_text("[]")
-    with pytest.raises(ConfigurationError, match="holds a run already"):
+    with pytest.raises(ConfigurationError, match="already contains a run"):
         run_demo(console=console, run_dir=tmp_path)
 
 

@@ -160,9 +160,9 @@ def test_a_worker_that_is_killed_during_its_imports_is_lost_and_the_others_train
 
     assert program.returncode == 0, said()
     assert summary()["lost_workers"] == [1]
-    assert summary()["losses"] == {"1": "it was ended by signal SIGKILL"}
+    assert summary()["losses"] == {"1": "it was terminated by signal SIGKILL"}
     assert summary()["iterations"] == {"0": 12}
-    assert "worker 1 was lost: it was ended by signal SIGKILL" in said()
+    assert "worker 1 was lost: it was terminated by signal SIGKILL" in said()
 
 
 def test_a_run_whose_only_worker_is_killed_during_its_imports_ends(mark: str) -> None:
@@ -172,7 +172,7 @@ def test_a_run_whose_only_worker_is_killed_during_its_imports_ends(mark: str) ->
         program.communicate(timeout=DEADLINE_S)
 
     assert program.returncode == 1
-    assert "every worker was lost\n  worker 0: it was ended by signal SIGSEGV" in said()
+    assert "every worker was lost\n  worker 0: it was terminated by signal SIGSEGV" in said()
 
 
 FORKS = {
@@ -271,18 +271,18 @@ def act(worker, iteration):
         os.kill(os.getpid(), signal.SIGSTOP)
 """
     with running(stop, *PACE) as program:
-        await_that(lambda: "worker 1 is awaited" in said(), "worker 1 is named")
+        await_that(lambda: "waiting for worker 1" in said(), "worker 1 is named")
         process = processes(mark)["worker 1"]
-        assert "nothing has been heard of it for" in said()
-        assert re.search(r"It last spoke in iteration \d \(its iterations take 0\.\d+ s\)\.", said())
-        assert "Worker 0 waits for it." in said()
+        assert "which has sent nothing for" in said()
+        assert re.search(r"It last spoke in iteration \d \(its iterations usually take 0\.\d+ s\)\.", said())
+        assert "Worker 0 is waiting for it." in said()
         assert f"Its process {process} is stopped." in said()
-        assert f"'kill -CONT {process}' continues it" in said()
+        assert f"Run 'kill -CONT {process}' to continue it" in said()
         assert "--stall-timeout" in said()
         os.kill(process, signal.SIGCONT)
         program.communicate(timeout=DEADLINE_S)
 
-    assert "worker 1 is back" in said()
+    assert "worker 1 responds again" in said()
     assert program.returncode == 0
     assert summary()["lost_workers"] == []
 
@@ -295,13 +295,13 @@ def act(worker, iteration):
         os.kill(process_of("server 0"), signal.SIGSTOP)
 """
     with running(stop, *PACE) as program:
-        await_that(lambda: "server 0 is awaited" in said(), "server 0 is named")
+        await_that(lambda: "waiting for server 0" in said(), "server 0 is named")
         process = processes(mark)["server 0"]
         assert f"Its process {process} is stopped." in said()
         os.kill(process, signal.SIGCONT)
         program.communicate(timeout=DEADLINE_S)
 
-    assert "server 0 is back" in said()
+    assert "server 0 responds again" in said()
     assert program.returncode == 0, said()
 
 
@@ -325,7 +325,7 @@ def act(worker, iteration):
     assert summary()["lost_workers"] == [1]
     [loss] = summary()["losses"].values()  # type: ignore[attr-defined]
     assert re.fullmatch(
-        r"it was ended by signal SIGKILL: nothing had been heard of it for \d+ s \(--stall-timeout\)", loss
+        r"it was terminated by signal SIGKILL: it had sent nothing for \d+ s \(--stall-timeout\)", loss
     )
     assert summary()["iterations"] == {"0": 12, "1": 6}
 
@@ -342,7 +342,7 @@ def act(worker, iteration):
     )
 
     assert ended.returncode == 1
-    assert "error: server 0 failed: it was ended by signal SIGKILL: nothing had been heard" in ended.stderr
+    assert "error: server 0 failed: it was terminated by signal SIGKILL: it had sent nothing" in ended.stderr
     assert weights() == NAMES
 
 
@@ -366,7 +366,7 @@ if worker == 1:
 
 def where_they_are(ended: subprocess.CompletedProcess[str]) -> Path:
     """Where the weights were saved instead, as the run said."""
-    match = re.search(r"they were saved to (\S+) instead", ended.stderr)
+    match = re.search(r"the weights were saved to (\S+) instead", ended.stderr)
     assert match is not None, ended.stderr
     return Path(match[1])
 
@@ -482,7 +482,7 @@ def test_over_tcp_the_other_slices_survive_a_server_that_fails_at_the_end(name: 
 
     assert ended.returncode == 1, ended.stderr
     assert weights("run/weights-partial.safetensors") == ["first.bias", "first.weight"]
-    assert "the saved weights are partial; missing: second.weight, second.bias" in ended.stderr
+    assert "the saved weights are incomplete; missing: second.weight, second.bias" in ended.stderr
     assert "server 1" in ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -514,7 +514,7 @@ def act(worker, iteration):
 
     assert ended.returncode == 1
     assert "error: worker 1 failed: ValueError: the labels are missing\n" in ended.stderr
-    assert "the weights as they were then are in run/weights.safetensors" in ended.stderr.replace(
+    assert "the weights at that time were saved to run/weights.safetensors" in ended.stderr.replace(
         f"{Path.cwd()}/", ""
     )
     assert weights() == NAMES
@@ -603,7 +603,7 @@ def act(worker, iteration):
 """)
 
     assert ended.returncode == code, ended.stderr
-    assert f"worker 1 was lost: it was ended by signal {name}" in ended.stderr
+    assert f"worker 1 was lost: it was terminated by signal {name}" in ended.stderr
     assert summary()["crashed_workers"] == ([1] if code else [])
 
 
@@ -621,7 +621,7 @@ def test_a_failed_run_names_its_directory_and_the_log_to_read() -> None:
     assert ended.returncode == 1
     match = re.search(r"worker (\d) failed: it ended with exit code 7", ended.stderr)
     assert match is not None, ended.stderr
-    assert f"worker {match[1]}'s output is in {Path.cwd()}/run/worker-{match[1]}.log" in ended.stderr
+    assert f"the output of worker {match[1]} is in {Path.cwd()}/run/worker-{match[1]}.log" in ended.stderr
 
 
 def test_a_run_that_is_refused_leaves_no_directory() -> None:

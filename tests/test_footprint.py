@@ -28,7 +28,7 @@ from paceline.runtime.footprint import (
     descriptor_shortage,
     descriptors,
     footprint,
-    in_words,
+    format_size,
     process_shortage,
     shortage,
     state_vectors,
@@ -145,7 +145,7 @@ def test_the_group_that_keeps_most_counts_and_an_unknown_optimizer_keeps_many() 
 
 def test_sizes_in_words() -> None:
     sizes = [0, 1023, 1024, 1_700_000, 5 * GIB // 2, 3 * GIB * 1024, 2**60]
-    assert [in_words(size) for size in sizes] == [
+    assert [format_size(size) for size in sizes] == [
         "0 bytes",
         "1023 bytes",
         "1.0 KiB",
@@ -162,8 +162,8 @@ def test_a_shortage_names_both_sizes_and_what_to_do() -> None:
     assert shortage(over_tcp, None, "4 workers over tcp") == ""
     assert shortage(over_tcp, 5 * GIB // 2, "4 workers over tcp") == (
         "not enough memory: 4 workers over tcp with 1.0 GiB of parameters need 17.0 GiB for weights, gradients and "
-        "optimizer state, and 2.5 GiB can still be had. Ask for fewer workers, use transport 'shm' (a third for each "
-        "worker), train a smaller model, or give the machine or container more memory."
+        "optimizer state, but only 2.5 GiB are available. Use fewer workers, use transport 'shm' (which needs a "
+        "third of the memory per worker), train a smaller model, or give the machine or container more memory."
     )
     over_shm = footprint(GIB, vectors=1, workers=4, servers=1, transport="shm")
     assert "need 9.0 GiB" in (reason := shortage(over_shm, 0, "4 workers over shm"))
@@ -303,7 +303,7 @@ def test_a_run_that_needs_more_than_there_is_does_not_begin(
             f"not enough memory: 3 workers over {transport} with 1.0 MiB of parameters"
         )
         assert f"need {words} for" in str(error)
-        assert f"and {in_words(limit)} can still be had" in str(error)
+        assert f"but only {format_size(limit)} are available" in str(error)
     assert not run.shards
     assert threading.active_count() == before
 
@@ -396,9 +396,9 @@ def test_too_few_descriptors_name_the_limit_and_what_is_needed_and_what_to_do() 
     assert descriptor_shortage(*arguments, limit=needed) == ""
     assert descriptor_shortage(*arguments, limit=None) == ""
     assert descriptor_shortage(*arguments, limit=24) == (
-        f"too few descriptors: with 4 workers, 2 servers and 2 shards one process may have {needed} files and "
-        f"connections open, and the limit is 24. Raise it with 'ulimit -n {needed}' before the start, or ask for "
-        "fewer workers, servers or shards."
+        f"too few descriptors: with 4 workers, 2 servers and 2 shards one process needs up to {needed} "
+        f"open files and connections, but the limit is 24. Raise it with 'ulimit -n {needed}' before the start, or "
+        "use fewer workers, servers or shards."
     )
 
 
@@ -410,9 +410,9 @@ def test_processes_that_do_not_fit_name_both_sizes_and_what_to_do(tmp_path: Path
     assert process_shortage(3, 1, available) == ""
     assert process_shortage(3, 1, None) == ""
     assert process_shortage(4, 1, available) == (
-        "not enough memory: 4 workers and 1 server are 5 processes of about 200.0 MiB each before anything is "
-        "trained, 1000.0 MiB, and 924.0 MiB can still be had. Ask for fewer workers or servers, or give the machine "
-        "or container more memory."
+        "not enough memory: 4 workers and 1 server are 5 processes, which need about 200.0 MiB each and "
+        "1000.0 MiB in total before training begins, but only 924.0 MiB are available. Use fewer workers or servers, "
+        "or give the machine or container more memory."
     )
 
 
@@ -438,7 +438,7 @@ def test_with_the_stated_number_of_descriptors_a_run_ends_well_and_with_one_less
     options = f"--transport {transport} --workers 2 --servers 2 --shards 4"
     refused = run_limited("ulimit -n 24", options, tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert re.fullmatch(r"error: too few descriptors: .* and the limit is 24\. .*\n", refused.stderr)
+    assert re.fullmatch(r"error: too few descriptors: .* but the limit is 24\. .*\n", refused.stderr)
     assert not (tmp_path / "run").exists()
 
     [needed] = map(int, re.findall(r"'ulimit -n (\d+)'", refused.stderr))
@@ -483,7 +483,7 @@ def test_in_a_small_cgroup_a_run_is_refused_or_ends_well(
     refused = run_limited(inside, "--workers 5 --servers 1", tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert re.fullmatch(
-        r"error: not enough memory: 5 workers and 1 server are 6 processes .*\n", refused.stderr
+        r"error: not enough memory: 5 workers and 1 server are 6 processes, .*\n", refused.stderr
     )
     assert not (tmp_path / "run").exists()
     assert not re.search("oom_kill [1-9]", (folder / "memory.oom_control").read_text())

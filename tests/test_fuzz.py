@@ -32,58 +32,57 @@ import torch
 from torch import nn
 
 from paceline import DistributedOptimizer, worker_index
+from paceline.core import worker as core
 from paceline.core.layout import Layout, Parameter, ShardSlice
 from paceline.core.messages import (
     AllCommitted,
     Answer,
-    Begun,
     Bell,
-    Changing,
     Commit,
     Committed,
+    Content,
     CreateShards,
     Failed,
-    Faulted,
+    FaultReported,
     FetchSnapshot,
     FetchState,
     FetchWaits,
-    Finished,
     FromCoordinatorToWorker,
     FromServer,
     Hello,
     InitialState,
     InitialWeights,
-    MayPull,
+    IterationFinished,
+    IterationStarted,
     Message,
-    Notify,
-    Pull,
-    PullAgain,
+    PullAllowed,
+    PullRepeated,
+    PullRequested,
     Ready,
     Refused,
     Register,
-    RequestSync,
-    Restart,
     Shutdown,
     Stage,
     Started,
     State,
     Status,
-    Stopping,
-    WorkerGone,
+    SyncRequested,
+    WorkerFinished,
+    WorkerLost,
 )
 from paceline.core.model_spec import BufferSpec, ModelSpec, OptimizerSpec
-from paceline.core.worker import WorkerSync
+from paceline.core.requests import COORDINATOR, Request, Send
 from paceline.errors import PacelineError, PeerLostError, ProtocolError
 from paceline.frontend.session import current
 from paceline.runtime import spin
 from paceline.runtime.coordinator import Coordinator
-from paceline.runtime.holdings import Holdings
-from paceline.runtime.job import Place, make_job
+from paceline.runtime.job import Assignment, make_job
 from paceline.runtime.server import Server
+from paceline.runtime.server_memory import ServerMemory
 from paceline.runtime.worker import WorkerSession
 from paceline.shard.optimizers import read_groups
 from paceline.sync.actions import ApplyMean, ApplyPush
-from paceline.sync.events import Change, Stop, TimerFired
+from paceline.sync.events import Change, Stop
 from paceline.trace.recording import Trace, read_run
 from paceline.wire.addresses import connect
 from paceline.wire.memory import PIECE_BYTES, Region, cut
@@ -281,7 +280,7 @@ class Puppet:
     def __init__(self, bench: Bench, index: int) -> None:
         self.bench, self.index = bench, index
         job = bench.job
-        self.sync = WorkerSync(job.sync, job.shards)
+        self.core = core.Worker(job.sync, workers=job.workers, shards=job.shards, servers=job.servers)
         self.coordinator: Stream[Any] = Stream(
             connect(bench.coordinator.address),
             FromCoordinatorToWorker,
@@ -289,20 +288,35 @@ class Puppet:
         )
         self.servers: dict[str, Stream[Any]] = {}
         self.shards: tuple[ShardSlice, ...] = ()
-        self.started: Started | None = None
         self.region: Region | None = None
-        self.awaited: set[int] = set()
-        self.publishes = self.begun = False
+        self.completed = 0  # iterations, as `step` has said
         self.coordinator.send(Hello(job.token, "worker", index))
-        self.coordinator.send(Register(bench.model))
+        self.perform(self.core.register(bench.model))
 
     @property
     def streams(self) -> list[Stream[Any]]:
         return [self.coordinator, *self.servers.values()]
 
+    @property
+    def idle(self) -> bool:
+        """True if it has its weights and computes."""
+        return bool(self.shards) and not self.core.waiting_for
+
     def server_of(self, shard: int) -> Stream[Any]:
-        assert self.started is not None
-        return self.servers[self.started.addresses[shard % len(self.started.addresses)]]
+        return list(self.servers.values())[shard % len(self.servers)]
+
+    def perform(
+        self, requests: Sequence[Request], payloads: dict[int, list[memoryview]] | None = None
+    ) -> None:
+        """Send what the core asks for; `payloads` are those of commits and first weights, by shard."""
+        for request in requests:
+            if isinstance(request, Send):
+                message: Any = request.message
+                if request.to is COORDINATOR:
+                    self.coordinator.send(message)
+                else:
+                    payload = payloads[message.shard] if payloads is not None else []
+                    self.server_of(message.shard).send(message, payload)
 
     def sink(self, message: Message, size_bytes: int) -> list[memoryview]:
         return [memoryview(bytearray(size_bytes))]
@@ -312,25 +326,18 @@ class Puppet:
         for stream in self.streams:
             stream.flush()
         for message in self.coordinator.receive():
-            match message:
-                case Started():
-                    self.enter(message)
-                case Stopping():
-                    self.sync.plan(message.stop, message.iteration)
-                case Changing():
-                    self.sync.announce(message.change)
-                case Restart() | MayPull():
-                    pass
-                case Refused():
-                    raise ProtocolError(message.reason)
-        for stream in self.servers.values():
+            if isinstance(message, Refused):
+                raise ProtocolError(message.reason)
+            self.perform(self.core.handle(message))
+            if isinstance(message, Started):
+                self.enter(message)
+        for stream in list(self.servers.values()):
             for message in stream.receive():
                 if isinstance(message, Answer):
-                    self.sync.hear_answer(message.v_train)
-                    self.awaited.discard(message.shard)
+                    self.perform(self.core.handle(message))
 
     def enter(self, started: Started) -> None:
-        self.started, self.shards = started, started.shards
+        self.shards = started.shards
         shared = self.bench.job.transport == "shm"
         addresses = list(dict.fromkeys(started.addresses))
         channels = len(addresses) if shared and available() else 0
@@ -356,50 +363,42 @@ class Puppet:
                 outgoing, incoming = map(Ring, self.region.channels[channel])
                 stream.use_rings(outgoing, incoming)
         self.region.close()
-        self.awaited = {shard.index for shard in self.shards}
-        self.publishes = started.publisher == self.index
-        if self.publishes:
-            for shard in self.shards:
-                payload = list(cut(self.region.weights, shard).values())
-                payload += [memoryview(bytes(12))] if shard.index == 0 else []
-                self.server_of(shard.index).send(InitialWeights(shard.index), payload)
+        if started.publisher == self.index:
+            payloads = {shard.index: list(cut(self.region.weights, shard).values()) for shard in self.shards}
+            payloads[0].append(memoryview(bytes(12)))
+            self.perform(self.core.publish(), payloads)
 
-    def commit_of(self, shard: ShardSlice, **changes: Any) -> tuple[Commit, list[memoryview]]:
-        """The push of this iteration, as it would be, and its payload."""
+    def content_of(self, shard: ShardSlice) -> tuple[Content, list[memoryview]]:
+        """What a push of this iteration brings, and its payload."""
         assert self.region is not None
         pieces = () if self.bench.job.transport == "shm" else tuple(range(len(shard.pieces(PIECE_BYTES))))
         payload = list(cut(self.region.gradients, shard).values()) if pieces else []
-        commit = Commit(
-            *(shard.index, self.sync.iteration, b"\1\1", self.bench.groups),
-            pieces=pieces,
-            significance=0.5 if self.sync.needs_significance else None,
-        )
-        return msgspec.structs.replace(commit, **changes), payload
+        return Content(b"\1\1", self.bench.groups, pieces), payload
+
+    def commit_of(self, shard: ShardSlice) -> tuple[Commit, list[memoryview]]:
+        """The push of this iteration, as it would be, and its payload."""
+        content, payload = self.content_of(shard)
+        return Commit(shard.index, self.core.iteration, content, significance=self.significance), payload
+
+    @property
+    def significance(self) -> float | None:
+        return 0.5 if self.core.needs_significance else None
 
     def step(self) -> bool:
         """Do what is to be done next; True if an iteration has been completed."""
         self.hear()
-        if not self.shards or self.awaited:
+        if not self.idle:
             return False
-        if self.begun:
-            self.begun = False
-            if self.sync.answered():
-                self.coordinator.send(Begun(self.sync.iteration))
+        if self.completed < self.core.iteration:
+            self.completed = self.core.iteration
             return True
         self.push()
         return False
 
     def push(self) -> None:
-        stop, change, notify, progress = self.sync.push()
-        for shard in reversed(self.shards):
-            commit, payload = self.commit_of(shard, stop=stop, change=change, progress=progress)
-            self.server_of(shard.index).send(commit, payload)
-        if notify:
-            superstep = stop.superstep if stop is not None else None
-            number = change.number if change is not None else None
-            self.coordinator.send(Notify(self.sync.iteration, superstep, number))
-        self.begun = True
-        self.awaited = {shard.index for shard in self.shards}
+        contents, payloads = zip(*(self.content_of(shard) for shard in self.shards), strict=True)
+        requests = self.core.push(contents, significance=self.significance)
+        self.perform(requests, dict(enumerate(payloads)))
 
     def close(self) -> None:
         for stream in self.streams:
@@ -417,7 +416,7 @@ class Bench:
         self.groups = msgspec.msgpack.encode(self.model.optimizer.groups)
         self.coordinator = Coordinator.listen(self.job)
         places = [
-            Place(job=self.job, role="server", index=i, coordinator=self.coordinator.address)
+            Assignment(job=self.job, role="server", index=i, coordinator=self.coordinator.address)
             for i in range(2)
         ]
         self.servers = [Server.connect(place) for place in places]
@@ -428,35 +427,33 @@ class Bench:
         coordinator, now_s = self.coordinator, self.job.now_s()
         coordinator._hub.poll(0.0)
         for timer in coordinator._timers.take_due(now_s):
-            coordinator._tell(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
+            coordinator._perform(coordinator.core.fire(timer, now_s))
         for server in self.servers:
             server._hub.poll(0.0)
-            for shard, set_timer in server._timers.take_due(now_s):
-                server._require_holdings().fire(set_timer.worker, shard, set_timer.iteration, server._perform)
+            for timer in server._timers.take_due(now_s):
+                server._perform(server._core.fire(timer, now_s))
             assert server._running, "a peer has ended a server"
         assert coordinator._stops_s is None
 
     def validate(self) -> None:
         """No machine contradicts itself."""
-        self.coordinator._sync.validate()
+        self.coordinator.core.validate()
         for server in self.servers:
-            if server._holdings is not None:
-                for shard in server._holdings.shards.values():
-                    shard.sync.validate()
+            server._core.validate()
 
     def weights(self) -> dict[int, np.ndarray[Any, Any]]:
         """shard -> its elements, padding included."""
         return {
             index: np.concatenate([np.frombuffer(part, np.float32) for part in parts.values()])
             for server in self.servers
-            if server._holdings is not None
-            for index, parts in server._holdings.weights.items()
+            if server._memory is not None
+            for index, parts in server._memory.weights.items()
         }
 
     def close(self) -> None:
         for server in self.servers:
-            if server._holdings is not None:
-                server._holdings.close()
+            for recorder in server._recorders:
+                recorder.close()
             server._hub.close()
         self.coordinator._recorder.close()
         self.coordinator._hub.close()
@@ -501,39 +498,41 @@ class Attacker:
 
     def to_coordinator(self, puppet: Puppet) -> list[tuple[Message, int]]:
         """What a worker may tell the coordinator now, and what it never may."""
-        choice, model, its = self.choice, puppet.bench.model, puppet.sync.iteration
+        choice, model, its = self.choice, puppet.bench.model, puppet.core.iteration
         token = puppet.bench.job.token
         words: list[Message] = [
             Hello(token, choice.choice(("worker", "server", "reader")), choice.randrange(30)),
             Register(model),
-            Notify(its),
-            Notify(its, choice.randrange(3), None),
-            Notify(its, None, choice.randrange(1, 3)),
-            Begun(its),
-            Begun(its + 1),
+            IterationFinished(its),
+            IterationFinished(its, choice.randrange(3), None),
+            IterationFinished(its, None, choice.randrange(1, 3)),
+            IterationStarted(its),
+            IterationStarted(its + 1),
             AllCommitted(its),
-            RequestSync("script", choice.randrange(2), choice.choice(SYNCS)),
-            RequestSync("schedule", 0, choice.choice(SYNCS + BAD_SYNCS)),
-            RequestSync("script", choice.randrange(3), choice.choice(BAD_SYNCS)),
+            SyncRequested("script", choice.randrange(2), choice.choice(SYNCS)),
+            SyncRequested("schedule", 0, choice.choice(SYNCS + BAD_SYNCS)),
+            SyncRequested("script", choice.randrange(3), choice.choice(BAD_SYNCS)),
             Status(its, choice.choice((None, 0.5, math.nan)), "computing"),
-            Finished(),
+            WorkerFinished(),
             Ready(),
             Failed("reason", "traceback"),
-            Faulted(0, "reason", "traceback", "asp"),
+            FaultReported(0, "reason", "traceback", "asp"),
             Started((), (), 0),
-            CreateShards(model, puppet.shards, (), (0,), 0),
+            CreateShards(model, puppet.shards, "asp", (0,), 0),
             Shutdown(),
-            WorkerGone(0),
-            MayPull(its),
+            WorkerLost(0),
+            PullAllowed(its),
             Bell(),
         ]
         return [(word, 0) for word in words]
 
     def to_server(self, puppet: Puppet) -> list[tuple[Message, int]]:
         """The same for a server, with the sizes of the payloads."""
-        choice, its = self.choice, puppet.sync.iteration
+        choice, its = self.choice, puppet.core.iteration
         shard = choice.choice(puppet.shards)
         commit, parts = puppet.commit_of(shard)
+        content = commit.content
+        assert content is not None
         size_bytes = sum(part.nbytes for part in parts)
         members = choice.choice(((puppet.index,), (0, puppet.index), (0, 1, puppet.index), tuple(range(9))))
         stop = Stop(superstep=choice.randrange(4), members=members)
@@ -545,21 +544,28 @@ class Attacker:
             (replace(commit, change=change), size_bytes),
             (replace(commit, significance=choice.choice((0.0, 0.5, 1e300, math.nan))), size_bytes),
             (replace(commit, progress=choice.choice((0, 1, 5, 2**40, 2**53))), size_bytes),
-            (replace(commit, empty=True, pieces=()), 0),
+            (replace(commit, empty=True, content=replace(content, pieces=())), 0),
+            (replace(commit, content=None), size_bytes),
             (replace(commit, pulls=False), size_bytes),
-            (replace(commit, buffers=choice.choice(((0,), (0, 0), (1,), (0,) * 1000))), size_bytes + 12),
-            (replace(commit, groups=self.groups(puppet)), size_bytes),
-            (Stage(shard.index, commit.pieces), size_bytes),
-            (Stage(shard.index, commit.pieces * choice.randrange(4)), size_bytes),
-            (Pull(shard.index, its), 0),
-            (Pull(shard.index, its - 1 if its else 0), 0),
-            (PullAgain(shard.index, its), 0),
+            (
+                replace(
+                    commit,
+                    content=replace(content, buffers=choice.choice(((0,), (0, 0), (1,), (0,) * 1000))),
+                ),
+                size_bytes + 12,
+            ),
+            (replace(commit, content=replace(content, groups=self.groups(puppet))), size_bytes),
+            (Stage(shard.index, content.pieces), size_bytes),
+            (Stage(shard.index, content.pieces * choice.randrange(4)), size_bytes),
+            (PullRequested(shard.index, its), 0),
+            (PullRequested(shard.index, its - 1 if its else 0), 0),
+            (PullRepeated(shard.index, its), 0),
             (FetchState(shard.index), 0),
             (FetchSnapshot(shard.index), 0),
             (FetchWaits(), 0),
             (InitialState(shard.index), 8),
             (InitialWeights(shard.index), shard.size_bytes),
-            (Finished(), 0),
+            (WorkerFinished(), 0),
             (Bell(), 0),
             (Hello(puppet.bench.job.token, "worker", puppet.index), 0),
             (Answer(shard.index, its, 0), 0),
@@ -617,22 +623,21 @@ def shifts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What hostile workers have done that workers may do, and that honest ones can feel: a mean is applied with the
     hyper-parameters of its most advanced worker, and a flagged push is believed to flag a published change."""
     noted: list[str] = []
-    decode = Holdings._decode_groups
-    commit = Holdings.commit
+    read, keep = ServerMemory.read, ServerMemory.keep
 
-    def noting(holdings: Holdings, encoded: bytes) -> Any:
-        groups = decode(holdings, encoded)
-        if groups != holdings._created.model.optimizer.groups:
+    def noting(memory: ServerMemory, commit: Commit, gradient: Any) -> Any:
+        push = read(memory, commit, gradient)
+        if push is not None and push.groups != memory._model.optimizer.groups:
             noted.append("hyper-parameters")
-        return groups
+        return push
 
-    def noting_changes(holdings: Holdings, worker: int, message: Commit, *rest: Any) -> None:
-        commit(holdings, worker, message, *rest)
-        if worker >= HONEST and message.change is not None:
+    def noting_changes(memory: ServerMemory, worker: int, commit: Commit, *rest: Any) -> None:
+        keep(memory, worker, commit, *rest)
+        if worker >= HONEST and commit.change is not None:
             noted.append(CHANGE)
 
-    monkeypatch.setattr(Holdings, "_decode_groups", noting)
-    monkeypatch.setattr(Holdings, "commit", noting_changes)
+    monkeypatch.setattr(ServerMemory, "read", noting)
+    monkeypatch.setattr(ServerMemory, "keep", noting_changes)
     monkeypatch.setattr(spin, "SPIN_S", 0.0)
     return noted
 
@@ -647,11 +652,11 @@ def attack_by_hand(run_dir: Path, number: int, frames: int, shifts: list[str]) -
     with contextlib.closing(Bench(run_dir, choice.choice(SYNCS), transport, optimizer)) as bench:
         puppets = [Puppet(bench, index) for index in range(HONEST + HOSTILE)]
         honest, hostile = puppets[:HONEST], puppets[HONEST:]
-        while any(puppet.awaited or not puppet.shards for puppet in puppets):
+        while not all(puppet.idle for puppet in puppets):
             bench.poll()
             for puppet in puppets:
                 puppet.hear()
-        bench.addresses += {address for _, address in bench.coordinator.shards}
+        bench.addresses += {address for _, address in bench.coordinator.core.shards}
         for puppet in hostile:
             for _ in range(choice.choice((1, 2, 4, 8, 30))):
                 if not one_move(attacker, puppet):
@@ -671,25 +676,25 @@ def attack_by_hand(run_dir: Path, number: int, frames: int, shifts: list[str]) -
                 break
         for puppet in hostile:
             puppet.close()
-        goal = max(puppet.sync.iteration for puppet in honest) + LAST_STEPS
+        goal = max(puppet.core.iteration for puppet in honest) + LAST_STEPS
         finished = False
         for _ in range(POLLS):
             bench.poll()
-            under_way = [puppet for puppet in honest if puppet.sync.iteration < goal or puppet.begun]
+            under_way = [puppet for puppet in honest if puppet.core.iteration < goal or not puppet.idle]
             if finished := not under_way:
                 break
             if not step_all(under_way, shifts):
                 break
             for puppet in set(honest) - set(under_way):  # done: nobody is to wait for it
                 for stream in puppet.streams:
-                    stream.send(Finished())
+                    stream.send(WorkerFinished())
                 puppet.close()
                 honest.remove(puppet)
         assert finished or CHANGE in shifts, (
             number,
             bench.job.sync,
             transport,
-            [vars(p.sync) for p in honest],
+            [vars(p.core) for p in honest],
         )
         bench.validate()
         weights = bench.weights()
@@ -857,19 +862,18 @@ class Borrowed(Puppet):
         layout = Layout.of([Parameter(("a",), (48,), "float64")])
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
         self.index = session.worker
-        self.sync = session._sync
+        self.core = session._core
         self.shards = session._shards
         self.region = session._region
         self.coordinator = session._coordinator
         self.servers = {str(place): stream for place, stream in enumerate(session._servers)}
-        self.started = session._started
         self.bench = Words(
             session._job, ModelSpec(layout, OptimizerSpec("SGD", read_groups(optimizer), (0,)), ())
         )  # type: ignore[assignment]
 
-    def commit_of(self, shard: ShardSlice, **changes: Any) -> tuple[Commit, list[memoryview]]:
-        commit, payload = super().commit_of(shard, **changes)
-        return msgspec.structs.replace(commit, present=b"\1"), payload
+    def content_of(self, shard: ShardSlice) -> tuple[Content, list[memoryview]]:
+        content, payload = super().content_of(shard)
+        return msgspec.structs.replace(content, present=b"\1"), payload
 
 
 class Words:

@@ -1,4 +1,4 @@
-"""The generators' states, noted and given back: what is drawn afterwards is what would have been drawn."""
+"""Saved and restored states of the generators: the numbers drawn afterwards are the same again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from paceline.frontend.generators import GeneratorStates
 
-NUMPY: Any = np.random  # its stubs lack what swaps the bit generator
+NUMPY: Any = np.random  # its stubs lack the functions that replace the bit generator
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ DRAWS: dict[str, Callable[[], object]] = {
 
 
 def numbers() -> list[float]:
-    """What comes next, a normal deviate first: one may have been kept."""
+    """Return the next numbers, a normal deviate first because one may have been kept."""
     return [
         float(np.random.randn()),
         *map(float, np.random.rand(3)),

@@ -21,22 +21,23 @@ from torch import nn
 from paceline import DistributedOptimizer, worker_index
 from paceline.core.layout import ITEM_BYTES, Layout, Parameter
 from paceline.core.messages import (
-    Begun,
     Commit,
+    Content,
     FetchSnapshot,
     FetchState,
-    Finished,
     Hello,
     InitialState,
     InitialWeights,
+    IterationFinished,
+    IterationStarted,
     Message,
-    Notify,
-    Pull,
+    PullRequested,
     Ready,
     Register,
-    RequestSync,
     Stage,
     Status,
+    SyncRequested,
+    WorkerFinished,
 )
 from paceline.core.model_spec import ModelSpec, OptimizerSpec
 from paceline.errors import ConfigurationError, DeadlineError, PeerLostError
@@ -118,13 +119,9 @@ class Worker:
         """Send server 0 the commit that is due, but for some changes; the true payload, if there is no other."""
         groups = msgspec.msgpack.encode(read_groups(self.optimizer))
         pieces = self.pieces
-        true = Commit(
-            shard=0,
-            iteration=self.session.iteration,
-            present=b"\1\1",
-            groups=groups,
-            pieces=tuple(range(len(pieces))),
-        )
+        content = Content(b"\1\1", groups, tuple(range(len(pieces))))
+        inner = {key: changes.pop(key) for key in list(changes) if key in Content.__struct_fields__}
+        true = Commit(0, self.session.iteration, msgspec.structs.replace(content, **inner))
         payload = pieces if payload is None else payload
         self.session._servers[0].send(msgspec.structs.replace(true, **changes), payload)
 
@@ -325,10 +322,10 @@ ATTACKS: dict[str, Callable[[Worker], None]] = {
     "an early piece without its bytes": lambda w: w.send(Stage(0, (0,))),
     "an early piece that is too long": lambda w: w.send(Stage(0, (0,)), bytes(vectors(w)[0]) + b"12345678"),
     "early bytes of no piece": lambda w: w.send(Stage(0, ()), bytes(vectors(w)[0])),
-    "a pull without a push": lambda w: w.send(Pull(0, ATTACKED)),
-    "a pull of what was pulled": lambda w: w.send(Pull(0, ATTACKED - 1)),
-    "a pull below zero": lambda w: w.send(Pull(0, -1)),
-    "a pull from a shard that there is not": lambda w: w.send(Pull(2, ATTACKED - 1)),
+    "a pull without a push": lambda w: w.send(PullRequested(0, ATTACKED)),
+    "a pull of what was pulled": lambda w: w.send(PullRequested(0, ATTACKED - 1)),
+    "a pull below zero": lambda w: w.send(PullRequested(0, -1)),
+    "a pull from a shard that there is not": lambda w: w.send(PullRequested(2, ATTACKED - 1)),
     "hyper-parameters that are noise": lambda w: w.push(groups=b"\xc1\xc1"),
     "hyper-parameters that end too soon": lambda w: w.push(groups=groups_with()[:-3]),
     "hyper-parameters of no group": lambda w: w.push(groups=b"\x90"),
@@ -398,7 +395,7 @@ def test_a_worker_that_breaks_the_rules_is_logged_and_lost_and_the_others_finish
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 @pytest.mark.parametrize(
     ("pieces", "reason"),
-    [((0,), "Commit came with 0 bytes of payload"), ((), "a commit without 1 of its 1 pieces")],
+    [((0,), "Commit has a payload of 0 bytes"), ((), "an iteration was committed without 1 of its 1 pieces")],
     ids=str,
 )
 def test_a_commit_without_its_gradient_is_refused(
@@ -447,8 +444,8 @@ def test_a_second_pull_after_one_push_is_refused_and_the_push_counts(
     def turn(worker: Worker, iteration: int) -> None:
         if worker.session.worker == 1 and iteration == ATTACKED:
             worker.push(pulls=False)
-            worker.send(Pull(0, ATTACKED))
-            worker.send(Pull(0, ATTACKED))
+            worker.send(PullRequested(0, ATTACKED))
+            worker.send(PullRequested(0, ATTACKED))
             until_closed(worker.server)
             raise Expelled
 
@@ -489,7 +486,7 @@ def test_a_push_after_the_goodbye_is_refused(
 ) -> None:
     def turn(worker: Worker, iteration: int) -> None:
         if worker.session.worker == 1 and iteration == ATTACKED:
-            worker.send(Finished())
+            worker.send(WorkerFinished())
             worker.push()
             until_closed(worker.server)
             raise Expelled
@@ -534,8 +531,8 @@ def another_model() -> ModelSpec:
     return ModelSpec(layout, OptimizerSpec("SGD", read_groups(sgd(Slope())), (0,)), ())
 
 
-def asking(sync: str, number: int = 0) -> RequestSync:
-    return RequestSync("script", number, sync)
+def asking(sync: str, number: int = 0) -> SyncRequested:
+    return SyncRequested("script", number, sync)
 
 
 TALK: dict[str, tuple[AnySyncModel, Callable[[Worker], None]]] = {
@@ -549,12 +546,18 @@ TALK: dict[str, tuple[AnySyncModel, Callable[[Worker], None]]] = {
     ),
     "noise": (BSP(), lambda w: w.coordinator.sendall(bytes(range(64)))),
     "a header that nests without end": (BSP(), lambda w: w.coordinator.sendall(frame(NESTED))),
-    "an iteration of the future": (ElasticBSP(lookahead=4), lambda w: w.tell_coordinator(Notify(99))),
-    "an iteration below zero": (ElasticBSP(lookahead=4), lambda w: w.tell_coordinator(Notify(-1))),
-    "a beginning that nobody asked for": (BSP(), lambda w: w.tell_coordinator(Begun(w.session.iteration))),
+    "an iteration of the future": (
+        ElasticBSP(lookahead=4),
+        lambda w: w.tell_coordinator(IterationFinished(99)),
+    ),
+    "an iteration below zero": (ElasticBSP(lookahead=4), lambda w: w.tell_coordinator(IterationFinished(-1))),
+    "a beginning that nobody asked for": (
+        BSP(),
+        lambda w: w.tell_coordinator(IterationStarted(w.session.iteration)),
+    ),
     "a beginning that no plan asked for": (
         ElasticBSP(lookahead=4),
-        lambda w: w.tell_coordinator(Begun(w.session.iteration)),
+        lambda w: w.tell_coordinator(IterationStarted(w.session.iteration)),
     ),
     "a quorum above the workers": (BSP(), lambda w: w.tell_coordinator(asking("drop-stragglers:quorum=99"))),
     "a model for one shard that is for all": (BSP(), lambda w: w.tell_coordinator(asking("bsp|elastic-bsp"))),
@@ -575,13 +578,19 @@ TALK: dict[str, tuple[AnySyncModel, Callable[[Worker], None]]] = {
         BSP(),
         lambda w: w.tell_coordinator(asking("conditions:pull=pyclbr:readmodule")),
     ),
-    "a condition of this process": (BSP(), lambda w: w.tell_coordinator(asking("conditions:pull=local:f-0"))),
+    "a condition of this process": (
+        BSP(),
+        lambda w: w.tell_coordinator(asking("conditions:pull=local:f-0")),
+    ),
     "a change that is not its next": (BSP(), lambda w: w.tell_coordinator(asking("asp", number=7))),
     "a change below zero": (BSP(), lambda w: w.tell_coordinator(asking("asp", number=-1))),
-    "a change that ends nothing": (BSP(), lambda w: w.tell_coordinator(Notify(w.session.iteration, None, 1))),
+    "a change that ends nothing": (
+        BSP(),
+        lambda w: w.tell_coordinator(IterationFinished(w.session.iteration, None, 1)),
+    ),
     "a superstep that there is not": (
         ElasticBSP(lookahead=4),
-        lambda w: w.tell_coordinator(Notify(w.session.iteration, 99)),
+        lambda w: w.tell_coordinator(IterationFinished(w.session.iteration, 99)),
     ),
 }
 
@@ -636,7 +645,7 @@ def test_a_worker_that_pushes_and_never_reads_its_answers_is_dropped(
                     worker.push(iteration=ATTACKED + number)
                     stream.drain(1.0)
                     next(count)
-                worker.send(Finished())
+                worker.send(WorkerFinished())
                 stream.drain(1.0)
             until_closed(worker.server)
             raise Expelled
@@ -690,12 +699,8 @@ def test_readers_are_not_let_in_without_limit(run_on_threads: RunOnThreads) -> N
 @contextlib.contextmanager
 def reader_beside(worker: Worker, model: Slope, trained: DistributedOptimizer) -> Iterator[Reader]:
     session = worker.session
-    assert trained._trained is not None
-    spec = ModelSpec(
-        trained._trained.layout,
-        OptimizerSpec("SGD", read_groups(worker.optimizer), (0, 0)),
-        trained._trained.buffer_specs,
-    )
+    assert trained._training is not None
+    spec = trained._training.spec
     shards = list(zip(session._shards, [address_of(s.sock) for s in session._servers], strict=True))
     with contextlib.closing(Reader.connect(spec, shards, session._job.token)) as reader:
         yield reader
@@ -761,7 +766,7 @@ def test_a_reader_that_pushes_is_refused(
     def call(worker: Worker, iteration: int) -> None:
         if worker.session.worker != 1 or iteration != ATTACKED:
             return
-        commit = Commit(0, 3, b"\1\1", groups_with(), empty=True)
+        commit = Commit(0, 3, Content(b"\1\1", groups_with()), empty=True)
         with contextlib.closing(connect(address_of(worker.server))) as reader:
             reader.sendall(greeting(worker.session._job.token, "reader", 1))
             reader.sendall(frame(msgspec.msgpack.encode(commit)))

@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pytest
 
-from paceline.core.messages import FetchState, Finished, FromPeerToServer, Hello, Message, ShardWaits, Waits
+from paceline.core.messages import (
+    FetchState,
+    FromPeerToServer,
+    Hello,
+    Message,
+    ShardWaits,
+    Waits,
+    WorkerFinished,
+)
 from paceline.errors import InternalError, ProtocolError
 from paceline.runtime import strangers
 from paceline.runtime.hub import MOST_UNSENT, Hub, Peer
@@ -168,7 +176,7 @@ def test_while_no_more_are_let_in_the_host_sleeps(small: Bench, clock: Clock, fe
     for _ in range(few + 1):
         small.call()
     small.poll()
-    assert small.hub._door not in [key.fileobj for key in small.hub._selector.get_map().values()]
+    assert small.hub._acceptor not in [key.fileobj for key in small.hub._selector.get_map().values()]
     assert small.hub._strangers.left_s(5.0) == pytest.approx(strangers.GREETING_S, abs=0.01)
     clock.now_s += 0.1
     assert small.hub._strangers.left_s(5.0) == pytest.approx(strangers.GREETING_S - 0.1, abs=0.01)
@@ -223,12 +231,12 @@ def test_without_a_descriptor_in_reserve_the_host_rests_and_does_not_spin(
         def close(self) -> None:
             pass
 
-    listener, bench.hub._door._listener = bench.hub._door._listener, Exhausted()  # type: ignore[assignment]
-    bench.hub._door.fileno = listener.fileno  # type: ignore[method-assign]
+    listener, bench.hub._acceptor._listener = bench.hub._acceptor._listener, Exhausted()  # type: ignore[assignment]
+    bench.hub._acceptor.fileno = listener.fileno  # type: ignore[method-assign]
     caller = bench.call(GREETING)
     bench.poll(1000)
     assert next(tried) < 40
-    bench.hub._door._listener = listener
+    bench.hub._acceptor._listener = listener
     clock.now_s += 1.0
     bench.poll()
     assert not closed(caller)
@@ -242,16 +250,16 @@ def test_what_strangers_do_is_logged_a_few_times_and_then_counted(
         bench.call(framed(Hello("another", "reader", 0))).close()
         bench.poll(2)
     assert bench.strangers == 0
-    assert len(caplog.records) == strangers.SAID_IN_FULL
+    assert len(caplog.records) == strangers.LOGGED_IN_FULL
     clock.now_s += strangers.COUNT_INTERVAL_S + 1
     bench.poll()
-    assert len(caplog.records) == strangers.SAID_IN_FULL + 1
+    assert len(caplog.records) == strangers.LOGGED_IN_FULL + 1
     for _ in range(10):
         bench.call(framed(Hello("another", "reader", 0))).close()
         bench.poll(2)
     bench.hub._strangers.close()
-    counts = [int(count) for count in re.findall(r"(\d+) more like these", caplog.text)]
-    assert sum(counts) + strangers.SAID_IN_FULL == 1010
+    counts = [int(count) for count in re.findall(r"(\d+) more messages like these", caplog.text)]
+    assert sum(counts) + strangers.LOGGED_IN_FULL == 1010
     assert len(counts) == 2
 
 
@@ -267,7 +275,7 @@ def test_whatever_a_message_brings_about_costs_its_sender_its_connection_alone(
     other, culprit = bench.call(GREETING), bench.call(GREETING)
     bench.poll()
     bench.trips = trip
-    culprit.sendall(framed(Finished()))
+    culprit.sendall(framed(WorkerFinished()))
     bench.poll()
     assert closed(culprit)
     assert len(bench.left) == 1
@@ -276,7 +284,7 @@ def test_whatever_a_message_brings_about_costs_its_sender_its_connection_alone(
     bench.trips = lambda: None
     other.sendall(framed(FetchState(0)))
     bench.poll()
-    assert bench.heard == [Finished(), FetchState(0)]
+    assert bench.heard == [WorkerFinished(), FetchState(0)]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +295,7 @@ def test_what_is_not_the_senders_fault_ends_the_host(bench: Bench, error: Except
         raise error
 
     bench.trips = trip
-    bench.call(GREETING + framed(Finished()))
+    bench.call(GREETING + framed(WorkerFinished()))
     with pytest.raises(type(error)):
         bench.poll()
 
@@ -306,7 +314,7 @@ def test_a_peer_that_does_not_read_what_it_is_sent_is_dropped(
             break
         assert sent < 2 * MOST_UNSENT
     assert sent >= MOST_UNSENT - 1
-    assert "it does not read what it is sent" in caplog.text
+    assert "it does not read the messages sent to it" in caplog.text
     deaf.close()
 
 
@@ -319,7 +327,7 @@ def test_what_a_peer_said_before_it_left_is_heard_although_it_could_not_be_sent_
 
     def answer() -> None:
         bench.trips = lambda: None
-        caller.sendall(framed(Finished()))
+        caller.sendall(framed(WorkerFinished()))
         caller.shutdown(socket.SHUT_RD)
         caller.close()
         for _ in range(3):  # over TCP, the first one tells that nobody is there
@@ -328,7 +336,7 @@ def test_what_a_peer_said_before_it_left_is_heard_although_it_could_not_be_sent_
     bench.trips = answer
     caller.sendall(framed(FetchState(0)))
     bench.poll()
-    assert bench.heard == [FetchState(0), Finished()]
+    assert bench.heard == [FetchState(0), WorkerFinished()]
     assert not bench.hub.peers
 
 
@@ -352,7 +360,7 @@ def test_a_greeting_that_the_host_refuses_is_logged(bench: Bench, caplog: pytest
 
 
 def test_a_door_that_is_closed_twice_closes_nothing_of_somebody_else() -> None:
-    door = strangers.Door(listen_unix()[0])
+    door = strangers.Acceptor(listen_unix()[0])
     door.close()
     others = [
         os.open(os.devnull, os.O_RDONLY) for _ in range(4)

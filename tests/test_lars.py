@@ -1,4 +1,4 @@
-"""LARS: by itself it is its formula; in a run, momentum SGD on the mean of the workers' scaled gradients."""
+"""LARS: by itself it follows its formula; in a run it is momentum SGD with the mean of the scaled gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def template() -> nn.Module:
-    """Odd sizes, so that slices cut through layers; a bias of zeros; a parameter that never has a gradient."""
+    """Return a model of odd sizes, so that slices cut through layers. One bias is zero, one parameter is unused."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(5, 23), nn.Tanh(), nn.Linear(23, 2))
@@ -42,7 +42,7 @@ TEMPLATE = template()
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The same weights, whichever thread asks."""
+    """Return a model with the same weights on every thread."""
     return copy.deepcopy(TEMPLATE).to(dtype)
 
 
@@ -79,7 +79,7 @@ def by_formula(
     eps: float = 1e-8,
     nesterov: bool = False,
 ) -> State:
-    """The mean of each worker's scaled gradient, then momentum SGD, written out."""
+    """Return the weights after momentum SGD with the mean of the workers' scaled gradients, by the formula."""
     model = net(dtype)
     velocity: dict[nn.Parameter, torch.Tensor] = {}
     for iteration in range(steps):
@@ -151,7 +151,7 @@ def test_norms_do_not_overflow(dtype: torch.dtype) -> None:
     weight.grad = torch.full((16,), huge, dtype=dtype)
     LARS(
         [weight], lr=1.0, trust_coefficient=0.5
-    ).step()  # d is the weights' length in the gradient's direction
+    ).step()  # d has half the weights' norm, in the gradient's direction
     # A local rate of 1e-39 has few bits in single precision.
     torch.testing.assert_close(weight.detach().double(), torch.full((16,), 0.5).double(), rtol=1e-2, atol=0)
 
@@ -198,7 +198,7 @@ def test_a_value_out_of_its_range_is_refused_by_name(settings: dict[str, float])
 
 
 def test_nesterov_needs_a_momentum() -> None:
-    with pytest.raises(ConfigurationError, match=r"^nesterov is True and momentum 0"):
+    with pytest.raises(ConfigurationError, match=r"^nesterov is True but momentum is 0"):
         LARS([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0, nesterov=True)
 
 
@@ -213,7 +213,7 @@ def test_the_servers_run_sgd_for_it() -> None:
     make_optimizer("SGD", read_groups(optimizer), [[torch.ones(2)]])
 
     class Mine(LARS):
-        """A user's own: whatever it does, neither workers nor servers would do it."""
+        """A subclass of a user's own, which neither workers nor servers have."""
 
     with pytest.raises(ConfigurationError, match=r"Mine cannot run on the servers.*paceline\.LARS\.$"):
         require_elementwise(Mine([nn.Parameter(torch.ones(2))], lr=0.5))
@@ -285,7 +285,7 @@ def test_its_state_comes_back_and_a_run_goes_on_from_it(run_on_threads: RunOnThr
 
     saved: Any = run_on_threads(lambda: train(0, 5, None), workers=2, servers=3).results[0]
     state = saved["optimizer"]
-    assert set(state["state"]) == {1, 2, 3, 4}  # 0 is the unused one
+    assert set(state["state"]) == {1, 2, 3, 4}  # parameter 0 is never used
     assert {tuple(entries) for entries in state["state"].values()} == {("momentum_buffer",)}
     assert state["param_groups"][0]["trust_coefficient"] == 1e-3
     run = run_on_threads(lambda: train(5, 10, saved), workers=2, servers=2)

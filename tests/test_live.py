@@ -273,7 +273,7 @@ def test_a_killed_server_ends_the_run_which_names_it(mark: str, tmp_path: Path) 
         )
 
     assert caught.value.process == "server 1"
-    assert str(caught.value) == "server 1 failed: it was ended by signal SIGKILL"
+    assert str(caught.value) == "server 1 failed: it was terminated by signal SIGKILL"
     assert processes(mark) == {}
     assert not (tmp_path / "run" / "summary.json").exists()
 
@@ -290,7 +290,7 @@ def test_a_gradient_with_nan_stops_the_run_naming_worker_iteration_and_parameter
         )
 
     assert caught.value.process == "worker 1"
-    assert "worker 1, iteration 4: the gradient of 'norm.bias' has NaN or inf in it" in caught.value.reason
+    assert "worker 1, iteration 4: the gradient of 'norm.bias' contains NaN or inf" in caught.value.reason
     assert "--on-nan skip" in caught.value.reason
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline import DistributedOptimizer
-from paceline.core.changes import ShardSync
-from paceline.core.shard import BareShard
+from paceline.core import shard as core
+from paceline.core.shard_sync import ShardSync
 from paceline.sim import Cluster, Presence, Uniform, simulate
 from paceline.sync import ASP, BSP, AnySyncModel, DropStragglers
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
@@ -199,7 +199,7 @@ class Told:
 
     def __init__(self, sync: AnySyncModel, workers: int) -> None:
         self._memory = Memory(Header(sync=str(sync), host="shard"))
-        self._shard = BareShard(sync, recorder=self._memory)
+        self._shard = core.Shard(0, [sync], recorder=self._memory)
         for worker in range(workers):
             self.tell(WorkerJoined(now_s=0.0, worker=worker))
 
@@ -278,15 +278,14 @@ def test_a_restart_of_a_worker_is_measured_like_the_start_before_it() -> None:
 
 
 def largest_gap(trace: Trace) -> int:
-    """The largest c_p - min c of a worker whose pull was answered, by the ledger of a machine told the same."""
+    """The largest c_p - min c of a worker whose pull was answered, by the counts of a machine told the same."""
     machine = new_machine(trace.header)
     assert isinstance(machine, ShardSync)
     largest = 0
     for entry in trace.entries:
         for action in machine.handle(entry.event):
             if isinstance(action, AnswerPull):
-                slowest = machine.ledger.slowest
-                largest = max(largest, machine.ledger.count.get(action.worker, slowest) - slowest)
+                largest = max(largest, machine.counts.gap(action.worker))
     return largest
 
 

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`, the front end: what it refuses, what it notices, and that alone it is the wrapped one."""
+"""`DistributedOptimizer`: the errors that it raises, the changes that it detects, and its behavior without a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ State = dict[str, torch.Tensor]
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """The same weights at each call."""
+    """Return a model with the same weights at each call."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).to(dtype)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
@@ -36,7 +36,7 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def backward(model: nn.Module, iteration: int = 0) -> torch.Tensor:
-    """Fill the gradients in."""
+    """Compute the gradients of one iteration and return its loss."""
     generator = torch.Generator().manual_seed(100 + iteration)
     x = torch.randn(5, 4, generator=generator).to(next(model.parameters()).dtype)
     loss: torch.Tensor = model(x).square().mean()
@@ -65,14 +65,14 @@ def weights_of(model: nn.Module) -> State:
 
 
 def assert_same(one: State, other: State) -> None:
-    """Bit by bit."""
+    """Assert that two states are equal bit by bit."""
     assert one.keys() == other.keys()
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, equal_nan=True)
 
 
 def begun() -> tuple[nn.Sequential, torch.optim.Optimizer, DistributedOptimizer]:
-    """A model whose training has begun, the wrapped optimizer and the wrapper; in a worker."""
+    """Return a model after its first step in a worker, the wrapped optimizer and the wrapper."""
     model = net()
     wrapped = sgd(model)
     optimizer = DistributedOptimizer(wrapped, model=model)
@@ -80,15 +80,15 @@ def begun() -> tuple[nn.Sequential, torch.optim.Optimizer, DistributedOptimizer]
     return model, wrapped, optimizer
 
 
-# -- what is refused --------------------------------------------------------------------------------------
+# -- optimizers and models that are refused ---------------------------------------------------------------
 
 
 class Mine(torch.optim.SGD):
-    """May override anything, so nobody knows what its slices would do."""
+    """A subclass of a user's own: how it behaves on slices is unknown."""
 
 
 class SGD(torch.optim.SGD):
-    """Not torch's, for all its name."""
+    """A class that has the name of torch's SGD but is not torch's SGD."""
 
 
 @pytest.mark.parametrize(
@@ -181,12 +181,12 @@ def test_a_model_that_does_not_hold_the_parameters_is_refused(run_on_threads: Ru
         step(model, optimizer)
 
     with pytest.raises(
-        ConfigurationError, match=r"parameter 0, of shape \[6, 4\], is not one of the model's"
+        ConfigurationError, match=r"parameter 0, of shape \[6, 4\], is not a parameter of the model"
     ):
         run_on_threads(train, workers=1)
 
 
-# -- weights that change behind its back ------------------------------------------------------------------
+# -- weights that change outside step() -------------------------------------------------------------------
 
 
 def replace(model: nn.Module) -> None:
@@ -255,13 +255,13 @@ def test_weights_that_change_outside_step_are_an_error(
         optimizer.zero_grad()
         backward(model, 2)
         change(model)
-        for _ in range(2):  # it does not get used to it
+        for _ in range(2):  # the next call raises it again
             with pytest.raises(WeightsChangedError) as caught:
                 optimizer.step()
             assert message in str(caught.value)
 
     run = run_on_threads(train, workers=1, servers=2, transport=transport)
-    assert_same(run.state_dict, before)  # nothing of it has reached the servers
+    assert_same(run.state_dict, before)  # no edit has reached the servers
 
 
 def test_weights_may_change_before_the_first_step(run_on_threads: RunOnThreads) -> None:
@@ -320,9 +320,9 @@ def test_the_optimizer_can_no_longer_be_changed_once_training_has_begun(run_on_t
     def train() -> None:
         model, _, optimizer = begun()
         state = optimizer.state_dict()
-        with pytest.raises(UsageError, match=r"^add_param_group\(\) must come before the first step"):
+        with pytest.raises(UsageError, match=r"^add_param_group\(\) must be called before the first step"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-        with pytest.raises(UsageError, match=r"^load_state_dict\(\) must come before the first step"):
+        with pytest.raises(UsageError, match=r"^load_state_dict\(\) must be called before the first step"):
             optimizer.load_state_dict(state)
         step(model, optimizer, 1)
 
@@ -355,7 +355,7 @@ def test_a_state_loaded_behind_its_back_is_noticed(run_on_threads: RunOnThreads,
         if when == "after":
             step(model, optimizer)
         wrapped.load_state_dict(wrapped.state_dict())
-        with pytest.raises(UsageError, match=r"behind the DistributedOptimizer's back"):
+        with pytest.raises(UsageError, match=r"load_state_dict\(\) on the DistributedOptimizer"):
             step(model, optimizer)
 
     run_on_threads(train, workers=1)
@@ -448,18 +448,29 @@ def test_such_a_push_can_be_dropped_and_the_run_goes_on(
 
     model = net(torch.float64)
     alone = torch.optim.SGD(model.parameters(), lr=0.1)
-    for iteration in (0, 1, 2, 4):  # 1 is worker 0's; in 3 nobody's is finite
+    for iteration in (
+        0,
+        1,
+        2,
+        4,
+    ):  # in iteration 1 only worker 0's gradient is finite, in iteration 3 no worker's
         step(model, alone, iteration)
     with caplog.at_level(logging.WARNING):
         run = run_on_threads(train, workers=2, servers=3, transport=transport, on_nan="skip")
     for state in (run.state_dict, run.results[0], run.results[1]):
         torch.testing.assert_close(state, weights_of(model), rtol=1e-12, atol=1e-15)
     measured = measure(run.shards)
-    assert measured.dropped_pushes == 3 * 3  # each of the 3 at each of the shards
+    assert measured.dropped_pushes == 3 * 3  # 3 pushes, each to 3 shards
     assert measured.updates == 4
     assert measured.iterations == {0: 5, 1: 5}
-    assert "worker 1, iteration 1: skipped, the gradient of '0.weight' is not finite" in caplog.text
-    assert "worker 0, iteration 3: skipped, the gradient of '2.bias' is not finite" in caplog.text
+    assert (
+        "worker 1, iteration 1: gradients not pushed, because that of '0.weight' holds NaN or inf"
+        in caplog.text
+    )
+    assert (
+        "worker 0, iteration 3: gradients not pushed, because that of '2.bias' holds NaN or inf"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -548,7 +559,7 @@ def test_alone_it_is_the_wrapped_optimizer_bit_by_bit(name: str, closure: bool) 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_alone_its_state_round_trips_with_the_wrapped_optimizers(name: str) -> None:
-    """Through a deep copy, as through a file; into a wrapper or into a plain optimizer."""
+    """The state goes through a deep copy, as through a file, into a wrapper or into a plain optimizer."""
     whole = net()
     uninterrupted = OPTIMIZERS[name](whole)
     for iteration in range(6):
@@ -699,7 +710,7 @@ def test_what_a_closure_returns_is_passed_through_and_shown_if_it_is_a_number(
 
 
 def test_what_a_closure_returns_has_the_type_that_it_returned() -> None:
-    """The type checker checks it, too."""
+    """The type checker checks the types of this test as well."""
     model = net()
     optimizer = DistributedOptimizer(sgd(model), model=model)
 

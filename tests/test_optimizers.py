@@ -1,4 +1,4 @@
-"""Which optimizers may run on slices, and that they give there what they give on whole tensors."""
+"""The optimizers that can run on slices, and that they give the same results there as on whole tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SIZE = 203
 
 
 class MySGD(torch.optim.SGD):
-    """A user's own: whatever it does, the servers would not do it."""
+    """A subclass of a user's own, which the servers do not have."""
 
 
 class Adam(torch.optim.SGD):
-    """Named like one of the table, and something else."""
+    """A class that has the name of one in `ELEMENTWISE` but is another class."""
 
 
 def a_matrix() -> list[torch.Tensor]:
@@ -71,7 +71,7 @@ def weights(dtype: torch.dtype) -> torch.Tensor:
 
 
 def train(parts: list[torch.Tensor], name: str, groups: tuple[HyperParameters, ...]) -> torch.Tensor:
-    """Six steps on the parts of one vector; the vector."""
+    """Make six steps on the parts of one vector and return the vector."""
     optimizer = make_optimizer(name, groups, [parts])
     dtype = parts[0].dtype
     generator = torch.Generator().manual_seed(1)
@@ -120,7 +120,7 @@ def test_groups_are_plain_numbers_that_travel() -> None:
         weight_decay=0.25,
         fused=True,
     )
-    optimizer.param_groups[1]["lr"] = np.float32(0.125)  # a scheduler's own arithmetic may leave such things
+    optimizer.param_groups[1]["lr"] = np.float32(0.125)  # a scheduler's arithmetic may produce NumPy numbers
     first, second = read_groups(optimizer)
     assert (first["lr"], first["weight_decay"], first["betas"]) == (0.5, 0.25, (0.9, 0.999))
     assert (second["lr"], second["betas"]) == (0.125, (0.8, 0.9))

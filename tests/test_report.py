@@ -16,7 +16,7 @@ from rich.console import Console
 from paceline.errors import ConfigurationError
 from paceline.report.accuracy import Curve, draw_accuracy
 from paceline.report.canvas import new_figure, save
-from paceline.report.comparison import Outcome, comparison_table, medians
+from paceline.report.comparison import TrialOutcome, comparison_table, medians
 from paceline.report.picture import comparison_picture
 from paceline.report.timeline import COMPUTING, DROPPED, WAITING, Timeline, draw_timeline, read_timeline
 from paceline.sync.actions import ApplyMean, ApplyPush
@@ -35,8 +35,8 @@ TIMELINE = Timeline(
 )
 
 
-def outcome(**changes: object) -> Outcome:
-    plain = Outcome(
+def outcome(**changes: object) -> TrialOutcome:
+    plain = TrialOutcome(
         sync="bsp",
         learning_rate=0.1,
         momentum=0.9,
@@ -205,8 +205,8 @@ def test_whole_picture_is_saved_with_a_strip_for_each_sync_model(tmp_path: Path)
     assert legend is not None
     assert [text.get_text().split(",")[0] for text in legend.get_texts()] == [
         "computing",
-        "waiting for the others",
-        "computed in vain",
+        "waiting and pulling",
+        "aborted computation",
         "barrier",
     ]
     save(figure, tmp_path / "picture.png")

@@ -1,4 +1,4 @@
-"""A computation that is dropped half-way leaves no trace, and is started anew."""
+"""A computation that is aborted midway leaves no trace, and is restarted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.frontend.session import Session
 
 
 class Ordering:
-    """As much of a session as a restart needs: orders one when it is asked for the n-th time."""
+    """The part of a session that a restart needs. It orders one restart when it is asked for the n-th time."""
 
     def __init__(self, at: int) -> None:
         self.asked = 0
@@ -35,7 +35,7 @@ class Ordering:
 
 
 class Net(nn.Module):
-    """Batch normalisation, dropout, and an activation that works in place."""
+    """A model with batch normalization, dropout, and an activation that works in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,11 +56,13 @@ def made() -> Net:
 
 
 BATCH = torch.linspace(-1, 1, 24).reshape(6, 4)
-HOOKS = 1 + 5 + 6  # the asks of one computation: the net's forward, its five modules', six gradients
+HOOKS = (
+    1 + 5 + 6
+)  # calls of restart_ordered() in one computation: the net's forward, five modules' forwards, six gradients
 
 
 def compute(model: Net, session: Ordering, body: Callable[[Net], Any] | None = None) -> Any:
-    """One closure under a session; with the usual body, the loss and some random numbers."""
+    """Run one closure under a session. The default body returns the loss and some random numbers."""
 
     def usual(net: Net) -> list[float]:
         for parameter in net.parameters():
@@ -129,7 +131,7 @@ def test_gradients_that_are_accumulated_into_are_given_back(at: int) -> None:
 
 
 def test_without_a_layer_to_copy_them_before_accumulated_gradients_are_waited_for() -> None:
-    """A closure that uses parameters without any module's forward: it is dropped at its end, not in the middle."""
+    """A closure that uses parameters without any module's forward is aborted at its end, not in the middle."""
     ended = []
     model = made()
     weight = model.first.weight

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from paceline.core.messages import (
     Answer,
-    Finished,
     FromPeerToServer,
     FromServer,
     InitialWeights,
     Message,
-    PullAgain,
+    PullRepeated,
+    WorkerFinished,
 )
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.wire import ring as rings
@@ -121,7 +121,7 @@ def test_what_no_honest_writer_writes_is_an_error_and_never_read_for_ever(what: 
         reader.read()
     for word, value in words:
         set_word(reader, word, value)
-    with pytest.raises(ValueError, match=r"in a ring|are said to be written"):
+    with pytest.raises(ValueError, match=r"in a ring|the writer reports"):
         reader.read()
 
 
@@ -132,7 +132,7 @@ def test_a_reader_that_has_read_what_was_not_written_or_goes_back_is_an_error(ta
     reader.read()
     writer.write(b"2")
     set_word(reader, rings.READ, taken)
-    with pytest.raises(ValueError, match="the reader says that it has read"):
+    with pytest.raises(ValueError, match="the reader reports that it has read"):
         writer.write(b"3")
 
 
@@ -140,9 +140,9 @@ def test_what_lay_in_the_memory_before_is_not_believed() -> None:
     memory = memoryview(mmap.mmap(-1, RING_BYTES))
     memory[:] = b"\xff" * RING_BYTES
     writer = Ring(memory)
-    with pytest.raises(ValueError, match="the reader says"):
+    with pytest.raises(ValueError, match="the reader reports"):
         writer.write(b"1")
-    with pytest.raises(ValueError, match="are said to be written"):
+    with pytest.raises(ValueError, match="the writer reports"):
         Ring(memory).read()
 
 
@@ -245,12 +245,12 @@ def streams() -> Iterator[tuple[Stream[FromServer], Stream[FromPeerToServer], by
 
 def test_messages_with_a_payload_keep_their_place_among_those_in_the_ring() -> None:
     with streams() as (worker, server, payload):
-        worker.send(PullAgain(0, 1))
+        worker.send(PullRepeated(0, 1))
         worker.send(InitialWeights(1), [memoryview(b"\7" * 1000)])
-        worker.send(PullAgain(0, 2))
-        assert list(server.receive(from_socket=False)) == [PullAgain(0, 1)]
+        worker.send(PullRepeated(0, 2))
+        assert list(server.receive(from_socket=False)) == [PullRepeated(0, 1)]
         assert not server.ring_ready  # what comes next comes from the socket
-        assert list(server.receive()) == [InitialWeights(1), PullAgain(0, 2)]
+        assert list(server.receive()) == [InitialWeights(1), PullRepeated(0, 2)]
         assert payload[:1000] == b"\7" * 1000
 
 
@@ -258,39 +258,39 @@ def test_a_payload_that_comes_bit_by_bit_holds_up_what_follows_it() -> None:
     with streams() as (worker, server, payload):
         worker.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         worker.send(InitialWeights(0), [memoryview(bytes(range(200)) * 1000)])
-        worker.send(PullAgain(0, 1))
+        worker.send(PullRepeated(0, 1))
         got: list[Message] = []
         while len(got) < 2:
             got += server.receive()
             worker.flush()
-        assert got == [InitialWeights(0), PullAgain(0, 1)]
+        assert got == [InitialWeights(0), PullRepeated(0, 1)]
         assert payload == bytes(range(200)) * 1000
 
 
 def test_a_sleeper_is_woken_through_the_socket_and_nobody_else() -> None:
     with streams() as (worker, server, _):
-        worker.send(PullAgain(0, 1))
+        worker.send(PullRepeated(0, 1))
         assert not select.select([server], [], [], 0)[0]
         assert not server.fall_asleep()
-        assert list(server.receive(from_socket=False)) == [PullAgain(0, 1)]
+        assert list(server.receive(from_socket=False)) == [PullRepeated(0, 1)]
         assert server.fall_asleep()
-        worker.send(PullAgain(0, 2))
+        worker.send(PullRepeated(0, 2))
         assert select.select([server], [], [], TIMEOUT_S)[0]
         server.wake_up()
-        assert list(server.receive()) == [PullAgain(0, 2)]
-        worker.send(PullAgain(0, 3))
+        assert list(server.receive()) == [PullRepeated(0, 2)]
+        worker.send(PullRepeated(0, 3))
         assert not select.select([server], [], [], 0)[0]
 
 
 def test_what_was_said_before_the_connection_ended_is_heard() -> None:
     with streams() as (worker, server, _):
-        worker.send(PullAgain(0, 1))
-        worker.send(Finished())
+        worker.send(PullRepeated(0, 1))
+        worker.send(WorkerFinished())
         worker.sock.close()
         heard: list[Message] = []
         with pytest.raises(PeerLostError):
             heard.extend(server.receive())
-        assert heard == [PullAgain(0, 1), Finished()]
+        assert heard == [PullRepeated(0, 1), WorkerFinished()]
 
 
 def test_what_the_ring_has_no_room_for_waits_and_comes_in_order() -> None:
@@ -318,7 +318,7 @@ def test_a_frame_of_noise_is_refused() -> None:
 def test_a_message_whose_payload_was_left_out_is_refused() -> None:
     with streams() as (worker, server, payload):
         server.sink = lambda message, size_bytes: [memoryview(payload)]
-        worker.send(PullAgain(0, 1))
+        worker.send(PullRepeated(0, 1))
         with pytest.raises(ProtocolError, match="without its payload"):
             list(server.receive(from_socket=False))
 
@@ -337,12 +337,12 @@ def test_a_ring_that_makes_no_sense_is_the_peers_fault_at_either_end() -> None:
 
 def test_one_call_handles_what_the_ring_held_when_it_began_and_no_more() -> None:
     with streams() as (worker, server, _):
-        worker.send(PullAgain(0, 0))
+        worker.send(PullRepeated(0, 0))
         heard = 0
         for _ in server.receive(from_socket=False):
             heard += 1
             assert heard < 10, "a peer that goes on sending holds its host for ever"
-            worker.send(PullAgain(0, heard))
+            worker.send(PullRepeated(0, heard))
         assert heard == 1
         assert server.ring_ready
 
@@ -378,12 +378,12 @@ def test_where_a_payload_goes_is_asked_when_all_that_comes_before_it_has_been_ha
         server._ring_in = FilledLate(  # type: ignore[assignment]
             server._ring_in,
             [
-                lambda: worker.send(PullAgain(0, 1)),
+                lambda: worker.send(PullRepeated(0, 1)),
                 lambda: worker.send(InitialWeights(0), [memoryview(b"x" * 100)]),
             ],
         )
-        assert list(server.receive()) == [PullAgain(0, 1), InitialWeights(0)]
-        assert asked == [PullAgain(0, 1), InitialWeights(0)]
+        assert list(server.receive()) == [PullRepeated(0, 1), InitialWeights(0)]
+        assert asked == [PullRepeated(0, 1), InitialWeights(0)]
         assert payload[:100] == b"x" * 100
 
 

@@ -1,4 +1,4 @@
-"""One shard: weights, optimizer and sync model together, with real optimizers and real gradients."""
+"""One shard and its store together, with real optimizers and real gradients."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from paceline.core.layout import Layout, Parameter
+from paceline.core.messages import Answer
 from paceline.core.model_spec import HyperParameters, OptimizerSpec
+from paceline.core.requests import Apply, Discard, Preserve, Send
+from paceline.core.shard import Shard
 from paceline.errors import InvalidEventError, ProtocolError
 from paceline.shard.optimizers import ELEMENTWISE, read_groups, require_elementwise
-from paceline.shard.store import ForHost, Push, Shard, Vectors
+from paceline.shard.store import Push, Store, Vectors
 from paceline.sync import ASP, BSP, SSP, AnySyncModel, Conditions, ElasticBSP, PullState, PushState
-from paceline.sync.actions import AnswerPull
 from paceline.sync.events import (
     AnyEvent,
     PullRequested,
@@ -75,6 +77,7 @@ class Job:
 
     Attributes:
         shards: the shards.
+        stores: the store of each.
         answers: (shard, worker, iteration, version) of every pull that was answered.
     """
 
@@ -100,10 +103,12 @@ class Job:
         flat = self.flatten(weights)
         self.slices = self.layout.slice_evenly(shards)
         self.shards = []
+        self.stores = []
         for i, bounds in enumerate(self.slices):
             mine = {d: flat[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
             recorder = recorders[i] if recorders else None
-            self.shards.append(Shard(bounds, mine, spec, sync, recorder=recorder))
+            self.stores.append(Store(bounds, mine, spec))
+            self.shards.append(Shard(i, [sync], recorder=recorder))
         self.answers: list[tuple[int, int, int, int]] = []
         for worker in range(workers):
             self.tell(WorkerJoined(now_s=0.0, worker=worker))
@@ -119,13 +124,23 @@ class Job:
         return flat
 
     def tell(self, event: AnyEvent, pushes: Sequence[Push | None] | None = None) -> None:
-        for index, shard in enumerate(self.shards):
-
-            def answer(pull: ForHost, index: int = index, shard: Shard = shard) -> None:
-                assert isinstance(pull, AnswerPull)
-                self.answers.append((index, pull.worker, pull.iteration, shard.version))
-
-            shard.handle(event, pushes[index] if pushes is not None else None, answer)
+        for index, (shard, store) in enumerate(zip(self.shards, self.stores, strict=True)):
+            requests = shard.handle(event)
+            push = pushes[index] if pushes is not None else None
+            if push is not None and isinstance(event, PushReceived):
+                store.put(event.worker, event.iteration, push)
+            for request in requests:
+                match request:
+                    case Apply(_, applied, scale):
+                        store.apply(applied, scale)
+                    case Discard(_, worker, iteration):
+                        store.discard(worker, iteration)
+                    case Preserve(_, worker, iteration):
+                        store.preserve(worker, iteration)
+                    case Send(to, Answer() as answer):
+                        self.answers.append((index, to.index, answer.iteration, answer.version))
+                    case _:
+                        raise AssertionError(f"unexpected {request}")
 
     def push(
         self,
@@ -152,9 +167,9 @@ class Job:
     def weights(self) -> list[torch.Tensor]:
         """The model's tensors, put together from the shards."""
         parts: list[list[torch.Tensor]] = [[] for _ in self.layout.parameters]
-        for bounds, shard in zip(self.slices, self.shards, strict=True):
-            for segment in bounds.segments:
-                parts[segment.parameter].append(shard.weights[segment.dtype][segment.start : segment.stop])
+        for store in self.stores:
+            for segment in store.bounds.segments:
+                parts[segment.parameter].append(store.weights[segment.dtype][segment.start : segment.stop])
         return [
             torch.cat(part).reshape(parameter.shape)
             for part, parameter in zip(parts, self.layout.parameters, strict=True)
@@ -472,7 +487,7 @@ def test_the_optimizers_state_saved_and_restored_goes_on_as_if_nothing_had_happe
     for iteration in range(3):
         job.push(0, iteration, gradients(iteration))
     resumed = Job(ASP(), OPTIMIZERS[name], shards=3, weights=job.weights())
-    for old, new in zip(job.shards, resumed.shards, strict=True):
+    for old, new in zip(job.stores, resumed.stores, strict=True):
         state = {key: value.clone() for key, value in old.optimizer_state().items()}
         new.load_optimizer_state(state)
         assert new.optimizer_state().keys() == state.keys()
@@ -486,9 +501,9 @@ def test_the_optimizers_state_saved_and_restored_goes_on_as_if_nothing_had_happe
 def test_a_restored_state_is_a_copy() -> None:
     job = Job(ASP(), OPTIMIZERS["SGD momentum"])
     job.push(0, 0, gradients(0))
-    state = {key: value.clone() for key, value in job.shards[0].optimizer_state().items()}
+    state = {key: value.clone() for key, value in job.stores[0].optimizer_state().items()}
     fresh = Job(ASP(), OPTIMIZERS["SGD momentum"])
-    fresh.shards[0].load_optimizer_state(state)
+    fresh.stores[0].load_optimizer_state(state)
     kept = {key: value.clone() for key, value in state.items()}
     fresh.push(0, 0, gradients(1))
     assert all(torch.equal(state[key], kept[key]) for key in kept)
@@ -498,8 +513,8 @@ def test_a_restored_state_is_a_copy() -> None:
     "state", [{"99/momentum_buffer": torch.zeros(3)}, {"0/momentum_buffer": torch.zeros(3)}]
 )
 def test_a_state_that_fits_no_segment_is_refused(state: Vectors) -> None:
-    with pytest.raises(ProtocolError, match="fits no segment"):
-        Job(ASP(), OPTIMIZERS["SGD momentum"]).shards[0].load_optimizer_state(state)
+    with pytest.raises(ProtocolError, match="matches no segment"):
+        Job(ASP(), OPTIMIZERS["SGD momentum"]).stores[0].load_optimizer_state(state)
 
 
 def test_staleness_is_the_updates_between_a_pull_and_the_pushs_own_application(tmp_path: Path) -> None:
@@ -549,7 +564,7 @@ def test_a_refused_event_leaves_weights_version_and_state_as_they_were(
     for one in (job, control):
         one.push(0, 0, gradients(0))
     before, version, answers = job.weights(), job.shards[0].version, list(job.answers)
-    state = {key: value.clone() for key, value in job.shards[0].optimizer_state().items()}
+    state = {key: value.clone() for key, value in job.stores[0].optimizer_state().items()}
     for worker, iteration in [(0, 0), (0, 5), (1, 3), (7, 0)]:
         with pytest.raises(InvalidEventError):
             job.push(worker, iteration, gradients(99))
@@ -557,7 +572,7 @@ def test_a_refused_event_leaves_weights_version_and_state_as_they_were(
         job.tell(WorkerJoined(now_s=0.0, worker=1))
     assert_equal(job.weights(), before)
     assert (job.shards[0].version, job.answers) == (version, answers)
-    assert job.shards[0].optimizer_state().keys() == state.keys()
+    assert job.stores[0].optimizer_state().keys() == state.keys()
     for one in (job, control):
         one.push(1, 0, gradients(1))
     assert_equal(job.weights(), control.weights())
@@ -569,7 +584,7 @@ def test_a_refused_event_leaves_weights_version_and_state_as_they_were(
 
 def test_a_shard_without_any_parameter_counts_along() -> None:
     job = Job(BSP(), OPTIMIZERS["Adam"], shards=16)
-    hollow = [shard for shard in job.shards if not shard.bounds.segments]
+    hollow = [store for store in job.stores if not store.bounds.segments]
     assert hollow
     for worker in range(2):
         job.push(worker, 0, gradients(worker))

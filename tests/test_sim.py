@@ -145,7 +145,7 @@ def test_without_traces_the_figures_are_the_same_and_asking_for_a_trace_is_an_er
     assert kept.summary == bare.summary
     for ask in (lambda: bare.trace, lambda: bare.records, lambda: bare.save(tmp_path / "run")):
         with pytest.raises(
-            UsageError, match=r"recorded nothing\. Simulate with record=True .* run_dir=\.\.\."
+            UsageError, match=r"recorded no traces\. Call simulate\(\) with record=True .* run_dir=\.\.\."
         ):
             ask()
     assert list(tmp_path.iterdir()) == []
@@ -207,7 +207,7 @@ def test_what_happened_until_a_run_failed_can_be_read(tmp_path: Path) -> None:
 def test_a_run_directory_that_holds_a_run_is_refused_before_anything_happens(tmp_path: Path) -> None:
     simulate(PAIR, "asp", iterations=3, run_dir=tmp_path / "run")
     before = contents(tmp_path / "run")
-    with pytest.raises(ConfigurationError, match="holds a run already; choose another"):
+    with pytest.raises(ConfigurationError, match="already contains a run; choose another"):
         simulate(PAIR, "asp", iterations=5, run_dir=tmp_path / "run")
     assert contents(tmp_path / "run") == before
 
@@ -538,11 +538,11 @@ PAIR = Cluster(compute_s=[1.0, 1.0])
         (lambda: Cluster(compute_s=[1.0], bandwidth_bps=0.0), "bandwidth_bps is 0"),
         (lambda: Cluster(compute_s=[1.0], size_bytes=-1), "size_bytes is -1"),
         (lambda: Cluster(compute_s=[1.0], presence={1: Presence()}), "presence names worker 1"),
-        (lambda: Uniform(low=2.0, high=1.0), "low is 2 and high 1"),
+        (lambda: Uniform(low=2.0, high=1.0), "low is 2 and high is 1"),
         (lambda: Pareto(least=1.0, alpha=0.0), "alpha is 0"),
         (lambda: LogNormal(median=1.0, sigma=-1.0), "sigma is -1"),
         (lambda: Drifting(base=1.0, factor=2.0, over=0.0), "over is 0"),
-        (lambda: Occasional(base=1.0, factor=2.0, lasting=5.0, every=4.0), "lasting is 5 s and every 4"),
+        (lambda: Occasional(base=1.0, factor=2.0, lasting=5.0, every=4.0), "lasting is 5 and every is 4"),
         (
             lambda: Presence(lost_at_s=1.0, joins_at_s=2.0),
             "lost_at_s is 1.0, expected a number of seconds >= 2",
@@ -566,7 +566,7 @@ def test_bad_input_is_an_error_that_names_it(call: Callable[[], object], reason:
 
 
 def test_where_nothing_takes_any_time_it_is_said_instead_of_hanging() -> None:
-    with pytest.raises(RunFailedError, match="virtual time does not go on from 0 s"):
+    with pytest.raises(RunFailedError, match="virtual time does not advance beyond 0 s"):
         simulate(Cluster(compute_s=[0.0, 1.0]), "asp", None, until_s=5.0)
 
 

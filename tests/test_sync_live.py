@@ -16,8 +16,9 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigurationError, RunFailedError
-from paceline.frontend.data import distribute, worker_index
+from paceline.frontend.data import distribute
 from paceline.frontend.optimizer import DistributedOptimizer
+from paceline.frontend.session import worker_index
 from paceline.sim import Cluster, simulate
 from paceline.sync import Conditions, PullState
 from paceline.sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, ReportFault, RestartWorker

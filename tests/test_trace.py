@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.changes import JobSync, ShardSync
+from paceline.core.job_sync import JobSync
+from paceline.core.shard_sync import ShardSync
 from paceline.errors import ConfigurationError, InvalidEventError
 from paceline.sync import (
     ASP,
@@ -345,7 +346,8 @@ def test_another_version_of_the_format_is_refused_by_number(version: int, tmp_pa
     """Entries of version 2 do not say how far ahead anybody was: read as they are, nobody ever would have been."""
     path = recorded(tmp_path / "trace.jsonl", Header(sync="asp", host="shard", format=version), [])
     with pytest.raises(
-        ConfigurationError, match=f"format {version}; this version reads 3. Record the run again"
+        ConfigurationError,
+        match=f"format {version}; this version of Paceline reads format 3. Record the run again",
     ):
         read(path)
 

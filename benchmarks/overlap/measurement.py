@@ -36,8 +36,8 @@ from torch import nn
 from paceline.cli.progress import TellShare
 from paceline.core.layout import Layout, Parameter
 from paceline.errors import ConfigurationError
-from paceline.frontend.data import worker_index
 from paceline.frontend.optimizer import DistributedOptimizer
+from paceline.frontend.session import worker_index
 from paceline.launcher.launch import launch
 from paceline.launcher.local import Placement
 from paceline.trace.recording import Trace

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import ConfigurationError
-from paceline.launcher.local import Machine
+from paceline.launcher.local import HostMachine
 
 __all__ = ["Link", "Network", "network", "rate_bps", "why_not"]
 
@@ -74,7 +74,7 @@ class Network(msgspec.Struct, frozen=True):
     """
 
     host: str
-    machines: tuple[Machine, ...]
+    machines: tuple[HostMachine, ...]
     delayed: bool
 
 
@@ -156,7 +156,7 @@ def _make(name: str, count: int, link: Link, bps: float) -> Network:
         _limit(switch, port, bps, 0.0)
         _do(f"ip -n {machine} link set eth0 up")
         _do(f"ip -n {switch} link set {port} master bridge up")
-        machines.append(Machine(host, ("ip", "netns", "exec", machine)))
+        machines.append(HostMachine(host, ("ip", "netns", "exec", machine)))
     return Network(f"{subnet}.{LAUNCHER}", tuple(machines), delayed)
 
 

@@ -11,12 +11,13 @@ import torch
 
 from paceline.core.layout import Layout, Parameter
 from paceline.core.model_spec import OptimizerSpec
-from paceline.frontend.data import worker_index
+from paceline.core.requests import Apply
+from paceline.core.shard import Shard
 from paceline.frontend.optimizer import DistributedOptimizer
-from paceline.frontend.session import set_sync
+from paceline.frontend.session import set_sync, worker_index
 from paceline.launcher.launch import launch
 from paceline.shard.optimizers import read_groups, require_elementwise
-from paceline.shard.store import Push, Shard
+from paceline.shard.store import Push, Store
 from paceline.sync import ASP
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 
@@ -125,13 +126,18 @@ def _update(turn: Turn, index: int, out: Path) -> Figures:
     optimizer = make([torch.zeros(1) for _ in parts])
     groups = read_groups(optimizer)
     spec = OptimizerSpec(require_elementwise(optimizer), groups, (0,) * len(parts))
-    shard = Shard(bounds, {"float32": torch.zeros(size)}, spec, ASP())
+    shard = Shard(0, [ASP()])
+    store = Store(bounds, {"float32": torch.zeros(size)}, spec)
     shard.handle(WorkerJoined(now_s=0.0, worker=0))
     push = Push({"float32": torch.ones(size)}, bytes([1] * len(parts)), groups)
 
     def update() -> None:
         iteration = shard.version
-        shard.handle(PushReceived(now_s=0.0, worker=0, iteration=iteration), push)
+        requests = shard.handle(PushReceived(now_s=0.0, worker=0, iteration=iteration))
+        store.put(0, iteration, push)
+        for request in requests:
+            if isinstance(request, Apply):
+                store.apply(request.pushes, request.scale)
         shard.handle(PullRequested(now_s=0.0, worker=0, iteration=iteration))
 
     update_s = median_s(update, turn.iterations)

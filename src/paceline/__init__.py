@@ -1,6 +1,6 @@
-"""Paceline: data-parallel PyTorch training on machines that are not equally fast.
+"""Paceline: data-parallel PyTorch training on machines of unequal speed.
 
-The public names are here and are loaded when they are first used; importing the package has no side effect.
+The public names are imported when they are first used. Importing the package has no side effects.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _HOMES = {
     "launch": "launcher.launch",
     "set_sync": "frontend.session",
     "simulate": "sim",
-    "worker_count": "frontend.data",
-    "worker_index": "frontend.data",
+    "worker_count": "frontend.session",
+    "worker_index": "frontend.session",
 }
 
 __all__ = [
@@ -44,9 +44,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import errors, sim, sync, zipline
-    from .frontend.data import distribute, worker_count, worker_index
+    from .frontend.data import distribute
     from .frontend.optimizer import DistributedOptimizer
-    from .frontend.session import set_sync
+    from .frontend.session import set_sync, worker_count, worker_index
     from .launcher.launch import RunResult, launch
     from .shard.lars import LARS
     from .sim import Cluster, SimResult, simulate

@@ -1,4 +1,4 @@
-"""`python -m paceline` is `paceline`."""
+"""The entry point of `python -m paceline`, which is the same as the `paceline` command."""
 
 from .cli import main
 

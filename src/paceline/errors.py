@@ -1,18 +1,19 @@
-"""Every error that Paceline raises on purpose, split by whose fault it is.
+"""The exceptions of Paceline, divided by the cause of the error.
 
     PacelineError
-    ├── ConfigurationError        bad input, found before anything starts (exit code 2)
-    ├── UsageError                the caller misused the library during the run
+    ├── ConfigurationError        the input is not valid; nothing was started (exit code 2)
+    ├── UsageError                the library was used incorrectly during the run
     │   ├── WeightsChangedError   weights were edited or moved outside step()
-    │   └── NonFiniteGradientError  a gradient holds NaN or inf
-    ├── ProtocolError             a peer broke the rules; its connection is closed, the run goes on
-    │   └── InvalidEventError     an event that the sync model's contract does not allow; nothing changed
-    ├── PeerLostError             a peer is gone
-    ├── DeadlineError             something took longer than it was allowed to
-    ├── RunFailedError            a process of the run failed; carries the process's own traceback
-    └── InternalError             an invariant is broken: our bug, please report it
+    │   └── NonFiniteGradientError  a gradient contains NaN or inf
+    ├── ProtocolError             a peer violated the protocol; its connection is closed, and the run continues
+    │   └── InvalidEventError     the sync model does not allow the event; its state is unchanged
+    ├── PeerLostError             the connection to a peer is lost
+    ├── DeadlineError             an operation took longer than allowed
+    ├── RunFailedError            a process of the run failed; contains the traceback of that process
+    └── InternalError             an internal invariant is violated: a bug in Paceline, please report it
 
-Waiting is never an error. Every error survives pickling: arguments are positional and are the attributes.
+Waiting is never an error. All exceptions can be pickled, since their arguments are positional and are stored as
+attributes.
 """
 
 from __future__ import annotations
@@ -38,15 +39,18 @@ __all__ = [
 
 
 class PacelineError(Exception):
-    """The root: `except PacelineError` catches what Paceline raises on purpose and nothing else."""
+    """The base class of all exceptions that are defined by Paceline."""
 
 
 class ConfigurationError(PacelineError):
-    """Bad input that was found before anything started. Names the value, what was expected, what to do."""
+    """An input is not valid, which was found before any process was started.
+
+    The message names the value, what was expected, and what to do.
+    """
 
 
 class UsageError(PacelineError):
-    """The caller did something that the library's contract does not allow at this point of the run."""
+    """The library was used in a way that is not allowed at this point of the run."""
 
 
 class WeightsChangedError(UsageError):
@@ -54,11 +58,11 @@ class WeightsChangedError(UsageError):
 
 
 class NonFiniteGradientError(UsageError):
-    """A gradient holds NaN or inf; it was refused before anything was sent.
+    """A gradient contains NaN or inf. It was rejected before any part of it was sent.
 
     Attributes:
         worker: index of the worker.
-        iteration: its iteration, from 0.
+        iteration: number of the worker's iteration, from 0.
         parameter: name of the first parameter whose gradient is not finite.
     """
 
@@ -70,35 +74,35 @@ class NonFiniteGradientError(UsageError):
 
     def __str__(self) -> str:
         return (
-            f"worker {self.worker}, iteration {self.iteration}: the gradient of {self.parameter!r} has NaN or "
-            "inf in it. Nothing of it was sent and the weights are as they were. Lower the learning rate, clip "
-            "gradients, or go on without such gradients with --on-nan skip (on_nan='skip')."
+            f"worker {self.worker}, iteration {self.iteration}: the gradient of {self.parameter!r} contains NaN or "
+            "inf. It was not sent, and the weights are unchanged. Lower the learning rate, clip the gradients, or "
+            "skip such gradients with --on-nan skip (on_nan='skip')."
         )
 
 
 class ProtocolError(PacelineError):
-    """A peer sent what the protocol does not allow. Its connection is closed; the run goes on."""
+    """A peer violated the protocol. Its connection is closed, and the run continues."""
 
 
 class InvalidEventError(ProtocolError):
-    """An event that the sync model's contract does not allow. The model's state is unchanged."""
+    """The sync model does not allow the event in its current state. The state is unchanged."""
 
 
 class PeerLostError(PacelineError):
-    """The other end of a connection is gone."""
+    """The connection to a peer could not be made or is lost."""
 
 
 class DeadlineError(PacelineError):
-    """Something took longer than it was allowed to."""
+    """An operation took longer than allowed."""
 
 
 class RunFailedError(PacelineError):
-    """A process of the run failed. The message holds that process's own traceback.
+    """A process of the run failed. The message contains the traceback of that process.
 
     Attributes:
-        process: who failed, for example ``"worker 2"``.
-        reason: one line, the error itself.
-        traceback: the failing process's own traceback, or "" if it left none.
+        process: name of the process that failed, for example ``"worker 2"``.
+        reason: description of the error.
+        traceback: traceback of the process; "" if there is none.
     """
 
     def __init__(self, process: str, reason: str, traceback: str = "") -> None:
@@ -113,7 +117,12 @@ class RunFailedError(PacelineError):
 
 
 class InternalError(PacelineError):
-    """An invariant of Paceline's own is broken. Please report it, with the events that the message shows."""
+    """An internal invariant of Paceline is violated. Please report this bug with the events in the message.
+
+    Attributes:
+        what: description of the error.
+        story: the events that led to the error.
+    """
 
     def __init__(self, what: str, story: tuple[object, ...] = ()) -> None:
         super().__init__(what, story)
@@ -127,7 +136,7 @@ class InternalError(PacelineError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of any error and the first line of what it says.
+    """Return the type of an exception and the first line of its message.
 
     >>> first_line(ValueError("the labels are missing\\nin 3 files"))
     'ValueError: the labels are missing'
@@ -135,12 +144,12 @@ def first_line(error: BaseException) -> str:
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     name = f"{module}{kind.__qualname__}"
-    said = str(error).strip().partition("\n")[0]
-    return f"{name}: {said}" if said else name
+    message = str(error).strip().partition("\n")[0]
+    return f"{name}: {message}" if message else name
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> ConfigurationError:
-    """The error for a name that is not one of `choices`: names the nearest one, then all of them."""
+    """Return the error for a name that is not one of `choices`. It suggests the nearest one and lists all of them."""
     known = sorted(choices)
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""

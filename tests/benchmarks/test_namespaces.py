@@ -15,7 +15,7 @@ import pytest
 from benchmarks.overlap import namespaces
 from benchmarks.overlap.namespaces import Link, network, rate_bps, why_not
 from paceline.errors import ConfigurationError
-from paceline.launcher.local import Machine
+from paceline.launcher.local import HostMachine
 
 pytestmark = pytest.mark.usefixtures("machines_alone")
 needs_machines = pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
@@ -58,7 +58,7 @@ def names_of(process: int) -> list[str]:
     ]
 
 
-def mbit_per_s(source: Machine, sink: Machine, size_bytes: int) -> float:
+def mbit_per_s(source: HostMachine, sink: HostMachine, size_bytes: int) -> float:
     python = [sys.executable, "-c"]
     with subprocess.Popen([*sink.prefix, *python, SINK, sink.host], stdout=subprocess.PIPE) as listening:
         assert listening.stdout is not None
@@ -82,7 +82,7 @@ def test_two_machines_talk_no_faster_than_their_links() -> None:
 def test_the_launcher_is_on_the_same_network() -> None:
     with network(1, Link("100mbit")) as machines:
         [machine] = machines.machines
-        assert mbit_per_s(machine, Machine(machines.host), 5_000_000) < 120
+        assert mbit_per_s(machine, HostMachine(machines.host), 5_000_000) < 120
 
 
 @needs_machines

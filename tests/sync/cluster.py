@@ -62,8 +62,9 @@ from hashlib import blake2b
 from itertools import permutations, product
 from typing import TypeVar
 
-from paceline.core.changes import JobSync, ShardSync
-from paceline.sync import ASP, BSP, SSP, AnySyncModel, ElasticBSP, NaiveWaiting, SpecSync, SyncModel, parse
+from paceline.core.job_sync import JobSync
+from paceline.core.shard_sync import ShardSync
+from paceline.sync import ASP, BSP, SSP, AnySyncModel, ElasticBSP, SpecSync, SyncModel, parse
 from paceline.sync.actions import (
     AnswerPull,
     AnyAction,
@@ -689,7 +690,7 @@ class Cluster:
                     timers.add((worker, iteration))
                 case ReportFault():
                     worked = told.worked
-                    if isinstance(worked, NaiveWaiting | ElasticBSP):  # of which nothing can be taken over
+                    if isinstance(worked, ElasticBSP):  # needs plans
                         worked = ASP()
                     slowest = min((its.pushed for its in told.seen if its.state == "live"), default=0)
                     told = told._replace(sync=worked, worked=BSP(), round=slowest)

@@ -10,7 +10,8 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from paceline.core.changes import JobSync, ShardSync
+from paceline.core.job_sync import JobSync
+from paceline.core.shard_sync import ShardSync
 from paceline.sync.actions import AnyAction
 from paceline.sync.events import AnyEvent, Change, PushReceived, Stop, WorkerJoined
 from paceline.sync.model import Machine

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from paceline.core.changes import ShardSync
+from paceline.core.shard_sync import ShardSync
 from paceline.errors import InvalidEventError
 from paceline.sync import parse
 from paceline.sync.events import Change, PullRequested, PushReceived, Stop, WorkerJoined
@@ -46,7 +46,7 @@ def test_the_latest_round_that_another_shard_can_have_closed_is_taken() -> None:
         shard.handle(WorkerJoined(now_s=0.0, worker=worker))
     for worker, progress in [(1, 1), (2, 2)]:
         shard.handle(PushReceived(now_s=1.0, worker=worker, iteration=0, progress=progress))
-    assert shard.ledger.furthest == 3
+    assert shard.counts.furthest == 3
     with pytest.raises(InvalidEventError, match="worker 0 goes on from round 7, expected at most 6"):
         shard.handle(PushReceived(now_s=1.0, worker=0, iteration=0, progress=7))
     shard.handle(PushReceived(now_s=1.0, worker=0, iteration=0, progress=6))

@@ -6,7 +6,8 @@ import copy
 
 import pytest
 
-from paceline.core.changes import JobSync, ShardSync
+from paceline.core.job_sync import JobSync
+from paceline.core.shard_sync import ShardSync
 from paceline.errors import InternalError, InvalidEventError
 from paceline.sync import (
     ASP,
@@ -469,7 +470,7 @@ def test_who_is_lost_with_its_pull_after_a_change_outstanding_when_the_next_has_
     life.tell(life.world.push(1, change=first))
     iterate(life, 0, second)
     assert life.tell(life.world.leave(1, lost=True)) == [ApplyMean(((0, 1),)), AnswerPull(0, 1)]
-    assert hosted(life).ledger.count.keys() == {0}
+    assert hosted(life).counts.count.keys() == {0}
 
 
 def test_a_change_that_is_published_anew_takes_the_place_of_the_first() -> None:
@@ -536,7 +537,7 @@ def test_a_round_of_the_old_model_means_nothing_to_the_new() -> None:
     assert life.tell(life.world.pull(1)) == [AnswerPull(1, 1)]
     iterate(life, 0, to("bsp", 0, 1, number=2))
     iterate(life, 1, to("bsp", 0, 1, number=2))
-    assert hosted(life).ledger.count == {0: 0, 1: 0}
+    assert hosted(life).counts.count == {0: 0, 1: 0}
 
 
 # -- at the coordinator -----------------------------------------------------------------------------------
@@ -816,6 +817,7 @@ def test_a_timer_of_the_old_model_restarts_nobody_during_a_change() -> None:
 def test_a_timer_of_the_old_model_has_no_effect_on_the_new_one(sync: str) -> None:
     told = watched()
     told.ask(0, 0, sync)
+    told.started(1, 1, now_s=1.75)
     told.finished(0, 1, change=1, now_s=1.75)
     told.finished(1, 1, change=1, now_s=1.75)
     told.started(0, 2, now_s=1.75)

@@ -10,7 +10,8 @@ from typing import cast
 
 import pytest
 
-from paceline.core.changes import JobSync, ShardSync
+from paceline.core.job_sync import JobSync
+from paceline.core.shard_sync import ShardSync
 from paceline.errors import InternalError, InvalidEventError
 from paceline.sync import (
     ASP,
@@ -132,9 +133,6 @@ REFUSED: dict[str, AnyEvent] = {
     "a pull before its push": PullRequested(now_s=9, worker=0, iteration=1),
     "a pull of another iteration": PullRequested(now_s=9, worker=1, iteration=0),
     "a second pull": PullRequested(now_s=9, worker=2, iteration=1),
-}
-
-REFUSED_BY_HOST: dict[str, AnyEvent] = REFUSED | {
     "a repeated pull of a worker that never joined": PullRepeated(now_s=9, worker=4, iteration=0),
     "a repeated pull of a worker that was lost": PullRepeated(now_s=9, worker=3, iteration=1),
     "a repeated pull of a worker that has not pulled": PullRepeated(now_s=9, worker=1, iteration=2),
@@ -176,14 +174,11 @@ def test_the_table_has_every_model() -> None:
 
 
 @every_model
-@pytest.mark.parametrize(
-    ("host", "what"),
-    [*(("alone", what) for what in REFUSED), *(("hosted", what) for what in REFUSED_BY_HOST)],
-)
-def test_is_refused_and_changes_nothing(sync: AnySyncModel, host: str, what: str) -> None:
-    life = begun(sync, host)
+@pytest.mark.parametrize("what", REFUSED)
+def test_is_refused_and_changes_nothing(sync: AnySyncModel, what: str) -> None:
+    life = begun(sync, "hosted")
     control = copy.deepcopy(life)
-    life.refuse(REFUSED_BY_HOST[what])
+    life.refuse(REFUSED[what])
     life.machine.validate()
     future: list[AnyEvent] = [life.world.push(0), life.world.pull(1)]
     for event in future:
@@ -191,19 +186,17 @@ def test_is_refused_and_changes_nothing(sync: AnySyncModel, host: str, what: str
 
 
 @every_model
-@every_host
-def test_refusals_say_which_worker(sync: AnySyncModel, host: str) -> None:
-    machine = begun(sync, host).machine
-    for event in (REFUSED if host == "alone" else REFUSED_BY_HOST).values():
+def test_refusals_say_which_worker(sync: AnySyncModel) -> None:
+    machine = begun(sync, "hosted").machine
+    for event in REFUSED.values():
         with pytest.raises(InvalidEventError, match=f"worker {event.worker}"):
             machine.handle(event)
 
 
 @every_model
-@every_host
 @pytest.mark.parametrize("seed", range(3))
-def test_is_refused_at_any_moment_of_a_life(sync: AnySyncModel, host: str, seed: int) -> None:
-    life = Life(HOSTS[host](sync))
+def test_is_refused_at_any_moment_of_a_life(sync: AnySyncModel, seed: int) -> None:
+    life = Life(ShardSync(sync))
     draw = random.Random(seed)
     for _ in range(40):
         for event in life.world.refused():
@@ -383,13 +376,12 @@ REFUSED_BY_SPECULATOR: dict[str, AnyEvent] = {
 
 
 @every_planned_model
-@every_coordinator
 @pytest.mark.parametrize("what", REFUSED_BY_COORDINATOR | REFUSED_BY_PLANNER | REFUSED_BY_SPECULATOR)
-def test_is_refused_by_the_coordinator_and_changes_nothing(sync: AnySyncModel, host: str, what: str) -> None:
+def test_is_refused_by_the_coordinator_and_changes_nothing(sync: AnySyncModel, what: str) -> None:
     if what in (REFUSED_BY_PLANNER if sync.needs_starts else REFUSED_BY_SPECULATOR):
         return  # not one of its own
     event = (REFUSED_BY_COORDINATOR | REFUSED_BY_PLANNER | REFUSED_BY_SPECULATOR)[what]
-    planner = planner_of(sync, host)
+    planner = planner_of(sync, "hosted")
     before = freeze(planner)
     with pytest.raises(InvalidEventError, match=rf"worker {event.worker}\b"):
         planner.handle(event)
@@ -450,15 +442,15 @@ def test_the_same_events_give_the_same_actions_at_the_coordinator(sync: AnySyncM
 # -- validate() finds what is wrong -----------------------------------------------------------------------
 
 BROKEN: dict[str, tuple[AnySyncModel, Callable[[Machine], None]]] = {
-    "a worker that nobody counts": (BSP(), lambda machine: vars(machine)["ledger"].count.update({9: 0})),
+    "a worker that nobody counts": (BSP(), lambda machine: vars(machine)["counts"].count.update({9: 0})),
     "a slowest that is ahead of somebody": (
         SSP(),
-        lambda machine: setattr(vars(machine)["ledger"], "slowest", 9),
+        lambda machine: setattr(vars(machine)["counts"], "slowest", 9),
     ),
     "a pull filed under no round": (BSP(), lambda machine: vars(machine)["_filed_under"].update({0: 7})),
-    "a pull that was put off and nobody asks for": (
+    "a deferred pull of a worker that is not live": (
         NaiveWaiting(delay_s=0.5),
-        lambda machine: vars(machine)["_put_off"].update({0: 7}),
+        lambda machine: vars(machine)["_deferred"].update({9: 7}),
     ),
     "a worker stopped at no barrier": (
         ElasticBSP(),

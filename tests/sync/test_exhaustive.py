@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import pytest
 
-from paceline.core.changes import ShardSync
+from paceline.core.shard_sync import ShardSync
 from paceline.sync import (
     ASP,
     BSP,
@@ -37,7 +37,7 @@ from paceline.sync import (
     SpecSync,
     SyncModel,
 )
-from paceline.sync.actions import AnswerPull, AnyAction, HoldPush
+from paceline.sync.actions import AnyAction, HoldPush
 from paceline.sync.conditions import ConditionMachine
 from paceline.sync.draws import uniform
 from paceline.sync.dsps import AdaptiveMachine
@@ -46,7 +46,6 @@ from paceline.sync.events import (
     AnyEvent,
     IterationFinished,
     PushReceived,
-    WorkerFinished,
     WorkerJoined,
     WorkerLost,
 )
@@ -70,7 +69,7 @@ def dssp(table: int) -> DSSP:
         shard = 0
 
         def _choose(self, worker: int) -> int:
-            return int(3 * uniform(table, self.shard, worker, self.ledger.count[worker]))
+            return int(3 * uniform(table, self.shard, worker, self.counts.count[worker]))
 
     class TabledDSSP(DSSP, frozen=True):
         draws: ClassVar[str] = "per-shard"
@@ -109,9 +108,10 @@ def adaptive_spec_sync(table: int, base: ASP | SSP) -> SpecSync:
     class Tabled(Speculator):
         epoch = 0
 
-        def _finished(self, event: IterationFinished) -> None:
-            super()._finished(event)
+        def finished(self, event: IterationFinished) -> list[AnyAction]:
+            actions = super().finished(event)
             self._pushes.clear()  # nothing is tuned from them
+            return actions
 
         def _end_epoch_if_complete(self) -> None:
             if self._yet_to_push or not self._workers:
@@ -461,28 +461,22 @@ def bent(machine: type[Bent]) -> SyncModel:
 
 
 def test_the_search_finds_a_deadlock() -> None:
-    class Deaf(Bent):
-        """Does not hear of losses. (Nor does it answer the dead, which would be found out before.)"""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.lost: set[int] = set()
+    class Stubborn(Bent):
+        """Closes no round when a worker is lost."""
 
         def handle(self, event: AnyEvent) -> list[AnyAction]:
             if isinstance(event, WorkerLost):
-                self.lost.add(event.worker)
+                self._pushed -= self.counts.left(event.worker) > self.v_train
+                self._forget_pull(event.worker)
                 return []
             return super().handle(event)
-
-        def answer(self, event: AnyEvent, actions: list[AnyAction]) -> list[AnyAction]:
-            return [a for a in actions if not (isinstance(a, AnswerPull) and a.worker in self.lost)]
 
     def as_if_nobody_ever_left(told: Told) -> set[int]:
         slowest = min(its.pushed for its in told.seen)
         return {worker for worker, its in enumerate(told.seen) if its.asks and its.pushed > slowest}
 
     rule = Admission(as_if_nobody_ever_left, as_if_nobody_ever_left)
-    cluster = Cluster(bent(Deaf), rule, workers=2, shards=1, iterations=1, losses=1)
+    cluster = Cluster(bent(Stubborn), rule, workers=2, shards=1, iterations=1, losses=1)
     with pytest.raises(AssertionError, match=r"(?s)worker \d is lost.*deadlock: worker \d is"):
         explore(cluster)
 
@@ -523,10 +517,9 @@ def test_the_search_finds_the_deadlock_of_shards_that_change_each_at_its_own_mom
         def _complete(self, now_s: float) -> list[AnyAction]:
             self._remaining.clear()
             actions = super()._complete(now_s)
-            for worker in list(self._guests.count):
-                label = self._guests.label(worker)
-                self._guests.left(WorkerFinished(now_s=now_s, worker=worker))
-                actions += self._tell(WorkerJoined(now_s=now_s, worker=worker, iteration=label))
+            for worker in sorted(self._guests):
+                actions += self._tell(WorkerJoined(now_s=now_s, worker=worker))
+            self._guests.clear()
             return actions
 
     cluster = Cluster(

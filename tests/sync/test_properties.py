@@ -29,7 +29,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from paceline.core.changes import JobSync, ShardSync
+from paceline.core.job_sync import JobSync
+from paceline.core.shard_sync import ShardSync
 from paceline.errors import InvalidEventError
 from paceline.sync import (
     ASP,
@@ -784,7 +785,7 @@ class JobLife(RuleBasedStateMachine):
         its = JobWorker()
         its.iteration = iteration
         its.tells_starts = bool(self.job.sync) and any(m.needs_starts for m in parse_shards(self.job.sync))
-        count = min((life.machine.ledger.slowest for life in self.shards if life.world.phase), default=None)  # type: ignore[attr-defined]
+        count = min((life.machine.counts.slowest for life in self.shards if life.world.phase), default=None)  # type: ignore[attr-defined]
         event = WorkerJoined(
             now_s=self.now_s,
             worker=worker,

@@ -28,7 +28,8 @@ from typing import assert_never
 
 import pytest
 
-from paceline.core.changes import JobSync, ShardSync
+from paceline.core.job_sync import JobSync
+from paceline.core.shard_sync import ShardSync
 from paceline.errors import InvalidEventError
 from paceline.sync import Machine, parse
 from paceline.sync.actions import (
@@ -78,13 +79,9 @@ class Stage:
                 self.__init__()  # type: ignore[misc]
                 self._machine = ShardSync(parse(sync))
                 return []
-            case ["job", sync]:
+            case ["job" | "planner", sync]:
                 self.__init__()  # type: ignore[misc]
                 self._machine = JobSync(sync)
-                return []
-            case ["planner", sync]:
-                self.__init__()  # type: ignore[misc]
-                self._machine = parse(sync).at_coordinator()
                 return []
             case ["at", now_s]:
                 assert float(now_s) >= self._now_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.changes import ShardSync
+from paceline.core.shard_sync import ShardSync
 from paceline.sync import ASP, SSP, NaiveWaiting, SpecSync, SyncModel
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyPush, RestartWorker, SetTimer
 from paceline.sync.events import (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.core.changes import ShardSync
+from paceline.core.shard_sync import ShardSync
 from paceline.errors import ConfigurationError
 from paceline.sync import (
     ASP,
@@ -24,7 +24,16 @@ from paceline.sync import (
     PushState,
     parse,
 )
-from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault
+from paceline.sync.actions import (
+    AnswerPull,
+    AnyAction,
+    ApplyMean,
+    ApplyPush,
+    DropPush,
+    HoldPush,
+    ReportFault,
+    SetTimer,
+)
 from paceline.sync.events import Change
 from paceline.sync.user_conditions import local_conditions, require_named
 
@@ -237,20 +246,28 @@ def test_the_shard_goes_back_to_the_last_model_that_worked(worked: AnySyncModel)
     assert not life.world.waiting
 
 
-@pytest.mark.parametrize("worked", [NaiveWaiting(delay_s=0.5), ElasticBSP()], ids=str)
-def test_where_the_last_model_cannot_take_the_counts_over_the_shard_goes_on_with_asp(
-    worked: AnySyncModel,
-) -> None:
+def test_a_shard_does_not_fall_back_to_a_model_that_needs_plans_but_to_asp() -> None:
+    fault, answer = fail_after(ElasticBSP())
+    assert isinstance(fault, ReportFault)
+    assert fault.sync == "asp"
+    assert answer == AnswerPull(0, 1)
+
+
+def test_a_shard_falls_back_to_naive_waiting_and_defers_the_pull() -> None:
+    fault, timer = fail_after(NaiveWaiting(delay_s=0.5))
+    assert isinstance(fault, ReportFault)
+    assert fault.sync == "naive-waiting:delay_s=0.5"
+    assert timer == SetTimer(0, 1, 0.5)
+
+
+def fail_after(worked: AnySyncModel) -> list[AnyAction]:
+    """What a shard does when a condition raises that has replaced a model that worked."""
     life = begin(worked, 2)
     change = Change(number=1, members=(0, 1), sync=str(Conditions(pull=raises)))
     for worker in (0, 1):
         iterate(life, worker, change)
     life.tell(life.world.push(0))
-    fault, answer = life.tell(life.world.pull(0))
-    assert isinstance(fault, ReportFault)
-    assert fault.sync == "asp"
-    assert answer == AnswerPull(0, 1)
-    assert hosted(life).sync == ASP()
+    return life.tell(life.world.pull(0))
 
 
 def test_delayed_pulls_are_tested_anew_by_the_model_that_takes_over() -> None:

@@ -26,7 +26,7 @@ from typing import Literal, assert_never
 
 import pytest
 
-from paceline.core.changes import ShardSync
+from paceline.core.shard_sync import ShardSync
 from paceline.errors import InvalidEventError
 from paceline.sync import Machine
 from paceline.sync.actions import (
@@ -272,7 +272,7 @@ class Life:
         return self.machine._machine if isinstance(self.machine, ShardSync) else self.machine
 
     def _check_fate(self, push: PushReceived, action: AnyAction, v_train: int) -> None:
-        counts = self.machine.ledger.count  # type: ignore[attr-defined]
+        counts = self.machine.counts.count  # type: ignore[attr-defined]
         late = (
             v_train and counts.get(push.worker, 0) <= v_train
         )  # with its last push before a change it has left

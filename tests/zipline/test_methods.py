@@ -197,11 +197,11 @@ def test_a_grid_scan_settles_ties_by_the_first_worker_the_earlier_column_and_the
         ([[[1.0]]], "shape is (1, 1, 1)"),
         ([], "shape is (0,)"),
         ([[], []], "shape is (2, 0)"),
-        ([[1.0, 2.0], [1.0]], "equally long"),
+        ([[1.0, 2.0], [1.0]], "rows of equal length"),
         ([["soon", "later"]], "numbers"),
-        ([[1.0, 2.0], [1.0, float("nan")]], "worker 1, column 1 is nan"),
-        ([[1.0, float("inf")]], "worker 0, column 1 is inf"),
-        ([[1.0, 2.0], [2.0, 1.0], [0.0, 0.0]], "ascending; that of worker 1"),
+        ([[1.0, 2.0], [1.0, float("nan")]], "worker 1 in column 1 is nan"),
+        ([[1.0, float("inf")]], "worker 0 in column 1 is inf"),
+        ([[1.0, 2.0], [2.0, 1.0], [0.0, 0.0]], "ascending; the row of worker 1"),
     ],
 )
 def test_bad_times_are_refused_in_one_sentence(times: Any, message: str, method: str) -> None:

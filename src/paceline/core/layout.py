@@ -155,6 +155,10 @@ class Layout(msgspec.Struct, frozen=True):
         """Bytes of one whole push or pull."""
         return sum(size * ITEM_BYTES[dtype] for dtype, size in self.sizes.items())
 
+    def sliced(self, shards: int, slicing: str) -> tuple[ShardSlice, ...]:
+        """Return the slices for `slicing` "even" or "by-parameter". Raises as the methods below."""
+        return {"even": self.slice_evenly, "by-parameter": self.slice_by_parameter}[slicing](shards)
+
     def slice_evenly(self, shards: int) -> tuple[ShardSlice, ...]:
         """Cut every vector into `shards` parts that differ by at most one aligned block."""
         bounds = [

@@ -1,15 +1,19 @@
-"""Every message that travels between two processes, as a value.
+"""Every message between two processes of a run, as a value.
 
-A message is a small MessagePack header; bulk data (slices of weights and gradients) follows it raw. Nothing is
-ever unpickled from a connection, and each side decodes only what its peer may send it: see the unions at the
-end. Indices and counts of peers that are not trusted with a host's life are `Number`s.
+On a connection, a message is a small MessagePack header, and bulk data (slices of weights and gradients) follows it
+raw. Each side decodes only the messages that its peer may send: see the unions at the end. In virtual time, the same
+values travel without being encoded. Indices and counts that come from a less trusted peer are of type `Number`.
 
-    worker -> coordinator   Hello, Register, Notify, Begun, AllCommitted, RequestSync, Status, Warned, Finished,
-                            Failed
-    coordinator -> worker   Started, Refused, Stopping, Restart, Changing, MayPull
-    server -> coordinator   Hello, Ready, Faulted, Warned, Failed, Snapshot, Waits
-    coordinator -> server   CreateShards, WorkerGone, FetchSnapshot, FetchWaits, Shutdown
-    worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, Pull, PullAgain, FetchState, Finished
+A message that becomes an event at its receiver has the name of that event. A commit becomes two events, the push and
+the pull.
+
+    worker -> coordinator   Hello, Register, IterationFinished, IterationStarted, AllCommitted, SyncRequested, Status,
+                            Warned, WorkerFinished, Failed
+    coordinator -> worker   Started, Refused, PlanPublished, RestartOrdered, ChangePublished, PullAllowed
+    server -> coordinator   Hello, Ready, FaultReported, Warned, Failed, Snapshot, Waits
+    coordinator -> server   CreateShards, WorkerJoined, WorkerLost, FetchSnapshot, FetchWaits, Shutdown
+    worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, PullRequested, PullRepeated,
+                            FetchState, WorkerFinished
     server -> worker        Committed, Answer, State
     reader -> server        Hello, FetchSnapshot, FetchState
     server -> reader        Snapshot, State
@@ -21,7 +25,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..sync import AnySyncModel
 from ..sync.events import Change, Number, Stop
 from .layout import ShardSlice
 from .model_spec import ModelSpec
@@ -29,18 +32,17 @@ from .model_spec import ModelSpec
 __all__ = [
     "AllCommitted",
     "Answer",
-    "Begun",
     "Bell",
-    "Changing",
+    "ChangePublished",
     "Commit",
     "Committed",
+    "Content",
     "CreateShards",
     "Failed",
-    "Faulted",
+    "FaultReported",
     "FetchSnapshot",
     "FetchState",
     "FetchWaits",
-    "Finished",
     "FromCoordinatorToServer",
     "FromCoordinatorToWorker",
     "FromPeerToCoordinator",
@@ -49,16 +51,17 @@ __all__ = [
     "Hello",
     "InitialState",
     "InitialWeights",
-    "MayPull",
+    "IterationFinished",
+    "IterationStarted",
     "Message",
-    "Notify",
-    "Pull",
-    "PullAgain",
+    "PlanPublished",
+    "PullAllowed",
+    "PullRepeated",
+    "PullRequested",
     "Ready",
     "Refused",
     "Register",
-    "RequestSync",
-    "Restart",
+    "RestartOrdered",
     "ShardWaits",
     "Shutdown",
     "Snapshot",
@@ -66,32 +69,34 @@ __all__ = [
     "Started",
     "State",
     "Status",
-    "Stopping",
+    "SyncRequested",
     "Waits",
     "Warned",
-    "WorkerGone",
+    "WorkerFinished",
+    "WorkerJoined",
+    "WorkerLost",
 ]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """A message."""
+    """The base class of all messages."""
 
 
 class Bell(Message, frozen=True, tag=True):
-    """There is something in the ring. For the peer that sleeps; otherwise without a meaning."""
+    """There is something in the ring. Wakes a peer that sleeps; has no other meaning."""
 
 
 class Hello(Message, frozen=True, tag=True):
-    """The first message of every connection; without the job's token nothing else is read.
+    """The first message of every connection. Without the run's token, nothing else is read.
 
     Attributes:
-        token: the job's.
-        role: who is calling.
-        index: the worker's or server's number; 0 for a reader.
-        address: where a server listens; "" for the others.
+        token: the run's token.
+        role: role of the caller.
+        index: index of the worker or server; 0 for a reader.
+        address: where a server listens; "" for other roles.
         memory_bytes: size of the shared memory whose descriptor comes with this message; 0 for none.
-        channels: how many pairs of rings that memory has.
-        channel: which of them is for this connection; -1 for none.
+        channels: number of pairs of rings in that memory.
+        channel: index of the pair that is for this connection; -1 for none.
         follows: True if a worker can read the weights where the servers keep them.
     """
 
@@ -105,24 +110,55 @@ class Hello(Message, frozen=True, tag=True):
     follows: bool = False
 
 
+# -- the beginning ----------------------------------------------------------------------------------------
+
+
 class Register(Message, frozen=True, tag=True):
-    """A worker is at its first step, with this model."""
+    """A worker is at its first step and trains this model."""
 
     model: ModelSpec
 
 
+class CreateShards(Message, frozen=True, tag=True):
+    """A server gets its shards. The publisher will send their weights.
+
+    Over shared memory, the descriptor of the weights' memory comes with this message and with `Started`.
+
+    Attributes:
+        model: what is trained.
+        shards: the slices that this server holds.
+        sync: the sync model that the run begins with, or one for each shard, in the notation of the command line.
+        workers: the workers that take part from the start, in ascending order.
+        publisher: the worker whose weights the shards start with.
+    """
+
+    model: ModelSpec
+    shards: tuple[ShardSlice, ...]
+    sync: str
+    workers: tuple[int, ...]
+    publisher: int
+
+
+class Ready(Message, frozen=True, tag=True):
+    """A server knows its shards: workers may connect."""
+
+
 class Started(Message, frozen=True, tag=True):
-    """Training begins. Over shared memory the master's descriptor comes with this.
+    """Training begins for a worker.
 
     Attributes:
         shards: the slices, in order.
         addresses: for each shard, where its server listens.
-        publisher: the worker whose weights are everybody's.
+        publisher: the worker whose weights the shards start with.
+        iteration: label of the worker's first iteration.
+        sync: the sync model in force, in the notation of the command line; "" for the one that the run began with.
     """
 
     shards: tuple[ShardSlice, ...]
     addresses: tuple[str, ...]
     publisher: int
+    iteration: int = 0
+    sync: str = ""
 
 
 class Refused(Message, frozen=True, tag=True):
@@ -131,111 +167,121 @@ class Refused(Message, frozen=True, tag=True):
     reason: str
 
 
-class CreateShards(Message, frozen=True, tag=True):
-    """A server gets its shards, whose weights the publisher will send. The master's descriptor as with `Started`.
-
-    Attributes:
-        model: what is trained.
-        shards: the slices that this server holds.
-        syncs: for each of them, the sync model that it begins with.
-        workers: who takes part from the start, in ascending order.
-        publisher: the worker whose weights these shards start with.
-    """
-
-    model: ModelSpec
-    shards: tuple[ShardSlice, ...]
-    syncs: tuple[AnySyncModel, ...]
-    workers: tuple[int, ...]
-    publisher: int
-
-
-class Ready(Message, frozen=True, tag=True):
-    """A server knows its shards: workers may call."""
-
-
-class WorkerGone(Message, frozen=True, tag=True):
-    """A worker was lost. Its connection may still be open: a child that it has forked may hold it."""
+class WorkerJoined(Message, frozen=True, tag=True):
+    """A worker joins a run in progress: see the event."""
 
     worker: int
-
-
-class Shutdown(Message, frozen=True, tag=True):
-    """A server is to write its trace and exit."""
+    iteration: int
+    count: int | None
+    superstep: int
+    change: int
 
 
 class InitialState(Message, frozen=True, tag=True):
-    """Payload: a shard's optimizer state (safetensors), before its weights. Sent by the publisher on resuming."""
+    """Payload: the optimizer state of a shard (safetensors), before its weights. Sent by the publisher on
+    resuming."""
 
     shard: Number
 
 
 class InitialWeights(Message, frozen=True, tag=True):
-    """Payload: a shard's first weights and, for shard 0, the model's other tensors. Sent by the publisher."""
+    """Payload: the first weights of a shard and, for shard 0, the other tensors of the model. Sent by the
+    publisher."""
 
     shard: Number
 
 
-class Stage(Message, frozen=True, tag=True):
-    """Some of the gradient that is being computed, ahead of its commit. Payload: the pieces, in order.
+# -- an iteration -----------------------------------------------------------------------------------------
 
-    It counts for nothing until the commit. What is sent twice counts as it came last.
+
+class Stage(Message, frozen=True, tag=True):
+    """Part of the gradient that is being computed, ahead of its commit. Payload: the pieces, in order.
+
+    It has no effect until the commit. If a piece is sent twice, the later one counts.
     """
 
     shard: Number
     pieces: tuple[Number, ...]
 
 
+class Content(msgspec.Struct, frozen=True, array_like=True):
+    """What a push brings to one shard, besides the protocol.
+
+    Attributes:
+        present: for each parameter, 1 if it had a gradient, 0 if not.
+        groups: msgpack of the groups' hyper-parameters.
+        pieces: the pieces of the gradient that are in the payload.
+        buffers: for shard 0, the indices of the buffers that have changed and follow in the payload.
+    """
+
+    present: bytes
+    groups: bytes
+    pieces: tuple[Number, ...] = ()
+    buffers: tuple[Number, ...] = ()
+
+
 class Commit(Message, frozen=True, tag=True):
-    """A worker's finished iteration for one shard: a push, and the pull that follows it.
+    """A worker's finished iteration for one shard: a push, and usually the pull that follows it.
 
     Payload: the pieces of the gradient that were not staged (none over shared memory, where it lies already), then
     the buffers.
 
     Attributes:
-        shard: its index.
-        iteration: the worker's, from 0.
-        present: for each parameter, 1 if it had a gradient, 0 if not.
-        groups: msgpack of the groups' hyper-parameters.
-        pieces: those in the payload.
-        empty: True if the iteration's gradient was left out; the payload has no gradient then.
-        stop: set if this is the worker's last push before its superstep's barrier.
-        change: set if it is the worker's last one before the sync model changes.
-        significance: |g| / |w| over all parameters, if the sync model asks for it.
-        progress: the round that it is for, if a shard has told the worker to go on from a later one.
-        buffers: for shard 0, the indices of those buffers that have changed and follow in the payload.
-        pulls: False if the pull comes later, see `Pull`.
+        shard: index of the shard.
+        iteration: label of the iteration.
+        content: what the push brings; None in virtual time.
+        empty: True if the gradient was left out; the payload then contains no gradient.
+        stop: set if this is the worker's last push before the barrier of its superstep.
+        change: set if this is the worker's last push before the sync model changes.
+        significance: |g| / |w| over all parameters, if the sync model needs it.
+        progress: the round that the push is for, if a shard has told the worker to go on from a later one.
+        pulls: False if the pull comes later, in a `PullRequested`.
     """
 
     shard: Number
     iteration: Number
-    present: bytes
-    groups: bytes
-    pieces: tuple[Number, ...] = ()
+    content: Content | None = None
     empty: bool = False
     stop: Stop | None = None
     change: Change | None = None
     significance: Annotated[float, msgspec.Meta(ge=0)] | None = None
     progress: Number | None = None
-    buffers: tuple[Number, ...] = ()
     pulls: bool = True
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """The pieces of the gradient that are in the payload."""
+        return self.content.pieces if self.content is not None else ()
 
 
 class Committed(Message, frozen=True, tag=True):
-    """A shard has taken a push whose pull comes later."""
+    """A shard has received a push whose pull comes later."""
 
     shard: int
     iteration: int
 
 
-class Pull(Message, frozen=True, tag=True):
+class AllCommitted(Message, frozen=True, tag=True):
+    """Without overlap: every shard has received a worker's push of this iteration."""
+
+    iteration: Number
+
+
+class PullAllowed(Message, frozen=True, tag=True):
+    """Without overlap: every shard has received the push of every worker, so the worker may pull."""
+
+    iteration: int
+
+
+class PullRequested(Message, frozen=True, tag=True):
     """The pull that a commit left out."""
 
     shard: Number
     iteration: Number
 
 
-class PullAgain(Message, frozen=True, tag=True):
-    """A worker has dropped its computation of `iteration` and wants the weights to start it anew."""
+class PullRepeated(Message, frozen=True, tag=True):
+    """A worker has aborted its computation of `iteration` and needs the weights to restart it."""
 
     shard: Number
     iteration: Number
@@ -244,8 +290,12 @@ class PullAgain(Message, frozen=True, tag=True):
 class Answer(Message, frozen=True, tag=True):
     """A pull is answered. Payload: the slice of the weights (not over shared memory).
 
-    `v_train` is set if the worker came too late for its round, and is to go on from that one. `in_place` says that
-    the weights are to be read where the servers keep them, until the next commit.
+    Attributes:
+        shard: index of the shard.
+        iteration: label of the iteration that the worker has pushed; -1 for the first weights.
+        version: version of the weights.
+        v_train: set if the worker's push came too late for its round; it goes on from this one.
+        in_place: True if the worker is to read the weights where the servers keep them, until its next commit.
     """
 
     shard: int
@@ -255,39 +305,98 @@ class Answer(Message, frozen=True, tag=True):
     in_place: bool = False
 
 
+class IterationFinished(Message, frozen=True, tag=True):
+    """A worker has pushed an iteration to all shards. Sent if the sync model has a part at the coordinator.
+
+    Attributes:
+        iteration: label of the iteration.
+        superstep: set if the push was the worker's last one before the barrier of this superstep.
+        change: set if the push was the worker's last one before this change.
+    """
+
+    iteration: Number
+    superstep: Number | None = None
+    change: Number | None = None
+
+
+class IterationStarted(Message, frozen=True, tag=True):
+    """A worker has its weights and computes this iteration. Sent if the sync model needs it, and after a change."""
+
+    iteration: Number
+
+
+class PlanPublished(Message, frozen=True, tag=True):
+    """The part of a plan that concerns one worker: stop with the first push at or past `iteration`."""
+
+    stop: Stop
+    iteration: int
+
+
+class RestartOrdered(Message, frozen=True, tag=True):
+    """A worker must abort its computation of this iteration, pull and restart it, unless it has pushed it."""
+
+    iteration: int
+
+
+class SyncRequested(Message, frozen=True, tag=True):
+    """A worker has reached a point at which the sync model is to change: see the event."""
+
+    source: Literal["schedule", "script"]
+    number: Number
+    sync: str
+
+
+class ChangePublished(Message, frozen=True, tag=True):
+    """A worker must flag its next push with this change. Plans made before are void."""
+
+    change: Change
+
+
+class FaultReported(Message, frozen=True, tag=True):
+    """A user's condition has failed at a shard, which goes on with `sync`."""
+
+    shard: int
+    reason: str
+    traceback: str
+    sync: str
+
+
+# -- reading ----------------------------------------------------------------------------------------------
+
+
 class FetchState(Message, frozen=True, tag=True):
-    """Ask for a shard's optimizer state."""
+    """Request the optimizer state of a shard."""
 
     shard: Number
 
 
 class State(Message, frozen=True, tag=True):
-    """Payload: a shard's optimizer state (safetensors)."""
+    """Payload: the optimizer state of a shard (safetensors)."""
 
     shard: int
 
 
 class FetchSnapshot(Message, frozen=True, tag=True):
-    """A reader, or at the end of a run the coordinator, asks for a shard's weights as they are."""
+    """Request the weights of a shard as they are. Sent by readers, and by the coordinator at the end of a run."""
 
     shard: Number
 
 
 class Snapshot(Message, frozen=True, tag=True):
-    """Payload: a shard's weights at one version and, for shard 0, the model's other tensors, pooled."""
+    """Payload: the weights of a shard at one version and, for shard 0, the other tensors of the model, pooled."""
 
     shard: int
     version: int
 
 
 class ShardWaits(msgspec.Struct, frozen=True):
-    """Who waits at one shard.
+    """Which workers wait at one shard.
 
     Attributes:
-        shard: its index.
+        shard: index of the shard.
         sync: the sync model in force there.
         pulls: (worker, iteration) of each delayed pull, in worker order.
-        reasons: for each, what it waits for, in words.
+        reasons: for each of them, what it waits for.
     """
 
     shard: int
@@ -297,91 +406,46 @@ class ShardWaits(msgspec.Struct, frozen=True):
 
 
 class FetchWaits(Message, frozen=True, tag=True):
-    """The coordinator asks who waits for what at a server. A server that does not answer hangs."""
+    """The coordinator asks a server which workers wait there. A server that does not answer hangs."""
 
 
 class Waits(Message, frozen=True, tag=True):
-    """Who waits at each of a server's shards. `timers` says that one is set: something will happen by itself."""
+    """Which workers wait at each shard of a server.
+
+    Attributes:
+        shards: one entry per shard.
+        timers: True if a timer is set, which may release a worker.
+    """
 
     shards: tuple[ShardWaits, ...]
     timers: bool
 
 
-class Notify(Message, frozen=True, tag=True):
-    """A worker has pushed an iteration to all shards; sent for sync models that have a part at the coordinator.
-
-    `superstep` and `change` are set if the push was the worker's last one before that.
-    """
-
-    iteration: Number
-    superstep: Number | None = None
-    change: Number | None = None
-
-
-class AllCommitted(Message, frozen=True, tag=True):
-    """Every shard has taken a worker's push of this iteration. Without overlap, for the coordinator."""
-
-    iteration: Number
-
-
-class MayPull(Message, frozen=True, tag=True):
-    """Every shard has taken every worker's push of this iteration: without overlap, the word to pull."""
-
-    iteration: int
-
-
-class Begun(Message, frozen=True, tag=True):
-    """A worker has its weights and computes this iteration. For sync models that ask for it, and after a change."""
-
-    iteration: Number
-
-
-class Restart(Message, frozen=True, tag=True):
-    """A worker is to drop its computation of this iteration, pull, and start it anew; unless it has pushed it."""
-
-    iteration: int
-
-
-class RequestSync(Message, frozen=True, tag=True):
-    """A worker has reached a point at which the sync model is to change: see `SyncRequested`."""
-
-    source: Literal["schedule", "script"]
-    number: Number
-    sync: str
-
-
-class Changing(Message, frozen=True, tag=True):
-    """A worker is to flag its next push with this change. Plans made before are void."""
-
-    change: Change
-
-
-class Faulted(Message, frozen=True, tag=True):
-    """A user's condition has failed at a shard, which goes on with `sync`."""
-
-    shard: int
-    reason: str
-    traceback: str
-    sync: str
-
-
-class Stopping(Message, frozen=True, tag=True):
-    """A plan, as far as one worker is concerned: stop with the first push at or past `iteration`."""
-
-    stop: Stop
-    iteration: int
+# -- status, and the end ----------------------------------------------------------------------------------
 
 
 class Status(Message, frozen=True, tag=True):
-    """For the eyes of the user: what a worker is doing."""
+    """What a worker is doing, for the display."""
 
     iteration: Number
     loss: float | None
     state: Literal["computing", "waiting", "pulling"]
 
 
-class Finished(Message, frozen=True, tag=True):
+class Warned(Message, frozen=True, tag=True):
+    """Something has gone wrong that does not end the run, such as a log that cannot be written."""
+
+    words: str
+
+
+class WorkerFinished(Message, frozen=True, tag=True):
     """A worker has done its work and leaves."""
+
+
+class WorkerLost(Message, frozen=True, tag=True):
+    """A worker was lost. Its connection may still be open: a child process that it has forked may hold it."""
+
+    worker: int
 
 
 class Failed(Message, frozen=True, tag=True):
@@ -389,8 +453,8 @@ class Failed(Message, frozen=True, tag=True):
 
     Attributes:
         reason: the error in one line.
-        traceback: of it.
-        consequence: True if it only says that another process is gone: then that one is the cause.
+        traceback: traceback of the error.
+        consequence: True if the error only says that another process is gone: that process is then the cause.
     """
 
     reason: str
@@ -398,41 +462,39 @@ class Failed(Message, frozen=True, tag=True):
     consequence: bool = False
 
 
-class Warned(Message, frozen=True, tag=True):
-    """Something has gone wrong that a run can do without, in words, such as a log that cannot be written."""
-
-    words: str
+class Shutdown(Message, frozen=True, tag=True):
+    """A server must write its traces and exit."""
 
 
 FromPeerToCoordinator = (
     Hello
     | Ready
     | Register
-    | Notify
-    | Begun
+    | IterationFinished
+    | IterationStarted
     | AllCommitted
-    | RequestSync
-    | Faulted
+    | SyncRequested
+    | FaultReported
     | Status
     | Warned
-    | Finished
+    | WorkerFinished
     | Failed
     | Snapshot
     | Waits
 )
-FromCoordinatorToWorker = Started | Refused | Stopping | Restart | Changing | MayPull
-FromCoordinatorToServer = CreateShards | WorkerGone | FetchSnapshot | FetchWaits | Shutdown
+FromCoordinatorToWorker = Started | Refused | PlanPublished | RestartOrdered | ChangePublished | PullAllowed
+FromCoordinatorToServer = CreateShards | WorkerJoined | WorkerLost | FetchSnapshot | FetchWaits | Shutdown
 FromPeerToServer = (
     Hello
     | InitialState
     | InitialWeights
     | Stage
     | Commit
-    | Pull
-    | PullAgain
+    | PullRequested
+    | PullRepeated
     | FetchState
     | FetchSnapshot
-    | Finished
+    | WorkerFinished
     | Bell
 )
 FromServer = Committed | Answer | State | Snapshot | Bell

@@ -9,7 +9,7 @@ import msgspec
 
 from .layout import Layout
 
-__all__ = ["BufferSpec", "HyperParameters", "ModelSpec", "OptimizerSpec"]
+__all__ = ["BufferSpec", "HyperParameters", "ModelSpec", "OptimizerSpec", "first_difference"]
 
 HyperParameters = dict[str, float | int | bool | tuple[float, float] | None]
 """One parameter group's settings: `lr`, `momentum`, `betas`, ..."""
@@ -54,3 +54,27 @@ class ModelSpec(msgspec.Struct, frozen=True):
     layout: Layout
     optimizer: OptimizerSpec
     buffers: tuple[BufferSpec, ...]
+
+
+def first_difference(one: ModelSpec, other: ModelSpec) -> str:
+    """The first thing in which two workers' models differ, in words; "" if they are the same."""
+    pairs = zip(one.layout.parameters, other.layout.parameters, strict=False)
+    for mine, theirs in pairs:
+        if mine != theirs:
+            return f"{theirs} where the other has {mine}"
+    counts = len(one.layout.parameters), len(other.layout.parameters)
+    if counts[0] != counts[1]:
+        return f"{counts[1]} parameters where the other has {counts[0]}"
+    if one.optimizer.name != other.optimizer.name:
+        return f"optimizer {other.optimizer.name} where the other has {one.optimizer.name}"
+    counts = len(one.optimizer.groups), len(other.optimizer.groups)
+    if counts[0] != counts[1]:
+        return f"{counts[1]} parameter groups where the other has {counts[0]}"
+    if one.optimizer.group_of != other.optimizer.group_of:
+        return "its parameter groups are made of other parameters"
+    for own, others in zip(one.buffers, other.buffers, strict=False):
+        if own != others:
+            return f"buffer {others} where the other has {own}"
+    if len(one.buffers) != len(other.buffers):
+        return f"{len(other.buffers)} buffers where the other has {len(one.buffers)}"
+    return ""

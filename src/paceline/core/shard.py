@@ -1,102 +1,122 @@
-"""A shard without its tensors: the order in which it asks the sync model, carries actions out and records them.
-
-Single-threaded, without I/O and without a clock; it imports no torch, so that a rehearsal in which only times pass
-starts at once. `Shard` adds the tensors.
-"""
+"""One shard without its tensors: asks the sync model, counts versions, records, and says what its host must do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import get_args
+from collections.abc import Sequence, Set
 
-from ..errors import InvalidEventError
+from ..errors import InternalError, InvalidEventError
 from ..sync import AnySyncModel
-from ..sync.actions import AnswerPull, AnyAction, ReportFault, SetTimer
+from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
 from ..sync.events import AnyEvent
-from .changes import ShardSync
 from .entry import Entry, EntryRecorder
+from .messages import Answer, FaultReported
+from .requests import COORDINATOR, Apply, Discard, Preserve, Request, Send, Timer, worker_peer
+from .shard_sync import ShardSync
 from .versions import Versions
 
-__all__ = ["BareShard", "ForHost"]
-
-ForHost = AnswerPull | SetTimer | ReportFault
-"""What a shard leaves to its host."""
-
-_FOR_HOST = frozenset(get_args(ForHost))
+__all__ = ["Shard"]
 
 
-class BareShard:
-    """A shard without its tensors: the sync model decides, versions are counted, everything is recorded.
-
-    It is all that a rehearsal needs where no gradients are computed, and what `Shard` adds the tensors to.
+class Shard:
+    """One shard.
 
     Args:
-        sync: the sync model to begin with.
-        seed: the run's, from which the sync model draws.
-        index: which shard.
-        recorder: where each event and its actions go.
+        index: index of the shard.
+        models: the sync model that the run begins with, or one for each shard.
+        seed: seed of the run, from which the sync model draws.
+        readers: the workers that can read the weights in place.
+        recorder: receives each event and its actions; None for none.
 
     Attributes:
+        index: index of the shard.
         sync: the sync model through all its changes.
     """
 
     def __init__(
-        self, sync: AnySyncModel, seed: int = 0, index: int = 0, recorder: EntryRecorder | None = None
+        self,
+        index: int,
+        models: Sequence[AnySyncModel],
+        seed: int = 0,
+        readers: Set[int] = frozenset(),
+        recorder: EntryRecorder | None = None,
     ) -> None:
-        self.sync = ShardSync(sync, seed, index)
+        self.index = index
+        self.sync = ShardSync(models[index if len(models) > 1 else 0], seed, index)
+        self._first = models
+        self._readers = readers
         self._recorder = recorder
         self._versions = Versions()
+        self._held: set[tuple[int, int]] = set()  # (worker, iteration) of held pushes that were not copied
 
     @property
     def version(self) -> int:
-        """How many updates have been applied."""
+        """The number of updates that have been applied."""
         return self._versions.version
 
-    def handle(
-        self,
-        event: AnyEvent,
-        push: object | None = None,
-        host: Callable[[ForHost], None] = lambda action: None,
-    ) -> None:
-        """Take one event; carry out what the sync model asks for.
-
-        Args:
-            event: what happened.
-            push: what was pushed, with a `PushReceived` that is not empty, where there are tensors.
-            host: called with each action that is the host's, in order; for an `AnswerPull`, while the weights and
-                `version` are what is to be sent.
+    def handle(self, event: AnyEvent) -> list[Request]:
+        """Take one event; return what the host must do.
 
         Raises:
-            InvalidEventError: the contract does not allow the event; nothing has changed.
+            InvalidEventError: the event is not allowed; nothing has changed, and the refusal is recorded.
         """
         try:
             actions = self.sync.handle(event)
         except InvalidEventError as error:
             self._record(Entry(event, [], str(error), self.version))
             raise
-        self._versions.note(event)
-        self._take_in(event, push)
+        versions, counts, index = self._versions, self.sync.counts, self.index
+        versions.note(event)
+        requests: list[Request] = []
         staleness: list[tuple[int, int, int]] = []
         gap = 0
         for action in actions:
-            self._carry_out(action)
-            staleness += self._versions.carry_out(action)
             if type(action) is AnswerPull:
-                gap = max(gap, self._gap(action.worker))
-            if type(action) in _FOR_HOST:
-                host(action)  # type: ignore[arg-type]  # which is what the line above says
-        self._record(Entry(event, actions, None, self.version, staleness, gap))
+                worker, iteration = action.worker, action.iteration
+                versions.answered(worker)
+                gap = max(gap, counts.gap(worker))
+                if (worker, iteration) in self._held:
+                    self._held.remove((worker, iteration))
+                    requests.append(Preserve(index, worker, iteration))
+                requests.append(Send(worker_peer(worker), self._answer(worker, iteration, action.v_train)))
+            elif type(action) is ApplyPush:
+                key = action.worker, action.iteration
+                staleness += versions.apply((key,))
+                requests.append(Apply(index, (key,), action.scale))
+            elif type(action) is ApplyMean:
+                staleness += versions.apply(action.pushes)
+                self._held.difference_update(action.pushes)
+                requests.append(Apply(index, action.pushes, 1.0 / len(action.pushes)))
+            elif type(action) is HoldPush:
+                self._held.add((action.worker, action.iteration))
+            elif type(action) is DropPush:
+                versions.drop(action.worker, action.iteration)
+                requests.append(Discard(index, action.worker, action.iteration))
+            elif type(action) is SetTimer:
+                requests.append(Timer(action.due_s, action.worker, action.iteration, index))
+            elif type(action) is ReportFault:
+                faulted = FaultReported(index, action.reason, action.traceback, action.sync)
+                requests.append(Send(COORDINATOR, faulted))
+            else:
+                raise InternalError(f"a shard cannot {action}", (event,))
+        self._record(Entry(event, actions, None, versions.version, staleness, gap))
+        return requests
 
-    def _take_in(self, event: AnyEvent, push: object | None) -> None:
-        """Keep what a push has brought."""
+    def welcome(self, worker: int) -> Send:
+        """Return what gives a worker its first weights."""
+        return Send(worker_peer(worker), self._answer(worker, -1, None))
 
-    def _carry_out(self, action: AnyAction) -> None:
-        """Do what an action asks of the tensors."""
+    def _answer(self, worker: int, iteration: int, v_train: int | None) -> Answer:
+        in_place = worker in self._readers and self._lockstep
+        return Answer(self.index, iteration, self._versions.version, v_train, in_place)
 
-    def _gap(self, worker: int) -> int:
-        """c_p - min c; 0 for a worker that has joined during a change and lives by no model yet."""
-        ledger = self.sync.ledger
-        return ledger.count.get(worker, ledger.slowest) - ledger.slowest
+    @property
+    def _lockstep(self) -> bool:
+        """True if workers may read the weights in place, and need no copy.
+
+        All shards answer alike, since a worker reads all or none in place: what counts is the models that all shards
+        were given, and not what one of them has fallen back to where a condition has failed.
+        """
+        return all(model.lockstep for model in self.sync.changed_to or self._first)
 
     def _record(self, entry: Entry) -> None:
         if self._recorder is not None:

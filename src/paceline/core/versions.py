@@ -1,10 +1,9 @@
-"""How stale each push is: a shard's version, and the version that each worker's weights are of."""
+"""How stale each push is: the version of a shard, and the version of the weights that each worker has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush
 from ..sync.events import AnyEvent, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 
 __all__ = ["Versions"]
@@ -14,16 +13,18 @@ Key = tuple[int, int]
 
 
 class Versions:
-    """Counts a shard's updates.
+    """Counts the updates of a shard.
 
     Attributes:
-        version: how many there have been.
+        version: the number of updates.
     """
 
     def __init__(self) -> None:
         self.version = 0
-        self._pulled: dict[int, int] = {}  # live worker -> the version of the weights that it has
-        self._computed_on: dict[Key, int] = {}  # the same of each push that is neither applied nor dropped
+        self._pulled: dict[int, int] = {}  # live worker -> version of the weights that it has
+        self._computed_on: dict[
+            Key, int
+        ] = {}  # push that is neither applied nor dropped -> version of its weights
 
     def note(self, event: AnyEvent) -> None:
         """Take in an event that the model has accepted, before its actions."""
@@ -34,19 +35,16 @@ class Versions:
         elif type(event) is WorkerLost or type(event) is WorkerFinished:
             del self._pulled[event.worker]
 
-    def carry_out(self, action: AnyAction) -> list[tuple[int, int, int]]:
-        """Take in one action. Of each push that it applies: (worker, iteration, updates that its gradient missed)."""
-        if type(action) is AnswerPull:
-            self._pulled[action.worker] = self.version
-        elif type(action) is ApplyPush:
-            return self._apply([(action.worker, action.iteration)])
-        elif type(action) is ApplyMean:
-            return self._apply(action.pushes)
-        elif type(action) is DropPush:
-            del self._computed_on[action.worker, action.iteration]
-        return []
+    def answered(self, worker: int) -> None:
+        """A worker gets the weights as they are now."""
+        self._pulled[worker] = self.version
 
-    def _apply(self, keys: Iterable[Key]) -> list[tuple[int, int, int]]:
-        missed = [(*key, self.version - self._computed_on.pop(key)) for key in keys]
+    def drop(self, worker: int, iteration: int) -> None:
+        """A push is dropped."""
+        del self._computed_on[worker, iteration]
+
+    def apply(self, pushes: Iterable[Key]) -> list[tuple[int, int, int]]:
+        """Apply one update; return for each of its pushes (worker, iteration, updates that its gradient missed)."""
+        missed = [(*key, self.version - self._computed_on.pop(key)) for key in pushes]
         self.version += 1
         return missed

@@ -1,114 +1,191 @@
-"""What one worker makes of the sync model: which flags its pushes carry, whom it tells, whether it starts anew.
+"""The protocol of a worker: what it sends when, what it waits for, which flags its pushes carry. No I/O.
 
-Pure, like the machines of shards and coordinator, and hosted like them: by a worker's live session, and by whatever
-stands for a worker in virtual time. It never knows a model better than by what it asks of workers.
+    register      Register; then, when the coordinator says Started, the first weights of every shard
+    iteration     compute -> Commit to every shard -> Answer of every shard -> compute the next
+                  without overlap: Commit -> Committed of every shard -> AllCommitted -> PullAllowed -> PullRequested
+                  -> Answer
+    restart       RestartOrdered while it computes -> PullRepeated to every shard -> Answer of every shard -> compute
+                  again
+    the end       WorkerFinished to every server and to the coordinator
+
+The host of this class moves bytes and tensors, runs the training script and decides how long a computation takes. The
+class knows a sync model only by what it asks of workers, and not even the index of its own worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, ProtocolError
 from ..sync.events import Change, Stop
 from ..sync.notation import AnySyncModel, notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
+from .messages import (
+    AllCommitted,
+    Answer,
+    ChangePublished,
+    Commit,
+    Committed,
+    Content,
+    InitialWeights,
+    IterationFinished,
+    IterationStarted,
+    Message,
+    PlanPublished,
+    PullAllowed,
+    PullRepeated,
+    PullRequested,
+    Refused,
+    Register,
+    RestartOrdered,
+    Started,
+    SyncRequested,
+    WorkerFinished,
+)
+from .model_spec import ModelSpec
+from .requests import COORDINATOR, Abort, Proceed, Request, Send, server_peer
 
-__all__ = ["Flags", "Request", "WorkerSync"]
+__all__ = ["Worker"]
 
 
-class Flags(NamedTuple):
-    """Of one push.
-
-    Attributes:
-        stop: the barrier that the worker arrives at with it.
-        change: the change of model before which it is the last one.
-        notify: is the coordinator to hear of it.
-        progress: the round that it is for, if a shard has told the worker to go on from a later one.
-    """
-
-    stop: Stop | None
-    change: Change | None
-    notify: bool
-    progress: int | None = None
-
-
-class Request(NamedTuple):
-    """A change of model that is asked for: see `SyncRequested`."""
-
-    source: Literal["schedule", "script"]
-    number: int
-    sync: str
-
-
-class WorkerSync:
-    """One worker's part.
+class Worker:
+    """One worker.
 
     Args:
-        schedule: of the job.
-        shards: how many there are.
+        schedule: the sync models of the job, and when they change.
+        workers: number of workers.
+        shards: number of shards.
+        servers: number of servers; shard k is at server k modulo their number.
+        overlap: False if no worker pulls until all workers have pushed everything.
 
     Attributes:
-        iteration: that it computes, or whose answers it awaits.
-        needs_significance: are its pushes to carry |g| / |w|.
-        may_restart: may a computation be dropped and started anew.
+        iteration: label of the iteration that it computes, or whose answers it waits for.
+        waiting_for: "start", "commits", "turn" or "answers", while it waits; "" while it computes or has left.
+        last_commit: the last commit that it has sent, as for shard 0; None before the first.
+        left: True if it has finished.
+        in_place: True if the weights are to be read where the servers keep them, by the latest answer.
+        started: what it was told at the start of its training; None before that.
+        needs_significance: True if pushes must carry |g| / |w|.
+        may_restart: True if a computation may be aborted and restarted.
     """
 
-    def __init__(self, schedule: Schedule, shards: int) -> None:
+    def __init__(
+        self, schedule: Schedule, *, workers: int, shards: int, servers: int, overlap: bool = True
+    ) -> None:
         self.iteration = 0
+        self.waiting_for = ""
+        self.last_commit: Commit | None = None
+        self.left = False
+        self.in_place = False
+        self.started: Started | None = None
+        self._schedule = schedule
+        self._workers = workers
         self._shards = shards
-        self._steps = list(enumerate(schedule.steps[1:]))  # to be asked for when they are due
+        self._servers = [server_peer(shard % servers) for shard in range(shards)]  # of each shard
+        self._overlap = overlap
+        self._awaited: set[int] = set()  # shards that have yet to send what it waits for
+        self._pulls_again = False  # True if it waits for the weights with which to restart its computation
+        self._steps = list(enumerate(schedule.steps[1:]))  # of the schedule, that have yet to be requested
         self._epoch = 0
-        self._wanted = schedule.first  # what the job will have when all that this worker asked for has come
-        self._asked = 0  # changes that the script has asked for
+        self._wanted = schedule.first  # the models of all shards after all changes that it has requested
+        self._asked = 0  # changes that the script has requested
+        self._early: list[Send] = []  # requests made before training has begun
         self._change: Change | None = None  # to be flagged on the next push
         self._flagged: Change | None = None  # flagged on the push that awaits its answers
-        self._plan: tuple[Stop, int] | None = None  # stop with the first push at or past this
-        self._restart = -1  # the iteration that is to be started anew
+        self._plan: tuple[Stop, int] | None = None  # stop with the first push at or past this iteration
+        self._restart = -1  # the iteration that is to be restarted
         self._progress: int | None = None  # the latest round that a shard has told it to go on from
         self._follow(schedule.first)
 
-    def join(self, iteration: int, models: Sequence[AnySyncModel]) -> None:
-        """Join a job that goes on already: with this iteration, under the models in force."""
-        self.iteration = iteration
-        self._follow(models)
-
-    # -- what it hears ------------------------------------------------------------------------------------
-
-    def plan(self, stop: Stop, iteration: int) -> None:
-        """The coordinator has planned this worker's stop."""
-        self._plan = stop, iteration
-
-    def announce(self, change: Change) -> None:
-        """The coordinator has published a change. A plan made before is void."""
-        self._change, self._plan = change, None
-
-    def order_restart(self, iteration: int) -> None:
-        """The coordinator wants an iteration started anew."""
-        self._restart = iteration
-
-    def hear_answer(self, v_train: int | None) -> None:
-        """A shard has answered, perhaps with the round to go on from."""
-        if v_train is not None:
-            self._progress = max(v_train, self._progress or 0)
-
-    def reach(self, epoch: int) -> None:
-        """This worker begins a pass over its data."""
-        self._epoch = max(self._epoch, epoch)
-
-    # -- what it does -------------------------------------------------------------------------------------
-
     @property
     def restart_ordered(self) -> bool:
-        """Is the computation at hand to be dropped."""
+        """True if the computation at hand is to be aborted."""
         return self._restart == self.iteration
 
-    def restarted(self) -> None:
-        """It has been dropped."""
-        self._restart = -1
+    @property
+    def partly_served(self) -> bool:
+        """True if some shards, but not all, have sent what it waits for."""
+        return bool(self.waiting_for) and 0 < len(self._awaited) < self._shards
 
-    def ask(self, models: Sequence[AnySyncModel], workers: int, shard: int | None = None) -> Request:
-        """A change that the script wants, of all shards or of one.
+    def awaits(self, shard: int) -> bool:
+        """Return True if the answer of this shard is awaited."""
+        return self.waiting_for == "answers" and shard in self._awaited
+
+    # -- what the script does -----------------------------------------------------------------------------
+
+    def register(self, model: ModelSpec) -> list[Request]:
+        """The script is at its first step and trains this model."""
+        self.waiting_for = "start"
+        return [Send(COORDINATOR, Register(model))]
+
+    def publish(self) -> list[Request]:
+        """Send every shard its first weights; only the publisher does."""
+        return [Send(server, InitialWeights(shard)) for shard, server in enumerate(self._servers)]
+
+    def push(
+        self,
+        contents: Sequence[Content] | None = None,
+        *,
+        empty: bool = False,
+        significance: float | None = None,
+    ) -> list[Request]:
+        """Commit the iteration at hand to every shard.
+
+        Args:
+            contents: for each shard, what its push brings; None in virtual time.
+            empty: True if the gradient is left out.
+            significance: |g| / |w|, if `needs_significance`.
+        """
+        requests: list[Request] = list(self._due())
+        iteration, plan = self.iteration, self._plan
+        self._flagged, self._change = self._change, None
+        stop = None
+        if plan is not None and self._flagged is None and iteration >= plan[1]:
+            stop, self._plan = plan[0], None
+        progress, self._progress = self._progress, None
+        for shard in reversed(
+            range(self._shards)
+        ):  # the last layers' gradients are ready first, at every worker
+            self.last_commit = commit = Commit(
+                shard,
+                iteration,
+                contents[shard] if contents is not None else None,
+                empty,
+                stop,
+                self._flagged,
+                significance,
+                progress,
+                self._overlap,
+            )
+            requests.append(Send(self._servers[shard], commit))
+        if self._notifies or self._flagged is not None:
+            superstep = stop.superstep if stop is not None else None
+            number = self._flagged.number if self._flagged is not None else None
+            requests.append(Send(COORDINATOR, IterationFinished(iteration, superstep, number)))
+        self._await("answers" if self._overlap else "commits")
+        return requests
+
+    def pull_again(self) -> list[Request]:
+        """The computation at hand was aborted: pull, and restart it."""
+        self._restart = -1
+        self._pulls_again = True
+        self._await("answers")
+        return [
+            Send(server, PullRepeated(shard, self.iteration)) for shard, server in enumerate(self._servers)
+        ]
+
+    def finish(self) -> list[Request]:
+        """The script has done its work."""
+        self.waiting_for, self.left = "", True
+        goodbye = WorkerFinished()
+        return [Send(peer, goodbye) for peer in [*dict.fromkeys(self._servers), COORDINATOR]]
+
+    def reach_epoch(self, epoch: int) -> None:
+        """The script begins a pass over its part of the data, counted from 0."""
+        self._epoch = max(self._epoch, epoch)
+
+    def request_sync(self, models: Sequence[AnySyncModel], shard: int | None = None) -> list[Request]:
+        """The script requests a change of the sync model of all shards, or of one.
 
         Raises:
             ConfigurationError: the job cannot have it.
@@ -123,7 +200,7 @@ class WorkerSync:
             models = every
         require_shards(models, self._shards)
         for model in models:
-            model.require_runnable(workers)
+            model.require_runnable(self._workers)
             if "local:" in str(model):
                 raise ConfigurationError(
                     f"{model} cannot be sent to the servers in mid-run: put its conditions into a module that they "
@@ -131,10 +208,94 @@ class WorkerSync:
                 )
         self._wanted = tuple(models)
         self._asked += 1
-        return Request("script", self._asked - 1, notation(models))
+        request = Send(COORDINATOR, SyncRequested("script", self._asked - 1, notation(models)))
+        if self.started is None:
+            self._early.append(request)
+            return []
+        return [request]
 
-    def due(self) -> list[Request]:
-        """The schedule's steps that this worker has come to, each once."""
+    # -- what it receives ---------------------------------------------------------------------------------
+
+    def handle(self, message: Message) -> list[Request]:
+        """Take a message; return what the host must do.
+
+        Raises:
+            ConfigurationError: the coordinator refuses this worker.
+            ProtocolError: the message is none that a worker receives.
+        """
+        match message:
+            case Answer():
+                if message.v_train is not None:
+                    self._progress = max(message.v_train, self._progress or 0)
+                self.in_place = message.in_place
+                return self._answered() if self._has_come(message.shard, "answers") else []
+            case Committed():
+                if not self._has_come(message.shard, "commits"):
+                    return []
+                self.waiting_for = "turn"
+                return [Send(COORDINATOR, AllCommitted(self.iteration))]
+            case PullAllowed():
+                return self._pull() if self.waiting_for == "turn" else []
+            case PlanPublished():
+                self._plan = message.stop, message.iteration
+            case ChangePublished():
+                self._change, self._plan = message.change, None
+            case RestartOrdered():
+                self._restart = message.iteration
+                return [Abort(message.iteration)] if self.restart_ordered and not self.waiting_for else []
+            case Started():
+                return self._start(message)
+            case Refused():
+                raise ConfigurationError(message.reason)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not expected by a worker")
+        return []
+
+    def _start(self, message: Started) -> list[Request]:
+        self.started = message
+        self.iteration = message.iteration
+        if message.sync:
+            self._follow(parse_shards(message.sync))
+        self._await("answers")
+        requests: list[Request] = list(self._early)
+        self._early = []
+        return requests
+
+    def _await(self, what: str) -> None:
+        self.waiting_for = what
+        self._awaited = set(range(self._shards))
+
+    def _has_come(self, shard: int, what: str) -> bool:
+        """A shard has sent something; True if that is what was awaited, and it was the last one."""
+        if self.waiting_for != what:
+            return False
+        self._awaited.discard(shard)
+        return not self._awaited
+
+    def _pull(self) -> list[Request]:
+        self._await("answers")
+        return [
+            Send(server, PullRequested(shard, self.iteration)) for shard, server in enumerate(self._servers)
+        ]
+
+    def _answered(self) -> list[Request]:
+        """Every shard has answered: compute the next iteration, or the one that is restarted, or the first."""
+        self.waiting_for = ""
+        if self.last_commit is None or self._pulls_again:
+            self._pulls_again = False
+            return [Proceed()]
+        self.iteration += 1
+        if self._flagged is not None:
+            self._follow(parse_shards(self._flagged.sync))
+            self._flagged = self._progress = None  # rounds are counted from 0 again
+        elif not self.may_restart:
+            return [Proceed()]
+        return [Send(COORDINATOR, IterationStarted(self.iteration)), Proceed()]
+
+    # -- the sync model -----------------------------------------------------------------------------------
+
+    def _due(self) -> list[Send]:
+        """Request the steps of the schedule that this worker has reached, each once."""
         requests = []
         while self._steps:
             number, step = self._steps[0]
@@ -145,28 +306,11 @@ class WorkerSync:
                 break
             self._steps.pop(0)
             self._wanted = step.models
-            requests.append(Request("schedule", number, step.sync))
+            requests.append(Send(COORDINATOR, SyncRequested("schedule", number, step.sync)))
         return requests
 
-    def push(self) -> Flags:
-        """The flags of this iteration's push, which is sent now."""
-        self._flagged, self._change = self._change, None
-        stop = None
-        if self._plan is not None and self._flagged is None and self.iteration >= self._plan[1]:
-            stop, self._plan = self._plan[0], None
-        progress, self._progress = self._progress, None
-        return Flags(stop, self._flagged, self._notifies or self._flagged is not None, progress)
-
-    def answered(self) -> bool:
-        """Every shard has answered: the next iteration begins. True if the coordinator is to hear that."""
-        self.iteration += 1
-        if self._flagged is None:
-            return self.may_restart
-        self._follow(parse_shards(self._flagged.sync))
-        self._flagged = self._progress = None  # rounds are counted anew
-        return True
-
     def _follow(self, models: Sequence[AnySyncModel]) -> None:
+        """Do from now on what these models ask of workers."""
         self.needs_significance = any(model.needs_significance for model in models)
         self.may_restart = any(model.needs_starts for model in models)
         self._notifies = models[0].at_coordinator() is not None

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ..errors import ConfigurationError
 from ..report.canvas import save
-from ..report.comparison import Outcome, comparison_table, medians
+from ..report.comparison import TrialOutcome, comparison_table, medians
 from ..report.picture import comparison_picture
 from ..report.timeline import Timeline, read_timeline
 from ..runtime.job import make_job
@@ -38,7 +38,7 @@ def run_demo(
     settings: Sequence[Setting] = SETTINGS,
     problem: Problem | None = None,
     progress: bool | None = True,
-) -> list[Outcome]:
+) -> list[TrialOutcome]:
     """Train with each setting and each seed, one run after another, then print and save the results.
 
     Afterwards the run directory contains `summary.json` (one object per setting, with medians over the seeds),
@@ -95,7 +95,7 @@ def run_demo(
     return outcomes
 
 
-def _save_json(path: Path, outcomes: Sequence[Outcome]) -> None:
+def _save_json(path: Path, outcomes: Sequence[TrialOutcome]) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(outcomes), indent=2) + b"\n")
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ..launcher.launch import RunResult, launch
 from ..report.accuracy import Curve
-from ..report.comparison import Outcome
+from ..report.comparison import TrialOutcome
 from .digits import Digits, Recipe, accuracy, train
 from .settings import Problem, Setting
 
@@ -29,7 +29,7 @@ class Trial(msgspec.Struct, frozen=True):
         run_dir: directory of the run.
     """
 
-    outcome: Outcome
+    outcome: TrialOutcome
     curve: Curve
     run_dir: Path
 
@@ -71,7 +71,7 @@ def run_trial(
     summary = result.summary
     present_s = len(problem.pace_s) * summary["duration_s"]
     pulls = sum(summary["iterations"].values()) * problem.servers
-    outcome = Outcome(
+    outcome = TrialOutcome(
         sync=setting.sync,
         learning_rate=setting.learning_rate,
         momentum=setting.momentum,

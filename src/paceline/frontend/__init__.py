@@ -1,1 +1,1 @@
-"""What a training script uses: the distributed optimizer, its data, and the session that hosts a worker."""
+"""What a training script uses: the distributed optimizer, the distributed loader, and the session of its worker."""

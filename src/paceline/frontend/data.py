@@ -1,9 +1,9 @@
-"""The front end for data: each worker's part of what a loader gives.
+"""`distribute`: each worker's part of the data.
 
-Static parts, as in the papers: at the start of every epoch the loader's own sampler is run once in each worker,
-under a generator seeded from the run's seed and the epoch, so that all workers see the same order; each takes
-every n-th item, and all parts are equally long. What is left over, fewer items than there are workers, falls
-on other items in each epoch of a shuffled loader.
+Parts are static, as in the papers. At the start of every epoch, each worker runs the loader's own sampler once, with
+a generator seeded from the run's seed and the epoch, so that all workers see the same order. Of n workers, each takes
+every n-th item. All parts have the same length: the remainder, fewer items than there are workers, is left out. If
+the loader shuffles, other items are left out in each epoch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from ..errors import ConfigurationError
 from .session import Session, current
 
-__all__ = ["distribute", "worker_count", "worker_index"]
+__all__ = ["distribute"]
 
 T = TypeVar("T")
 
-# What a loader was made with, besides its dataset and what decides on the order.
 KEPT = {
     "num_workers",
     "collate_fn",
@@ -38,37 +37,40 @@ KEPT = {
     "pin_memory_device",
     "in_order",
 } & set(inspect.signature(DataLoader.__init__).parameters)
-
-
-def worker_index() -> int:
-    """This process's worker, from 0; 0 in a script that runs by itself."""
-    session = current()
-    return 0 if session is None else session.worker
-
-
-def worker_count() -> int:
-    """How many workers the run has; 1 in a script that runs by itself."""
-    session = current()
-    return 1 if session is None else session.workers
+"""Arguments that the distributed loader takes over: all but the dataset and those that determine the order."""
 
 
 def distribute(loader: DataLoader[T]) -> Iterable[T]:
-    """This worker's part of a loader, reshuffled every epoch as the loader itself would.
+    """Return this worker's part of a loader.
+
+    All parts have the same length. A shuffled loader is reshuffled in every epoch, with the run's seed: the workers
+    share one order, and each takes every n-th item of it. In a script that runs by itself, the loader is returned
+    unchanged. Call this once or at the start of every epoch; each pass over the result is one epoch.
 
     Args:
-        loader: over a dataset with a length. Its batch size is each worker's. A sampler of your own must draw
-            from torch's generator, or be the same in every worker.
+        loader: a loader over a dataset with a length. Its batch size is the batch size of each worker. A custom
+            sampler must draw from torch's default generator, or yield the same order in every worker.
 
     Returns:
-        An iterable with a length; each pass over it is an epoch. Without a run, the loader itself.
+        An iterable of batches with a length.
 
     Raises:
-        ConfigurationError: the loader cannot be split.
+        ConfigurationError: the dataset is an `IterableDataset`, or there are fewer items (with a custom
+            `batch_sampler`, fewer batches) than workers.
+
+    Example:
+        >>> import paceline, torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2, shuffle=True)
+        >>> for epoch in range(2):
+        ...     for (batch,) in paceline.distribute(loader):
+        ...         pass  # train on the batch
     """
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigurationError(
-            "distribute() cannot split a loader over an IterableDataset: it has no length and no order to split. "
-            "Give each worker its part inside the dataset, by paceline.worker_index() and paceline.worker_count()."
+            "distribute() cannot split a loader over an IterableDataset: such a dataset has no length and no order "
+            "to split. Select each worker's items in the dataset itself, with paceline.worker_index() and "
+            "paceline.worker_count()."
         )
     session = current()
     if session is None:
@@ -84,7 +86,13 @@ def distribute(loader: DataLoader[T]) -> Iterable[T]:
 
 
 class Part(Sampler[T]):
-    """Every n-th item of another sampler, whose order is the same in all workers."""
+    """One worker's part of another sampler: every n-th item of an order that is the same in all workers.
+
+    Args:
+        whole: the sampler to split.
+        session: this worker's session.
+        passes: counter of the passes over the dataset.
+    """
 
     def __init__(self, whole: Iterable[T], session: Session, passes: Iterator[int]) -> None:
         self._whole = whole
@@ -95,8 +103,8 @@ class Part(Sampler[T]):
         self._passes = passes
         if not len(self):
             raise ConfigurationError(
-                f"distribute() cannot give each of {self._workers} worker{'s' * (self._workers > 1)} a part of "
-                f"{self._total()} items."
+                f"distribute() cannot split {self._total()} items among {self._workers} "
+                f"worker{'s' * (self._workers > 1)}: each worker needs at least one item."
             )
 
     def __len__(self) -> int:
@@ -107,7 +115,7 @@ class Part(Sampler[T]):
             epoch = next(self._passes)
             self._session.epoch_begins(epoch)
             seed = _mix(self._seed, epoch)
-            # Of samplers. torch.manual_seed would seed every accelerator's as well, with a stack trace for each.
+            # torch.manual_seed would also seed every accelerator, and record a stack trace for each.
             torch.default_generator.manual_seed(seed)
             generator = getattr(self._whole, "generator", None)
             if isinstance(generator, torch.Generator):
@@ -120,17 +128,19 @@ class Part(Sampler[T]):
 
 
 class Passes:
-    """Counts the passes over each dataset, so that `distribute` may be called once or in every epoch alike, also
-    with a new loader each time."""
+    """Counters of the passes over each dataset.
+
+    They belong to the dataset and not to the loader, so that `distribute` may be called once or in every epoch, also
+    with a new loader each time.
+    """
 
     def __init__(self) -> None:
         self._weak: WeakKeyDictionary[object, Iterator[int]] = WeakKeyDictionary()
-        self._strong: dict[
-            int, tuple[object, Iterator[int]]
-        ] = {}  # of datasets that can be no such key: lists, say
+        # Datasets that cannot be weak keys, such as lists, by `id()`. They are kept alive, so the id stays theirs.
+        self._strong: dict[int, tuple[object, Iterator[int]]] = {}
 
     def over(self, dataset: object) -> Iterator[int]:
-        """The count that goes with a dataset."""
+        """Return the counter of a dataset."""
         try:
             return self._weak.setdefault(dataset, itertools.count())
         except TypeError:
@@ -142,7 +152,7 @@ _passes: WeakKeyDictionary[Session, Passes] = WeakKeyDictionary()
 
 
 def _mix(seed: int, epoch: int) -> int:
-    """One seed out of two numbers, far apart for neighbours (the finalizer of SplitMix64)."""
+    """Mix two numbers into one seed, so that neighboring numbers give distant seeds (finalizer of SplitMix64)."""
     z = (seed * 0x9E3779B97F4A7C15 + epoch + 1) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
     z = (z ^ z >> 30) * 0x94D049BB133111EB & (1 << 64) - 1
     return z ^ z >> 31

@@ -1,11 +1,12 @@
-"""The generators that scripts draw from without saying so: torch's default one, Python's, NumPy's global one.
+"""The random generators that scripts draw from implicitly: torch's default one, Python's, and NumPy's global one.
 
-Simulated workers take turns at them, and a computation that may be dropped notes them before it begins. NumPy takes
-70 us to hand out its state and to take it back, ten times as long as the others together. So its memory, at the
-address that NumPy publishes for such ends, tells whether somebody has drawn, and what is given back is written there.
+Simulated workers take turns at these generators, and a computation that may be aborted saves their states first.
+NumPy takes 70 us to return its state and to set it again, ten times as long as the other two together. So the memory
+of NumPy's generator, at the address that NumPy publishes for such purposes, is compared to find out whether numbers
+have been drawn, and a state is restored by writing there.
 
-One thing is not seen: the second normal deviate of a pair, kept for later, if a script brings it back by `set_state`
-with a state that differs in nothing else from what the generator was when it was noted.
+One case is not detected: a script calls `set_state` with a state that differs from the saved one only in the second
+normal deviate of a pair, which NumPy keeps for the next call.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ import torch
 __all__ = ["GeneratorStates"]
 
 _KEY_BYTES = 624 * 4
-_RAW_BYTES = _KEY_BYTES + 4  # the key, then the position in it, an int
+_RAW_BYTES = _KEY_BYTES + 4  # the key, followed by the position in it as an int
 
 
 class GeneratorStates:
-    """What they were at one moment. NumPy's is left alone in a process that has not imported NumPy."""
+    """The states of all three generators at the moment of construction.
+
+    NumPy's generator is left alone in a process that has not imported NumPy.
+    """
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
@@ -33,9 +37,9 @@ class GeneratorStates:
 
     @classmethod
     def seeded(cls, seed: int) -> GeneratorStates:
-        """What they are after seeding all of them; they stay as they were."""
+        """Return the states that follow from a seed. The generators themselves do not change."""
         before = cls()
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every accelerator's, too
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every accelerator
         random.seed(seed)
         if before._numpy is not None:
             sys.modules["numpy"].random.seed(seed % 2**32)
@@ -44,19 +48,19 @@ class GeneratorStates:
         return seeded
 
     def give_back(self) -> None:
-        """Have them go on from here."""
+        """Restore the generators to these states."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         if self._numpy is not None:
-            _numpy.give_back(self._numpy)
+            _numpy.restore(self._numpy)
 
 
 class _NumpyState(NamedTuple):
     """A state of NumPy's global generator.
 
     Attributes:
-        whole: as NumPy hands it out.
-        raw: the Mersenne Twister's own part, if that is all there is to it: no normal deviate is kept for later.
+        whole: the state as NumPy returns it.
+        raw: the memory of the Mersenne Twister, if it is the whole state: no normal deviate is kept for later.
     """
 
     whole: dict[str, Any]
@@ -64,15 +68,15 @@ class _NumpyState(NamedTuple):
 
 
 class _NumpyGenerator:
-    """NumPy's global generator, of which nothing is asked that its memory tells."""
+    """NumPy's global generator, asked for its state only if its memory does not show it."""
 
     def __init__(self) -> None:
-        self._seen: _NumpyState | None = None  # what it was when it was last looked at
-        self._bits: Any = None  # the bit generator that lies at the address
+        self._seen: _NumpyState | None = None  # the state at the last look
+        self._bits: Any = None  # the bit generator whose memory is at the address
         self._address = 0
 
     def state(self) -> _NumpyState:
-        """What it is now."""
+        """Return the current state."""
         if not self._unchanged():
             whole = sys.modules["numpy"].random.get_state(legacy=False)
             self._bits = sys.modules["numpy"].random.get_bit_generator()
@@ -82,8 +86,8 @@ class _NumpyGenerator:
         assert self._seen is not None
         return self._seen
 
-    def give_back(self, state: _NumpyState) -> None:
-        """Have it go on from a state. Written to memory only where no kept deviate has to come or go."""
+    def restore(self, state: _NumpyState) -> None:
+        """Restore a state. It is written to memory only if no kept deviate must be set or cleared."""
         if state.raw is not None and self._unchanged():
             with self._bits.lock:
                 ctypes.memmove(self._address, state.raw, _RAW_BYTES)
@@ -92,7 +96,7 @@ class _NumpyGenerator:
         self._seen = state
 
     def _unchanged(self) -> bool:
-        """Has nobody drawn since it was looked at, and was no deviate kept then?"""
+        """Return True if no number was drawn since the last look, and no deviate was kept then."""
         return (
             self._seen is not None
             and self._seen.raw is not None
@@ -101,7 +105,7 @@ class _NumpyGenerator:
         )
 
     def _raw(self, whole: dict[str, Any]) -> bytes | None:
-        """What lies in memory, if that is what was handed out; a NumPy that arranges it otherwise is always asked."""
+        """Return the generator's memory, or None if this version of NumPy arranges it in another way."""
         raw = self._memory()
         key, position = whole["state"]["key"], whole["state"]["pos"]
         same = raw == key.tobytes() + position.to_bytes(_RAW_BYTES - _KEY_BYTES, sys.byteorder)

@@ -1,68 +1,128 @@
-"""A worker's gradients in the flat vectors: where autograd's results are adopted, and found finite or not.
+"""A worker's gradients in the flat vectors.
 
-Autograd accumulates a gradient wherever it likes, so each is *adopted*: copied to its place in the flat vector. A
-large one goes through `memmove`, which writes large blocks past the cache: the next to read them is another process,
-and a store through the cache would first read what it overwrites.
+Autograd accumulates a gradient in memory of its own choice, so each gradient is *adopted*: copied to its place in
+the flat vector, which then becomes the parameter's `.grad`. Large gradients are copied with `memmove`, which writes
+large blocks past the cache: the next reader is another process, and a store through the cache would first read the
+memory that it overwrites.
 
-Whether all is finite is found out at the commit, since a script may edit its gradients until then in ways that leave
-no trace. A dot product finds NaN and inf 35 times faster than `isfinite`; it can also overflow, so only that decides.
+Gradients are checked for NaN and inf when they are committed, since a script may edit them until then in ways that
+leave no trace. A dot product finds NaN and inf 35 times faster than `isfinite`. It can also overflow, so a dot
+product that is not finite is confirmed with `isfinite`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
+from collections.abc import Sequence
+from functools import partial
+from weakref import ref
 
 import torch
 
 from ..core.layout import Layout
-from ..shard.slice_optimizers import Vectors
+from ..shard.vectors import Vectors, parameter_views
+from .hooks import remove_after, weakly
+from .session import Session
+from .weights import shape_change_outside_step
 
 __all__ = ["Gradients"]
 
+log = logging.getLogger("paceline.frontend.gradients")
+
 LARGE_BYTES = 2 * 1024 * 1024
+"""Size from which a gradient is copied with `memmove`."""
 
 
 class Gradients:
-    """The gradients of one model.
+    """The gradients of a model's trained parameters.
 
     Args:
-        layout: where each lies.
-        vectors: dtype -> the flat vector, zeroed.
-
-    Attributes:
-        places: for each parameter, its part of the vectors, in its shape.
+        layout: layout of the parameters in the flat vectors.
+        parameters: the parameters, in the order of the layout.
+        vectors: the flat vectors of the gradients, zeroed.
     """
 
-    def __init__(self, layout: Layout, vectors: Vectors) -> None:
-        self.places = [
-            vectors[p.dtype][offset : offset + p.size].view(p.shape)
-            for p, offset in zip(layout.parameters, layout.offsets, strict=True)
-        ]
+    def __init__(self, layout: Layout, parameters: Sequence[torch.Tensor], vectors: Vectors) -> None:
+        self._layout = layout
+        self._parameters = parameters
         self._vectors = vectors
-        self._written = [False] * len(self.places)  # whose place may hold other than zeros
+        self._views = parameter_views(layout, vectors)
+        self._written = [False] * len(self._views)  # True for a view that may hold values other than zero
+        self._warned_of_sparse = False
 
-    def adopt(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Have a parameter's gradient lie at its place, and return that; zeros, and None, if there is none."""
-        place = self.places[index]
+    def adopt(self, index: int) -> bool:
+        """Move a parameter's gradient to the flat vector, or zero it there. Return False if there is no gradient.
+
+        Raises:
+            WeightsChangedError: the gradient has another shape than the parameter had when training began.
+        """
+        parameter, view = self._parameters[index], self._views[index]
+        gradient = parameter.grad
         if gradient is None:
             if self._written[index]:
-                place.zero_()
+                view.zero_()
                 self._written[index] = False
-            return None
+            return False
+        if gradient.shape != view.shape:  # checked here because copy_() would broadcast some of them
+            raise shape_change_outside_step(self._layout.parameters[index], gradient.shape)
         self._written[index] = True
         if gradient.is_sparse:
-            place.copy_(gradient.to_dense())
-        elif gradient.data_ptr() != place.data_ptr():
-            alike = gradient.is_contiguous() and gradient.dtype == place.dtype
-            if alike and place.nbytes >= LARGE_BYTES:
-                ctypes.memmove(place.data_ptr(), gradient.data_ptr(), place.nbytes)
+            self._warn_of_sparse(index)
+            view.copy_(gradient.to_dense())
+        elif gradient.data_ptr() != view.data_ptr():
+            same_format = gradient.is_contiguous() and gradient.dtype == view.dtype
+            if same_format and view.nbytes >= LARGE_BYTES:
+                ctypes.memmove(view.data_ptr(), gradient.data_ptr(), view.nbytes)
             else:
-                place.copy_(gradient)
-        return place
+                view.copy_(gradient)
+        if gradient is not view:
+            parameter.grad = view
+        return True
 
-    def first_not_finite(self) -> int | None:
-        """The first parameter whose gradient holds NaN or inf."""
+    def adopt_all(self) -> bytes:
+        """Adopt every gradient. Return one byte per parameter: 1 if it has a gradient, 0 if not."""
+        return bytes(map(self.adopt, range(len(self._parameters))))
+
+    def adopt_as_accumulated(self, session: Session, *, final: bool) -> None:
+        """Adopt each gradient as soon as autograd has accumulated it, until the session is gone.
+
+        Args:
+            session: the session, which is notified of each gradient if it sends them early.
+            final: False if gradients are scaled before they are pushed. The session is not notified then.
+        """
+        accumulated = weakly(self._accumulated)
+        notified = ref(session) if final else None
+        remove_after(
+            session,
+            [
+                parameter.register_post_accumulate_grad_hook(partial(accumulated, index, notified))
+                for index, parameter in enumerate(self._parameters)
+                if parameter.requires_grad
+            ],
+        )
+
+    def first_not_finite(self) -> str | None:
+        """Return the name of the first parameter whose gradient holds NaN or inf, or None."""
         if all(math.isfinite(float(torch.dot(vector, vector))) for vector in self._vectors.values()):
             return None
-        return next((i for i, place in enumerate(self.places) if not bool(place.isfinite().all())), None)
+        for parameter, view in zip(self._layout.parameters, self._views, strict=True):
+            if not bool(view.isfinite().all()):
+                return parameter.names[0]
+        return None
+
+    def _accumulated(self, index: int, notified: ref[Session] | None, parameter: torch.Tensor) -> None:
+        self.adopt(index)
+        session = notified() if notified is not None else None
+        if session is not None and session.sends_early:
+            session.gradient_ready(index)
+
+    def _warn_of_sparse(self, index: int) -> None:
+        if not self._warned_of_sparse:
+            self._warned_of_sparse = True
+            log.warning(
+                "the gradient of %r is sparse; it is converted to a dense one, with zeros in the missing rows. "
+                "Create the layer with sparse=False to save the conversion.",
+                self._layout.parameters[index].names[0],
+            )

@@ -1,8 +1,8 @@
 """Hooks on a model's parameters and modules that last as long as a session.
 
-Torch holds a tensor's hooks in C++, where Python's garbage collector does not look. Whatever such a hook refers to
-lives as long as the tensor, and if that in turn refers to the tensor, both live for ever. So hooks refer to their
-object weakly, and go when the session does: a model that outlives its run is as it was before.
+Torch holds the hooks of a tensor in C++, out of reach of Python's garbage collector. Everything that such a hook
+refers to lives as long as the tensor; if it refers to the tensor in turn, neither is ever freed. So these hooks refer
+to their object weakly, and are removed with the session: a model that outlives its run has no hooks left on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["remove_after", "weakly"]
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return what calls a bound method as long as its object lives, and does nothing from then on."""
+    """Return a function that calls a bound method while its object is alive, and does nothing afterwards."""
     reference = WeakMethod(method)
 
     def call(*arguments: Any) -> None:
@@ -31,7 +31,7 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def remove_after(session: Session, handles: Iterable[RemovableHandle]) -> None:
-    """Remove hooks when a session is gone."""
+    """Remove hooks when the session is garbage-collected."""
     finalize(session, _remove, tuple(handles)).atexit = False
 
 

@@ -1,7 +1,7 @@
-"""What the front end asks of whoever hosts a worker.
+"""The interface between the front end and the host of a worker.
 
-The front end (`DistributedOptimizer`, `distribute`) speaks to a `Session` and never learns where it runs: in a
-process of a live run, or on a thread of a simulation. Without a session a script runs as one ordinary process.
+The front end (`DistributedOptimizer`, `distribute`) talks to a `Session`, and does not know where it runs: in a
+process of a live run, or on a thread of a simulation. Without a session, a script runs as one ordinary process.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ import torch
 
 from ..core.layout import ShardSlice
 from ..core.model_spec import ModelSpec
-from ..shard.store import Vectors
+from ..shard.vectors import Vectors
 from ..sync import SyncModel
 from ..sync.schedule import read_schedule
 
-__all__ = ["Session", "current", "install", "set_sync"]
+__all__ = ["Session", "current", "install", "set_sync", "worker_count", "worker_index"]
 
 
 class Session(Protocol):
     """One worker's part in a run.
 
-    The order of calls: `begin`, then `publish` on the publisher and `await_first_weights` on the others, then
-    `hold_back` and `commit` once per iteration, then `finish`. `weights` change only inside these calls and
-    `pull_again`, and `finish` may move them; `gradients` are the caller's until `commit`, and again once it has
-    returned.
+    Methods are called in this order: `begin`, then `publish` on the publisher and `await_first_weights` on the other
+    workers, then `hold_back` and `commit` once per iteration, then `finish`. `weights` change only inside these calls
+    and `pull_again`, and `finish` may move them to other memory. `gradients` belong to the caller until `commit`, and
+    again once it has returned.
 
     Attributes:
-        worker: this worker's index.
-        workers: how many there are.
-        seed: the run's.
-        needs_significance: True if pushes are to carry |g| / |w|. May change from one iteration to the next.
-        may_restart: True if a computation may be dropped and started anew. Likewise.
-        skips_nan: True if a gradient with NaN or inf is to be left out instead of stopping the run.
-        iteration: the number of iterations that this worker has committed.
-        weights: dtype -> flat vector, from `begin` on.
-        gradients: dtype -> flat vector, likewise.
-        on_moved: called when `weights` has become other memory, which holds the weights from now on.
-        sends_early: True if the session is to be told of gradients as they come, by `gradient_ready`.
+        worker: index of this worker.
+        workers: number of workers.
+        seed: the run's seed.
+        needs_significance: True if pushes must carry |g| / |w|. May change between iterations.
+        may_restart: True if a computation may be aborted and restarted. May change between iterations.
+        skips_nan: True if a gradient with NaN or inf is left out, False if it stops the run.
+        iteration: number of iterations that this worker has committed.
+        weights: dtype -> flat vector of the weights. Filled by `begin`.
+        gradients: dtype -> flat vector of the gradients. Filled by `begin`.
+        on_moved: called when `weights` has been replaced by other memory, which holds the weights from then on.
+        sends_early: True if `gradient_ready` must be called for each gradient as soon as it is computed.
     """
 
     worker: int
@@ -64,7 +64,7 @@ class Session(Protocol):
     def may_restart(self) -> bool: ...
 
     def begin(self, model: ModelSpec) -> bool:
-        """Say what is to be trained; wait for the others. True if this worker is the publisher.
+        """Register the model to train and wait for the other workers. Return True if this worker is the publisher.
 
         Raises:
             ConfigurationError: this worker may not take part.
@@ -72,40 +72,53 @@ class Session(Protocol):
         ...
 
     def publish(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
-        """Make `weights`, as they are now, everybody's; `state_of` gives the optimizer state to start from."""
+        """Send the initial model to the servers, as the publisher. All workers start from it.
+
+        Args:
+            buffers: the tensors that no optimizer trains. The weights are those in `weights`.
+            state_of: returns a shard's part of the initial optimizer state.
+        """
         ...
 
     def await_first_weights(self) -> None:
-        """Wait until `weights` holds the publisher's."""
+        """Wait until `weights` holds the weights of the publisher."""
         ...
 
     def weights_edited(self) -> bool:
-        """True if it is known that somebody else has written into `weights` since they were pulled."""
+        """Return True if something else is known to have written to `weights` since they were pulled."""
         ...
 
     def gradient_ready(self, parameter: int) -> None:
-        """The gradient of a parameter of the layout lies in `gradients`; it may still change until `commit`."""
+        """Announce that `gradients` holds the gradient of a parameter of the layout. It may change until `commit`."""
         ...
 
     def restart_ordered(self) -> bool:
-        """True if the computation at hand is to be dropped. Cheap: asked between any two layers."""
+        """Return True if the current computation must be aborted. Cheap, as it is called between any two layers."""
         ...
 
     def hold_back(self, *, droppable: bool) -> bool:
-        """The gradient is ready; where a slower machine is emulated, let time pass, here or in `commit`. False if the
-        computation is to be dropped instead: never if it is not droppable, as nobody would start it anew."""
+        """Announce that all gradients are computed.
+
+        Where a slower machine is emulated, the additional time passes here or in `commit`.
+
+        Args:
+            droppable: True if the computation can still be aborted and restarted.
+
+        Returns:
+            False if the computation must be aborted, which never happens if it is not droppable.
+        """
         ...
 
     def pull_again(self) -> None:
-        """Pull, after the computation of this iteration was dropped."""
+        """Pull the weights again, after the computation of this iteration was aborted."""
         ...
 
     def epoch_begins(self, epoch: int) -> None:
-        """This worker begins a pass over its part of the data, counted from 0."""
+        """Announce that this worker begins a pass over its part of the data. Epochs are counted from 0."""
         ...
 
     def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
-        """Ask for a change of the sync model. See `set_sync`."""
+        """Request a change of the sync model. See `set_sync`."""
         ...
 
     def commit(
@@ -118,24 +131,25 @@ class Session(Protocol):
         buffers: Mapping[int, torch.Tensor],
         loss: float | None,
     ) -> None:
-        """Push `gradients` to every shard and pull; when it returns, `weights` holds the answers.
+        """Push `gradients` to every shard and pull. When this returns, `weights` holds the pulled weights.
 
         Args:
-            present: for each parameter, 1 if it had a gradient.
-            groups: msgpack of the groups' hyper-parameters.
-            empty: leave the gradient out; the iteration counts as progress.
-            significance: |g| / |w|, L2, the raw gradient over the weights it was computed on; if it is needed.
-            buffers: index -> those buffers that have changed.
-            loss: for the eyes of the user.
+            present: one byte per parameter: 1 if it has a gradient, 0 if not.
+            groups: hyper-parameters of the groups, encoded with msgpack.
+            empty: True to leave out the gradient. The iteration still counts as progress.
+            significance: |g| / |w|, with L2 norms, of the unscaled gradient and the weights that it was computed on;
+                None if it is not needed.
+            buffers: index -> buffer, for those that have changed.
+            loss: the loss to show and record, if known.
         """
         ...
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
-        """Each shard with its optimizer state, "<segment>/<key>" -> tensor."""
+        """Return each shard with its optimizer state, "<segment>/<key>" -> tensor."""
         ...
 
     def finish(self) -> None:
-        """Leave: this worker blocks nobody from now on."""
+        """Leave the run. From now on no worker waits for this one."""
         ...
 
 
@@ -144,13 +158,13 @@ _of_thread = threading.local()
 
 
 def current() -> Session | None:
-    """The session of this thread, else of this process; None in a script that runs by itself."""
+    """Return the session of this thread, or else of this process. None in a script that runs by itself."""
     session: Session | None = getattr(_of_thread, "session", None)
     return session or _of_process
 
 
 def install(session: Session | None, *, for_thread: bool = False) -> None:
-    """Set the session of this process, or of this thread only."""
+    """Set the session of this process, or only of this thread."""
     global _of_process
     if for_thread:
         _of_thread.session = session
@@ -158,22 +172,54 @@ def install(session: Session | None, *, for_thread: bool = False) -> None:
         _of_process = session
 
 
-def set_sync(sync: str | SyncModel | Sequence[SyncModel], *, shard: int | None = None) -> None:
-    """Change the sync model of the run, from here on.
+def worker_index() -> int:
+    """Return the index of the worker that runs this script, counted from 0.
 
-    All workers run the same script, so each may call this where it gets to, or one of them alone: the n-th call of
-    any worker is the same change, made when the first one comes to it. Each worker ends the old model with its next
-    push; the new one begins when all have. No push is lost. In a script that runs by itself, nothing happens.
-
-    Args:
-        sync: a model, its notation ("ssp:staleness=3"), or a list of one for each shard.
-        shard: change this shard alone, from 0.
-
-    Raises:
-        ConfigurationError: no such model, or the run cannot have it.
+    In a script that runs by itself, the index is 0.
 
     Example:
-        >>> set_sync("elastic-bsp:lookahead=15")
+        >>> import paceline
+        >>> if paceline.worker_index() == 0:
+        ...     print("saving a checkpoint")
+        saving a checkpoint
+    """
+    session = current()
+    return 0 if session is None else session.worker
+
+
+def worker_count() -> int:
+    """Return the number of workers in the run.
+
+    In a script that runs by itself, the number is 1.
+
+    Example:
+        >>> import paceline
+        >>> files = ["a.txt", "b.txt", "c.txt"]
+        >>> files[paceline.worker_index() :: paceline.worker_count()]
+        ['a.txt', 'b.txt', 'c.txt']
+    """
+    session = current()
+    return 1 if session is None else session.workers
+
+
+def set_sync(sync: str | SyncModel | Sequence[SyncModel], *, shard: int | None = None) -> None:
+    """Change the synchronization model during a run.
+
+    All workers run the same script, so either every worker or a single one may make this call. The n-th call of every
+    worker requests the same change, which is made when the first worker reaches it. Each worker ends the old model
+    with its next push; the new model begins when all workers have done so. No push is lost. In a script that runs by
+    itself, the call has no effect.
+
+    Args:
+        sync: a sync model, its notation (for example "ssp:staleness=3"), or a list with one model per shard.
+        shard: index of the only shard to change. Default: None, which changes all shards.
+
+    Raises:
+        ConfigurationError: the notation is invalid, or the model cannot be used in this run.
+
+    Example:
+        >>> import paceline
+        >>> paceline.set_sync("elastic-bsp:lookahead=15")
     """
     read_schedule(sync)
     session = current()

@@ -1,1 +1,1 @@
-"""Where the processes of a run come from: placement and lifetime, nothing else."""
+"""The placement and the lifetime of the processes of a run."""

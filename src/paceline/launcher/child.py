@@ -1,8 +1,8 @@
-"""What a process of a run does once it has started (see `boot`): it becomes a server or a worker.
+"""The main function of the processes of a run, which `boot` calls: run as a server or as a worker.
 
-It learns its place in the run from one environment variable. A worker runs the user's script as `python script.py`
-would, or calls the function that it reads from its standard input. A server finds there where modules are looked
-for, and the conditions that it could not import.
+The role of the process is passed in an environment variable. A worker runs the user's script as `python script.py`
+would, or calls the function that it reads from its standard input. A server reads from its standard input the module
+search path and the conditions that it cannot import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from ..errors import PeerLostError, first_line
 from ..frontend import session as sessions
-from ..runtime.job import JOB_VARIABLE, Place
+from ..runtime.job import JOB_VARIABLE, Assignment
 from ..runtime.server import serve
 from ..runtime.worker import WorkerSession
 from ..sync.user_conditions import local_conditions
@@ -30,26 +30,28 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Be the process that the environment says; return its exit code."""
-    place = msgspec.msgpack.decode(bytes.fromhex(os.environ.pop(JOB_VARIABLE)), type=Place)
+    """Run as the server or worker that the environment variable names, and return the exit code."""
+    assignment = msgspec.msgpack.decode(bytes.fromhex(os.environ.pop(JOB_VARIABLE)), type=Assignment)
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
-    if place.role == "server":  # which ignores Ctrl-C: the launcher decides when a server ends
+    # A server ignores Ctrl-C: the launcher decides when it ends.
+    if assignment.role == "server":
         sys.path[:] = cloudpickle.load(sys.stdin.buffer)
         local_conditions.update(cloudpickle.load(sys.stdin.buffer))
-        serve(place)
+        serve(assignment)
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    session = WorkerSession.connect(place)
+    session = WorkerSession.connect(assignment)
     sessions.install(session)
     try:
         _train(sys.argv[1:])
     except SystemExit as end:
         if end.code not in (None, 0):
-            session.fail(_ending(end.code), "")
+            session.fail(_describe_exit(end.code), "")
             return 1
-    except BaseException as error:  # whatever the script raises is reported, once, by the launcher
-        consequence = _follows_from_a_loss(error)
-        session.fail(first_line(error), _own_traceback(error), consequence=consequence)
+    except BaseException as error:
+        # Any exception of the script is sent to the launcher, which reports it once.
+        consequence = _caused_by_peer_loss(error)
+        session.fail(first_line(error), _script_traceback(error), consequence=consequence)
         return EXIT_PEER_LOST if consequence else 1
     session.finish()
     session.close()
@@ -57,6 +59,7 @@ def main() -> int:
 
 
 def _train(arguments: list[str]) -> None:
+    """Call the training function from standard input, or run the training script that the arguments name."""
     kind, *rest = arguments
     if kind == "function":
         sys.path[:] = cloudpickle.load(sys.stdin.buffer)
@@ -69,15 +72,15 @@ def _train(arguments: list[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _ending(code: object) -> str:
-    """How a script ended that has called `sys.exit(code)`: a text there means exit code 1."""
+def _describe_exit(code: object) -> str:
+    """Return a description of a call of `sys.exit(code)`. If `code` is a message, the exit code is 1."""
     if isinstance(code, int):
         return f"the script ended with exit code {code}"
     return f"the script ended with exit code 1: {code}"
 
 
-def _follows_from_a_loss(error: BaseException | None) -> bool:
-    """True if an error came of another process being gone, whatever the script has made of it."""
+def _caused_by_peer_loss(error: BaseException | None) -> bool:
+    """Return True if the error, or an error that led to it, is a `PeerLostError`."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, PeerLostError):
@@ -87,16 +90,16 @@ def _follows_from_a_loss(error: BaseException | None) -> bool:
     return False
 
 
-def _own_traceback(error: BaseException) -> str:
-    """The traceback as the script's author would see it: without the frames of whoever called the script."""
+def _script_traceback(error: BaseException) -> str:
+    """Return the traceback of the user's script, without the frames of the code that called the script."""
     tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None and _is_ours(tb.tb_frame.f_code.co_filename):
+    while tb is not None and tb.tb_next is not None and _is_launcher_code(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(error), error, tb))
 
 
-def _is_ours(filename: str) -> bool:
-    """True for this file, for `boot.py` beside it, and for what runs a script."""
+def _is_launcher_code(filename: str) -> bool:
+    """Return True for a file of this package, and for the modules that run a script."""
     return (
         os.path.dirname(filename) == os.path.dirname(__file__)
         or filename == runpy.__file__

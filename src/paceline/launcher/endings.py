@@ -1,8 +1,8 @@
-"""How a process came to its end, in words, and whether that was a crash.
+"""Descriptions of how a process ended, and whether that was a crash.
 
-A machine that is taken away ends a process by SIGKILL or SIGTERM, which is what Paceline is made for. A segmentation
-fault is not that, and neither is the system's out-of-memory killer, which also sends SIGKILL: the run goes on without
-such a worker, but says so with its exit code.
+When a machine is preempted, its processes are ended by SIGKILL or SIGTERM, which Paceline is designed to handle. A
+segmentation fault is a crash, and so is a SIGKILL of the system's out-of-memory killer. The run continues without a
+worker that has crashed, but its exit code reports the crash.
 """
 
 from __future__ import annotations
@@ -23,44 +23,48 @@ CRASHES = frozenset(
         signal.SIGTRAP,
     }
 )
-"""Signals by which the system ends a process for what the process itself has done."""
+"""Signals by which the system ends a process because of an error in that process."""
 
 
 EXIT_PEER_LOST = 75
-"""Exit code of a worker that could not go on because another process of the run was gone."""
+"""Exit code of a worker that could not continue because another process of the run was lost."""
 
 
 def describe_ending(exit_code: int, *, out_of_memory: bool = False) -> str:
-    """Say how a process ended, in words that follow its name.
+    """Return a description of how a process ended.
 
     Args:
-        exit_code: negative if a signal ended it.
-        out_of_memory: True if the system has killed a process meanwhile because it ran out of memory.
+        exit_code: exit code of the process, or minus the number of the signal that terminated it.
+        out_of_memory: True if the system ran out of memory and killed a process while this one was running.
 
     >>> describe_ending(3), describe_ending(-11)
-    ('it ended with exit code 3', 'it was ended by signal SIGSEGV')
+    ('it ended with exit code 3', 'it was terminated by signal SIGSEGV')
     """
     if exit_code >= 0:
         return f"it ended with exit code {exit_code}"
     number = -exit_code
     try:
         name = signal.Signals(number).name
-    except ValueError:  # a real-time signal
+    except ValueError:
+        # Real-time signals have no name.
         name = str(number)
     if out_of_memory and number == signal.SIGKILL:
-        return f"it was ended by signal {name}, and the system has run out of memory and killed a process meanwhile"
-    return f"it was ended by signal {name}"
+        return (
+            f"it was terminated by signal {name}, and the system ran out of memory and killed a process while it "
+            "was running"
+        )
+    return f"it was terminated by signal {name}"
 
 
 def is_crash(exit_code: int, *, out_of_memory: bool = False) -> bool:
-    """True if a process ended by its own doing, and not because somebody took its machine away."""
+    """Return True if a process ended because of an error in it, and not because its machine was preempted."""
     return -exit_code in CRASHES or (out_of_memory and exit_code == -signal.SIGKILL)
 
 
 def out_of_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes the system has killed since it was booted because it ran out of memory.
+    """Return the number of processes that the system has killed since boot because it ran out of memory.
 
-    0 where it does not say.
+    Returns 0 if the system does not report it.
     """
     try:
         lines = vmstat.read_text().splitlines()

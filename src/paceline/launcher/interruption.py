@@ -1,8 +1,8 @@
-"""Ctrl-C and the signals by which a system asks a program to end, while a run is under way.
+"""Handling of Ctrl-C and of the signals that ask a program to end, during a run.
 
-An exception that is thrown at any line cannot end a run in order: it would interrupt the clean-up itself. So the
-signals are counted here, and whoever waits looks at the count. The first one ends the run in order; from the second
-on, nothing and nobody is given any more time.
+An exception that may be raised at any line cannot end a run in an orderly way, since it would also interrupt the
+cleanup. So the signals are only counted here, and all code that waits checks the count. After the first signal the
+run is ended in an orderly way. From the second signal on, no step of the shutdown is given any more time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ DEFAULTS: dict[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
-"""The signals that end a run, each with the handler that a program has which has set none."""
+"""The signals that end a run, each with the default handler of a Python program."""
 
 
 class Terminated(SystemExit):
-    """A run was ended by SIGTERM or SIGHUP. Its code is what a shell gives to such an end.
+    """The exception that is raised when a run was ended by SIGTERM or SIGHUP.
+
+    Its exit code is 128 plus the number of the signal, as in a shell.
 
     Attributes:
-        number: the signal.
-        words: what has been ended.
+        number: number of the signal.
+        words: message that says what has been ended.
     """
 
     def __init__(self, number: int, words: str) -> None:
@@ -37,13 +39,13 @@ class Terminated(SystemExit):
 
 
 class Interruption:
-    """A context in which those signals are counted.
+    """A context manager in which the signals that end a run are counted.
 
-    A handler that the program has set itself stays in place, and so does the decision to ignore a signal. Outside of
-    the main thread nothing is changed: no signal arrives there.
+    A handler that the program has installed itself stays in place, and a signal that it ignores stays ignored.
+    Outside of the main thread no handler is changed, because Python handles signals only in the main thread.
 
     Attributes:
-        count: how many have come.
+        count: number of signals received.
     """
 
     def __init__(self) -> None:
@@ -66,15 +68,15 @@ class Interruption:
 
     @property
     def asked(self) -> bool:
-        """True if the run is to end."""
+        """True if a signal has asked the run to end."""
         return self.count > 0
 
     def hurried(self) -> bool:
-        """True if it is to end at once."""
+        """Return True if the run must end immediately."""
         return self.count > 1
 
     def exception(self, words: str) -> BaseException:
-        """What the program would have seen of the first signal, with what has been ended in words."""
+        """Return the exception that the first signal stands for, with a message that says what has been ended."""
         if self._number in (None, signal.SIGINT):
             return KeyboardInterrupt(words)
         assert self._number is not None

@@ -1,4 +1,4 @@
-"""Start a run, watch it, bring back what it made. The same path for a function and for a script."""
+"""Start a run of a function or a script, wait for its end, and return its result."""
 
 from __future__ import annotations
 
@@ -50,44 +50,45 @@ def launch(
     snapshot_every_s: float | None = None,
     placement: Placement | None = None,
 ) -> RunResult:
-    """Run a training function in every worker of a new run, each a process of its own.
+    """Run a training function in several workers, each in its own process, and return the result.
 
-    The function is sent to fresh interpreters by value if it was defined in a script or a notebook, by
-    reference if it can be imported; the script itself is not run again in them.
+    The workers are fresh interpreters. The function is sent to them by value if it was defined in a script or a
+    notebook, and by reference if it can be imported. The script itself is not run again in the workers.
 
     Args:
-        function: trains, with a `DistributedOptimizer` and `distribute`.
-        args: what it is called with.
-        workers: how many workers.
-        servers: how many servers; by default as many as cores are left over, at least one.
-        shards: how many slices the parameters are cut into; by default one for each server.
-        slicing: "even" (EPS), or "by-parameter" as PS-Lite does.
-        overlap: "shards": each answers for itself; "off": nobody pulls until everybody has pushed everything, as in
-            PS-Lite (BSP only).
-        sync: the sync model, as a value, as a list of one for each shard, or in the notation of the command line,
-            which also has schedules ("bsp@0,elastic-bsp@epoch:5").
-        imports: modules from which the function may take conditions in mid-run, with `paceline.set_sync`.
-        engine: where processes come from: "local".
-        transport: "shm" (shared memory), "unix" (sockets of this machine), "tcp", or "auto" for the best there is.
-        port: TCP port of the coordinator with transport "tcp"; 0 for any free one.
-        seed: of the data's order and the jitter.
-        pace: for each worker, the least seconds per iteration (it sleeps the rest).
-        slowdown: for each worker, the factor by which its measured compute time is stretched.
-        jitter: varies both by a uniform factor 1 +- jitter.
-        on_nan: "stop" the run at a gradient with NaN or inf, or "skip" that push.
-        run_dir: where logs, traces and results go; by default a new directory under ./runs.
-        stall_timeout: end a worker or server that has been silent for this many seconds while others wait for it; by
-            default never. A worker is lost then, and the others go on.
-        progress: show it; by default, if there is a terminal.
-        snapshot_every_s: keep the weights of every so many seconds, on a fixed grid of times.
-        placement: the machine of each process (transport "tcp"); by default all listen on loopback.
+        function: the training function, which uses `DistributedOptimizer` and `distribute`.
+        args: arguments of the function.
+        workers: number of workers.
+        servers: number of servers. Default: the number of cores that the workers leave free, at least 1.
+        shards: number of slices into which the parameters are divided. Default: one per server.
+        slicing: "even" for slices of equal size (EPS), or "by-parameter" as in PS-Lite.
+        overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
+            have pushed all of their gradients, as in PS-Lite (BSP only).
+        sync: the sync model: an object, a list with one object per shard, or a string in the notation of the command
+            line, which also supports schedules ("bsp@0,elastic-bsp@epoch:5").
+        imports: names of modules with conditions to which the function may change during the run with
+            `paceline.set_sync`.
+        engine: the kind of processes; only "local" is available.
+        transport: "shm" (shared memory), "unix" (AF_UNIX sockets), "tcp", or "auto" for the best one available.
+        port: TCP port of the coordinator if the transport is "tcp"; 0 for any free port.
+        seed: random seed of the order of the data and of the jitter.
+        pace: minimum duration of an iteration in seconds, for each worker; a worker sleeps for the rest of it.
+        slowdown: factor by which the measured compute time is stretched, for each worker.
+        jitter: half-width of the random factor, uniform in 1 +- jitter, by which both are multiplied.
+        on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
+        run_dir: directory of the logs, traces and results. Default: a new directory in ./runs.
+        stall_timeout: number of seconds after which a silent worker or server is ended if others wait for it.
+            Default: never. If it is a worker, it counts as lost and the others continue.
+        progress: True to show the progress. Default: True if standard error is a terminal.
+        snapshot_every_s: interval in seconds at which copies of the weights are kept; the times are its multiples.
+        placement: machine of each process (transport "tcp" only). Default: all processes listen on loopback.
 
     Raises:
-        ConfigurationError: bad input; nothing was started.
-        RunFailedError: a process failed; nothing is left running. Its notes say where the log is, and where the
-            weights are, as they were then.
-        KeyboardInterrupt: Ctrl-C; every process has been ended, and the weights were saved. SIGTERM and SIGHUP raise
-            a `SystemExit` likewise, unless the program has handlers of its own.
+        ConfigurationError: an argument is not valid; no process was started.
+        RunFailedError: a process failed; all processes have ended. The notes of the exception say where the log is
+            and where the weights at the time of the failure were saved.
+        KeyboardInterrupt: Ctrl-C was pressed; all processes have ended and the weights were saved. SIGTERM and SIGHUP
+            raise a `SystemExit` in the same way, unless the program has its own handlers.
     """
     if current() is not None:
         raise UsageError(
@@ -100,8 +101,8 @@ def launch(
         payload = cloudpickle.dumps(sys.path) + cloudpickle.dumps((function, tuple(args)))
     except (TypeError, pickle.PicklingError, RuntimeError) as error:
         raise ConfigurationError(
-            f"the training function, or something that it refers to, cannot be sent to another process: {error}. "
-            "Create such things inside the function."
+            f"the training function, or an object that it refers to, cannot be sent to another process: {error}. "
+            "Create such objects inside the function."
         ) from error
     job = make_job(
         workers=workers,

@@ -1,7 +1,7 @@
-"""The local engine: every server and worker is a fresh interpreter on this machine, or on a part of it.
+"""The local engine, which runs every server and worker as a fresh interpreter on this machine or in a part of it.
 
-It starts processes, watches them, keeps what they print, and ends them. What a process prints goes to a file in
-the run directory; worker 0's is shown as well.
+The engine starts the processes, watches them, stores their output, and ends them. The output of each process is
+written to a file in the run directory. The output of worker 0 is also shown.
 """
 
 from __future__ import annotations
@@ -21,44 +21,48 @@ from typing import IO
 import msgspec
 
 from ..errors import ConfigurationError, RunFailedError
-from ..runtime.job import JOB_VARIABLE, LOOPBACK, Job, Place
+from ..runtime.job import JOB_VARIABLE, LOOPBACK, Assignment, Job
 from . import boot
 from .endings import EXIT_PEER_LOST, describe_ending, is_crash, out_of_memory_kills
 
-__all__ = ["LocalEngine", "Machine", "Placement", "Process"]
+__all__ = ["HostMachine", "LocalEngine", "Placement", "Process"]
 
-notes = logging.getLogger("paceline.engine")
+logger = logging.getLogger("paceline.engine")
 
 PAST_CACHE_BYTES = 1024 * 1024
-"""From this size on `memcpy` writes past the cache, which makes a copy half as fast again. glibc takes three quarters
-of the last cache for this, which in a virtual machine may be hundreds of megabytes that are shared with others."""
+"""Size from which on `memcpy` bypasses the cache when it writes, which makes a copy 1.5 times as fast.
+
+By default, glibc uses three quarters of the last-level cache. In a virtual machine that may be hundreds of megabytes,
+which are shared with other machines.
+"""
 
 TERMINATE_TIMEOUT_S = 3.0
-KILL_TIMEOUT_S = 10.0  # even SIGKILL waits for a system call that cannot be interrupted
-OUTPUT_TIMEOUT_S = (
-    1.0  # for the last output of a process that has ended: a child that it forked may hold the pipe
-)
+# Even SIGKILL takes effect only after a system call that cannot be interrupted.
+KILL_TIMEOUT_S = 10.0
+# Time to wait for the last output of a process that has ended, since a forked child may still hold the pipe.
+OUTPUT_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 0.05
 TAIL_LINES = 15
 
 STATES = {
     "R": "is running",
-    "S": "sleeps",
-    "D": "waits for a disk or a device",
+    "S": "is sleeping",
+    "D": "is waiting for a disk or another device",
     "T": "is stopped",
     "t": "is stopped by a debugger",
     "Z": "has ended",
 }
-"""The system's letters for the states of a process, see proc(5)."""
+"""Descriptions of the process states that the system reports as letters, see proc(5)."""
 
 
-class Machine(msgspec.Struct, frozen=True):
-    """Where a process is put.
+class HostMachine(msgspec.Struct, frozen=True):
+    """The machine on which a process runs.
 
     Attributes:
-        host: the address at which it listens over TCP.
-        prefix: what precedes its command line, for example `ip netns exec NAME`. It must end by *becoming* that
-            command, not by waiting for it: the process has to stay a child of the engine's, to die with it.
+        host: the address at which the process listens over TCP.
+        prefix: command that is put in front of the command line of the process, for example `ip netns exec NAME`. It
+            must replace itself by the process (`exec`) rather than wait for it, so that the process is a child of the
+            engine and ends with it.
     """
 
     host: str = LOOPBACK
@@ -66,55 +70,55 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where the processes of a run are put.
+    """The machines on which the processes of a run are placed.
 
     Attributes:
-        coordinator: the address at which it listens over TCP. It runs in the launcher, so its machine is this one.
-        servers: a machine for each.
-        workers: likewise.
+        coordinator: the address at which the coordinator listens over TCP. It runs in the launcher, on this machine.
+        servers: the machine of each server.
+        workers: the machine of each worker.
     """
 
     coordinator: str
-    servers: tuple[Machine, ...]
-    workers: tuple[Machine, ...]
+    servers: tuple[HostMachine, ...]
+    workers: tuple[HostMachine, ...]
 
     @classmethod
     def on_loopback(cls, job: Job) -> Placement:
-        """Everybody here."""
-        return cls(LOOPBACK, (Machine(),) * job.servers, (Machine(),) * job.workers)
+        """Return the placement of all processes on this machine."""
+        return cls(LOOPBACK, (HostMachine(),) * job.servers, (HostMachine(),) * job.workers)
 
     def require_for(self, job: Job) -> None:
-        """Refuse a run that cannot be put there. Raises `ConfigurationError`."""
+        """Raise `ConfigurationError` if the run cannot be placed in this way."""
         placed, wanted = (len(self.servers), len(self.workers)), (job.servers, job.workers)
         if placed != wanted:
             raise ConfigurationError(
-                f"there are machines for {placed[0]} servers and {placed[1]} workers, expected {wanted[0]} and "
-                f"{wanted[1]}."
+                f"the placement has machines for {placed[0]} servers and {placed[1]} workers, expected {wanted[0]} "
+                f"servers and {wanted[1]} workers."
             )
         if job.transport != "tcp":
             raise ConfigurationError(
-                f"transport {job.transport!r} is for one machine; between machines use 'tcp'."
+                f"transport {job.transport!r} works on a single machine only; use 'tcp' between machines."
             )
 
 
 class Process:
-    """One process of a run, in a process group of its own.
+    """One process of a run, in its own process group.
 
-    Three threads serve it: one hands it its input, one copies its output, and one waits for its end. So neither a
-    process that hangs nor one that prints without end holds up its launcher.
+    Three threads handle the process: one writes its input, one copies its output, and one waits for its end. So the
+    launcher is not blocked by a process that hangs or that prints without end.
 
     Args:
-        name: "server 1", "worker 0".
+        name: name of the process, such as "server 1" or "worker 0".
         popen: the process, with pipes for its input and output.
-        data: what it finds on its standard input.
-        log: the file with what it prints.
-        show: called with each line.
-        ended: called with this when it has ended, before its exit code can be reused.
+        data: the content of its standard input.
+        log: the file to which its output is written.
+        show: called with each line of the output.
+        ended: called with this object when the process has ended, before its process id can be reused.
 
     Attributes:
-        name: as given.
-        log: as given.
-        exit_code: None while it runs; negative if a signal ended it.
+        name: the argument of the same name.
+        log: the argument of the same name.
+        exit_code: None while the process runs; minus the number of the signal if a signal terminated it.
     """
 
     def __init__(
@@ -133,7 +137,8 @@ class Process:
         self._popen = popen
         self._data = data
         self._ended = ended
-        self._lock = threading.Lock()  # held while a signal is sent, and while the process is reaped
+        # Held while a signal is sent and while the process is reaped.
+        self._lock = threading.Lock()
         self._over = threading.Event()
         self._kills_before = out_of_memory_kills()
         self._out_of_memory = False
@@ -148,12 +153,12 @@ class Process:
 
     @property
     def id(self) -> int:
-        """The system's process id."""
+        """The process id."""
         return self._popen.pid
 
     @property
     def ending(self) -> str:
-        """How it ended, in words that follow its name; "" while it runs."""
+        """A description of how the process ended; "" while it runs."""
         if self.exit_code is None:
             return ""
         how = describe_ending(self.exit_code, out_of_memory=self._out_of_memory)
@@ -161,22 +166,22 @@ class Process:
 
     @property
     def crashed(self) -> bool:
-        """True if it has ended by its own doing. See `endings`."""
+        """True if the process has crashed. See `endings`."""
         if self.exit_code is None or self._why_killed:
             return False
         return is_crash(self.exit_code, out_of_memory=self._out_of_memory)
 
     @property
     def state(self) -> str:
-        """What the system says that it does, in words that follow its name."""
+        """The state of the process according to the system, as a verb phrase such as "is running"."""
         try:
             letter = Path(f"/proc/{self.id}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             return "has ended"
-        return STATES.get(letter, "is there")
+        return STATES.get(letter, "is in an unknown state")
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end and its last output; False if the end has not come in time."""
+        """Wait for the end of the process and for its last output. Return False if it does not end in time."""
         if not self._over.wait(timeout_s):
             return False
         for thread in self._threads:
@@ -184,18 +189,18 @@ class Process:
         return True
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it still runs."""
+        """Send a signal to the process if it is still running."""
         with self._lock:
             if self.exit_code is None:
                 os.kill(self.id, number)
 
     def kill(self, why: str = "") -> None:
-        """End it at once, with all that it has started. `why` is added to how it ended."""
+        """Kill the process and all processes that it has started. `why` is added to the description of its ending."""
         self._why_killed = why
         self.signal(signal.SIGKILL)
 
     def tail(self) -> str:
-        """The last lines that it printed; "" if its log cannot be read."""
+        """Return the last lines of the output; "" if the log cannot be read."""
         try:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
         except OSError:
@@ -203,16 +208,18 @@ class Process:
 
     def _feed(self) -> None:
         assert self._popen.stdin is not None
+        # A broken pipe needs no report: if the process has ended, its exit code says why.
         with contextlib.suppress(BrokenPipeError), self._popen.stdin as stdin:
-            stdin.write(self._data)  # a process that has ended says why by its exit code
+            stdin.write(self._data)
 
     def _await_end(self) -> None:
-        """Wait for the end. Whoever was killed, or failed, takes along what it has started: nobody else would end it.
+        """Wait until the process has ended. If it failed or was killed, also kill all processes that it has started.
 
-        The group is signalled while its leader has not been reaped, since only until then its number is its own.
+        The process group is signalled before its leader is reaped, because its number may be reused afterwards.
         """
         end = None
-        with contextlib.suppress(ChildProcessError):  # the program that launched has waited for it itself
+        # Raised if the program that called the launcher has already waited for the process.
+        with contextlib.suppress(ChildProcessError):
             end = os.waitid(os.P_PID, self.id, os.WEXITED | os.WNOWAIT)
         self._out_of_memory = out_of_memory_kills() > self._kills_before
         with self._lock:
@@ -225,15 +232,15 @@ class Process:
 
 
 class LocalEngine:
-    """The processes of one run.
+    """The server and worker processes of one run.
 
     Args:
-        job: the run.
-        coordinator: where its coordinator listens.
-        placement: on which machine each runs.
+        job: the configuration of the run.
+        coordinator: the address of the coordinator.
+        placement: the machine of each process.
         show: called with each line that worker 0 prints.
-        worker_ended: called with the index of each worker whose process has ended, however and whenever, and with
-            how it ended, in words. On a thread of its own.
+        worker_ended: called on a separate thread when the process of a worker has ended for any reason, with the
+            index of the worker and a description of how it ended.
     """
 
     def __init__(
@@ -249,7 +256,8 @@ class LocalEngine:
         self._placement = placement
         self._show = show
         self._worker_ended = worker_ended
-        self._threads = max(1, (os.cpu_count() or 1) // (job.workers + job.servers))  # of each process
+        # Number of computing threads per process.
+        self._threads = max(1, (os.cpu_count() or 1) // (job.workers + job.servers))
         self.servers: list[Process] = []
         self.workers: list[Process] = []
 
@@ -259,9 +267,9 @@ class LocalEngine:
         """Start every process.
 
         Args:
-            worker_arguments: of a worker's process.
-            worker_input: what a worker finds on its standard input.
-            server_input: what a server finds there.
+            worker_arguments: command-line arguments of each worker.
+            worker_input: content of the standard input of each worker.
+            server_input: content of the standard input of each server.
         """
         for index, machine in enumerate(self._placement.servers):
             self.servers.append(self._spawn("server", index, machine, [], server_input))
@@ -269,17 +277,17 @@ class LocalEngine:
             self.workers.append(self._spawn("worker", index, machine, worker_arguments, worker_input))
 
     def failed_server(self) -> RunFailedError | None:
-        """A server that has ended; none may before the run is over."""
+        """Return the failure of a server that has ended, or None. No server may end before the run does."""
         for server in self.servers:
             if server.exit_code is not None:
                 return RunFailedError(server.name, server.ending, server.tail())
         return None
 
     def failed_worker(self) -> RunFailedError | None:
-        """A worker that has ended with an exit code of its own.
+        """Return the failure of a worker that has ended with a nonzero exit code, or None.
 
-        One that a signal ended is lost, which is not a failure: the others go on. So is one that could not go on
-        because somebody else was gone.
+        A worker that was terminated by a signal is lost, which is not a failure: the other workers continue. This
+        also applies to a worker that could not continue because another process was lost.
         """
         for worker in self.workers:
             if worker.exit_code is not None and worker.exit_code > 0 and worker.exit_code != EXIT_PEER_LOST:
@@ -287,18 +295,20 @@ class LocalEngine:
         return None
 
     def process(self, role: str, index: int) -> Process:
-        """The process of a server or worker."""
+        """Return the process of a server or worker."""
         return (self.servers if role == "server" else self.workers)[index]
 
     def end(
         self, processes: Sequence[Process], *, grace_s: float, hurried: Callable[[], bool] = lambda: False
     ) -> list[Process]:
-        """End some of the processes: give them a grace, ask them, insist. Return those that even then go on.
+        """End some processes and return those that are still running.
+
+        The processes get some time to end by themselves. Then they receive SIGTERM, and finally SIGKILL.
 
         Args:
-            processes: which.
-            grace_s: how long they may take to end by themselves.
-            hurried: looked at often; as soon as it is true, nobody is given any more time.
+            processes: the processes to end.
+            grace_s: number of seconds to wait for the processes to end by themselves.
+            hurried: called repeatedly; as soon as it returns True, SIGKILL is sent without further waiting.
         """
         left = list(processes)
         for number, timeout_s in (
@@ -315,9 +325,9 @@ class LocalEngine:
         return left
 
     def _spawn(
-        self, role: str, index: int, machine: Machine, arguments: Sequence[str], data: bytes
+        self, role: str, index: int, machine: HostMachine, arguments: Sequence[str], data: bytes
     ) -> Process:
-        place = Place(
+        assignment = Assignment(
             job=self._job,
             role="server" if role == "server" else "worker",
             index=index,
@@ -325,12 +335,13 @@ class LocalEngine:
             host=machine.host,
         )
         environment = {
-            "OMP_NUM_THREADS": str(self._threads),  # unless the user has set it
-            "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}",  # likewise
+            # The user's environment may override these two.
+            "OMP_NUM_THREADS": str(self._threads),
+            "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}",
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             boot.PARENT_VARIABLE: str(os.getpid()),
-            JOB_VARIABLE: msgspec.msgpack.encode(place).hex(),
+            JOB_VARIABLE: msgspec.msgpack.encode(assignment).hex(),
         }
         popen = subprocess.Popen(
             [*machine.prefix, sys.executable, "-P", boot.__file__, *arguments],
@@ -338,7 +349,8 @@ class LocalEngine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            process_group=0,  # Ctrl-C reaches the launcher alone, which ends the run in order
+            # Ctrl-C reaches only the launcher, which ends the run in an orderly way.
+            process_group=0,
         )
         name = f"{role} {index}"
         show = self._show if name == "worker 0" else lambda line: None
@@ -351,21 +363,23 @@ class LocalEngine:
 
 
 def _copy_lines(source: IO[bytes], log: Path, show: Callable[[str], None]) -> None:
-    """Copy what a process prints to its log and to whoever looks on, until it ends.
+    """Copy the output of a process to its log and to `show` until it ends.
 
-    Each of the two is given up at its first failure; the process is read on, for it would stop at a full pipe.
+    After the first failure of one of the two, nothing more is written to it. The output is still read, since the
+    process would block on a full pipe.
     """
-    takers: dict[str, Callable[[bytes], object]] = {}
+    sinks: dict[str, Callable[[bytes], object]] = {}
     with source, contextlib.ExitStack() as opened:
         try:
-            takers["kept"] = opened.enter_context(log.open("wb", buffering=0)).write
+            sinks["written"] = opened.enter_context(log.open("wb", buffering=0)).write
         except OSError as error:
-            notes.warning("what goes to %s cannot be kept: %s", log, error.strerror)
-        takers["shown"] = lambda line: show(line.decode(errors="replace").rstrip("\n"))
+            logger.warning("the output for %s cannot be written: %s", log, error.strerror)
+        sinks["shown"] = lambda line: show(line.decode(errors="replace").rstrip("\n"))
         for line in source:
-            for done, take in list(takers.items()):
+            for done, write in list(sinks.items()):
                 try:
-                    take(line)
-                except Exception as error:  # a full disk; whatever the caller's own output may raise
-                    notes.warning("what goes to %s cannot be %s any more: %s", log, done, error)
-                    del takers[done]
+                    write(line)
+                except Exception as error:
+                    # The disk may be full, and `show` may raise any exception of the caller's output stream.
+                    logger.warning("the output for %s cannot be %s any more: %s", log, done, error)
+                    del sinks[done]

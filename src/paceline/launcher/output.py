@@ -1,7 +1,7 @@
-"""A text stream whose failure ends nothing: what was to be printed is dropped instead.
+"""A text stream that drops its output instead of raising an exception when writing fails.
 
-Training may take hours; a reader that has seen enough (`paceline run ... | head`), a full disk or a terminal that was
-closed must not cost its result.
+Training may take hours. Its result must not be lost because a reader stops reading (`paceline run ... | head`), a
+disk is full, or a terminal was closed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ log = logging.getLogger("paceline.output")
 
 
 class ForgivingStream:
-    """Writes to a stream until that fails, and nowhere from then on. Everything else is the stream's own.
+    """A wrapper of a text stream that ignores everything written after the first failure.
 
-    The failure is logged, unless it is a pipe that nobody reads any more: whoever closed it knows.
+    All other attributes are those of the stream. The failure is logged, unless the reader of a pipe has closed it,
+    since the reader did so intentionally.
 
     Args:
-        stream: to write to.
-        name: of the stream, for the log.
+        stream: the stream to write to.
+        name: name of the stream in the log.
 
     Attributes:
-        failed: True once something could not be written.
+        failed: True once writing has failed.
     """
 
     def __init__(self, stream: IO[str], name: str) -> None:
@@ -33,7 +34,7 @@ class ForgivingStream:
         self._name = name
 
     def write(self, text: str) -> int:
-        """Write, or drop it."""
+        """Write the text, or drop it if writing has failed."""
         if not self.failed:
             try:
                 return self._stream.write(text)
@@ -42,7 +43,7 @@ class ForgivingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush what was written."""
+        """Flush the stream, unless writing has failed."""
         if not self.failed:
             try:
                 self._stream.flush()

@@ -1,4 +1,4 @@
-"""What a user sees while a run is under way: one live line per worker, or a line of text now and then."""
+"""The progress display of a run: a live table with one line per worker, or a line of text every few seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Progress"]
 
 REFRESH_PER_S = 8
 PLAIN_INTERVAL_S = 5.0
-COLOURS = {
+COLORS = {
     "computing": "green",
     "waiting": "yellow",
     "pulling": "cyan",
@@ -30,17 +30,17 @@ COLOURS = {
 
 
 class Progress:
-    """A live table on a terminal, plain lines elsewhere. A context manager; call `update` often.
+    """A context manager that shows a live table on a terminal, or plain lines elsewhere. Call `update` often.
 
     Args:
-        coordinator: of the run to show.
-        console: where to. What cannot be written there is dropped from now on.
+        coordinator: the coordinator of the run.
+        console: the console to write to. From now on its output is dropped if it cannot be written.
     """
 
     def __init__(self, coordinator: Coordinator, console: Console) -> None:
         self._coordinator = coordinator
         self._console = console
-        # A console would end this process, or the thread that draws the table, when nobody reads it any more.
+        # An error on writing, such as a closed pipe, would end this process or the thread that draws the table.
         console.file = cast(IO[str], ForgivingStream(console.file, "the progress"))
         self._plain_s = time.monotonic()
         self._live: Live | None = None
@@ -50,7 +50,8 @@ class Progress:
                 console=console,
                 refresh_per_second=REFRESH_PER_S,
                 transient=True,
-                redirect_stdout=False,  # it may be elsewhere, and it is the caller's
+                # Standard output belongs to the caller and may lead elsewhere.
+                redirect_stdout=False,
             )
 
     def __enter__(self) -> Progress:
@@ -65,14 +66,14 @@ class Progress:
             self._live.stop()
 
     def print(self, line: str) -> None:
-        """Print a line that worker 0 printed: above the live table, or to standard output if that is elsewhere."""
+        """Print a line of worker 0 above the live table, or to standard output if that is not the same terminal."""
         if self._live is not None and sys.stdout is not None and sys.stdout.isatty():
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print(line, flush=True)
 
     def update(self) -> None:
-        """Show what the coordinator knows now."""
+        """Show the current state of the run."""
         if self._live is not None:
             self._live.update(Group(self._title(), self._table()))
         elif time.monotonic() - self._plain_s >= PLAIN_INTERVAL_S:
@@ -90,8 +91,8 @@ class Progress:
 
     def _title(self) -> Text:
         job = self._coordinator.job
-        counts = f"{_many(job.workers, 'worker')}, {_many(job.servers, 'server')}"
-        lines = [f"{self._coordinator.sync}, {counts}, {job.now_s():.0f} s"]
+        counts = f"{_count(job.workers, 'worker')}, {_count(job.servers, 'server')}"
+        lines = [f"{self._coordinator.core.sync}, {counts}, {job.now_s():.0f} s"]
         if job.emulated:
             lines.append(f"emulated: {job.emulated}")
         return Text("\n".join(lines))
@@ -99,19 +100,20 @@ class Progress:
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         for name, iteration, loss, state in self._rows():
-            table.add_row(name, f"iteration {iteration}", f"loss {loss}", Text(state, COLOURS[state]))
+            table.add_row(name, f"iteration {iteration}", f"loss {loss}", Text(state, COLORS[state]))
         return table
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
+        """Return the name, the iteration, the loss and the state of each worker, as text."""
         rows = []
         for worker in range(self._coordinator.job.workers):
-            status = self._coordinator.board.get(worker)
-            gone = self._coordinator.fate(worker)
+            status = self._coordinator.core.board.get(worker)
+            gone = self._coordinator.core.fate(worker)
             loss = "-" if status is None or status.loss is None else f"{status.loss:.4f}"
             state = gone or (status.state if status else "starting")
             rows.append((f"worker {worker}", str(status.iteration) if status else "-", loss, state))
         return rows
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"

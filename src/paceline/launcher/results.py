@@ -1,4 +1,7 @@
-"""What a run leaves behind. Its weights come first and survive whatever else fails; all the rest is best effort."""
+"""The results of a run: the weights, which are saved first, and the summary.
+
+The weights are saved even if everything else fails. A failure to write the other files does not end the run.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,19 @@ from ..trace.records import read_records
 
 __all__ = ["RunResult", "save_weights", "summarize", "write_summary"]
 
-NAMED = 5  # missing tensors that a sentence names
+NAMED = 5  # maximum number of missing tensors that a message names
 
 
 class RunResult(msgspec.Struct, frozen=True):
-    """What a run made.
+    """The result of a run.
 
     Attributes:
-        state_dict: the final weights and buffers under the model's own names, as plain tensors.
-        summary: figures of the run; also `summary.json` in `run_dir`.
-        run_dir: logs, traces, `weights.safetensors`, `summary.json`.
-        snapshots: (seconds since training began, weights), if they were asked for.
-        problems: what went wrong when the run had ended, in words, such as weights that had to be saved elsewhere.
+        state_dict: the final weights and buffers as plain tensors, under the names that the model gives them.
+        summary: statistics of the run, which are also written to `summary.json` in `run_dir`.
+        run_dir: the directory with the logs, the traces, `weights.safetensors` and `summary.json`.
+        snapshots: pairs (seconds since training began, weights), if snapshots were requested.
+        problems: messages about problems after the end of the run, for example if the weights had to be saved to
+            another directory.
     """
 
     state_dict: dict[str, torch.Tensor]
@@ -45,45 +49,45 @@ class RunResult(msgspec.Struct, frozen=True):
 
     @property
     def trace(self) -> list[Trace]:
-        """The trace of each shard, in order, then the coordinator's."""
+        """The traces of all shards, in order, followed by the trace of the coordinator."""
         return read_run(self.run_dir)
 
 
 def save_weights(snapshot: WeightsSnapshot, run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Save the weights to the run's directory or, if that is gone or full, to a new temporary one.
+    """Save the weights to the run's directory or, if that is missing or full, to a new temporary directory.
 
-    A snapshot that lacks tensors is saved as `weights-partial.safetensors`, so that nobody takes it for the model.
+    A snapshot that lacks tensors is saved as `weights-partial.safetensors`, so that it is not mistaken for the model.
 
     Returns:
-        where they are, None if they could not be saved at all; and what has to be said about it.
+        The path of the file, or None if the weights could not be saved, and a list of messages about problems.
     """
     if not snapshot.state_dict:
-        return None, ["no weights were saved: none could be read"]
+        return None, ["no weights were saved, because none could be read"]
     name = "weights-partial.safetensors" if snapshot.absent else "weights.safetensors"
-    said = []
+    messages = []
     if snapshot.absent:
         others = len(snapshot.absent) - NAMED
         named = ", ".join(snapshot.absent[:NAMED]) + (f" and {others} more" if others > 0 else "")
-        said.append(f"the saved weights are partial; missing: {named}")
+        messages.append(f"the saved weights are incomplete; missing: {named}")
     try:
-        return _save(snapshot, run_dir / name), said
+        return _save(snapshot, run_dir / name), messages
     except (OSError, SafetensorError) as error:
-        said.append(f"the weights cannot be saved to {run_dir}: {_reason(error)}")
+        messages.append(f"the weights cannot be saved to {run_dir}: {_reason(error)}")
     try:
-        elsewhere = Path(tempfile.mkdtemp(prefix=f"paceline-{run_dir.name}-"))
+        temporary_dir = Path(tempfile.mkdtemp(prefix=f"paceline-{run_dir.name}-"))
     except OSError as error:
-        return None, [*said, f"nor to a temporary directory: {_reason(error)}"]
+        return None, [*messages, f"the weights cannot be saved to a temporary directory: {_reason(error)}"]
     try:
-        path = _save(snapshot, elsewhere / name)
+        path = _save(snapshot, temporary_dir / name)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
-            elsewhere.rmdir()
-        return None, [*said, f"nor to {elsewhere}: {_reason(error)}"]
-    return path, [*said, f"they were saved to {path} instead"]
+            temporary_dir.rmdir()
+        return None, [*messages, f"the weights cannot be saved to {temporary_dir}: {_reason(error)}"]
+    return path, [*messages, f"the weights were saved to {path} instead"]
 
 
 def _save(snapshot: WeightsSnapshot, path: Path) -> Path:
-    """Write the file whole or not at all."""
+    """Write the weights to a file atomically and return its path."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         safetensors.torch.save_file(
@@ -104,13 +108,13 @@ def _reason(error: Exception) -> str:
 def summarize(
     coordinator: Coordinator, faults: Sequence[str], crashed: Sequence[int], weights: Path
 ) -> dict[str, Any]:
-    """The figures of a run. Those that need its traces are left out where these cannot be read.
+    """Return the statistics of a run. If its traces cannot be read, the statistics that need them are omitted.
 
     Args:
-        coordinator: of the run.
-        faults: what went wrong without ending the run, in words.
-        crashed: workers that ended by their own doing.
-        weights: where they were saved.
+        coordinator: the coordinator of the run.
+        faults: messages about problems that did not end the run.
+        crashed: indices of the workers that have crashed.
+        weights: path of the saved weights.
     """
     job = coordinator.job
     run_dir = Path(job.run_dir)
@@ -124,9 +128,12 @@ def summarize(
                 record.wasted_s for worker in read_records(run_dir) for record in worker
             )
         else:
-            faults.append(f"{run_dir} has the traces of {len(shards)} of {job.shards} shards: no figures")
+            faults.append(
+                f"{run_dir} has the traces of only {len(shards)} of {job.shards} shards, so the summary has no "
+                "statistics"
+            )
     except (ConfigurationError, OSError, msgspec.DecodeError) as error:
-        faults.append(f"the run's traces cannot be read, so there are no figures: {error}")
+        faults.append(f"the run's traces cannot be read, so the summary has no statistics: {error}")
     return {
         "sync": str(job.sync),
         "workers": job.workers,
@@ -137,8 +144,8 @@ def summarize(
         "transport": job.transport,
         "seed": job.seed,
         "emulated": job.emulated,
-        "lost_workers": coordinator.lost,
-        "losses": {str(w): coordinator.ending(w) for w in coordinator.lost},
+        "lost_workers": coordinator.core.lost,
+        "losses": {str(w): coordinator.ending(w) for w in coordinator.core.lost},
         "crashed_workers": list(crashed),
         "faults": faults,
         "weights": str(weights),
@@ -147,7 +154,7 @@ def summarize(
 
 
 def write_summary(summary: dict[str, Any], run_dir: Path) -> str:
-    """Write `summary.json`; return why that was not possible, or ""."""
+    """Write `summary.json`. Return a message if that fails, else ""."""
     try:
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
         (run_dir / "summary.json").write_bytes(text + b"\n")

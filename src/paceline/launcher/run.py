@@ -1,8 +1,8 @@
-"""One run, from the start of its processes to the end of the last one.
+"""A run, from the start of its processes to the end of the last one.
 
-The order of an end, however it has come about: the cause is found; workers that still run are ended, if the run has
-failed or was interrupted; the weights are collected and saved; servers write their traces and end; the rest of what a
-run leaves behind is written. A second Ctrl-C skips what still takes time.
+Every run ends in the same order, whatever the reason. First the reason is determined. If the run has failed or was
+interrupted, the remaining workers are ended. Then the weights are collected and saved, the servers write their traces
+and end, and the other results are written. A second Ctrl-C skips the steps that take time.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ __all__ = ["start"]
 log = logging.getLogger("paceline.run")
 
 POLL_INTERVAL_S = 0.05
-CAUSE_TIMEOUT_S = 5.0  # from the first consequence of a failure on: for the process that caused it to end
-ANSWER_TIMEOUT_S = 5.0  # without a byte of a server's weights
-GRACE_S = 10.0  # for processes that have nothing left to do
-LAST_WORDS_S = 0.5  # for servers of a run that has failed: to write their traces
+# Time from the first consequence of a failure within which the process that caused it is expected to end.
+CAUSE_TIMEOUT_S = 5.0
+# Time to wait for a server while no part of its weights arrives.
+ANSWER_TIMEOUT_S = 5.0
+# Time that processes get to end by themselves after a run.
+GRACE_S = 10.0
+# Time that the servers of a failed run get to write their traces.
+FAILED_GRACE_S = 0.5
 
 
 def start(
@@ -52,14 +56,14 @@ def start(
     snapshot_every_s: float | None = None,
     placement: Placement | None = None,
 ) -> RunResult:
-    """Start the processes of a run, wait for its end, collect. See `launch`.
+    """Start the processes of a run, wait for their end, and return the result. See `launch`.
 
     Args:
-        job: the run; its directory is made here, when nothing can be refused any more.
-        worker_arguments: of each worker's process.
-        worker_input: what it finds on its standard input.
-        path: where the servers look for modules with conditions.
-        console: for the progress.
+        job: the configuration of the run. Its directory is created here, after all arguments were checked.
+        worker_arguments: command-line arguments of each worker.
+        worker_input: content of the standard input of each worker.
+        path: module search path of the servers, for conditions.
+        console: console for the progress.
         snapshot_every_s: see `launch`.
         placement: see `launch`.
     """
@@ -67,7 +71,7 @@ def start(
         placement = Placement.on_loopback(job)
     else:
         placement.require_for(job)
-    server_input = _for_servers(job, path)
+    server_input = _server_input(job, path)
     listener = Coordinator.listen_for(job, placement.coordinator)
     try:
         job = claim_run_dir(job)
@@ -75,12 +79,12 @@ def start(
         listener[0].close()
         raise
     with Interruption() as interruption:
-        run = Run(job, Coordinator(job, *listener), placement, console, interruption, snapshot_every_s)
+        run = LiveRun(job, Coordinator(job, *listener), placement, console, interruption, snapshot_every_s)
         return run.carry_out(worker_arguments, worker_input, server_input)
 
 
-def _for_servers(job: Job, path: Sequence[str]) -> bytes:
-    """What servers are handed: where modules are looked for, and the conditions that cannot be imported."""
+def _server_input(job: Job, path: Sequence[str]) -> bytes:
+    """Return the standard input of the servers: the module search path and the conditions that cannot be imported."""
     models = [model for step in job.sync.steps for model in step.models if isinstance(model, Conditions)]
     names = {name for model in models for name in (model.pull, model.push) if name in local_conditions}
     conditions = {name: local_conditions[name] for name in names}
@@ -88,20 +92,20 @@ def _for_servers(job: Job, path: Sequence[str]) -> bytes:
         return bytes(cloudpickle.dumps(list(path)) + cloudpickle.dumps(conditions))
     except (TypeError, pickle.PicklingError, RuntimeError) as error:
         raise ConfigurationError(
-            f"a condition, or something that it refers to, cannot be sent to the servers: {error}. Define it in a "
-            "module."
+            f"a condition, or an object that it refers to, cannot be sent to the servers: {error}. Define the "
+            "condition in a module."
         ) from error
 
 
-class Run:
-    """One run and all that belongs to it.
+class LiveRun:
+    """A run with its coordinator, its processes and its progress display.
 
     Args:
-        job: the run.
-        coordinator: of it; not started yet.
-        placement: of its processes.
-        console: for the progress.
-        interruption: says when a signal asks for the end.
+        job: the configuration of the run.
+        coordinator: the coordinator of the run, which has not been started yet.
+        placement: the machines of the processes.
+        console: console for the progress.
+        interruption: counts the signals that ask for the end of the run.
         snapshot_every_s: see `launch`.
     """
 
@@ -127,17 +131,18 @@ class Run:
         self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
         self._weights: WeightsSnapshot | None = None
         self._weights_path: Path | None = None
-        self._notes: list[str] = []  # what went wrong at the end without ending the run
+        # Messages about problems at the end of the run that are not failures.
+        self._notes: list[str] = []
 
     def carry_out(
         self, worker_arguments: Sequence[str], worker_input: bytes, server_input: bytes
     ) -> RunResult:
-        """Start the processes, wait, and return what the run made.
+        """Start the processes, wait for the end of the run, and return its result. All processes have ended by then.
 
         Raises:
-            RunFailedError: a process has failed; none is left running.
-            KeyboardInterrupt: Ctrl-C; none is left running.
-            Terminated: SIGTERM or SIGHUP; none is left running.
+            RunFailedError: a process has failed.
+            KeyboardInterrupt: Ctrl-C was pressed.
+            Terminated: SIGTERM or SIGHUP was received.
         """
         engine, coordinator = self._engine, self._coordinator
         coordinator.start()
@@ -147,7 +152,7 @@ class Run:
                 try:
                     engine.start(worker_arguments, worker_input, server_input)
                 except OSError as error:
-                    raise RunFailedError("the launcher", f"it cannot start a process: {error}") from error
+                    raise RunFailedError("the launcher", f"a process cannot be started: {error}") from error
                 if self._sampler is not None:
                     self._sampler.start()
                 failure = self._await_end()
@@ -161,13 +166,14 @@ class Run:
                 early = True
                 raise
             finally:
-                grace_s = LAST_WORDS_S if early or self._notes else GRACE_S
+                grace_s = FAILED_GRACE_S if early or self._notes else GRACE_S
                 coordinator.stop(grace_s, self._interruption.hurried)
-                everybody = [*engine.workers, *engine.servers]
-                left = engine.end(everybody, grace_s=grace_s, hurried=self._interruption.hurried)
+                processes = [*engine.workers, *engine.servers]
+                left = engine.end(processes, grace_s=grace_s, hurried=self._interruption.hurried)
+        # The coordinator has stopped and no longer records how processes end.
         for worker, process in enumerate(engine.workers):
-            if process.ending:  # the coordinator, which would note it, has stopped
-                coordinator.endings.setdefault(worker, process.ending)
+            if process.ending:
+                coordinator.core.endings.setdefault(worker, process.ending)
         for process in left:
             self._notes.append(f"{process.name} (process {process.id}) was killed, but has not ended yet")
         if failure is not None:
@@ -176,10 +182,10 @@ class Run:
             raise self._interrupted()
         return self._result()
 
-    # -- while it goes on ---------------------------------------------------------------------------------
+    # -- during the run -----------------------------------------------------------------------------------
 
     def _await_end(self) -> RunFailedError | None:
-        """Wait until the run is over or is to end. Return why it has failed, if it has."""
+        """Wait until the run is over or must be ended. Return its failure, or None if it has not failed."""
         engine, coordinator = self._engine, self._coordinator
         while not coordinator.over.wait(POLL_INTERVAL_S):
             self._progress.update()
@@ -192,53 +198,62 @@ class Run:
         return self._failure()
 
     def _failure(self) -> RunFailedError | None:
-        """The first failure there was, its cause before its consequences."""
+        """Return the failure of the run, or None. A failure that is the cause of others takes precedence."""
         engine, coordinator = self._engine, self._coordinator
         deadline_s = time.monotonic() + CAUSE_TIMEOUT_S
         while not (self._cause_is_known() or self._interruption.asked) and time.monotonic() < deadline_s:
             time.sleep(POLL_INTERVAL_S)
-        told = coordinator.failure
-        by_server = told if told is not None and told.process.startswith("server") else engine.failed_server()
-        if by_server is None and coordinator.gone_servers:
+        reported = coordinator.failure
+        is_of_server = reported is not None and reported.process.startswith("server")
+        server_failure = reported if is_of_server else engine.failed_server()
+        if server_failure is None and coordinator.gone_servers:
             name = f"server {coordinator.gone_servers[0]}"
-            by_server = RunFailedError(name, "its connection has ended, and its process has not")
-        if by_server is not None and not (coordinator.everybody_left and coordinator.finished):
-            return by_server  # afterwards nobody needs the servers any more, but for their weights
-        if told is not None and told is not by_server:
-            return told
+            server_failure = RunFailedError(
+                name, "its connection was closed, but its process is still running"
+            )
+        # Once all workers have left, the servers are needed only for their weights.
+        if server_failure is not None and not (coordinator.core.everybody_left and coordinator.core.finished):
+            return server_failure
+        if reported is not None and reported is not server_failure:
+            return reported
         if worker := engine.failed_worker():
             return worker
-        if len(coordinator.lost) == self._job.workers:
+        if len(coordinator.core.lost) == self._job.workers:
             return RunFailedError("the run", f"every worker was lost{self._losses()}")
         if not coordinator.started.is_set():
             return RunFailedError(
                 "the run",
-                "no worker ever called step() on a paceline.DistributedOptimizer, so nothing was trained"
+                "no worker called step() on a paceline.DistributedOptimizer, so nothing was trained"
                 + self._losses(),
             )
         return None
 
     def _cause_is_known(self) -> bool:
-        """False while what is known can only be the consequence of something that is about to be known."""
+        """Return False while all known problems must be consequences of a failure that will be reported soon."""
         engine, coordinator = self._engine, self._coordinator
         if coordinator.failure is not None or engine.failed_server():
             return True
-        if coordinator.gone_servers or coordinator.cut_off:
-            return False  # the process that they miss is about to end
-        if any(worker not in coordinator.endings for worker in coordinator.lost):
-            return False  # its connection has ended, and the process is about to
+        # Connections were lost, so the process at their other end is about to end.
+        if coordinator.gone_servers or coordinator.core.cut_off:
+            return False
+        # The connection of a lost worker has ended, so its process is about to end.
+        if any(worker not in coordinator.core.endings for worker in coordinator.core.lost):
+            return False
+        # The coordinator may not have read the report of a failed worker yet.
         failed = [w for w, process in enumerate(engine.workers) if (process.exit_code or 0) > 0]
-        return all(coordinator.fate(worker) for worker in failed)  # else its own report is yet to be read
+        return all(coordinator.core.fate(worker) for worker in failed)
 
     def _losses(self) -> str:
-        """How each lost worker ended, a line each."""
+        """Return one line for each lost worker, which says how it ended."""
         coordinator = self._coordinator
-        return "".join(f"\n  worker {worker}: {coordinator.ending(worker)}" for worker in coordinator.lost)
+        return "".join(
+            f"\n  worker {worker}: {coordinator.ending(worker)}" for worker in coordinator.core.lost
+        )
 
-    # -- its end ------------------------------------------------------------------------------------------
+    # -- after the run ------------------------------------------------------------------------------------
 
     def _keep_weights(self) -> None:
-        """Collect the weights, if there are any, and save them."""
+        """Collect the weights from the servers and save them, unless training has not begun."""
         if not self._coordinator.started.is_set() or self._interruption.hurried():
             return
         collection = self._coordinator.collect()
@@ -252,62 +267,62 @@ class Run:
         self._weights = collection.result()
         for server in servers:
             process = self._engine.process("server", server)
-            how = (
-                process.ending or f"it did not answer when the weights were read; its process {process.state}"
+            how = process.ending or (
+                f"it did not answer when the weights were collected; its process {process.state}"
             )
-            where = "" if self._weights.absent else "; its part of them was read from shared memory"
+            where = "" if self._weights.absent else "; its part of the weights was read from shared memory"
             self._notes.append(f"{process.name}: {how}{where}")
             process.kill()
-        self._weights_path, said = save_weights(self._weights, self._run_dir)
-        self._notes += said
+        self._weights_path, messages = save_weights(self._weights, self._run_dir)
+        self._notes += messages
 
     def _result(self) -> RunResult:
         coordinator, weights = self._coordinator, self._weights
         if weights is None or weights.absent or self._weights_path is None:
-            what = self._notes[0] if self._notes else "the weights could not be read"
-            raise self._explained(RunFailedError("the run", what))
-        for worker in coordinator.lost:
+            reason = self._notes[0] if self._notes else "the weights could not be read"
+            raise self._explained(RunFailedError("the run", reason))
+        for worker in coordinator.core.lost:
             self._say(
-                f"worker {worker} was lost: {coordinator.ending(worker)}. The others went on without it."
+                f"worker {worker} was lost: {coordinator.ending(worker)}. The other workers continued without it."
             )
         crashed = [index for index, process in enumerate(self._engine.workers) if process.crashed]
-        faults = [*coordinator.faults, *self._notes]
+        faults = [*coordinator.core.faults, *self._notes]
         summary = summarize(coordinator, faults, crashed, self._weights_path)
-        if said := write_summary(summary, self._run_dir):
-            self._notes.append(said)
-            summary["faults"].append(said)
+        if problem := write_summary(summary, self._run_dir):
+            self._notes.append(problem)
+            summary["faults"].append(problem)
         for fault in summary["faults"]:
             self._say(f"note: {fault}")
         snapshots = self._sampler.taken if self._sampler is not None else []
         return RunResult(weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes))
 
     def _explained(self, failure: RunFailedError) -> RunFailedError:
-        """The failure, with notes on where to look and where the weights are."""
-        for note in [*self._coordinator.faults, *self._notes]:
+        """Return the failure with notes that say where its log and the weights are."""
+        for note in [*self._coordinator.core.faults, *self._notes]:
             if note != failure.reason:
                 failure.add_note(note)
         log_path = self._run_dir / f"{failure.process.replace(' ', '-')}.log"
-        what = f"{failure.process}'s output is in {log_path}" if log_path.exists() else f"see {self._run_dir}"
-        failure.add_note(what)
+        where = f"the output of {failure.process} is in {log_path}"
+        failure.add_note(where if log_path.exists() else f"see {self._run_dir}")
         if self._weights_path is not None:
-            failure.add_note(f"the weights as they were then are in {self._weights_path}")
+            failure.add_note(f"the weights at that time were saved to {self._weights_path}")
         return failure
 
     def _interrupted(self) -> BaseException:
+        """Print the notes, and return the exception for the signal that ended the run."""
         for note in self._notes:
             self._say(f"note: {note}")
         if self._weights_path is not None:
-            self._say(f"the weights as they were then are in {self._weights_path}")
+            self._say(f"the weights at that time were saved to {self._weights_path}")
         alive = [p for p in [*self._engine.workers, *self._engine.servers] if p.exit_code is None]
-        words = "every process of the run has been ended"
+        message = "every process of the run has been ended"
         if alive:
-            words = "the run has been ended, but for " + ", ".join(
-                f"{p.name} (process {p.id})" for p in alive
-            )
-        return self._interruption.exception(words)
+            names = ", ".join(f"{p.name} (process {p.id})" for p in alive)
+            message = f"every process of the run has been ended, except for {names}"
+        return self._interruption.exception(message)
 
     def _say(self, line: str) -> None:
-        """Print a line, or log it where nothing is to be printed."""
+        """Print a line, or log it if the console is quiet."""
         if self._console.quiet:
             log.warning("%s", line)
         else:
@@ -315,7 +330,7 @@ class Run:
 
 
 class Sampler:
-    """Takes a snapshot of the weights at every multiple of an interval, on a thread of its own."""
+    """A thread that takes a snapshot of the weights at every multiple of an interval."""
 
     def __init__(self, coordinator: Coordinator, interval_s: float) -> None:
         self.taken: list[tuple[float, WeightsSnapshot]] = []
@@ -325,11 +340,11 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="paceline-sampler", daemon=True)
 
     def start(self) -> None:
-        """Begin when training does."""
+        """Start the thread, which waits for training to begin."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more. One that a server does not answer is not waited for."""
+        """Stop taking snapshots. The wait for a snapshot in progress is limited, since a server may not answer."""
         self._stopped.set()
         self._thread.join(ANSWER_TIMEOUT_S)
 
@@ -338,7 +353,7 @@ class Sampler:
         while not coordinator.started.wait(POLL_INTERVAL_S):
             if self._stopped.is_set() or coordinator.over.is_set():
                 return
-        # A server that is gone ends this quietly: the run itself says what has failed.
+        # If a server is lost, the thread ends without a message, because the run itself reports the failure.
         with contextlib.suppress(PacelineError), _reader(coordinator) as reader:
             tick = 0
             while True:
@@ -348,9 +363,12 @@ class Sampler:
                 snapshot = reader.read()
                 now_s = coordinator.job.now_s() - coordinator.started_s
                 self.taken.append((now_s, snapshot))
-                tick = max(tick + 1, math.ceil(now_s / self._interval_s))  # what was missed is missed
+                # Skip the times that have passed while the snapshot was taken.
+                tick = max(tick + 1, math.ceil(now_s / self._interval_s))
 
 
 def _reader(coordinator: Coordinator) -> contextlib.closing[Reader]:
-    assert coordinator.model is not None
-    return contextlib.closing(Reader.connect(coordinator.model, coordinator.shards, coordinator.job.token))
+    assert coordinator.core.model is not None
+    return contextlib.closing(
+        Reader.connect(coordinator.core.model, coordinator.core.shards, coordinator.job.token)
+    )

@@ -1,4 +1,4 @@
-"""Tells the user which process a run waits for and, if that was asked for, ends it after a time-out."""
+"""Reports which process a run is waiting for and, if a timeout was given, kills that process after it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from .local import LocalEngine
 
 __all__ = ["Waiting"]
 
-LEAST_ITERATIONS = 3  # of its usual ones that a worker may take, whatever the time-out
+# A worker may take at least this many of its usual iteration times, whatever the timeout.
+LEAST_ITERATIONS = 3
 
 
 class Waiting:
-    """Watches one run. Call `look` often.
+    """A watchdog for the processes of one run. Call `look` often.
 
     Args:
-        coordinator: of the run.
-        engine: its processes.
-        timeout_s: a process that has been awaited for this long is ended; None for never.
-        say: prints a line.
+        coordinator: the coordinator of the run.
+        engine: the processes of the run.
+        timeout_s: number of seconds after which a silent process that others wait for is killed; None disables it.
+        say: a function that prints a line.
     """
 
     def __init__(
@@ -35,52 +36,57 @@ class Waiting:
         self._timeout_s = timeout_s
         self._say = say
         self._watch = StallWatch(coordinator, timeout_s)
-        self._said: dict[
-            tuple[str, int], tuple[float, float]
-        ] = {}  # whom -> (heard of last, quiet when last said)
+        # For each process that was reported: the time of its last message, and how long it had been silent.
+        self._reported: dict[tuple[str, int], tuple[float, float]] = {}
 
     def look(self) -> str:
-        """Look once. Return why the run cannot go on at all, or ""."""
+        """Check the processes once. Return the reason if the run cannot continue at all, else ""."""
         for awaited in self._watch.look():
             key = awaited.role, awaited.index
             heard_s = self._coordinator.heard_s.get(key, 0.0)
-            before_s, said_s = self._said.get(key, (heard_s, 0.0))
-            if awaited.quiet_s > 2 * said_s or before_s != heard_s:  # again at twice the time
-                self._said[key] = heard_s, awaited.quiet_s
+            before_s, reported_s = self._reported.get(key, (heard_s, 0.0))
+            # Report the same silence again each time its duration has doubled.
+            if awaited.quiet_s > 2 * reported_s or before_s != heard_s:
+                self._reported[key] = heard_s, awaited.quiet_s
                 self._say(self._describe(awaited))
             if self._timeout_s is not None and awaited.quiet_s > max(
                 self._timeout_s, LEAST_ITERATIONS * awaited.usual_s
             ):
-                why = f"nothing had been heard of it for {awaited.quiet_s:.0f} s (--stall-timeout)"
+                why = f"it had sent nothing for {awaited.quiet_s:.0f} s (--stall-timeout)"
                 self._engine.process(*key).kill(why)
-        for key, (heard_s, quiet_s) in list(self._said.items()):
+        for key, (heard_s, quiet_s) in list(self._reported.items()):
             if self._coordinator.heard_s.get(key, 0.0) != heard_s:
-                del self._said[key]
-                self._say(f"{key[0]} {key[1]} is back, after {quiet_s:.0f} s or more.")
+                del self._reported[key]
+                self._say(f"{key[0]} {key[1]} responds again, after at least {quiet_s:.0f} s.")
         return self._watch.standstill
 
     def _describe(self, awaited: Awaited) -> str:
+        """Return a message about a process that the run is waiting for."""
         process = self._engine.process(awaited.role, awaited.index)
-        usual = f" (its iterations take {awaited.usual_s:.2g} s)" if awaited.usual_s else ""
+        usual = f" (its iterations usually take {awaited.usual_s:.2g} s)" if awaited.usual_s else ""
         lines = [
-            f"{process.name} is awaited: nothing has been heard of it for {awaited.quiet_s:.0f} s. It {awaited.doing}"
-            f"{usual}."
+            f"The run is waiting for {process.name}, which has sent nothing for {awaited.quiet_s:.0f} s. "
+            f"It {awaited.doing}{usual}."
         ]
         if awaited.waiting:
             names = " and ".join(
                 filter(None, [", ".join(map(str, awaited.waiting[:-1])), str(awaited.waiting[-1])])
             )
             many = len(awaited.waiting) > 1
-            lines.append(f"Worker{'s' * many} {names} wait{'s' * (not many)} for it.")
+            lines.append(f"Worker{'s' * many} {names} {'are' if many else 'is'} waiting for it.")
         state = process.state
         lines.append(f"Its process {process.id} {state}.")
         if state == "is stopped":
-            lines.append(f"'kill -CONT {process.id}' continues it.")
+            lines.append(f"Run 'kill -CONT {process.id}' to continue it.")
         if self._timeout_s is not None:
-            lines.append(f"It is ended after {self._timeout_s:g} s (--stall-timeout).")
+            lines.append(f"It will be killed after {self._timeout_s:g} s (--stall-timeout).")
         else:
-            then = "ends it, and the others go on" if awaited.role == "worker" else "ends it, and the run"
+            effect = (
+                "kill it and let the others continue"
+                if awaited.role == "worker"
+                else "kill it and end the run"
+            )
             lines.append(
-                f"'kill -KILL {process.id}' {then}; with --stall-timeout SECONDS that happens by itself."
+                f"Run 'kill -KILL {process.id}' to {effect}; --stall-timeout SECONDS does so automatically."
             )
         return " ".join(lines)

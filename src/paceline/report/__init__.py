@@ -1,1 +1,1 @@
-"""Pictures and tables of what runs have left behind. Pure: figures in, a picture or a table out."""
+"""Pictures and tables of the results of runs. The functions that draw them have no side effects."""

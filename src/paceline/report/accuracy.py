@@ -1,4 +1,4 @@
-"""Accuracy over time: one curve per run, the target, and when each reached it."""
+"""A plot of the accuracy over time: one curve per run, the target, and the time at which each run reached it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Curve", "draw_accuracy"]
 
-LEAST_SHOWN = 0.5  # a guess is right one time in ten; what matters happens above
+LEAST_SHOWN = 0.5  # lower end of the axis; random guesses have an accuracy of 0.1
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """The test accuracy of one run, over time.
+    """The test accuracy of one run over time.
 
     Attributes:
-        label: whose it is.
-        times_s: of the evaluations, in seconds since training began, ascending.
-        accuracies: at these times, from 0 to 1.
-        reached_s: when the target was reached; None if never.
+        label: name of the run in the legend.
+        times_s: times of the evaluations, in seconds since training began, ascending.
+        accuracies: accuracies at these times, from 0 to 1.
+        reached_s: time at which the target was reached, in seconds since training began; None if it never was.
     """
 
     label: str
@@ -34,11 +34,11 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 def draw_accuracy(axes: Axes, curves: Sequence[Curve], target: float) -> None:
-    """Draw curves; those with the same label (several seeds) share a colour and one entry of the legend."""
+    """Draw the curves. Curves with the same label (several seeds) share a color and an entry of the legend."""
     labels = list(dict.fromkeys(curve.label for curve in curves))
     for index, label in enumerate(labels):
-        alike = [curve for curve in curves if curve.label == label]
-        _draw_alike(axes, alike, COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)], target)
+        group = [curve for curve in curves if curve.label == label]
+        _draw_group(axes, group, COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)], target)
     axes.axhline(target, color="black", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     axes.annotate(
         f"target {target:.0%}",
@@ -57,33 +57,37 @@ def draw_accuracy(axes: Axes, curves: Sequence[Curve], target: float) -> None:
     axes.legend(loc="lower right", frameon=True, fontsize=9)
 
 
-def _draw_alike(axes: Axes, curves: Sequence[Curve], colour: str, dashes: object, target: float) -> None:
-    """Curves of one label: lines, and at the target a mark for each that reached it, with a line to the axis."""
+def _draw_group(axes: Axes, curves: Sequence[Curve], color: str, dashes: object, target: float) -> None:
+    """Draw the curves of one label.
+
+    For each curve that reached the target, draw a marker at the target and a vertical line from it to the axis.
+    """
     reached_s = [curve.reached_s for curve in curves if curve.reached_s is not None]
     for curve in curves:
         axes.plot(
             curve.times_s,
             curve.accuracies,
-            color=colour,
+            color=color,
             linestyle=dashes,
             linewidth=1.8,
             alpha=1.0 if len(curves) == 1 else 0.5,
             label=_legend(curve.label, reached_s, len(curves), target) if curve is curves[0] else None,
         )
-    axes.vlines(reached_s, LEAST_SHOWN, target, color=colour, linewidth=1.0, linestyle=":", zorder=1)
+    axes.vlines(reached_s, LEAST_SHOWN, target, color=color, linewidth=1.0, linestyle=":", zorder=1)
     axes.plot(
         reached_s,
         [target] * len(reached_s),
         linestyle="none",
         marker="o",
         markersize=8,
-        markerfacecolor=colour,
+        markerfacecolor=color,
         markeredgecolor="white",
         zorder=5,
     )
 
 
 def _legend(label: str, reached_s: Sequence[float], runs: int, target: float) -> str:
+    """Return the entry of the legend for the runs of one label."""
     if not reached_s:
         return f"{label}: never at {target:.0%}"
     if runs == 1:

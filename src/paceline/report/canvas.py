@@ -1,6 +1,7 @@
-"""Figures without a screen: made, drawn on, saved as PNG. matplotlib is optional; without it, a clear error.
+"""Create figures without a display and save them as PNG files.
 
-No global state of matplotlib is touched (no pyplot, no rcParams), so a user's own figures stay as they are.
+matplotlib is optional; if it is not installed, an error says so. The global state of matplotlib (pyplot, rcParams) is
+not used, so a user's own figures are not affected.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ if TYPE_CHECKING:
 __all__ = ["COLOURS", "DASHES", "new_figure", "save"]
 
 COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#56B4E9")
-"""Told apart by colour-blind readers (Okabe and Ito, 2008); one per thing that is compared, in order."""
+"""Colors that color-blind readers can distinguish (Okabe and Ito, 2008), in the order in which they are used."""
 
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
-"""Line styles in the same order, for a print without colours."""
+"""Line styles that are used in the same order, so that the lines can also be distinguished without colors."""
 
 DOTS_PER_INCH = 130
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
-    """An empty figure.
+    """Return an empty figure.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -43,5 +44,5 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG."""
+    """Write a figure to a PNG file."""
     figure.savefig(path, format="png")

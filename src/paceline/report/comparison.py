@@ -1,4 +1,4 @@
-"""What runs came to, side by side: one row per sync model."""
+"""A table that compares the results of runs, with one row per sync model."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-__all__ = ["Outcome", "comparison_table", "medians"]
+__all__ = ["TrialOutcome", "comparison_table", "medians"]
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What training under one sync model came to: of one run, or the medians of several.
+class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of training under one sync model: that of one run, or the medians of several runs.
 
     Attributes:
         sync: the sync model, in the notation of the command line.
-        learning_rate: that it ran with.
-        momentum: likewise.
-        seeds: of the runs.
-        target_accuracy: on the test images, from 0 to 1.
-        time_to_target_s: when the second evaluation in a row was at or above it, in seconds since training
-            began; None if that never came.
-        final_accuracy: of the final weights, on the test images, from 0 to 1.
-        updates_per_s: optimizer steps.
-        waiting_share: of all workers' time together, the share that they waited, from 0 to 1.
-        mean_staleness: over (push, shard), in versions.
-        max_staleness: likewise; of several runs, the largest.
-        delayed_share: of all pulls, per (worker, shard), those that were not answered on arrival, from 0 to 1.
-        restarts: computations that were dropped and started anew.
-        wasted_share: of all workers' time together, the share that went into these, from 0 to 1.
-        emulated: how unequal machines were emulated, in words.
+        learning_rate: learning rate of the runs.
+        momentum: momentum of the runs.
+        seeds: random seeds of the runs.
+        target_accuracy: target accuracy on the test images, from 0 to 1.
+        time_to_target_s: time of the second of two successive evaluations at or above the target, in seconds since
+            training began; None if the target was not reached.
+        final_accuracy: accuracy of the final weights on the test images, from 0 to 1.
+        updates_per_s: number of optimizer steps per second.
+        waiting_share: share of the total time of all workers that they waited, from 0 to 1.
+        mean_staleness: mean staleness over all pairs (push, shard), in versions.
+        max_staleness: maximum staleness over all pairs (push, shard) of all runs, in versions.
+        delayed_share: share of the pulls, counted per (worker, shard), that were delayed, from 0 to 1.
+        restarts: number of computations that were aborted and restarted.
+        wasted_share: share of the total time of all workers that was spent on aborted computations, from 0 to 1.
+        emulated: description of how unequal machines were emulated; "" if they were not.
     """
 
     sync: str
@@ -52,11 +52,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     emulated: str
 
 
-def medians(outcomes: Sequence[Outcome]) -> Outcome:
-    """One outcome out of several runs' of the same sync model and setting, figure by figure."""
+def medians(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
+    """Return the medians of the results of several runs of the same sync model and settings."""
     first = outcomes[0]
     time_s = median(math.inf if o.time_to_target_s is None else o.time_to_target_s for o in outcomes)
-    return Outcome(
+    return TrialOutcome(
         sync=first.sync,
         learning_rate=first.learning_rate,
         momentum=first.momentum,
@@ -75,10 +75,11 @@ def medians(outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def comparison_table(outcomes: Sequence[Outcome], *, every: bool = False) -> Table:
-    """The table, one row per outcome; its caption says what was emulated.
+def comparison_table(outcomes: Sequence[TrialOutcome], *, every: bool = False) -> Table:
+    """Return the table, with one row per outcome. Its caption says which machines were emulated.
 
-    `every` shows delayed pulls and aborts instead of the settings and the updates, and breaks long names.
+    If `every` is True, the table shows delayed pulls and aborts instead of the settings and the update rate, and
+    wraps long names of sync models.
     """
     first = outcomes[0]
     runs = f"medians of {len(first.seeds)} seeds" if len(first.seeds) > 1 else f"seed {first.seeds[0]}"
@@ -90,14 +91,14 @@ def comparison_table(outcomes: Sequence[Outcome], *, every: bool = False) -> Tab
         caption=f"{runs}; emulated: {first.emulated or 'nothing'}",
         caption_justify="left",
     )
-    columns: dict[str, Callable[[Outcome], str]] = {
+    columns: dict[str, Callable[[TrialOutcome], str]] = {
         "rate,\nmomentum": lambda o: f"{o.learning_rate:g}, {o.momentum:g}",
         f"s to\n{first.target_accuracy:.0%}": lambda o: (
             "never" if o.time_to_target_s is None else f"{o.time_to_target_s:.2f}"
         ),
         "final\naccur.": lambda o: f"{o.final_accuracy:.1%}",
         "updates\nper s": lambda o: f"{o.updates_per_s:.1f}",
-        "share\nwaited": lambda o: f"{o.waiting_share:.1%}",
+        "time\nwaited": lambda o: f"{o.waiting_share:.1%}",
         "staleness\nmean, max": lambda o: f"{o.mean_staleness:.1f}, {o.max_staleness}",
     }
     if every:
@@ -113,6 +114,7 @@ def comparison_table(outcomes: Sequence[Outcome], *, every: bool = False) -> Tab
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
-        name = outcome.sync.replace(",", ", ").replace(":", ": ") if every else outcome.sync  # breaks there
+        # The name can be wrapped at the added spaces.
+        name = outcome.sync.replace(",", ", ").replace(":", ": ") if every else outcome.sync
         table.add_row(name, *(show(outcome) for show in columns.values()))
     return table

@@ -1,4 +1,4 @@
-"""Losses over virtual time, one curve per sync model."""
+"""A plot of the losses over virtual time, with one curve per sync model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ __all__ = ["LossCurve", "loss_picture"]
 
 
 class LossCurve(msgspec.Struct, frozen=True):
-    """One curve: (virtual seconds, loss)."""
+    """The training loss over virtual time.
+
+    Attributes:
+        label: name of the curve in the legend.
+        points: pairs (virtual seconds, loss).
+    """
 
     label: str
     points: list[tuple[float, float]]
 
 
 def loss_picture(title: str, note: str, curves: Sequence[LossCurve]) -> Figure:
-    """All curves in one picture; the loss axis is logarithmic where losses fall far.
+    """Draw all curves in one picture. The loss axis is logarithmic if the losses differ by more than a factor of 20.
 
     Raises:
         ConfigurationError: matplotlib is not installed.

@@ -1,6 +1,6 @@
-"""What there is to know of each sync model, out of the head of its own file: one place to keep right.
+"""The documentation of the sync models, which is read from the docstring of each model's module.
 
-The head of a model's file is a title, perhaps some theory, then labelled paragraphs (Reference, Admission, State,
+Such a docstring consists of a title, optionally some theory, labelled paragraphs (Reference, Admission, State,
 Guarantee, Use, Deviations) and an example.
 """
 
@@ -25,15 +25,15 @@ LABELS = ("Reference", "Admission", "State", "Guarantee", "Use", "Deviations")
 
 
 class Page(msgspec.Struct, frozen=True):
-    """One model's head, taken apart.
+    """The parts of one model's documentation.
 
     Attributes:
-        name: as on the command line.
-        notation: the name with every parameter, and its default where there is one.
+        name: name of the model on the command line.
+        notation: the name with all parameters and their defaults; "..." stands for a value without a default.
         title: the first paragraph.
-        theory: what stands between the title and the labels; "" if nothing does.
-        parts: label -> its paragraph.
-        parameters: (name, what it is).
+        theory: the text between the title and the labelled paragraphs; "" if there is none.
+        parts: mapping from label to paragraph.
+        parameters: pairs of the name and the description of a parameter.
         example: the doctest.
     """
 
@@ -47,7 +47,7 @@ class Page(msgspec.Struct, frozen=True):
 
 
 def describe(name: str) -> Page:
-    """The page of one model. Raises `ConfigurationError` if there is none of that name."""
+    """Return the documentation of one model. Raise `ConfigurationError` if there is no model of that name."""
     if name not in MODELS:
         raise unknown_name("sync model", name, MODELS)
     model = MODELS[name]
@@ -71,23 +71,23 @@ def describe(name: str) -> Page:
 
 
 def pages() -> list[Page]:
-    """Every model's page, in the order of `MODELS`."""
+    """Return the documentation of all models, in the order of `MODELS`."""
     return [describe(name) for name in MODELS]
 
 
 def models_table(shown: Sequence[Page]) -> Table:
-    """What `paceline sync --list` prints."""
+    """Return the table that `paceline sync --list` prints."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
-    table.add_column("model, with its defaults", no_wrap=True)
-    table.add_column("what it does")
+    table.add_column("model with defaults", no_wrap=True)
+    table.add_column("description")
     for page in shown:
-        what = page.title.partition(": ")[2] or page.title
-        table.add_row(page.notation.replace(",", ",\n  "), what)
+        description = page.title.partition(": ")[2] or page.title
+        table.add_row(page.notation.replace(",", ",\n  "), description)
     return table
 
 
 def page_text(page: Page) -> Group:
-    """What `paceline sync NAME` prints."""
+    """Return the text that `paceline sync NAME` prints."""
     lines = [Text(page.notation, "bold"), Text(page.title)]
     if page.theory:
         lines += [Text(), Text(flowing(page.theory))]
@@ -95,21 +95,21 @@ def page_text(page: Page) -> Group:
     lines += [Text.assemble((f"{label}: ", "bold"), flowing(part)) for label, part in page.parts.items()]
     if page.parameters:
         lines += [Text(), Text("Parameters:", "bold")]
-        lines += [Text(f"  {key}: {what}") for key, what in page.parameters]
+        lines += [Text(f"  {key}: {description}") for key, description in page.parameters]
     return Group(*lines)
 
 
 def flowing(text: str) -> str:
-    """Paragraphs without their line breaks; what is indented stays as it is."""
+    """Join the lines of each paragraph. Indented lines are left unchanged."""
     return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
 
 
 def _parameters(model: type) -> tuple[tuple[str, str], ...]:
-    """The attributes that the docstrings of a model and of what it is made from describe."""
+    """Return the names and descriptions of a model's parameters from the docstrings of its class and base classes."""
     found: dict[str, str] = {}
     for kind in model.__mro__:
         text = inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Attributes:\n")[2]
-        for key, what in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, flags=re.MULTILINE):
-            found.setdefault(key, " ".join(what.split()))
+        for key, description in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, flags=re.MULTILINE):
+            found.setdefault(key, " ".join(description.split()))
     names = [field.name for field in msgspec.structs.fields(model)]
     return tuple((name, found[name]) for name in names if name in found)

@@ -1,4 +1,4 @@
-"""The picture of a comparison: accuracy over time on top, below it one strip of timelines per sync model."""
+"""Pictures that compare runs: the accuracy over time, and below it the timelines of each sync model."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def comparison_picture(
     timelines: Mapping[str, Timeline],
     until_s: float,
 ) -> Figure:
-    """Compose the picture.
+    """Draw the accuracy over time of several runs, and below it their timelines.
 
     Args:
-        title: over everything.
-        note: below it, smaller: what was emulated.
-        curves: accuracy over time.
-        target: the accuracy to be reached, from 0 to 1.
-        timelines: by sync model, in order.
-        until_s: how many seconds of them are shown.
+        title: title of the picture.
+        note: text in smaller print below the title, which says what was emulated.
+        curves: accuracy over time of each run.
+        target: target accuracy, from 0 to 1.
+        timelines: mapping from sync model to timeline, in the order of the picture.
+        until_s: length of the timelines that is shown, in seconds.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -54,7 +54,7 @@ def comparison_picture(
 
 
 def timelines_picture(timelines: Mapping[str, Timeline], until_s: float) -> Figure:
-    """Several timelines, one below the other."""
+    """Draw several timelines, one below the other."""
     workers = max((len(timeline.computing) for timeline in timelines.values()), default=1)
     height_inches = STRIP_HEIGHT_INCHES * max(1.0, workers / 4)
     figure = new_figure(WIDTH_INCHES, height_inches * len(timelines) + 0.8)
@@ -65,7 +65,7 @@ def timelines_picture(timelines: Mapping[str, Timeline], until_s: float) -> Figu
 
 
 def timeline_picture(timeline: Timeline, until_s: float) -> Figure:
-    """One timeline alone, with what its colours mean."""
+    """Draw a single timeline with a legend."""
     figure = new_figure(WIDTH_INCHES, STRIP_HEIGHT_INCHES + 0.7)
     strip = figure.subplots()
     draw_timeline(strip, timeline, until_s)
@@ -84,14 +84,14 @@ def _draw_strips(strips: Sequence[Axes], timelines: Mapping[str, Timeline], unti
 
 
 def _explain(strip: Axes) -> None:
-    """What the colours of a strip mean, above it."""
+    """Draw a legend of the colors above a strip."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles = [
         Patch(facecolor=COMPUTING, label="computing, one bar per iteration"),
-        Patch(facecolor=WAITING, label="waiting for the others, pulling"),
-        Patch(facecolor=DROPPED, label="computed in vain, started anew"),
+        Patch(facecolor=WAITING, label="waiting and pulling"),
+        Patch(facecolor=DROPPED, label="aborted computation"),
         Line2D([], [], color="black", linewidth=1.3, label="barrier"),
     ]
     strip.legend(

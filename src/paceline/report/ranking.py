@@ -1,4 +1,4 @@
-"""Sync models side by side on one cluster: a table, and a picture of what each costs and how stale it is."""
+"""Comparison of sync models on one cluster: a table, and a picture of their speed, staleness and use of time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPUTING, WAITING, MOVING, WASTED = "#56B4E9", "#D55E00", "#999999", "#F0E442"
 
 
 class Ranked(Protocol):
-    """What is shown of one model. See `paceline.rehearsal.ranking.Figures`."""
+    """The figures that are shown for one model. See `paceline.rehearsal.ranking.Figures`."""
 
     @property
     def sync(self) -> str: ...
@@ -48,15 +48,15 @@ class Ranked(Protocol):
 COLUMNS: dict[str, Callable[[Ranked], str]] = {
     "gradients\nper s": lambda row: f"{row.gradients_per_s:.4g}",
     "staleness\nmean, max": lambda row: f"{row.mean_staleness:.1f}, {row.max_staleness}",
-    "waits": lambda row: f"{row.waiting_share:.1%}",
-    "moves\ndata": lambda row: f"{row.moving_share:.1%}",
-    "wasted": lambda row: f"{row.wasted_share:.1%}",
+    "time\nwaited": lambda row: f"{row.waiting_share:.1%}",
+    "time in\ntransit": lambda row: f"{row.moving_share:.1%}",
+    "time\nwasted": lambda row: f"{row.wasted_share:.1%}",
     "pulls\ndelayed": lambda row: f"{row.delayed_share:.1%}",
 }
 
 
 def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:
-    """One line per model, in the order given."""
+    """Return a table with one line per model, in the given order."""
     table = Table(
         title=escape(title),
         title_justify="left",
@@ -72,13 +72,13 @@ def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            f"{'*' if row.front else ' '} {_short(row.sync)}", *(show(row) for show in COLUMNS.values())
+            f"{'*' if row.front else ' '} {_wrappable(row.sync)}", *(show(row) for show in COLUMNS.values())
         )
     return table
 
 
 def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
-    """On the left gradients per second over staleness, on the right what the workers' time went into.
+    """Draw the gradients per second over the staleness on the left, and the use of the workers' time on the right.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -93,21 +93,21 @@ def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
 
 
 def sweep_picture(title: str, key: str, lines: Mapping[str, Sequence[tuple[float, Ranked]]]) -> Figure:
-    """Gradients per second, staleness and waiting over the values of one key, a line for each model."""
+    """Draw the gradients per second, staleness and waiting time over the values of a parameter, a line per model."""
     figure = new_figure(12.0, 4.2)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     shown: dict[str, Callable[[Ranked], float]] = {
         "gradients per second": lambda row: row.gradients_per_s,
         "mean staleness (updates)": lambda row: row.mean_staleness,
-        "share of the workers' time that they wait": lambda row: row.waiting_share,
+        "share of the workers' time spent waiting": lambda row: row.waiting_share,
     }
     for axes, (label, value_of) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
-        for (name, points), colour in zip(lines.items(), COLOURS * len(lines), strict=False):
+        for (name, points), color in zip(lines.items(), COLOURS * len(lines), strict=False):
             axes.plot(
                 [value for value, _ in points],
                 [value_of(row) for _, row in points],
                 marker="o",
-                color=colour,
+                color=color,
                 label=name,
             )
         axes.set_xlabel(key)
@@ -135,8 +135,8 @@ def _draw_scatter(axes: Axes, rows: Sequence[Ranked]) -> None:
         zorder=1,
     )
     for number, row in enumerate(rows, start=1):
-        colour = COLOURS[0] if row.front else "#777777"
-        axes.scatter(row.mean_staleness, row.gradients_per_s, color=colour, s=150, zorder=2)
+        color = COLOURS[0] if row.front else "#777777"
+        axes.scatter(row.mean_staleness, row.gradients_per_s, color=color, s=150, zorder=2)
         axes.annotate(
             str(number),
             (row.mean_staleness, row.gradients_per_s),
@@ -147,37 +147,39 @@ def _draw_scatter(axes: Axes, rows: Sequence[Ranked]) -> None:
             fontweight="bold",
             zorder=3,
         )
-    axes.set_xlabel("mean staleness, in updates (fresher is left)")
-    axes.set_ylabel("gradients per second (faster is up)")
+    axes.set_xlabel("mean staleness, in updates (lower is fresher)")
+    axes.set_ylabel("gradients per second (higher is faster)")
     axes.set_ylim(bottom=0)
     axes.margins(x=0.08)
     axes.grid(alpha=0.3)
-    axes.set_title("blue: no other is both faster and fresher", fontsize=9.5)
+    axes.set_title("blue: no other model is both faster and fresher", fontsize=9.5)
 
 
 def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
     parts: dict[str, tuple[str, Callable[[Ranked], float]]] = {
         "computing": (COMPUTING, lambda row: row.computing_share),
-        "moving data": (MOVING, lambda row: row.moving_share),
-        "computed in vain": (WASTED, lambda row: row.wasted_share),
+        "transferring data": (MOVING, lambda row: row.moving_share),
+        "aborted computations": (WASTED, lambda row: row.wasted_share),
         "waiting": (WAITING, lambda row: row.waiting_share),
     }
-    places = range(len(rows))
+    positions = range(len(rows))
     left = [0.0] * len(rows)
-    for label, (colour, share_of) in parts.items():
+    for label, (color, share_of) in parts.items():
         shares = [share_of(row) for row in rows]
-        axes.barh(places, shares, left=left, color=colour, label=label, height=0.72)
+        axes.barh(positions, shares, left=left, color=color, label=label, height=0.72)
         left = [begin + share for begin, share in zip(left, shares, strict=True)]
     axes.set_yticks(
-        places, [f"{number}  {_short(row.sync)}" for number, row in enumerate(rows, start=1)], fontsize=8.5
+        positions,
+        [f"{number}  {_wrappable(row.sync)}" for number, row in enumerate(rows, start=1)],
+        fontsize=8.5,
     )
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel("of the workers' time")
+    axes.set_xlabel("share of the workers' time")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=8.5)
 
 
-def _short(sync: str) -> str:
-    """A notation with places at which a line may break."""
+def _wrappable(sync: str) -> str:
+    """Return the notation of a sync model with spaces at which it may be wrapped."""
     return sync.replace(",", ", ").replace(":", ": ", 1)

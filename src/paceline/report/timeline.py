@@ -1,4 +1,4 @@
-"""Timelines: what each worker of a run was doing, second by second, and where the barriers fell."""
+"""Timelines of a run: when each worker was computing or waiting, and when the barriers were."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ DROPPED = "#F0E442"
 BAR_HEIGHT = 0.78
 
 Span = tuple[float, float]
-"""From, to: seconds since training began."""
+"""The begin and the end of a time span, in seconds since training began."""
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """What the workers of one run did.
+    """The activities of the workers of one run.
 
     Attributes:
-        computing: for each worker, its iterations, from the arrival of the weights to the push. Sleep that
-            emulates a slower machine counts as computing.
-        dropped: for each worker, what it computed in vain, before it started an iteration anew.
-        waiting: for each worker, from each push to the arrival of the new weights.
-        barriers_s: when pushes that had been held were applied together.
+        computing: the iterations of each worker, from the arrival of the weights to the push. Sleep that emulates a
+            slower machine counts as computing.
+        dropped: the computations of each worker that were aborted before the iteration was restarted.
+        waiting: the waiting times of each worker, from each push to the arrival of the new weights.
+        barriers_s: the times at which held pushes were applied together.
     """
 
     computing: tuple[tuple[Span, ...], ...]
@@ -44,16 +44,19 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 def read_timeline(run_dir: Path) -> Timeline:
-    """The timeline of a run, out of its directory."""
+    """Return the timeline of a run from the files in its directory."""
     return timeline_of(read_records(run_dir), read(run_dir / "trace-shard-0.jsonl"))
 
 
 def timeline_of(records: Sequence[Sequence[IterationRecord]], shard: Trace) -> Timeline:
-    """The timeline of each worker's records and one shard's trace; its zero is when the first worker began."""
+    """Return the timeline for the records of all workers and the trace of one shard.
+
+    Time 0 of the timeline is the time at which the first worker began.
+    """
     zero_s = min(worker[0].begun_s for worker in records if worker)
 
-    def spans(of: Callable[[IterationRecord], Span | None]) -> tuple[tuple[Span, ...], ...]:
-        found = [[span for record in worker if (span := of(record)) is not None] for worker in records]
+    def spans(span_of: Callable[[IterationRecord], Span | None]) -> tuple[tuple[Span, ...], ...]:
+        found = [[span for record in worker if (span := span_of(record)) is not None] for worker in records]
         return tuple(tuple((start - zero_s, stop - zero_s) for start, stop in worker) for worker in found)
 
     return Timeline(
@@ -69,13 +72,13 @@ def timeline_of(records: Sequence[Sequence[IterationRecord]], shard: Trace) -> T
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, until_s: float) -> None:
-    """Draw the first seconds: one row of bars per worker, worker 0 on top, and a line for each barrier."""
+    """Draw the first `until_s` seconds: a row of bars per worker, worker 0 on top, and a line per barrier."""
     kinds = (timeline.computing, timeline.dropped, timeline.waiting)
     for worker, row in enumerate(zip(*kinds, strict=True)):
         bottom = worker - BAR_HEIGHT / 2
-        for spans, colour in zip(row, (COMPUTING, DROPPED, WAITING), strict=True):
+        for spans, color in zip(row, (COMPUTING, DROPPED, WAITING), strict=True):
             bars = [(start, stop - start) for start, stop in spans if start < until_s]
-            axes.broken_barh(bars, (bottom, BAR_HEIGHT), facecolor=colour, edgecolor="white", linewidth=0.4)
+            axes.broken_barh(bars, (bottom, BAR_HEIGHT), facecolor=color, edgecolor="white", linewidth=0.4)
     shown = [barrier_s for barrier_s in timeline.barriers_s if barrier_s <= until_s]
     axes.vlines(shown, -0.5, len(timeline.computing) - 0.5, color="black", linewidth=1.3)
     axes.set_xlim(0.0, until_s)

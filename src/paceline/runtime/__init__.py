@@ -1,5 +1,5 @@
-"""The live hosts: loops around the pure machines that read the clock, feed events and carry out actions.
+"""The processes of a live run: event loops that read the clock, pass events to state machines and perform actions.
 
-One file each for the server, the coordinator, the worker's session and the reader. What they share: `job`, the
-validated description of a run.
+The server, the coordinator, the session of a worker and the reader have one module each. They share `job`, the
+validated configuration of a run.
 """

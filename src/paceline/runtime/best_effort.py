@@ -1,4 +1,4 @@
-"""Files that a run can do without: logs and traces. A full disk or a deleted directory must not end training."""
+"""Optional output files of a run: logs and traces. A full disk or a deleted directory does not end training."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["BestEffortFile"]
 
 
 class BestEffortFile:
-    """A file for writing, given up on after its first failure. What was written before stays readable.
+    """A file for writing that ignores all data after the first failure. Data written before remains readable.
 
     Args:
-        path: where; overwritten.
-        failed: called once, with the reason in words, when the file cannot be opened, written or closed.
+        path: path of the file, which is overwritten if it exists.
+        failed: called once with an error message when the file cannot be opened, written or closed.
     """
 
     def __init__(self, path: Path, failed: Callable[[str], None]) -> None:
@@ -31,7 +31,7 @@ class BestEffortFile:
         close_in_forks(self)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write some bytes, if nothing has failed so far."""
+        """Write data, unless an operation has failed before."""
         if self._file is not None:
             try:
                 self._file.write(data)
@@ -39,7 +39,7 @@ class BestEffortFile:
                 self._give_up(error)
 
     def flush(self) -> None:
-        """Write what is buffered, if nothing has failed so far."""
+        """Write the buffered data, unless an operation has failed before."""
         if self._file is not None:
             try:
                 self._file.flush()
@@ -47,7 +47,7 @@ class BestEffortFile:
                 self._give_up(error)
 
     def close(self) -> None:
-        """Write what is buffered, if nothing has failed so far, and close the file."""
+        """Write the buffered data and close the file, unless an operation has failed before."""
         if self._file is not None:
             try:
                 self._file.close()
@@ -56,16 +56,17 @@ class BestEffortFile:
                 self._give_up(error)
 
     def close_in_fork(self) -> None:
-        """See `close_in_forks`. What is buffered is the parent's to write."""
+        """See `close_in_forks`. Buffered data is discarded, because the parent writes it."""
         if self._file is not None:
-            self._file.raw.close()  # type: ignore[attr-defined]  # of a BufferedWriter
+            self._file.raw.close()  # type: ignore[attr-defined]  # the file is a BufferedWriter
 
     def _give_up(self, error: OSError) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # it tries once more to write what is buffered
+            # Closing the file tries to write the buffered data again.
+            with contextlib.suppress(OSError):
                 file.close()
         self._failed(
-            f"{self._path.name} cannot be written and is incomplete: {error.strerror or error}. The run goes on "
+            f"{self._path.name} cannot be written and is incomplete: {error.strerror or error}. The run continues "
             "without it."
         )

@@ -1,8 +1,8 @@
-"""The weights of a run, collected from its servers by the coordinator when training has ended, however it has.
+"""The collection of the weights from the servers by the coordinator when training has ended for any reason.
 
-Normally every server sends its shards over the connection that it has had from the start: nothing new has to be
-opened for it. What a server that is gone, or hangs, does not send is taken from shared memory, where the weights lie
-under that transport; otherwise it is missing, and named.
+Normally every server sends its shards over its existing connection, so no new connection is necessary. If a server is
+lost or hangs, its shards are read from shared memory if the transport uses it. Otherwise they are missing, and the
+missing tensors are reported.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["Collection"]
 
 
 class Collection:
-    """One collection. The coordinator's thread fills it; another one waits for it.
+    """One collection of the weights. The coordinator's thread fills it while another thread waits for it.
 
     Args:
-        model: what is trained.
-        shards: the slices, in order; shard k is at server k modulo the number of servers.
-        master: the weights themselves, over shared memory; else None.
+        model: the model that is trained.
+        shards: slices of all shards, in order. Shard k is at server k modulo the number of servers.
+        master: the region with the weights in shared memory; None for other transports.
 
     Attributes:
-        finished: set when nothing more will come.
-        heard_s: when some of it came last, on the monotonic clock.
+        finished: event that is set when no more shards will arrive.
+        heard_s: time at which data last arrived, on the monotonic clock.
     """
 
     def __init__(self, model: ModelSpec, shards: Sequence[ShardSlice], master: Region | None) -> None:
@@ -43,34 +43,39 @@ class Collection:
         self._owed = {shard.index for shard in shards}
 
     def owed_by(self, server: int, servers: int) -> list[int]:
-        """The shards of a server that have not come."""
+        """Return the shards of a server that have not arrived yet."""
         return sorted(shard for shard in self._owed if shard % servers == server)
 
     def targets(self, message: Snapshot, server: int, servers: int) -> list[memoryview]:
-        """Where a shard's payload goes. Raises `ProtocolError` if it is not awaited from this server."""
+        """Return the memory for a shard's payload.
+
+        Raises:
+            ProtocolError: the shard is not expected from this server.
+        """
         self.heard_s = time.monotonic()
         if message.shard not in self.owed_by(server, servers):
-            raise ProtocolError(f"shard {message.shard} is not awaited from server {server}")
+            raise ProtocolError(f"shard {message.shard} is not expected from server {server}")
         return self._assembly.targets(message.shard)
 
     def arrived(self, message: Snapshot) -> None:
-        """A shard has come."""
+        """Record that a shard has arrived."""
         self.heard_s = time.monotonic()
         self._assembly.arrived(message)
         self.give_up([message.shard])
 
     def give_up(self, shards: Sequence[int]) -> None:
-        """These will not come, or have come."""
+        """Stop waiting for these shards."""
         self._owed.difference_update(shards)
         if not self._owed:
             self.finished.set()
 
     def result(self) -> WeightsSnapshot:
-        """All that is there, now that no more is waited for."""
+        """Return the weights that were collected. Missing shards are read from shared memory if possible."""
         if self._master is not None:
             for shard in sorted(self._assembly.missing):
                 self._assembly.fill(shard, cut(self._master.weights, self._shards[shard]))
-            self._master = None  # its mapping holds a descriptor
+            # Drop the reference, because the mapping holds a descriptor.
+            self._master = None
         return self._assembly.snapshot()
 
     @property

@@ -1,9 +1,9 @@
-"""The coordinator's host loop: who takes part, who is alive, and the plans for the whole job.
+"""The coordinator's host loop: moves bytes between the connections and the core of the coordinator.
 
-It compares what the workers are about to train, tells the servers and then the workers that training begins,
-hosts the sync model's part for the whole job (plans, restarts, changes of model), and hears what each worker is
-doing. It is never on the path of a push or a pull. Its thread belongs to whoever started the run; the few things
-that others ask of it go through `Coordinator`'s public names, all of which are safe to use from another thread.
+A message goes to `paceline.core.coordinator`, which says what is to be done. What is here besides is what needs a
+clock, memory or another thread: when each peer was heard last, the weights' shared memory, the collection of the
+weights at the end. The thread belongs to the launcher of the run; everything under "for other threads" is safe to use
+from there.
 """
 
 from __future__ import annotations
@@ -17,56 +17,30 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..core.changes import JobSync
-from ..core.layout import Layout, ShardSlice
+from ..core import coordinator as core
 from ..core.messages import (
-    AllCommitted,
-    Begun,
-    Changing,
     CreateShards,
-    Failed,
-    Faulted,
     FetchSnapshot,
     FetchWaits,
-    Finished,
     FromPeerToCoordinator,
     Hello,
-    MayPull,
     Message,
-    Notify,
-    Ready,
-    Refused,
     Register,
-    RequestSync,
-    Restart,
     Shutdown,
     Snapshot,
     Started,
     Status,
-    Stopping,
     Waits,
-    Warned,
-    WorkerGone,
 )
 from ..core.model_spec import ModelSpec
-from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailedError
-from ..sync.actions import AnyAction, PublishChange, PublishPlan, RestartWorker, SetTimer
-from ..sync.events import (
-    AnyEvent,
-    IterationFinished,
-    IterationStarted,
-    Stop,
-    SyncRequested,
-    TimerFired,
-    WorkerFinished,
-    WorkerJoined,
-    WorkerLost,
-)
+from ..core.requests import Fail, Report, Request, Send, Timer, server_peer, worker_peer
+from ..core.requests import Peer as Party
+from ..errors import InternalError, ProtocolError, RunFailedError
 from ..sync.notation import notation
-from ..trace.recording import Entry, Header, Recorder
+from ..trace.recording import Header, Recorder
 from ..wire.addresses import listen_tcp, listen_unix
 from ..wire.memory import MASTER, Region
-from ..wire.stream import Stream, no_payload
+from ..wire.stream import no_payload
 from .best_effort import BestEffortFile
 from .collection import Collection
 from .footprint import available_bytes, footprint, shortage, state_vectors
@@ -75,26 +49,13 @@ from .job import LOOPBACK, Job
 from .registration import require_sound
 from .timers import Timers
 
-__all__ = ["SLICE", "Coordinator", "first_difference"]
+__all__ = ["Coordinator"]
 
 log = logging.getLogger("paceline.coordinator")
 
 STOP_GRACE_S = 10.0
 STOP_POLL_S = 0.05
-MOST_FAULTS = 100
-PACE_SPAN = 8  # iterations, or so, that a worker's usual pace is the mean of
-
-SLICE = {"even": Layout.slice_evenly, "by-parameter": Layout.slice_by_parameter}
-
-
-class Member(Peer):
-    """A connection to the coordinator: a server's or a worker's."""
-
-    def __init__(self, stream: Stream[Message]) -> None:
-        super().__init__(stream)
-        self.address = ""  # where a server listens
-        self.ready = False  # a server that knows its shards
-        self.model: ModelSpec | None = None  # what a worker has registered
+PACE_SPAN = 8  # number of iterations, roughly, that a worker's usual pace is the mean of
 
 
 class Coordinator:
@@ -103,72 +64,61 @@ class Coordinator:
     Args:
         job: the run.
         listener: a listening socket; owned by the coordinator.
-        address: where that is.
+        address: the address of that socket.
 
     Attributes:
+        job: the run.
         address: where it listens.
-        board: worker -> what it said last about itself.
-        model: what is trained, once all workers have said so.
-        shards: the slices and the addresses of their servers, likewise.
+        core: members, plans and changes. Other threads may read its public attributes.
         started: set when the first worker has its first weights: every shard has them then.
-        started_s: when that was, in the run's time.
+        started_s: when that was, in the time of the run.
         over: set when no worker is left, or something has failed.
-        failure: the first thing that failed, or None.
-        lost: workers that were lost, in order.
-        endings: worker that was lost -> how that came about, in words, where it is known.
-        finished: workers that have done their work, in order.
-        cut_off: workers that were lost because, as they say, somebody else was gone.
+        failure: the first failure, or None.
         gone_servers: servers whose connection has ended before the run was over, in order.
-        faults: what went wrong without ending the run, in words, in order.
-        heard_s: (role, index) -> when something came from it last. This and the next three are of `time.monotonic`.
+        heard_s: (role, index) -> when a message came from it last. This and the next three are of `time.monotonic`.
         usual_s: worker -> how long its iterations have taken lately, waiting included, in seconds.
-        registered_s: worker -> when it came to its first step.
-        asked_s: server -> when it was asked who waits for what, while it owes the answer.
-        waits: server -> what it has answered last.
+        registered_s: worker -> when it reached its first step.
+        asked_s: server -> when it was asked which workers wait there, while it owes the answer.
     """
 
     def __init__(self, job: Job, listener: socket.socket, address: str) -> None:
         self.job = job
         self.address = address
-        self.board: dict[int, Status] = {}
-        self.model: ModelSpec | None = None
-        self.shards: list[tuple[ShardSlice, str]] = []
         self.started = threading.Event()
         self.started_s = 0.0
         self.over = threading.Event()
         self.failure: RunFailedError | None = None
-        self.lost: list[int] = []
-        self.endings: dict[int, str] = {}
-        self.finished: list[int] = []
-        self.cut_off: list[int] = []
         self.gone_servers: list[int] = []
-        self.faults: list[str] = []
         self.heard_s: dict[tuple[str, int], float] = {}
         self.usual_s: dict[int, float] = {}
         self.registered_s: dict[int, float] = {}
         self.asked_s: dict[int, float] = {}
-        self.waits: dict[int, Waits] = {}
-        self._left: set[int] = set()  # workers that have finished or were lost
-        self._training: set[int] = set()  # workers that have begun, whether they have left or not
         self._paced: dict[int, tuple[int, float]] = {}  # worker -> an iteration, and when it began
-        sync = notation(job.sync.first)
-        self._sync = JobSync(sync, job.seed)
-        self._timers: Timers[SetTimer] = Timers()
-        header = Header(sync=sync, host="coordinator", seed=job.seed, emulated=job.emulated)
-        trace = BestEffortFile(Path(job.run_dir, "trace-coordinator.jsonl"), self.faults.append)
-        self._recorder = Recorder(trace, header)
-        self._begun = False  # the servers have been told of their shards
-        self._publisher = -1  # the worker whose weights are everybody's, once training has begun
+        header = Header(
+            sync=notation(job.sync.first), host="coordinator", seed=job.seed, emulated=job.emulated
+        )
+        path = Path(job.run_dir, "trace-coordinator.jsonl")
+        self._recorder = Recorder(BestEffortFile(path, lambda words: self.core.faults.append(words)), header)
+        self.core = core.Coordinator(
+            job.sync,
+            workers=job.workers,
+            servers=job.servers,
+            shards=job.shards,
+            slicing=job.slicing,
+            overlap=job.overlap == "shards",
+            seed=job.seed,
+            read_sync=job.read_sync,
+            shortage=self._shortage,
+            recorder=self._recorder,
+        )
+        self._timers: Timers[Timer] = Timers()
         self._master: Region | None = None  # over shared memory, the weights that the servers update
-        self._committed: dict[int, int] = {}  # without overlap: worker -> the iteration that it waits to pull
         self._collection: Collection | None = None  # of the weights, once they have been asked for
         self._stops_s: float | None = None  # when the loop ends, at the latest; None while the run goes on
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # from other threads
         self._bell, self._bell_end = socket.socketpair()
         self._bell_end.setblocking(False)
-        self._hub: Hub[Member] = Hub(
-            "the coordinator", job.token, listener, FromPeerToCoordinator, Member, self
-        )
+        self._hub: Hub[Peer] = Hub("the coordinator", job.token, listener, FromPeerToCoordinator, Peer, self)
         self._hub.watch(self._bell_end, self._take_calls)
         self._thread = threading.Thread(target=self._run, name="paceline-coordinator", daemon=True)
 
@@ -197,35 +147,9 @@ class Coordinator:
         self.failure = self.failure or failure
         self.over.set()
 
-    def fate(self, worker: int) -> str:
-        """Whether a worker is "finished" or "lost"; "" if it takes part."""
-        if worker in self.lost:
-            return "lost"
-        return "finished" if worker in self._left else ""
-
     def ending(self, worker: int) -> str:
-        """How a worker that was lost has ended, in words, as far as that is known."""
-        return self.endings.get(worker, "its connection ended")
-
-    @property
-    def everybody_left(self) -> bool:
-        """True if no worker is left, finished or lost."""
-        return len(self._left) == self.job.workers
-
-    @property
-    def publisher(self) -> int:
-        """The worker whose weights are everybody's; -1 before training begins."""
-        return self._publisher
-
-    @property
-    def awaiting_turn(self) -> set[int]:
-        """Without overlap: the workers that have pushed, and wait for the others' pushes before they pull."""
-        return set(self._committed)
-
-    @property
-    def sync(self) -> str:
-        """The sync model in force, or the next one while it is being changed."""
-        return self._sync.sync
+        """Return how a lost worker has ended, as far as that is known."""
+        return self.core.endings.get(worker, "its connection ended")
 
     def worker_ended(self, worker: int, how: str) -> None:
         """Report that a worker's process has ended, however and whenever, with how in words.
@@ -234,18 +158,18 @@ class Coordinator:
         """
 
         def note() -> None:
-            self.endings.setdefault(worker, how)
+            self.core.endings.setdefault(worker, how)
             if (member := self._member("worker", worker)) is not None:
                 self._hub.expect_end(member)
             else:
-                self._leave(worker, finished=False)
+                self._perform(self.core.ended(worker, self.job.now_s()))
 
         self._call(note)
 
     def collect(self) -> Collection:
         """Have the servers send their weights. Wait for the `finished` of what is returned."""
-        assert self.model is not None
-        collection = Collection(self.model, [shard for shard, _ in self.shards], self._master)
+        assert self.core.model is not None
+        collection = Collection(self.core.model, self.core.slices, self._master)
 
         def begin() -> None:
             self._collection = collection
@@ -271,9 +195,9 @@ class Coordinator:
             ended.wait(STOP_GRACE_S)
 
     def ask_servers(self) -> None:
-        """Ask every server that owes no answer who waits for what; see `waits`."""
+        """Ask every server that owes no answer which workers wait there; see `core.waits`."""
 
-        self.waits.clear()
+        self.core.waits.clear()
 
         def ask() -> None:
             for server in self._of_role("server"):
@@ -318,8 +242,7 @@ class Coordinator:
                     timeout_s = STOP_POLL_S
                 self._hub.poll(timeout_s)
                 for timer in self._timers.take_due(self.job.now_s()):
-                    now_s = self.job.now_s()
-                    self._tell(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
+                    self._perform(self.core.fire(timer, self.job.now_s()))
         except Exception as error:  # whatever it is, the run must end and say so
             log.exception("the coordinator failed")
             self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
@@ -332,80 +255,52 @@ class Coordinator:
 
     # -- what the hub asks --------------------------------------------------------------------------------
 
-    def greeted(self, peer: Member, hello: Hello) -> None:
-        count = {"server": self.job.servers, "worker": self.job.workers}.get(hello.role, 0)
-        taken = {other.index for other in self._of_role(hello.role)}
-        if hello.role == "worker":
-            taken |= self._left
-        if not 0 <= hello.index < count or hello.index in taken:
-            raise ProtocolError(f"{hello.role} {hello.index} is not expected")
-        peer.role, peer.index, peer.address = hello.role, hello.index, hello.address
+    def greeted(self, peer: Peer, hello: Hello) -> None:
+        party = Party("server" if hello.role == "server" else "worker", hello.index)
+        if hello.role == "reader":
+            raise ProtocolError("a reader is not expected")
+        self.core.require_expected(party)
+        peer.role, peer.index = hello.role, hello.index
         self.heard_s[peer.role, peer.index] = time.monotonic()
-        self._begin_if_complete()
+        self._perform(self.core.connected(party, self.job.now_s(), hello.address))
 
-    def payload_targets(self, peer: Member, message: Message, size_bytes: int) -> Sequence[memoryview]:
+    def payload_targets(self, peer: Peer, message: Message, size_bytes: int) -> Sequence[memoryview]:
         if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
             return self._collection.targets(message, peer.index, self.job.servers)
         return no_payload(message, size_bytes)
 
-    def gone(self, peer: Member, reason: str) -> None:
-        if peer.role == "worker":
-            self._leave(peer.index, finished=False)
-        elif peer.role == "server" and self._stops_s is None:
+    def gone(self, peer: Peer, reason: str) -> None:
+        party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
+        self._perform(self.core.disconnected(party, self.job.now_s()))
+        if peer.role == "server" and self._stops_s is None:
             self.gone_servers.append(peer.index)
             if self._collection is not None:
                 self._collect_from(peer.index)
             self.over.set()
 
-    def received(self, peer: Member, message: Message) -> None:
+    def received(self, peer: Peer, message: Message) -> None:
         self.heard_s[peer.role, peer.index] = time.monotonic()
+        if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
+            self._collection.arrived(message)
+            self._collect_from(peer.index)
+            return
+        if isinstance(message, Register):
+            require_sound(message.model)
+        party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
+        self._perform(self.core.handle(party, message, self.job.now_s()))
         match message:
-            case Ready() if peer.role == "server":
-                peer.ready = True
-                self._start_if_ready()
-            case Register() if peer.role == "worker" and peer.model is None and not self._begun:
-                require_sound(message.model)
-                peer.model = message.model
+            case Register():
                 self.registered_s[peer.index] = time.monotonic()
-                self._begin_if_complete()
-            case AllCommitted() if peer.role == "worker" and self.job.overlap == "off":
-                self._committed[peer.index] = message.iteration
-                self._release_if_complete()
-            case Notify() | Begun() | RequestSync() if peer.role == "worker":
-                self._tell(self._event(peer.index, message))
-            case Faulted() if peer.role == "server":
-                words = f"shard {message.shard}: {message.reason}. It goes on with {message.sync}."
-                self.faults.append(f"{words}\n{message.traceback}".strip())
-                log.error("%s", self.faults[-1])
-            case Warned() if len(self.faults) < MOST_FAULTS:
-                self.faults.append(f"{peer}: {message.words}")
-            case Warned():
-                pass  # whoever sends so much has been heard
-            case Waits() if peer.role == "server":
-                self.waits[peer.index] = message
+            case Waits():
                 self.asked_s.pop(peer.index, None)
-            case Snapshot() if peer.role == "server" and self._collection is not None:
-                self._collection.arrived(message)
-                self._collect_from(peer.index)
-            case Status() if peer.role == "worker":
+            case Status():
                 self._note_pace(peer.index, message)
-                self.board[peer.index] = message
                 if not self.started.is_set():
                     self.started_s = self.job.now_s()
                     self.started.set()
-            case Finished() if peer.role == "worker":
-                self._leave(peer.index, finished=True)
-            case Failed() if message.consequence and peer.role == "worker":
-                self.endings[peer.index] = message.reason
-                self.cut_off.append(peer.index)
-                self._leave(peer.index, finished=False)
-            case Failed():
-                self.fail(RunFailedError(str(peer), message.reason, message.traceback))
-            case _:
-                raise ProtocolError(f"{type(message).__name__} is not expected from {peer} now")
 
     def _note_pace(self, worker: int, now: Status) -> None:
-        """Keep how long this worker's iterations take: a mean in which the latest count most."""
+        """Keep how long the iterations of this worker take: a mean in which the latest ones count most."""
         now_s = time.monotonic()
         before = self._paced.get(worker)
         if before is not None and now.iteration > before[0]:
@@ -415,28 +310,53 @@ class Coordinator:
         if before is None or now.iteration > before[0]:
             self._paced[worker] = now.iteration, now_s
 
-    def _leave(self, worker: int, *, finished: bool) -> None:
-        if worker in self._left:
-            return
-        self._left.add(worker)
-        if finished:
-            self.finished.append(worker)
-        else:
-            self.lost.append(worker)
-            if worker == self._publisher and not self.started.is_set():
-                lost = "it was lost before it had given the first weights"
-                self.fail(RunFailedError(f"worker {worker}", lost))
-            for server in self._of_role("server"):
-                self._hub.send(server, WorkerGone(worker))
-        if worker in self._training:
-            kind = WorkerFinished if finished else WorkerLost
-            self._tell(kind(now_s=self.job.now_s(), worker=worker))
-        if self.everybody_left:
-            self.over.set()
-        self._begin_if_complete()
-        self._release_if_complete()
+    # -- what the core asks for ---------------------------------------------------------------------------
 
-    # -- the weights, when somebody asks for them ---------------------------------------------------------
+    def _perform(self, requests: Sequence[Request]) -> None:
+        started = False
+        for request in requests:
+            match request:
+                case Send(to, CreateShards() as message):
+                    if self._master is None and self.job.transport == "shm":
+                        self._master = Region.create(message.model.layout, MASTER, shared=True)
+                    self._send(to, message, self._descriptors)
+                case Send(to, Started() as message):
+                    started = True
+                    self._send(to, message, self._descriptors)
+                case Send(to, message):
+                    self._send(to, message)
+                case Timer():
+                    self._timers.set(request.due_s, request)
+                case Report(words):
+                    log.error("%s", words)
+                case Fail(where, reason, traceback):
+                    self.fail(RunFailedError(where, reason, traceback))
+                case _:
+                    raise InternalError(f"a coordinator cannot {request}")
+        if started and self._master is not None:
+            self._master.close()  # every peer has its descriptor, or finds it in a message that has left
+        if self.core.everybody_left:
+            self.over.set()
+
+    def _send(self, to: Party, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send to a worker or server, if it is connected."""
+        if (member := self._member(to.role, to.index)) is not None:
+            self._hub.send(member, message, descriptors=descriptors)
+
+    @property
+    def _descriptors(self) -> list[int]:
+        """The descriptor of the weights' memory, over shared memory."""
+        descriptor = self._master.descriptor if self._master is not None else None
+        return [] if descriptor is None else [descriptor]
+
+    def _shortage(self, model: ModelSpec, workers: int) -> str:
+        """Return why there is too little memory on this machine, where all processes run; "" if there is enough."""
+        job, optimizer, layout = self.job, model.optimizer, model.layout
+        vectors = state_vectors(optimizer.name, optimizer.groups, layout.sizes)
+        needed = footprint(layout.size_bytes, vectors, workers, job.servers, job.transport)
+        return shortage(needed, available_bytes(), f"{workers} workers over {job.transport}")
+
+    # -- the weights, at the end of the run ----------------------------------------------------------------
 
     def _collect_from(self, server: int) -> None:
         """Ask a server for the next of its shards that has not come; give its shards up if it is gone."""
@@ -455,184 +375,9 @@ class Coordinator:
         while not self._calls.empty():
             self._calls.get_nowait()()
 
-    # -- the beginning ------------------------------------------------------------------------------------
-
-    def _begin_if_complete(self) -> None:
-        """When all servers are here and every worker has registered or left, give the servers their shards."""
-        servers = self._of_role("server")
-        workers = self._of_role("worker")
-        registered = [
-            worker for worker in workers if worker.model is not None and worker.index not in self._left
-        ]
-        absent = self.job.workers - len(registered) - len(self._left)
-        if self._begun or absent or not registered or len(servers) < self.job.servers:
-            return
-        first = registered[0].model
-        assert first is not None
-        for worker in registered[1:]:
-            assert worker.model is not None
-            difference = first_difference(first, worker.model)
-            if difference:
-                self._refuse(worker, f"its model differs from {registered[0]}'s: {difference}")
-                return
-        try:
-            slices = SLICE[self.job.slicing](first.layout, self.job.shards)
-        except ConfigurationError as error:
-            self._refuse(registered[0], str(error))
-            return
-        if reason := self._shortage(first, len(registered)):
-            self.fail(RunFailedError("the run", reason))
-            for worker in registered:
-                worker.model = None  # were only some refused, the rest would begin when those have left
-                self._hub.send(worker, Refused(reason))
-            return
-        self._begun = True
-        self._publisher = registered[0].index
-        self.model = first
-        if self.job.transport == "shm":
-            self._master = Region.create(first.layout, MASTER, shared=True)
-        count = len(servers)
-        self.shards = [(shard, servers[shard.index % count].address) for shard in slices]
-        members = tuple(worker.index for worker in registered)
-        self._training = set(members)
-        for index, server in enumerate(servers):
-            mine = slices[index::count]
-            syncs = tuple(self.job.sync.at_shard(shard.index) for shard in mine)
-            self._hub.send(
-                server,
-                CreateShards(first, mine, syncs, members, self._publisher),
-                descriptors=self._descriptors,
-            )
-        for worker in registered:
-            self._tell(WorkerJoined(now_s=self.job.now_s(), worker=worker.index))
-
-    def _shortage(self, model: ModelSpec, workers: int) -> str:
-        """Why there is too little memory on this machine, where all processes run so far; "" if there is enough."""
-        job, optimizer, layout = self.job, model.optimizer, model.layout
-        vectors = state_vectors(optimizer.name, optimizer.groups, layout.sizes)
-        needed = footprint(layout.size_bytes, vectors, workers, job.servers, job.transport)
-        return shortage(needed, available_bytes(), f"{workers} workers over {job.transport}")
-
-    def _start_if_ready(self) -> None:
-        if not all(server.ready for server in self._of_role("server")):
-            return
-        workers = [worker for worker in self._of_role("worker") if worker.index not in self._left]
-        for worker in workers:
-            slices = tuple(shard for shard, _ in self.shards)
-            addresses = tuple(address for _, address in self.shards)
-            started = Started(slices, addresses, self._publisher)
-            self._hub.send(worker, started, descriptors=self._descriptors)
-        if self._master is not None:
-            self._master.close()  # everybody has its descriptor, or will find it in a message that has left
-
-    @property
-    def _descriptors(self) -> list[int]:
-        """What comes with the word to begin: the master, over shared memory."""
-        descriptor = self._master.descriptor if self._master is not None else None
-        return [] if descriptor is None else [descriptor]
-
-    def _refuse(self, worker: Member, reason: str) -> None:
-        self._hub.send(worker, Refused(reason))
-        self.fail(RunFailedError(str(worker), reason))
-
-    # -- without overlap ----------------------------------------------------------------------------------
-
-    def _release_if_complete(self) -> None:
-        """Without overlap: when every worker's push of an iteration has been taken everywhere, all may pull."""
-        training = self._training - self._left
-        waiting = {worker: done for worker, done in self._committed.items() if worker in training}
-        if training and waiting.keys() == training:
-            self._committed.clear()
-            for worker, iteration in waiting.items():
-                self._send(worker, MayPull(iteration))
-
-    # -- the sync model -----------------------------------------------------------------------------------
-
-    def _event(self, worker: int, message: Notify | Begun | RequestSync) -> AnyEvent:
-        now_s = self.job.now_s()
-        match message:
-            case Notify():
-                return IterationFinished(
-                    now_s=now_s,
-                    worker=worker,
-                    iteration=message.iteration,
-                    superstep=message.superstep,
-                    change=message.change,
-                )
-            case Begun():
-                return IterationStarted(now_s=now_s, worker=worker, iteration=message.iteration)
-            case RequestSync():
-                try:
-                    self.job.read_sync(message.sync)
-                except ConfigurationError as error:
-                    raise ProtocolError(f"it asks for a sync model that cannot run here: {error}") from error
-                return SyncRequested(
-                    now_s=now_s,
-                    worker=worker,
-                    source=message.source,
-                    number=message.number,
-                    sync=message.sync,
-                )
-
-    def _tell(self, event: AnyEvent) -> None:
-        """Hand an event to the sync model's part here, and carry its actions out."""
-        try:
-            actions = self._sync.handle(event)
-        except ProtocolError as error:
-            self._recorder.record(Entry(event, refused=str(error)))
-            raise
-        self._recorder.record(Entry(event, list(actions)))
-        for action in actions:
-            self._perform(action)
-
-    def _perform(self, action: AnyAction) -> None:
-        match action:
-            case PublishPlan():
-                stop = Stop(superstep=action.plan.superstep, members=action.plan.members)
-                for worker, iteration in action.plan.stops:
-                    self._send(worker, Stopping(stop, iteration))
-            case RestartWorker():
-                self._send(action.worker, Restart(action.iteration))
-            case PublishChange():
-                for worker in action.change.members:
-                    self._send(worker, Changing(action.change))
-            case SetTimer():
-                self._timers.set(action.due_s, action)
-            case _:
-                raise InternalError(f"a coordinator cannot {action}")
-
-    def _send(self, worker: int, message: Message) -> None:
-        """Send to a worker, if it is connected."""
-        if (member := self._member("worker", worker)) is not None:
-            self._hub.send(member, message)
-
-    def _member(self, role: str, index: int) -> Member | None:
-        """The connection of a server or worker; None if there is none."""
+    def _member(self, role: str, index: int) -> Peer | None:
+        """Return the connection of a server or worker; None if there is none."""
         return next((m for m in self._hub.peers if (m.role, m.index) == (role, index)), None)
 
-    def _of_role(self, role: str) -> list[Member]:
+    def _of_role(self, role: str) -> list[Peer]:
         return sorted((m for m in self._hub.peers if m.role == role), key=lambda member: member.index)
-
-
-def first_difference(one: ModelSpec, other: ModelSpec) -> str:
-    """The first thing in which two workers' models differ, in words; "" if they are the same."""
-    pairs = zip(one.layout.parameters, other.layout.parameters, strict=False)
-    for mine, theirs in pairs:
-        if mine != theirs:
-            return f"{theirs} where the other has {mine}"
-    counts = len(one.layout.parameters), len(other.layout.parameters)
-    if counts[0] != counts[1]:
-        return f"{counts[1]} parameters where the other has {counts[0]}"
-    if one.optimizer.name != other.optimizer.name:
-        return f"optimizer {other.optimizer.name} where the other has {one.optimizer.name}"
-    counts = len(one.optimizer.groups), len(other.optimizer.groups)
-    if counts[0] != counts[1]:
-        return f"{counts[1]} parameter groups where the other has {counts[0]}"
-    if one.optimizer.group_of != other.optimizer.group_of:
-        return "its parameter groups are made of other parameters"
-    for own, others in zip(one.buffers, other.buffers, strict=False):
-        if own != others:
-            return f"buffer {others} where the other has {own}"
-    if len(one.buffers) != len(other.buffers):
-        return f"{len(other.buffers)} buffers where the other has {len(one.buffers)}"
-    return ""

@@ -1,30 +1,33 @@
-"""How much memory and how many descriptors a run needs on this machine, and how much there is.
+"""The memory and the number of file descriptors that a run needs on this machine, and how much is available.
 
-With P the bytes of all parameters (padding included), n workers and an optimizer that keeps s vectors per vector of
-weights, a run holds
+Let P be the size of all parameters in bytes (including padding), n the number of workers and s the number of vectors
+that the optimizer stores per vector of weights. A run needs
 
-    over shared memory  (4 + s) P + 2 n P    the servers' weights, P, and optimizer state, s P; each worker's region,
-                                             its weights and its gradients; 3 P while the weights are read at the end
-    over streams        (4 + s) P + 4 n P    the same; for each worker an inbox for its gradient at the servers, and
-                                             up to P of answers that were still on their way when the weights changed
+    over shared memory  (4 + s) P + 2 n P    P for the weights and s P for the optimizer state at the servers; 2 P for
+                                             the region of each worker (weights and gradients); and 3 P while the
+                                             weights are read at the end
+    over streams        (4 + s) P + 4 n P    the same, and for each worker P for its gradient at the servers and up to
+                                             P for answers that were still being sent when the weights changed
 
-and `PROCESS_BYTES` for each process: launcher, servers, workers. Of a region the n P of weights take the place of the
-model's own, which exist already when a run begins and are given back: what is *still to come* then is n P less. So a
-worker costs at most 3 P beyond its model, P over shared memory. It is less where the weights are read in place, over
-shared memory under a model that goes in lockstep: the region's weights are then touched at the end only.
+and `PROCESS_BYTES` for each process: launcher, servers and workers. The weights in the regions, n P in total, replace
+those of the models, which already exist when a run begins and are freed. So the memory that is *still to be
+allocated* at that time is n P less. Each worker therefore needs at most 3 P in addition to its model, and P over
+shared memory. It needs less if the weights are read in place, which happens over shared memory if the sync model
+keeps all workers in lockstep: the weights in the regions are then used only at the end.
 
-The 3 P are a copy that is queued at the servers and, at the launcher, the vectors that it is received into and the
-tensors with names. It reads when the last worker has left, whose memory may still be there.
+The 3 P consist of a copy that is queued at the servers, the vectors into which the launcher receives it, and the
+named tensors. The launcher reads the weights when the last worker has left, whose memory may not have been freed yet.
 
-Not counted, for it is the script's own: data, activations, and gradients before they are taken into the region. Nor
-what is small (buffers, pages that are not full), what is there for a moment before the gradients are (the first
-weights and an optimizer's state on their way to the servers), a push that is held while its worker goes on, and the
-snapshots that `launch` was asked to keep.
+The estimate does not include memory that belongs to the script: data, activations, and gradients before they are
+copied into the region. It also does not include small amounts (buffers, partly filled pages), memory that is used
+only before the gradients exist (the initial weights and optimizer state on their way to the servers), pushes that are
+held while their worker continues, and the snapshots that were requested from `launch`.
 
-Before there is a model, only the processes are known: of each child `PROCESS_BYTES`, and the descriptors that the
-busiest process has open, which is nearly always the launcher.
+Before the model is known, only the processes are checked: `PROCESS_BYTES` for each child, and the number of
+descriptors of the process that needs most, which is nearly always the launcher.
 
-Arithmetic and reading of small files: no tensor, no torch. A system that says nothing of its memory has no limit.
+This module only computes sizes and reads small files, and does not import torch. A system that does not report its
+memory is treated as unlimited.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ __all__ = [
     "descriptor_shortage",
     "descriptors",
     "footprint",
-    "in_words",
+    "format_size",
     "open_descriptors",
     "process_shortage",
     "shortage",
@@ -54,18 +57,21 @@ __all__ = [
 ]
 
 PROCESS_BYTES = 200 * 1024 * 1024
-"""Of a process that has imported torch and Paceline: the five of a run with a tiny model hold 960 to 1100 MiB
-together (the sum of Pss in /proc/<pid>/smaps_rollup, torch 2.13 on the CPU); 155 of each are its own, the rest is
-libraries that they share. What a memory cgroup charges at the peak is 146 MiB for each server and 216 for each worker
-that trains a tiny model."""
+"""Memory of a process that has imported torch and Paceline.
+
+Measured: the five processes of a run with a tiny model use 960 to 1100 MiB in total (the sum of Pss in
+/proc/<pid>/smaps_rollup, torch 2.13 on the CPU). Each of them has 155 MiB of private memory; the rest is shared
+libraries. At the peak, a memory cgroup charges 146 MiB for each server and 216 MiB for each worker that trains a tiny
+model.
+"""
 
 DESCRIPTOR_HEADROOM = 16
-"""For each process: modules that are being imported, a child that is being started, files that a script opens."""
+"""Spare descriptors of each process, for modules being imported, children being started and files of the script."""
 
-KEPT = {"Adagrad": 1, "Adadelta": 2, "Adamax": 2, "ASGD": 1, "NAdam": 2, "RAdam": 2, "Rprop": 2}
-"""Optimizer -> how many vectors of state it keeps, where that does not depend on its hyper-parameters."""
+STATE_VECTORS = {"Adagrad": 1, "Adadelta": 2, "Adamax": 2, "ASGD": 1, "NAdam": 2, "RAdam": 2, "Rprop": 2}
+"""Number of state vectors of the optimizers for which it does not depend on the hyperparameters."""
 
-MOST_KEPT = 3  # of an optimizer that is not known
+MOST_STATE_VECTORS = 3  # assumed for an unknown optimizer
 
 FUSED = frozenset({"SGD", "Adam", "AdamW"})
 FUSED_DTYPES = frozenset({"float32", "float64"})
@@ -77,13 +83,13 @@ class Footprint(msgspec.Struct, frozen=True):
     """The memory of one run, in bytes.
 
     Attributes:
-        weights: those that the servers update.
-        state: the optimizer's, and the mean of several pushes where that is a vector of its own.
-        regions: each worker's weights and gradients.
-        inboxes: over streams, where the servers take gradients in.
-        answers: over streams, what is at most copied of answers that are on their way.
-        reading: of the final weights on their way to the launcher.
-        models: each worker's own weights before the region's take their place.
+        weights: the weights that the servers update.
+        state: the optimizer state, and the mean of several pushes if it needs a vector of its own.
+        regions: the weights and gradients of all workers.
+        inboxes: the memory into which the servers receive gradients over streams.
+        answers: the maximum size of copies of answers that are being sent over streams.
+        reading: the memory for sending the final weights to the launcher.
+        models: the weights of the workers' models, before those in the regions replace them.
         processes: the interpreters with their libraries.
     """
 
@@ -98,30 +104,30 @@ class Footprint(msgspec.Struct, frozen=True):
 
     @property
     def total_bytes(self) -> int:
-        """All that the run holds at most."""
+        """The maximum memory of the run."""
         vectors = self.weights + self.state + self.regions + self.inboxes + self.answers + self.reading
         return vectors + self.processes
 
     @property
     def to_come_bytes(self) -> int:
-        """What is not there yet when all processes run, each with its model, and training is about to begin."""
+        """The memory that is still to be allocated when all processes have their models and training begins."""
         return self.total_bytes - self.processes - self.models
 
 
 def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, transport: str) -> Footprint:
-    """The memory of a run whose processes are all on this machine. See the module for the formula.
+    """Return the memory of a run whose processes are all on this machine. The formula is in the module's docstring.
 
     Args:
-        parameters_bytes: P, `Layout.size_bytes`.
+        parameters_bytes: P, see `Layout.size_bytes`.
         vectors: s, see `state_vectors`.
-        workers: how many.
-        servers: how many; only their interpreters depend on it.
+        workers: number of workers.
+        servers: number of servers, which affects only the memory of the interpreters.
         transport: "shm", "unix" or "tcp".
 
     Example:
-        >>> in_words(footprint(2**30, vectors=1, workers=4, servers=2, transport="shm").to_come_bytes)
+        >>> format_size(footprint(2**30, vectors=1, workers=4, servers=2, transport="shm").to_come_bytes)
         '9.0 GiB'
-        >>> in_words(footprint(2**30, vectors=1, workers=4, servers=2, transport="tcp").to_come_bytes)
+        >>> format_size(footprint(2**30, vectors=1, workers=4, servers=2, transport="tcp").to_come_bytes)
         '17.0 GiB'
     """
     each = workers * parameters_bytes
@@ -139,23 +145,25 @@ def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, t
 
 
 def state_vectors(optimizer: str, groups: Sequence[Mapping[str, Any]], dtypes: Iterable[str]) -> int:
-    """How many vectors as long as the weights an optimizer keeps at most, at the servers.
+    """Return the maximum number of vectors of the size of the weights that an optimizer stores at the servers.
 
     Args:
-        optimizer: its class in `torch.optim`.
-        groups: the hyper-parameters of each group; the group that keeps most counts for all.
-        dtypes: of the parameters.
+        optimizer: name of the optimizer's class in `torch.optim`.
+        groups: hyperparameters of each parameter group; the group that needs the most vectors counts.
+        dtypes: dtypes of the parameters.
 
     Example:
         >>> state_vectors("SGD", [{"momentum": 0.9}], ["float32"])
         1
     """
-    kept = max((_kept(optimizer, group) for group in groups), default=0)
+    vectors = max((_state_vectors(optimizer, group) for group in groups), default=0)
     fused = optimizer in FUSED and FUSED_DTYPES.issuperset(dtypes)
-    return kept if fused else kept + 1  # torch's own code takes the mean as a vector; see `slice_optimizers`
+    # torch's optimizers need the mean of the gradients as a vector; see `slice_optimizers`.
+    return vectors if fused else vectors + 1
 
 
-def _kept(optimizer: str, group: Mapping[str, Any]) -> int:
+def _state_vectors(optimizer: str, group: Mapping[str, Any]) -> int:
+    """Return the number of state vectors that the optimizer stores for one parameter group."""
     match optimizer:
         case "SGD":
             return 1 if group.get("momentum") else 0
@@ -164,168 +172,175 @@ def _kept(optimizer: str, group: Mapping[str, Any]) -> int:
         case "RMSprop":
             return 1 + bool(group.get("momentum")) + bool(group.get("centered"))
         case _:
-            return KEPT.get(optimizer, MOST_KEPT)
+            return STATE_VECTORS.get(optimizer, MOST_STATE_VECTORS)
 
 
 def shortage(needed: Footprint, available: int | None, what: str) -> str:
-    """Why a run cannot begin for want of memory, in a sentence, and what to do; "" if it can, or nobody knows.
+    """Return an error message if there is too little memory for a run; "" if there is enough or if it is unknown.
 
     Args:
-        needed: the run's.
-        available: bytes that can still be taken, see `available_bytes`; None where that is not known.
-        what: the run in words: "4 workers over tcp".
+        needed: memory that the run needs.
+        available: available memory in bytes, see `available_bytes`; None if it is unknown.
+        what: description of the run, such as "4 workers over tcp".
     """
     if available is None or needed.to_come_bytes <= available:
         return ""
     return (
-        f"not enough memory: {what} with {in_words(needed.weights)} of parameters need "
-        f"{in_words(needed.to_come_bytes)} for weights, gradients and optimizer state, and {in_words(available)} "
-        "can still be had. Ask for fewer workers"
-        + (", use transport 'shm' (a third for each worker)" if needed.inboxes else "")
+        f"not enough memory: {what} with {format_size(needed.weights)} of parameters need "
+        f"{format_size(needed.to_come_bytes)} for weights, gradients and optimizer state, but only "
+        f"{format_size(available)} are available. Use fewer workers"
+        + (", use transport 'shm' (which needs a third of the memory per worker)" if needed.inboxes else "")
         + ", train a smaller model, or give the machine or container more memory."
     )
 
 
 def process_shortage(workers: int, servers: int, available: int | None) -> str:
-    """Return why the processes of a run do not fit into memory; "" if they do, or if the size of it is unknown.
+    """Return an error message if the processes of a run do not fit into memory; "" if they do or if it is unknown.
 
     Args:
-        workers: how many.
-        servers: how many.
-        available: bytes that can still be taken, besides what the launcher has, see `available_bytes`.
+        workers: number of workers.
+        servers: number of servers.
+        available: available memory in bytes, in addition to that of the launcher, see `available_bytes`; None if it
+            is unknown.
     """
     count = workers + servers
     needed = count * PROCESS_BYTES
     if available is None or needed <= available:
         return ""
     return (
-        f"not enough memory: {_many(workers, 'worker')} and {_many(servers, 'server')} are {count} processes of "
-        f"about {in_words(PROCESS_BYTES)} each before anything is trained, {in_words(needed)}, and "
-        f"{in_words(available)} can still be had. Ask for fewer workers or servers, or give the machine or container "
-        "more memory."
+        f"not enough memory: {_count(workers, 'worker')} and {_count(servers, 'server')} are {count} processes, "
+        f"which need about {format_size(PROCESS_BYTES)} each and {format_size(needed)} in total before training "
+        f"begins, but only {format_size(available)} are available. Use fewer workers or servers, or give the machine "
+        "or container more memory."
     )
 
 
 def descriptors(workers: int, servers: int, shards: int, transport: str, open_now: int) -> int:
-    """How many descriptors the process of a run that has most of them has open at once, with `DESCRIPTOR_HEADROOM`.
+    """Return the number of descriptors needed by the process that needs most, plus `DESCRIPTOR_HEADROOM`.
 
     Args:
-        workers: how many.
-        servers: how many.
-        shards: how many.
+        workers: number of workers.
+        servers: number of servers.
+        shards: number of shards.
         transport: "shm", "unix" or "tcp".
-        open_now: of the launcher, before the run.
+        open_now: number of descriptors that the launcher has open before the run.
     """
-    # A listening socket, a selector, a pair of sockets, a trace, the weights' memory and its mapping. Each child's
-    # connection, input, output and log. Two readers of the weights, with a connection for each shard.
+    # The launcher has a listening socket, a selector, a pair of sockets, a trace, the memory of the weights and its
+    # mapping; a connection, input, output and log for each child; and two readers of the weights with a connection
+    # for each shard.
     launcher = open_now + 7 + 4 * (workers + servers) + 2 * shards
-    # The standard three, a listening socket, a selector, the coordinator, the weights' memory and its mapping. Each
-    # worker's connection and mapping. Its shards' traces and readers.
+    # A server has the standard three, a listening socket, a selector, the coordinator, the memory of the weights and
+    # its mapping; a connection and a mapping for each worker; and the traces and readers of its shards.
     shared = transport == "shm"
     server = 6 + 2 * shared + (1 + shared) * workers + 3 * -(-shards // servers)
-    # A worker has a connection to each server and at most eleven others: always fewer than the launcher.
+    # A worker has a connection to each server and at most eleven others, which is always less than the launcher has.
     return max(launcher, server) + DESCRIPTOR_HEADROOM
 
 
 def descriptor_shortage(
     workers: int, servers: int, shards: int, transport: str, open_now: int, limit: int | None
 ) -> str:
-    """Return why a run has too few descriptors to begin, and what to do; "" if it has enough.
+    """Return an error message if a run needs more descriptors than a process may have; "" if there are enough.
 
     Args:
         workers, servers, shards, transport, open_now: see `descriptors`.
-        limit: of each process, see `descriptor_limit`.
+        limit: maximum number of descriptors per process, see `descriptor_limit`.
     """
     needed = descriptors(workers, servers, shards, transport, open_now)
     if limit is None or needed <= limit:
         return ""
     return (
-        f"too few descriptors: with {_many(workers, 'worker')}, {_many(servers, 'server')} and "
-        f"{_many(shards, 'shard')} one process may have {needed} files and connections open, and the limit is "
-        f"{limit}. Raise it with 'ulimit -n {needed}' before the start, or ask for fewer workers, servers or shards."
+        f"too few descriptors: with {_count(workers, 'worker')}, {_count(servers, 'server')} and "
+        f"{_count(shards, 'shard')} one process needs up to {needed} open files and connections, but the limit is "
+        f"{limit}. Raise it with 'ulimit -n {needed}' before the start, or use fewer workers, servers or shards."
     )
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
-def in_words(size_bytes: int) -> str:
-    """A size as people read it."""
+def format_size(size_bytes: int) -> str:
+    """Return a size in a human-readable form."""
     size, unit = float(size_bytes), 0
     while size >= 1024 and unit < len(UNITS) - 1:
         size, unit = size / 1024, unit + 1
     return f"{size:.1f} {UNITS[unit]}" if unit else f"{size_bytes} bytes"
 
 
-# -- what there is ------------------------------------------------------------------------------------------
+# -- available resources ------------------------------------------------------------------------------------
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """How many bytes this process and its children can still take before the system kills one; None if unknown.
+    """Return how much memory this process and its children can still allocate, in bytes; None if it is unknown.
 
-    The least of what the machine has (MemAvailable) and what each memory cgroup on this process's path, up to the
-    root, leaves: its limit less what is in use there; file pages that have not been used for a while do not count,
-    for the kernel drops them first.
+    This is the minimum of the available memory of the machine (MemAvailable) and of what remains in each memory
+    cgroup on the path of this process up to the root. What remains in a cgroup is its limit minus its usage. Inactive
+    file pages do not count as used, because the kernel drops them first.
 
     Args:
-        root: where `proc` and `sys` are mounted.
+        root: directory in which `proc` and `sys` are mounted.
     """
-    sizes = [*_of_machine(root), *_of_cgroups(root)]
+    sizes = [*_available_on_machine(root), *_available_in_cgroups(root)]
     return min(sizes) if sizes else None
 
 
 def descriptor_limit() -> int | None:
-    """How many descriptors a process may have open; None for any number. What it starts has the same limit."""
+    """Return how many descriptors this process and each of its children may have open; None if there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def open_descriptors() -> int:
-    """How many this process has open; the standard three where it cannot be found out."""
+    """Return the number of descriptors that this process has open. If it cannot be determined, return 3."""
     try:
-        return len(os.listdir("/dev/fd")) - 1  # without the listing's own
+        # Do not count the descriptor that the listing itself uses.
+        return len(os.listdir("/dev/fd")) - 1
     except OSError:
         return 3
 
 
-def _of_machine(root: Path) -> Iterator[int]:
+def _available_on_machine(root: Path) -> Iterator[int]:
     size_kib = _fields(root / "proc/meminfo").get("MemAvailable:")
     if size_kib is not None:
         yield size_kib * 1024
 
 
-def _of_cgroups(root: Path) -> Iterator[int]:
+def _available_in_cgroups(root: Path) -> Iterator[int]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if not controllers:  # version 2
+        # Version 2 of cgroups has a single hierarchy without named controllers.
+        if not controllers:
             mount, files = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             mount = root / "sys/fs/cgroup/memory"
             files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # In a container the path may be the host's, which is not mounted here: then only the mount itself is found.
+        # In a container the path may be that of the host, which is not mounted here. Then only the mount is found.
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for depth in range(len(parts) + 1):
-            yield from _of_cgroup(mount.joinpath(*parts[:depth]), *files)
+            yield from _available_in_cgroup(mount.joinpath(*parts[:depth]), *files)
 
 
-def _of_cgroup(directory: Path, limit_file: str, usage_file: str, inactive_key: str) -> Iterator[int]:
+def _available_in_cgroup(
+    directory: Path, limit_file: str, usage_file: str, inactive_key: str
+) -> Iterator[int]:
     limit, usage = _text(directory / limit_file).strip(), _text(directory / usage_file).strip()
-    if limit.isdecimal() and usage.isdecimal():  # not "max", which is none
+    # A limit of "max" means that there is none.
+    if limit.isdecimal() and usage.isdecimal():
         inactive = _fields(directory / "memory.stat").get(inactive_key, 0)
         yield max(0, int(limit) - max(0, int(usage) - inactive))
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """The lines "<name> <number> ..." of a file."""
-    words = (line.split() for line in _text(file).splitlines())
-    return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdecimal()}
+    """Return the names and numbers in the lines "<name> <number> ..." of a file."""
+    lines = (line.split() for line in _text(file).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 def _text(file: Path) -> str:
-    """What a file holds; "" if it is not there or may not be read."""
+    """Return the content of a file; "" if it does not exist or cannot be read."""
     try:
         return file.read_text(errors="replace")
     except OSError:

@@ -1,17 +1,17 @@
-"""One listening socket and everybody who calls: what the server's and the coordinator's loops have in common.
+"""A listening socket and its connections: the common part of the event loops of the server and the coordinator.
 
-A caller is let in when its first message shows the run's token. Until then it is a *stranger* (see `strangers`): only
-a small greeting is read from it, at most one descriptor is taken, nothing is sent, and it is dropped if it stays
-silent, or if it has been silent for a moment and others want its place.
+A peer is accepted when its first message contains the run's token. Until then it is a *stranger* (see `strangers`):
+only a small greeting and at most one descriptor are received from it, and nothing is sent to it. A stranger is
+dropped if it remains silent for too long, or for a short time if other peers are waiting to connect.
 
-A caller that breaks the rules is logged and its connection closed; the host goes on. Rules are checked where they are
-known, before anything changes, and broken with a `ProtocolError`. Should a message bring about any other exception,
-that costs its sender its connection too, and the traceback is logged. What is not the sender's fault ends the host,
-with its own message: a broken invariant of our own (`InternalError`), and what the machine lacks (`OSError`,
-`MemoryError`).
+If a peer violates the protocol, this is logged and its connection is closed, and the host continues. Each rule of the
+protocol is checked by the code that it concerns, before any state is changed, and a violation raises `ProtocolError`.
+If a message causes any other exception, the connection of its sender is closed, too, and the traceback is logged.
+Only errors that the sender has not caused end the host: a violated invariant of our own (`InternalError`) and a lack
+of resources (`OSError`, `MemoryError`).
 
-Sending never blocks and never calls back: a connection that turns out to be broken while something is sent is dropped
-when the message at hand is done with, and so is one whose peer does not read what it is sent.
+Sending never blocks and never calls the host back. If a connection is found to be broken while a message is sent to
+it, it is dropped after the current message was handled. The same applies to a peer that does not read its messages.
 """
 
 from __future__ import annotations
@@ -31,35 +31,39 @@ from ..errors import DeadlineError, InternalError, PeerLostError, ProtocolError
 from ..wire.forks import close_in_forks
 from ..wire.stream import Stream
 from .spin import fall_asleep, spin, wake_up
-from .strangers import Door, Strangers
+from .strangers import Acceptor, Strangers
 
 __all__ = ["Host", "Hub", "Peer"]
 
 log = logging.getLogger("paceline.hub")
 
-LAST_WORDS_S = 1.0  # without a word of a process that has ended, where its connection does not end with it
-ACCEPTED_AT_ONCE = 8  # callers, before the others are heard again
-MOST_UNSENT = 1 << 14  # parts of messages that wait for one peer; one that reads leaves a few per shard
-LONGEST_REASON = 1000  # characters of what a peer sent may be in it
-OUR_FAULT = (
-    InternalError,
-    OSError,
-    MemoryError,
-)  # not the sender's, although its message brought it to light
-SOCKETS_INTERVAL_S = 1e-3  # while rings are busy
-LONGEST_SLEEP_S = 0.1  # with rings: what a wake-up would cost at most, should one ever be lost
-IN_RING = 1 << 8  # beside the events of a selector
+# When a process has ended but its connection has not, it is dropped after it has been silent for this time.
+ENDED_TIMEOUT_S = 1.0
+# Maximum number of connections that are accepted before other peers are served again.
+ACCEPTED_AT_ONCE = 8
+# Maximum number of queued parts of messages per peer. A peer that reads its messages leaves only a few per shard.
+MOST_UNSENT = 1 << 14
+# Maximum number of characters of a logged reason, which may contain data that a peer sent.
+LONGEST_REASON = 1000
+# Errors that the sender of a message is not responsible for, although its message revealed them.
+OUR_FAULT = (InternalError, OSError, MemoryError)
+# Time between two checks of the sockets while rings are busy.
+SOCKETS_INTERVAL_S = 1e-3
+# Maximum time to block if there are rings, which limits the delay if a wake-up is ever lost.
+LONGEST_SLEEP_S = 0.1
+# An event that is used in addition to those of a selector.
+IN_RING = 1 << 8
 
 
 class Peer:
     """One connection.
 
     Attributes:
-        stream: its stream.
-        role: "worker", "server" or "reader", once it has been let in; "" until then.
-        index: the worker's or server's number.
-        heard_s: when something came from it last, on the monotonic clock.
-        adopted: True if this host has made the connection itself.
+        stream: the stream of the connection.
+        role: "worker", "server" or "reader" once the peer has been accepted; "" until then.
+        index: index of the worker or server.
+        heard_s: time at which data was last received from the peer, on the monotonic clock.
+        adopted: True if this host has opened the connection itself.
     """
 
     def __init__(self, stream: Stream[Message]) -> None:
@@ -68,11 +72,12 @@ class Peer:
         self.index = -1
         self.adopted = False
         self.heard_s = time.monotonic()
-        self.ended_s = math.inf  # when its process was found to have ended, though its connection had not
+        # Time at which the process of the peer was found to have ended although its connection had not.
+        self.ended_s = math.inf
 
     def __str__(self) -> str:
         if not self.role:
-            return "a connection that has not shown the run's token"
+            return "a connection that has not sent the run's token"
         return f"{self.role} {self.index}"
 
 
@@ -81,38 +86,38 @@ P_contra = TypeVar("P_contra", bound=Peer, contravariant=True)
 
 
 class Host(Protocol[P_contra]):
-    """What a hub asks of whoever runs it. Each of these may raise `ProtocolError` to refuse, but `gone`."""
+    """The interface that a hub requires of its host. All methods except `gone` may raise `ProtocolError`."""
 
     def greeted(self, peer: P_contra, hello: Hello) -> None:
-        """A caller has shown the token; `role` and `index` are set when this returns."""
+        """Accept a peer that has sent the token, and set its `role` and `index`."""
         ...
 
     def received(self, peer: P_contra, message: Message) -> None:
-        """A message has arrived whole."""
+        """Handle a message that has arrived completely."""
         ...
 
     def payload_targets(self, peer: P_contra, message: Message, size_bytes: int) -> Sequence[memoryview]:
-        """Where a message's payload goes; only asked of callers that were let in."""
+        """Return the memory for a message's payload. Only called for peers that have been accepted."""
         ...
 
     def gone(self, peer: P_contra, reason: str) -> None:
-        """A connection that had been let in, or adopted, has ended."""
+        """Handle the end of a connection that had been accepted or adopted."""
         ...
 
 
 class Hub(Generic[P]):
-    """Accepts, reads, sends, drops.
+    """Accepts connections, receives and sends messages, and drops connections.
 
     Args:
-        name: of the host, for the log.
-        token: what callers must show.
-        listener: a listening socket; owned by the hub.
-        accepts: the union of messages that callers may send.
-        make_peer: makes a connection's record, usually a subclass of `Peer`.
-        host: is told what happens.
+        name: name of the host in the log.
+        token: the secret that peers must send.
+        listener: a listening socket, of which the hub takes ownership.
+        accepts: the union of the types of messages that peers may send.
+        make_peer: returns the object for a new connection, usually of a subclass of `Peer`.
+        host: the object whose methods are called when something happens.
 
     Attributes:
-        peers: the connections that there are.
+        peers: all open connections.
     """
 
     def __init__(
@@ -127,30 +132,33 @@ class Hub(Generic[P]):
         self.peers: set[P] = set()
         self._name = name
         self._token = token.encode()
-        self._door = Door(listener)
+        self._acceptor = Acceptor(listener)
         self._strangers: Strangers[P] = Strangers(name)
         self._accepts = accepts
         self._make_peer = make_peer
         self._host = host
-        # Found while sending, with the reason: dropped when the message at hand is done with.
+        # Peers whose connections failed during sending, with the reason. They are dropped after the current message.
         self._broken: list[tuple[P, PeerLostError | ProtocolError]] = []
-        self._ringed: dict[Stream[Any], P] = {}  # those that have a ring
-        self._ending: set[P] = set()  # whose processes have ended, while their connections have not
-        self._looked_s = 0.0  # at the sockets
+        # The peers that have a ring.
+        self._ringed: dict[Stream[Any], P] = {}
+        # The peers whose processes have ended although their connections have not.
+        self._ending: set[P] = set()
+        # Time at which the sockets were last checked.
+        self._checked_s = 0.0
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._door, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._acceptor, selectors.EVENT_READ, self._accept)
         self._accepting = True
         close_in_forks(self)
 
-    def watch(self, source: socket.socket | Stream[Any], heard: Callable[[], None]) -> None:
-        """Have `poll` also look at this, and call `heard` when there is something to read."""
-        self._selector.register(source, selectors.EVENT_READ, heard)
+    def watch(self, source: socket.socket | Stream[Any], readable: Callable[[], None]) -> None:
+        """Let `poll` also watch this source and call `readable` when there is data to read."""
+        self._selector.register(source, selectors.EVENT_READ, readable)
 
     def poll(self, timeout_s: float | None = None) -> None:
-        """Wait until something happens, for `timeout_s` at most, and handle it."""
+        """Wait for events, at most for `timeout_s`, and handle them."""
         if self._ringed:
-            if self._hear_rings():
-                if time.monotonic() - self._looked_s < SOCKETS_INTERVAL_S:
+            if self._serve_rings():
+                if time.monotonic() - self._checked_s < SOCKETS_INTERVAL_S:
                     return
                 timeout_s = 0.0
             elif not fall_asleep(self._ringed):
@@ -159,52 +167,53 @@ class Hub(Generic[P]):
                 timeout_s = min(LONGEST_SLEEP_S, math.inf if timeout_s is None else timeout_s)
         timeout_s = self._strangers.left_s(timeout_s)
         if self._ending:
-            timeout_s = min(LAST_WORDS_S, math.inf if timeout_s is None else timeout_s)
+            timeout_s = min(ENDED_TIMEOUT_S, math.inf if timeout_s is None else timeout_s)
         ready = self._selector.select(timeout_s)
-        self._looked_s = time.monotonic()
+        self._checked_s = time.monotonic()
         wake_up(self._ringed)
         for key, events in ready:
             if isinstance(key.data, Peer):
-                if key.data in self.peers:  # else it was dropped a moment ago
+                # The peer may have been dropped by an earlier iteration.
+                if key.data in self.peers:
                     self._serve(key.data, events)
             else:
                 key.data()
             self._drop_broken()
         for peer in self._strangers.late():
-            self.drop(peer, "it has not shown the run's token in time")
+            self.drop(peer, "it has not sent the run's token in time")
         if not self._accepting and self._strangers.room:
-            self._selector.register(self._door, selectors.EVENT_READ, self._accept)
+            self._selector.register(self._acceptor, selectors.EVENT_READ, self._accept)
             self._accepting = True
         for peer in list(self._ending):
-            if time.monotonic() - max(peer.ended_s, peer.heard_s) > LAST_WORDS_S:
+            if time.monotonic() - max(peer.ended_s, peer.heard_s) > ENDED_TIMEOUT_S:
                 self.drop(peer, "its process has ended")
 
     def adopt(self, peer: P) -> None:
-        """Have `poll` also serve a connection that this host has made itself, to somebody it trusts.
+        """Let `poll` also serve a connection that this host has opened itself to a trusted peer.
 
-        What goes wrong with a message of such a peer goes wrong here, and is raised by `poll`.
+        An exception that is caused by a message of this peer is raised by `poll`.
         """
         peer.adopted = True
         self.peers.add(peer)
         self._selector.register(peer.stream, selectors.EVENT_READ, peer)
 
     def drain(self, peer: P, timeout_s: float) -> None:
-        """Send what is queued for a peer; give up when it takes longer, or the connection ends."""
+        """Send all messages that are queued for a peer, unless it takes too long or the connection is lost."""
         if peer in self.peers:
             with contextlib.suppress(PeerLostError, DeadlineError):
                 peer.stream.drain(timeout_s)
 
     def expect_end(self, peer: P) -> None:
-        """Hear what a peer whose process has ended has still sent, then drop it.
+        """Receive the last messages of a peer whose process has ended, and then drop the peer.
 
-        Its connection ends by itself, unless a child that it has forked holds it open.
+        The connection ends by itself, unless a forked child of the process holds it open.
         """
         if peer in self.peers and peer not in self._ending:
             peer.ended_s = time.monotonic()
             self._ending.add(peer)
 
     def watch_ring(self, peer: P) -> None:
-        """Have `poll` also look into a peer's ring."""
+        """Let `poll` also read a peer's ring."""
         self._ringed[peer.stream] = peer
 
     def send(
@@ -216,11 +225,11 @@ class Hub(Generic[P]):
         *,
         lent: Hashable = None,
     ) -> None:
-        """Send a message, see `Stream.send`; never blocks, never raises."""
+        """Send a message as `Stream.send` does, without blocking and without raising an exception."""
         try:
             peer.stream.send(message, payload, descriptors, lent=lent)
             if peer.stream.unsent > MOST_UNSENT:
-                raise ProtocolError("it does not read what it is sent")
+                raise ProtocolError("it does not read the messages sent to it")
             self._watch_peer(peer)
         except PeerLostError as error:
             self._broken.append((peer, error))
@@ -230,7 +239,7 @@ class Hub(Generic[P]):
 
     def close_in_fork(self) -> None:
         """See `close_in_forks`."""
-        self._door.close()
+        self._acceptor.close()
         self._selector.close()
 
     def close(self) -> None:
@@ -238,14 +247,15 @@ class Hub(Generic[P]):
         for peer in self.peers:
             peer.stream.close()
         self._strangers.close()
-        self._door.close()
+        self._acceptor.close()
         self._selector.close()
 
-    def _hear_rings(self) -> bool:
-        """Handle what the rings have. False if that was nothing."""
+    def _serve_rings(self) -> bool:
+        """Handle the messages in the rings. Return False if there were none."""
         ready = spin(self._ringed)
         for stream in ready:
-            if (peer := self._ringed.get(stream)) is not None:  # else it was dropped a moment ago
+            # The peer may have been dropped by an earlier iteration.
+            if (peer := self._ringed.get(stream)) is not None:
                 self._serve(peer, IN_RING)
             self._drop_broken()
         return bool(ready)
@@ -253,35 +263,38 @@ class Hub(Generic[P]):
     def _drop_broken(self) -> None:
         while self._broken:
             peer, error = self._broken.pop()
+            # Read the messages that the peer may have sent before it closed the connection.
             if peer in self.peers and isinstance(error, PeerLostError):
-                self._serve(peer, selectors.EVENT_READ)  # it may have said goodbye before it left
+                self._serve(peer, selectors.EVENT_READ)
             self.drop(peer, str(error))
 
     def _accept(self) -> None:
-        """Let some of those in who have called, as far as there are places, and hear what they say."""
+        """Accept waiting connections, as far as there is room for strangers, and handle their greetings."""
         for _ in range(ACCEPTED_AT_ONCE):
             if not self._strangers.room:
                 break
             try:
-                sock = self._door.accept()
+                sock = self._acceptor.accept()
                 if sock is None:
                     return
                 if (silent := self._strangers.to_make_room()) is not None:
-                    self.drop(silent, "others want its place")
-                peer = self._welcome(sock)
-            except OSError as error:  # out of descriptors, or the caller has gone already
+                    self.drop(silent, "other connections are waiting for its place")
+                peer = self._register(sock)
+            except OSError as error:
+                # There are no descriptors left, or the peer has already closed the connection.
                 self._strangers.note(f"{self._name} could not accept a connection: {error}")
-                if self._door.stuck:
+                if self._acceptor.stuck:
                     self._strangers.rest()
                 continue
-            self._serve(peer, selectors.EVENT_READ)  # most often its greeting is here, too
+            # In most cases the greeting has already arrived, too.
+            self._serve(peer, selectors.EVENT_READ)
             self._drop_broken()
         if not self._strangers.room:
-            self._selector.unregister(self._door)
+            self._selector.unregister(self._acceptor)
             self._accepting = False
 
-    def _welcome(self, sock: socket.socket) -> P:
-        """Watch a caller. Raises `OSError` if it is gone already."""
+    def _register(self, sock: socket.socket) -> P:
+        """Start to watch a new connection. Raise `OSError` if it has already been closed."""
         try:
             stream: Stream[Message] = Stream(
                 sock, self._accepts, trusted=False, takes_descriptor=sock.family == socket.AF_UNIX
@@ -320,26 +333,27 @@ class Hub(Generic[P]):
             if isinstance(error, ProtocolError):
                 self._refuse(peer, error)
             else:
-                log.exception("%s tripped over what %s sent", self._name, peer)
+                log.exception("%s could not handle a message of %s", self._name, peer)
             self.drop(peer, str(error))
 
     def _greet(self, peer: P, message: Message) -> None:
         if not isinstance(message, Hello) or not hmac.compare_digest(message.token.encode(), self._token):
-            raise ProtocolError("it did not show the run's token")
+            raise ProtocolError("it did not send the run's token")
         self._host.greeted(peer, message)
         self._strangers.discard(peer)
-        # What a reader asks is small, and there may be many of them.
+        # Readers send only small messages, and there may be many of them.
         peer.stream.trusted, peer.stream.takes_descriptor = peer.role != "reader", False
 
     def _refuse(self, peer: P, error: ProtocolError) -> None:
         text = f"{self._name} refused {peer}: {str(error)[:LONGEST_REASON]}"
-        if peer.role in ("worker", "server"):  # each can be expelled but once
+        # Workers and servers can be refused only once each, so their messages need no limit.
+        if peer.role in ("worker", "server"):
             log.warning("%s", text)
         else:
             self._strangers.note(text)
 
     def drop(self, peer: P, reason: str) -> None:
-        """Close a connection, and tell the host."""
+        """Close a connection and notify the host."""
         if peer not in self.peers:
             return
         level = logging.INFO if peer.role else logging.DEBUG
@@ -357,10 +371,10 @@ class Hub(Generic[P]):
         except OUR_FAULT:
             raise
         except Exception:
-            log.exception("%s tripped over the end of %s", self._name, peer)
+            log.exception("%s could not handle the end of %s", self._name, peer)
 
     def _watch_peer(self, peer: P) -> None:
-        """Have the selector look for what the peer's stream needs now."""
+        """Set the events for which the selector watches the peer's stream."""
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.stream.backlog else 0)
         if self._selector.get_key(peer.stream).events != wanted:
             self._selector.modify(peer.stream, wanted, peer)

@@ -1,6 +1,6 @@
-"""What a run is: one validated value that every process of it gets.
+"""The configuration of a run, which is passed to each of its processes.
 
-Everything a user can ask for is checked here, before anything starts.
+All options of a user are validated here, before any process is started.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = [
     "JOB_VARIABLE",
     "LOOPBACK",
     "TRANSPORTS",
+    "Assignment",
     "Job",
-    "Place",
     "claim_run_dir",
     "describe",
     "make_job",
@@ -45,41 +45,42 @@ __all__ = [
 ]
 
 JOB_VARIABLE = "PACELINE_PLACE"
-"""The environment variable by which a process of a run learns its `Place` in it: MessagePack in hexadecimal."""
+"""The environment variable with the `Assignment` of a process, encoded as MessagePack in hexadecimal."""
 
 LOOPBACK = "127.0.0.1"
-"""Where everybody listens over TCP, unless told otherwise."""
+"""The default address at which processes listen over TCP."""
 
 TRANSPORTS = ("auto", "shm", "unix", "tcp")
 SLICINGS = ("even", "by-parameter")
 OVERLAPS = ("shards", "off")
 ON_NAN = ("stop", "skip")
 
-LONGEST_MODEL = 1000  # characters of one, as it comes from a peer
+LONGEST_MODEL = 1000  # maximum number of characters in the notation of a sync model that a peer sends
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A run.
+    """The configuration of a run.
 
     Attributes:
-        workers: how many.
-        servers: how many; each holds the shards whose index, modulo their number, is its own.
-        shards: how many slices the parameters are cut into.
-        slicing: "even", whatever the layers' sizes (EPS), or "by-parameter".
-        overlap: "shards", each answers for itself, or "off", nobody pulls until everybody has pushed everything.
-        sync: the sync model, or one for each shard, and when it changes.
-        imports: modules whose conditions the run may change to, beside those that `sync` names.
+        workers: number of workers.
+        servers: number of servers. Server i holds the shards whose index modulo `servers` is i.
+        shards: number of slices into which the parameters are divided.
+        slicing: "even" for slices of equal size, whatever the sizes of the layers (EPS), or "by-parameter".
+        overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
+            have pushed all of their gradients.
+        sync: the sync model, or one model per shard, and when it changes.
+        imports: modules with conditions to which the run may change, in addition to those that `sync` names.
         transport: "shm" (shared memory, one machine), "unix" (sockets, one machine) or "tcp".
-        seed: of the data's order, the jitter and whatever else is drawn.
-        pace_s: for each worker, the least time of an iteration; () for none.
-        slowdown: for each worker, the factor by which its measured compute time is stretched; () for none.
-        jitter: half-width of the uniform factor 1 +- jitter on both.
-        on_nan: what a gradient with NaN or inf does: "stop" the run, or "skip" that push.
-        run_dir: where logs, traces and results go; "" for a new directory that is yet to be made.
-        stall_timeout_s: a process that others await is ended when it has been silent for this long; None for never.
-        port: TCP port that the coordinator listens on, 0 for any free one.
-        token: who does not show it gets nothing.
-        epoch_s: the monotonic clock's reading at which the run's own time is 0.
+        seed: random seed of the order of the data, the jitter and all other random choices.
+        pace_s: minimum duration of an iteration, for each worker; () if there is none.
+        slowdown: factor by which the measured compute time is stretched, for each worker; () if there is none.
+        jitter: half-width of the random factor, uniform in 1 +- jitter, by which both are multiplied.
+        on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
+        run_dir: directory of the logs, traces and results; "" if a new directory is to be created.
+        stall_timeout_s: time after which a silent process is ended if others wait for it; None disables it.
+        port: TCP port of the coordinator; 0 for any free port.
+        token: secret that each peer must send before it is served.
+        epoch_s: reading of the monotonic clock at time 0 of the run.
     """
 
     workers: int
@@ -102,26 +103,28 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     epoch_s: float
 
     def now_s(self) -> float:
-        """Seconds since the run began; the same clock in all processes of one machine."""
+        """Return the time since the run began, in seconds. All processes of one machine use the same clock."""
         return time.monotonic() - self.epoch_s
 
     def read_sync(self, text: str) -> tuple[AnySyncModel, ...]:
-        """The sync model in this notation, or one for each shard, to which a peer wants to change.
+        """Parse the sync model, or the models of all shards, to which a peer requests to change.
 
         Raises:
-            ConfigurationError: there is none such, or this run cannot change to it.
+            ConfigurationError: the notation is not valid, or this run cannot change to the model.
         """
         if any(len(model) > LONGEST_MODEL for model in text.split("|")):
-            raise ConfigurationError(f"a sync model of more than {LONGEST_MODEL} characters.")
+            raise ConfigurationError(
+                f"the notation of a sync model has more than {LONGEST_MODEL} characters; shorten it."
+            )
         models = parse_shards(text)
         self.require_runnable(models)
         return models
 
     def require_runnable(self, models: Sequence[AnySyncModel]) -> None:
-        """Refuse sync models to which this run cannot change. Nothing is imported that was not named at its launch.
+        """Check that this run can change to the sync models, without importing modules not named at its launch.
 
         Raises:
-            ConfigurationError: and why.
+            ConfigurationError: the run cannot change to these models; the message says why.
         """
         require_shards(models, self.shards)
         read_schedule(models).require_overlap(self.overlap)
@@ -132,7 +135,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def emulated(self) -> str:
-        """How unequal machines are emulated, in words; "" if they are not."""
+        """A description of how unequal machines are emulated; "" if they are not."""
         parts = []
         if self.pace_s:
             parts.append("least seconds per iteration " + ", ".join(f"{p:g}" for p in self.pace_s))
@@ -143,8 +146,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(parts)
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """One process's place in a run: what it is, whom to call, and at which host it listens over TCP."""
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """The role of one process in a run.
+
+    Attributes:
+        job: the configuration of the run.
+        role: "server" or "worker".
+        index: index of the server or worker.
+        coordinator: address of the coordinator.
+        host: address at which the process listens over TCP.
+    """
 
     job: Job
     role: Literal["server", "worker"]
@@ -173,16 +184,17 @@ def make_job(
     port: int = 0,
     dry_run: bool = False,
 ) -> Job:
-    """Check everything that a user asks for, then make the run's description and its directory.
+    """Validate the options of a user, then return the configuration of the run and create its directory.
 
-    A dry run makes no directory; see `claim_run_dir`.
+    For a dry run the directory is not created; see `claim_run_dir`.
 
     Raises:
-        ConfigurationError: one sentence that names the value, what was expected and what to do.
+        ConfigurationError: an option is not valid. The message names the value, what was expected and what to do.
     """
-    workers = _whole("workers", workers, least=1)
+    workers = _require_integer("workers", workers, least=1)
     if servers is None:
-        servers = max(1, (os.cpu_count() or 1) - workers)  # the cores that the workers leave over
+        # One server for each core that the workers leave free.
+        servers = max(1, (os.cpu_count() or 1) - workers)
     for name, value, choices in (
         ("transport", transport, TRANSPORTS),
         ("slicing", slicing, SLICINGS),
@@ -192,43 +204,44 @@ def make_job(
         if value not in choices:
             raise unknown_name(name, value, choices)
     if not 0 <= port <= 65535:
-        raise ConfigurationError(f"port is {port}, expected a number from 0 (any free one) to 65535.")
+        raise ConfigurationError(f"port is {port}, expected a number from 0 (any free port) to 65535.")
     if port and transport != "tcp":
         raise ConfigurationError(
-            f"port is {port} and transport {transport!r}: only 'tcp' listens on a port, and 'auto' never chooses it. "
-            "Ask for transport 'tcp', or leave port out."
+            f"port is {port} and transport is {transport!r}, but only 'tcp' uses a port, and 'auto' never chooses "
+            "'tcp'. Use transport 'tcp', or omit port."
         )
     if transport == "auto":
         transport = "shm" if shared_memory_available() else "unix"
     if transport == "shm" and not shared_memory_available():
         raise ConfigurationError(
-            "transport 'shm' needs memfd, which this system lacks or forbids; use 'unix', or 'auto' for the best "
-            "there is."
+            "transport 'shm' needs memfd, which this system does not have or does not permit; use 'unix', or 'auto' "
+            "for the best available transport."
         )
     if not 0 <= jitter < 1:
         raise ConfigurationError(f"jitter is {jitter}, expected a number in [0, 1), for example 0.2.")
     if stall_timeout is not None and not 0 < stall_timeout < math.inf:
         raise ConfigurationError(
-            f"stall_timeout is {stall_timeout}, expected a number of seconds > 0, for example 60; leave it out for "
-            "none."
+            f"stall_timeout is {stall_timeout}, expected a number of seconds > 0, for example 60; omit it to disable "
+            "the timeout."
         )
     pace_s = _per_worker("pace", pace, workers, least=0.0)
-    stretched = _per_worker("slowdown", slowdown, workers, least=1.0)
-    if jitter and not (pace_s or stretched):
+    slowdowns = _per_worker("slowdown", slowdown, workers, least=1.0)
+    if jitter and not (pace_s or slowdowns):
         raise ConfigurationError(
-            f"jitter is {jitter}, and there is neither a pace nor a slowdown that it could vary. Give one of "
-            "them, or leave jitter out."
+            f"jitter is {jitter}, but neither pace nor slowdown is set, which it would vary. Set one of them, or "
+            "omit jitter."
         )
+    # Raises an error if the port is in use.
     if port:
-        listen_tcp(port=port)[0].close()  # refused here, if it is in use
+        listen_tcp(port=port)[0].close()
     if run_dir is not None:
         require_usable(run_dir)
-    servers = _whole("servers", servers, least=1)
-    shards = _whole("shards", servers if shards is None else shards, least=1)
+    servers = _require_integer("servers", servers, least=1)
+    shards = _require_integer("shards", servers if shards is None else shards, least=1)
     if shards < servers:
         raise ConfigurationError(
-            f"shards is {shards} and servers {servers}: each server needs one at least. Ask for {servers} shards or "
-            "more."
+            f"shards is {shards} and servers is {servers}, but each server needs at least one shard. Use at least "
+            f"{servers} shards."
         )
     import_modules(imports)
     schedule = read_schedule(sync)
@@ -249,9 +262,9 @@ def make_job(
         sync=schedule,
         imports=tuple(imports),
         transport="shm" if transport == "shm" else "unix" if transport == "unix" else "tcp",
-        seed=_whole("seed", seed, least=0),
+        seed=_require_integer("seed", seed, least=0),
         pace_s=pace_s,
-        slowdown=stretched,
+        slowdown=slowdowns,
         jitter=float(jitter),
         on_nan="skip" if on_nan == "skip" else "stop",
         run_dir="" if run_dir is None else str(run_dir),
@@ -264,50 +277,52 @@ def make_job(
 
 
 def claim_run_dir(job: Job) -> Job:
-    """Make the directory of a run that was described without one: the last thing before it starts."""
+    """Create the directory of a run, and return the configuration with its path. This is the last step of a start."""
     return msgspec.structs.replace(job, run_dir=str(_make_run_dir(job.run_dir or None)))
 
 
-_SLICED = {"even": "evenly (even)", "by-parameter": "by parameter (by-parameter)"}
-_OVERLAPPED = {
-    "shards": "each shard answers for itself (shards)",
-    "off": "nobody pulls until everybody has pushed everything (off)",
+_SLICING_TEXTS = {"even": "evenly (even)", "by-parameter": "by parameter (by-parameter)"}
+_OVERLAP_TEXTS = {
+    "shards": "each shard answers pulls independently (shards)",
+    "off": "no worker pulls until all workers have pushed everything (off)",
 }
-_CARRIED = {
+_TRANSPORT_TEXTS = {
     "shm": "shared memory (shm)",
-    "unix": "sockets of this machine (unix)",
+    "unix": "AF_UNIX sockets (unix)",
     "tcp": "TCP on loopback (tcp)",
 }
 
 
 def describe(job: Job) -> dict[str, str]:
-    """What a run is, in words: what `--dry-run` shows."""
+    """Return the description of a run that `--dry-run` prints."""
     return {
         "sync model": str(job.sync),
         "workers": str(job.workers),
         "servers": str(job.servers),
-        "shards": f"{job.shards} of the parameters, sliced {_SLICED[job.slicing]}",
-        "overlap": _OVERLAPPED[job.overlap],
-        "transport": _CARRIED[job.transport],
-        "emulated": job.emulated or "nothing: each worker runs as fast as it can",
+        "shards": f"{job.shards}, with the parameters sliced {_SLICING_TEXTS[job.slicing]}",
+        "overlap": _OVERLAP_TEXTS[job.overlap],
+        "transport": _TRANSPORT_TEXTS[job.transport],
+        "emulated": job.emulated or "nothing: each worker runs at full speed",
         "on NaN": job.on_nan,
         "seed": str(job.seed),
-        "run directory": job.run_dir or "a new directory under ./runs",
+        "run directory": job.run_dir or "a new directory in ./runs",
     }
 
 
-def _whole(name: str, value: int, least: int) -> int:
+def _require_integer(name: str, value: int, least: int) -> int:
+    """Return `value` if it is an integer >= `least`. Raise `ConfigurationError` otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}, expected a whole number >= {least}.")
     return value
 
 
 def _per_worker(name: str, values: Sequence[float] | None, workers: int, least: float) -> tuple[float, ...]:
+    """Return `values` if there is one number >= `least` per worker. Raise `ConfigurationError` otherwise."""
     if values is None or len(values) == 0:
         return ()
     if len(values) != workers:
         raise ConfigurationError(
-            f"{name} has {len(values)} values for {workers} workers; give one for each, "
+            f"{name} has {len(values)} values for {workers} workers; give one value per worker, "
             f"for example {','.join(f'{v:g}' for v in [*values, *[values[-1]] * workers][:workers])}."
         )
     for value in values:
@@ -317,12 +332,17 @@ def _per_worker(name: str, values: Sequence[float] | None, workers: int, least: 
 
 
 def require_usable(path: str | os.PathLike[str]) -> None:
-    """Refuse a run directory that cannot be written, or that holds a run already; make nothing."""
+    """Raise `ConfigurationError` if a run directory cannot be written or already contains a run.
+
+    The directory is not created.
+    """
     if not os.fspath(path):
-        raise ConfigurationError("the run directory is empty; name one, or leave it out for a new one.")
+        raise ConfigurationError(
+            "the name of the run directory is empty; give one, or omit it for a new directory."
+        )
     run_dir = Path(path).absolute()
     if (run_dir / "summary.json").exists() or any(run_dir.glob("trace-*.jsonl")):
-        raise ConfigurationError(f"the run directory {path} holds a run already; choose another.")
+        raise ConfigurationError(f"the run directory {path} already contains a run; choose another.")
     nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigurationError(
@@ -331,7 +351,7 @@ def require_usable(path: str | os.PathLike[str]) -> None:
 
 
 def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:
-    """Make the run's directory. Without a path, a new one under ./runs, named by the time."""
+    """Create and return the run's directory: `path`, or a new directory in ./runs that is named by the time."""
     try:
         if path is not None:
             run_dir = Path(path).absolute()

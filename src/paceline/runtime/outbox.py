@@ -1,10 +1,11 @@
-"""What a worker sends of its gradient over streams, piece by piece, as soon as backward has produced it.
+"""Sending of a worker's gradient over streams, in pieces that are sent during the backward pass.
 
-FluentPS overlaps communication with computation (section III): while the first layers' gradients are still being
-computed, the last layers' are on their way. They wait at the servers until the iteration is committed, so until then
-a script may still clip, scale, accumulate or drop what it has computed: whatever has been sent early is compared with
-what is there at the commit, by a checksum of its bits, and sent again if it differs. A script that changes its
-gradients in every iteration gains nothing from sending them early; it is then left alone for a while.
+FluentPS overlaps communication with computation (section III): while the gradients of the first layers are still
+being computed, those of the last layers are already being sent. The servers do not use them before the iteration is
+committed, so a script may still clip, scale, accumulate or drop its gradients. At the commit, each piece that was
+sent early is compared with the current gradient by a checksum of its bits and sent again if it differs. A script that
+changes its gradients in every iteration gains nothing from early sending, which is then suspended for some
+iterations.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from ..wire.memory import PIECE_BYTES, cut, cut_pieces
 
 __all__ = ["Outbox"]
 
-LONGEST_PAUSE = 256  # iterations
+LONGEST_PAUSE = 256  # maximum number of iterations for which early sending is suspended
 
 Send = Callable[[int, Message, Sequence[memoryview]], None]
-"""(shard, message, payload)"""
+"""A function that sends a message; its arguments are the shard, the message and the payload."""
 
 
 class Outbox:
-    """The gradient of one worker, on its way.
+    """The outgoing gradient of one worker.
 
     Args:
-        shards: the slices.
-        gradients: dtype -> the whole vector's bytes.
-        send: sends to a shard's server, and copies what has not left when it returns: the piece may change.
-        busy: says whether a shard's link has more to carry already. Then its pieces wait here: a commit can overtake
-            them here, and not on the link, and a shard answers when everybody's commit is there.
-        early: send before the commit at all.
+        shards: slices of all shards.
+        gradients: mapping from dtype to the bytes of the whole vector.
+        send: sends a message to the server of a shard. It must copy payload that is still queued when it returns,
+            because the gradient may change.
+        busy: returns True if data for a shard is still queued. Further pieces then wait here, where a commit can
+            overtake them. On the connection it could not, and a shard answers only when all commits have arrived.
+        early: True if pieces are sent before the commit.
     """
 
     def __init__(
@@ -52,38 +54,50 @@ class Outbox:
         self._early = early
         self._gradients = {shard.index: cut(gradients, shard) for shard in shards}
         self._pieces = {shard.index: shard.pieces(PIECE_BYTES) for shard in shards}
-        self._needs: dict[tuple[int, int], int] = {}  # how many parameters lie in it
-        self._of_parameter: dict[int, list[tuple[int, int]]] = {}
-        for shard, pieces in reversed(self._pieces.items()):  # as they are committed
+        # Pieces are identified by (shard, number of the piece).
+        # The number of parameters in each piece.
+        self._parameter_counts: dict[tuple[int, int], int] = {}
+        # The pieces that contain each parameter.
+        self._pieces_of: dict[int, list[tuple[int, int]]] = {}
+        # Use the order in which the shards are committed.
+        for shard, pieces in reversed(self._pieces.items()):
             for number, piece in enumerate(pieces):
                 key = shard, number
-                self._needs[key] = len(piece.parameters)
+                self._parameter_counts[key] = len(piece.parameters)
                 for parameter in piece.parameters:
-                    self._of_parameter.setdefault(parameter, []).append(key)
-        self._lacks: dict[tuple[int, int], int] = {}  # of the needs, those that are yet to be met
-        self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # what has been sent early, with its checksum
-        self._due: list[tuple[int, int]] = []  # what could be sent early, and waits
-        self._changed = False  # has any of it been changed afterwards
-        self._pause = 0  # iterations for which nothing is sent early
+                    self._pieces_of.setdefault(parameter, []).append(key)
+        # The number of parameters in each piece whose gradients are not ready.
+        self._missing_counts: dict[tuple[int, int], int] = {}
+        # The checksums of the pieces that have been sent early.
+        self._sent: dict[tuple[int, int], tuple[int, int]] = {}
+        # The pieces that are ready and wait to be sent early.
+        self._due: list[tuple[int, int]] = []
+        # True if a piece of this iteration was changed after it had been sent.
+        self._changed = False
+        # The number of iterations for which early sending is still suspended.
+        self._pause = 0
         self._next_pause = 1
         self.begin()
 
     @property
     def early(self) -> bool:
-        """True if pieces of the iteration at hand are sent as they come."""
+        """True if pieces are sent early in the current iteration."""
         return self._early and not self._pause
 
     def begin(self) -> None:
-        """An iteration starts, or starts anew."""
-        self._lacks = dict(self._needs) if self._early else {}
+        """Prepare for a new iteration, or for the restart of the current one."""
+        self._missing_counts = dict(self._parameter_counts) if self._early else {}
         self._sent.clear()
         self._due.clear()
 
     def ready(self, parameter: int) -> None:
-        """The gradient of a parameter lies in its place, at least for now."""
-        for key in self._of_parameter.get(parameter, ()) if self.early else ():
-            self._lacks[key] -= 1
-            if self._lacks[key] == 0:
+        """Record that the gradient of a parameter has been computed, and send the pieces that are ready.
+
+        The gradient may still change before the commit.
+        """
+        for key in self._pieces_of.get(parameter, ()) if self.early else ():
+            self._missing_counts[key] -= 1
+            if self._missing_counts[key] == 0:
                 self._due.append(key)
         waiting = []
         for shard, number in self._due:
@@ -96,7 +110,7 @@ class Outbox:
         self._due = waiting
 
     def rest(self, shard: int) -> tuple[tuple[int, ...], list[memoryview]]:
-        """What a commit must bring of a shard's slice: its pieces and their bytes."""
+        """Return the numbers and the bytes of the pieces of a shard that must be sent with the commit."""
         pieces = []
         for number in range(len(self._pieces[shard])):
             sent = self._sent.get((shard, number))
@@ -107,7 +121,7 @@ class Outbox:
         return tuple(pieces), self._bytes(shard, pieces)
 
     def committed(self) -> None:
-        """The iteration is done with."""
+        """Record that the iteration was committed, and prepare for the next one."""
         if self._changed:
             self._pause = self._next_pause
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
@@ -123,5 +137,8 @@ class Outbox:
 
 
 def _checksum(piece: memoryview) -> tuple[int, int]:
-    """Two sums of its bits, of which each finds what the other may miss; 5 GB/s. (A piece is of 64-byte blocks.)"""
+    """Return two checksums of a piece, each of which detects changes that the other may miss. Speed: 5 GB/s.
+
+    The size of a piece is a multiple of 64 bytes.
+    """
     return zlib.crc32(piece), int(np.add.reduce(np.frombuffer(piece, dtype=np.uint64)))

@@ -1,7 +1,7 @@
-"""A reader: pulls snapshots of the weights and never pushes. It disturbs no worker.
+"""The reader, which pulls snapshots of the weights and never pushes.
 
-A reader calls the servers directly and blocks only itself. Each shard's part is never torn; parts of different
-shards may be of different versions, which the snapshot names.
+A reader connects to the servers directly and does not block any worker. The part of each shard is consistent, but the
+parts of different shards may have different versions, which the snapshot contains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..shard.store import Vectors
 from ..wire.addresses import connect
 from ..wire.memory import cut
 from ..wire.stream import Stream
-from .holdings import tensors_over
+from .server_memory import tensors_over
 
 __all__ = ["Assembly", "Reader", "WeightsSnapshot", "named_weights"]
 
@@ -28,12 +28,12 @@ TIMEOUT_S = 60.0
 
 
 class WeightsSnapshot(msgspec.Struct, frozen=True):
-    """The model at one moment.
+    """A snapshot of the weights and buffers of the model.
 
     Attributes:
-        state_dict: name -> tensor, as the model's own; tied weights under each of their names.
-        versions: for each shard, how many updates its part had seen; -1 where that is not known.
-        absent: names of the tensors that are not there, whole, since a server could not be read.
+        state_dict: mapping from name to tensor, as in the model; tied weights appear under each of their names.
+        versions: for each shard, the number of updates that had been applied to its part; -1 if it is unknown.
+        absent: names of the tensors that are missing or incomplete because a server could not be read.
     """
 
     state_dict: dict[str, torch.Tensor]
@@ -42,14 +42,14 @@ class WeightsSnapshot(msgspec.Struct, frozen=True):
 
 
 class Assembly:
-    """The model at one moment, put together from the snapshots of its shards as they come.
+    """A snapshot of the model that is assembled from the snapshots of its shards as they arrive.
 
     Args:
-        model: what is trained.
-        shards: the slices, in order.
+        model: the model that is trained.
+        shards: slices of all shards, in order.
 
     Attributes:
-        missing: shards whose part has not come.
+        missing: shards whose part has not arrived yet.
     """
 
     def __init__(self, model: ModelSpec, shards: Sequence[ShardSlice]) -> None:
@@ -61,28 +61,32 @@ class Assembly:
             dtype: memoryview(bytearray(size * ITEM_BYTES[dtype]))
             for dtype, size in model.layout.sizes.items()
         }
-        self._rest = [bytearray(packed_bytes(spec)) for spec in model.buffers]  # what comes with shard 0's
-        self._lacks_rest = bool(self._rest)
+        # The model's buffers, which are sent with the snapshot of shard 0.
+        self._buffers = [bytearray(packed_bytes(spec)) for spec in model.buffers]
+        self._lacks_buffers = bool(self._buffers)
 
     def targets(self, shard: int) -> list[memoryview]:
-        """Where the payload of a shard's snapshot goes."""
+        """Return the memory for the payload of a shard's snapshot."""
         targets = list(cut(self._vectors, self._shards[shard]).values())
-        return targets + [memoryview(part) for part in self._rest if shard == 0]
+        return targets + [memoryview(buffer) for buffer in self._buffers if shard == 0]
 
     def arrived(self, snapshot: Snapshot) -> None:
-        """A shard's snapshot is in its place."""
+        """Record that the payload of a shard's snapshot has been received."""
         self._versions[snapshot.shard] = snapshot.version
         self.missing.discard(snapshot.shard)
-        self._lacks_rest &= snapshot.shard != 0
+        self._lacks_buffers &= snapshot.shard != 0
 
     def fill(self, shard: int, weights: Mapping[str, memoryview]) -> None:
-        """Take a shard's weights from elsewhere: dtype -> the bytes of its slice. The buffers are not among them."""
-        for dtype, place in cut(self._vectors, self._shards[shard]).items():
-            place[:] = weights[dtype]
+        """Copy a shard's weights from another source, a mapping from dtype to the bytes of the shard's slice.
+
+        The model's buffers are not included.
+        """
+        for dtype, target in cut(self._vectors, self._shards[shard]).items():
+            target[:] = weights[dtype]
         self.missing.discard(shard)
 
     def snapshot(self) -> WeightsSnapshot:
-        """All that is there. A tensor of which a part is missing is left out, and named in `absent`."""
+        """Return the snapshot. Tensors that are not complete are omitted and listed in `absent`."""
         state = named_weights(self._model.layout, tensors_over(self._vectors))
         absent = {
             name
@@ -90,22 +94,23 @@ class Assembly:
             for segment in self._shards[shard].segments
             for name in self._model.layout.parameters[segment.parameter].names
         }
-        for spec, part in zip(self._model.buffers, self._rest, strict=True):
-            state[spec.name] = unpack(spec, part)
-        if self._lacks_rest:
+        for spec, buffer in zip(self._model.buffers, self._buffers, strict=True):
+            state[spec.name] = unpack(spec, buffer)
+        if self._lacks_buffers:
             absent.update(spec.name for spec in self._model.buffers)
         versions = tuple(self._versions[shard] for shard in sorted(self._versions))
-        whole = {name: tensor for name, tensor in state.items() if name not in absent}
-        return WeightsSnapshot(whole, versions, tuple(name for name in state if name in absent))
+        complete = {name: tensor for name, tensor in state.items() if name not in absent}
+        return WeightsSnapshot(complete, versions, tuple(name for name in state if name in absent))
 
 
 class Reader:
-    """A reader of one run.
+    """A reader of the weights of one run.
 
     Args:
-        model: what is trained.
-        shards: the slices, in order.
-        streams: for each shard, a connection to its server, greeted; owned by the reader.
+        model: the model that is trained.
+        shards: slices of all shards, in order.
+        streams: for each shard, a connection to its server over which the greeting was sent. The reader takes
+            ownership of them.
     """
 
     def __init__(
@@ -114,13 +119,17 @@ class Reader:
         self._model = model
         self._shards = shards
         self._streams = streams
-        self._assembly: Assembly | None = None  # of the snapshot under way
+        self._assembly: Assembly | None = None  # the snapshot that is being read
         for stream in streams:
             stream.sink = self._payload_targets
 
     @classmethod
     def connect(cls, model: ModelSpec, shards: Sequence[tuple[ShardSlice, str]], token: str) -> Reader:
-        """A reader of the shards at these addresses. Raises `PeerLostError`."""
+        """Return a reader that is connected to the shards at the given addresses.
+
+        Raises:
+            PeerLostError: a server cannot be reached.
+        """
         streams: list[Stream[FromServer]] = []
         for shard, address in shards:
             stream: Stream[FromServer] = Stream(connect(address), FromServer)
@@ -129,11 +138,12 @@ class Reader:
         return cls(model, [shard for shard, _ in shards], streams)
 
     def read(self) -> WeightsSnapshot:
-        """A snapshot of the weights and the other tensors of the model.
+        """Return a snapshot of the weights and buffers of the model.
 
         Raises:
-            PeerLostError: a server is gone.
+            PeerLostError: the connection to a server is lost.
             DeadlineError: a server does not answer.
+            ProtocolError: a server sent another message instead of a snapshot.
         """
         assembly = self._assembly = Assembly(self._model, self._shards)
         for shard, stream in zip(self._shards, self._streams, strict=True):
@@ -158,7 +168,10 @@ class Reader:
 
 
 def named_weights(layout: Layout, vectors: Vectors) -> dict[str, torch.Tensor]:
-    """Copies of the parameters under their names, out of flat vectors; tied ones under each of theirs."""
+    """Return a mapping from name to a copy of the parameter in the flat vectors.
+
+    Tied parameters appear under each of their names.
+    """
     return {
         name: vectors[p.dtype][offset : offset + p.size].view(p.shape).clone()
         for p, offset in zip(layout.parameters, layout.offsets, strict=True)

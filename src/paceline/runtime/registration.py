@@ -1,8 +1,8 @@
-"""What a worker says that it trains, and with which hyper-parameters: checked before a host builds on it.
+"""Validation of the model and the hyperparameters that a worker sends, before a server uses them.
 
-Hosts take a model from one worker for all, and hyper-parameters with every push. What torch would trip over, on a
-slice and in the middle of an update, is refused here: values are tried on an optimizer of one number for each group
-and dtype, by the very code that a shard runs.
+All servers use the model that one worker sends, and the hyperparameters of every push. Values that would cause an
+error in torch in the middle of an update are rejected here. To find them, one step is tried with an optimizer that
+has one element for each group and dtype, using the same code as a shard.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..shard.slice_optimizers import optimizer_of_slice
 
 __all__ = ["require_groups", "require_sound"]
 
-MOST_BYTES = 2**48  # of the parameters, and of a buffer: more than any machine has
-PLAIN_RATE = 1e4  # a learning rate up to this one needs no trial: every dtype can hold it
-LATE_STEP = 1e9  # later than any run comes
+MOST_BYTES = 2**48  # limit for the parameters and for each buffer: more than any machine has
+PLAIN_RATE = 1e4  # learning rates up to this one need no trial, because every dtype can represent them
+LATE_STEP = 1e9  # a step number that no run reaches
 
-# Optimizer -> the bounds of its numbers, and None for its flags. With these torch takes every combination, so nothing
-# has to be tried when a run begins: a trial imports torch's compiler, which takes one and a half seconds.
+# For each optimizer, the bounds of its numbers, and None for its flags. Within these bounds torch accepts every
+# combination, so no trial is necessary when a run begins. A trial imports torch's compiler, which takes 1.5 seconds.
 _RATES = {"lr": (0.0, PLAIN_RATE), "weight_decay": (0.0, 1.0), "maximize": None}
 _ADAM = _RATES | {
     "betas": (0.0, 0.9999),
@@ -42,59 +42,63 @@ PLAIN: dict[str, dict[str, tuple[float, float] | None]] = {
 
 
 def require_sound(model: ModelSpec) -> None:
-    """Refuse a model that does not fit together, or that no shard could train.
+    """Check that a model is consistent and that shards can train it.
 
     Raises:
-        ProtocolError: and what does not fit.
+        ProtocolError: the model is not valid; the message says why.
     """
     parameters, optimizer = model.layout.parameters, model.optimizer
     shapes = [parameter.shape for parameter in parameters] + [buffer.shape for buffer in model.buffers]
     if not all(parameter.names for parameter in parameters) or any(n < 0 for shape in shapes for n in shape):
-        raise ProtocolError("its model has a parameter without a name, or a shape below zero")
+        raise ProtocolError("the model has a parameter without a name, or a shape with a negative size")
     try:
         layout = Layout.of(parameters)
     except ConfigurationError as error:
-        raise ProtocolError(f"its model cannot be trained: {error}") from error
+        raise ProtocolError(f"the model cannot be trained: {error}") from error
     if layout != model.layout:
-        raise ProtocolError("its layout is not the one of its parameters")
+        raise ProtocolError("the layout does not match the parameters")
     for buffer in model.buffers:
         if not isinstance(getattr(torch, buffer.dtype, None), torch.dtype):
-            raise ProtocolError(f"its buffer {buffer} has a dtype that there is not")
+            raise ProtocolError(f"the buffer {buffer} has an unknown dtype")
     if max(layout.size_bytes, *(packed_bytes(spec) for spec in model.buffers), 0) > MOST_BYTES:
-        raise ProtocolError(f"its model has more than {MOST_BYTES} bytes")
+        raise ProtocolError(f"the model has more than {MOST_BYTES} bytes")
     if optimizer.name not in ELEMENTWISE or not optimizer.groups:
-        raise ProtocolError(f"its optimizer {optimizer.name} is none that servers run, or has no groups")
+        raise ProtocolError(f"the optimizer {optimizer.name} is not supported by servers, or has no groups")
     if len(optimizer.group_of) != len(parameters) or not all(
         0 <= group < len(optimizer.groups) for group in optimizer.group_of
     ):
-        raise ProtocolError("its parameters are in groups that there are not")
+        raise ProtocolError("the parameters are not assigned to the groups of the optimizer")
     if all(_is_plain(optimizer.name, group) for group in optimizer.groups):
         return
     [known] = read_groups(ELEMENTWISE[optimizer.name]([torch.zeros(1)]))  # type: ignore[call-arg]
     if any(group.keys() != known.keys() for group in optimizer.groups):
-        raise ProtocolError(f"its hyper-parameters are not those of {optimizer.name}")
+        raise ProtocolError(f"the names of the hyperparameters are not those of {optimizer.name}")
     _try(model, optimizer.groups)
 
 
 def require_groups(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
-    """Refuse hyper-parameters with which the model cannot be trained on.
+    """Check that training can continue with new hyperparameters.
 
     Raises:
-        ProtocolError: they are of other names or kinds, or torch cannot use them.
+        ProtocolError: their names or types differ from those of the optimizer, or torch cannot use them.
     """
     before = model.optimizer.groups
     if [_kinds(group) for group in groups] != [_kinds(group) for group in before]:
-        raise ProtocolError("hyper-parameters of other names or kinds than the optimizer's")
-    # A learning rate alone, which schedulers change all the time, needs no trial.
+        raise ProtocolError("the names or types of the hyperparameters differ from those of the optimizer")
+    # If only the learning rate has changed, as it often does with schedulers, no trial is necessary.
     same = [{**group, "lr": 0} for group in groups] == [{**group, "lr": 0} for group in before]
     if not (same and all(isinstance(r := g["lr"], float | int) and 0 <= r <= PLAIN_RATE for g in groups)):
         _try(model, groups)
 
 
 def _try(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
-    """Step with the model's hyper-parameters, with these, and with these again late in a long run."""
+    """Try a step with the model's hyperparameters, one with the new ones, and another one late in a long run.
+
+    Raises:
+        ProtocolError: a step failed.
+    """
     if not all(map(math.isfinite, _numbers(groups))):
-        raise ProtocolError("hyper-parameters that are not finite")
+        raise ProtocolError("the hyperparameters are not finite")
     before = model.optimizer
     count = len(before.groups)
     dtypes = [*model.layout.sizes] * count
@@ -116,20 +120,22 @@ def _try(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
         }
         optimizer.load_state(state)
         optimizer.step([ones()], 1.0, lambda parameter: True, groups)
-    except Exception as error:  # torch raises what it likes here
-        raise ProtocolError(f"hyper-parameters that the optimizer cannot use: {error!r}") from error
+    except Exception as error:
+        # torch may raise any exception here.
+        raise ProtocolError(f"the optimizer cannot use the hyperparameters: {error!r}") from error
 
 
 def _is_plain(name: str, group: HyperParameters) -> bool:
-    """True if torch is known to take these hyper-parameters. See `PLAIN`."""
+    """Return True if torch is known to accept these hyperparameters. See `PLAIN`."""
     bounds = PLAIN.get(name)
+    # Nesterov momentum is not plain, because it requires a momentum.
     if bounds is None or group.keys() != bounds.keys() or group.get("nesterov"):
-        return False  # nesterov asks for a momentum
+        return False
     return all(_lies_within(value, bounds[key]) for key, value in group.items())
 
 
 def _lies_within(value: object, bounds: tuple[float, float] | None) -> bool:
-    """True for a flag, which has no bounds, and for a number or a pair of numbers within its bounds."""
+    """Return True if the value is a number, or a pair of numbers, within the bounds, or a flag if they are None."""
     if bounds is None:
         return isinstance(value, bool)
     numbers = value if isinstance(value, tuple) else (value,)
@@ -137,12 +143,12 @@ def _lies_within(value: object, bounds: tuple[float, float] | None) -> bool:
 
 
 def _numbers(groups: Sequence[HyperParameters]) -> list[float]:
-    """All numbers among some hyper-parameters."""
+    """Return all numbers among the hyperparameters."""
     values = [value for group in groups for value in group.values() if value is not None]
     return [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
 
 
 def _kinds(group: HyperParameters) -> dict[str, str]:
-    """What each hyper-parameter of a group is, so that one push cannot bring what the optimizer trips over."""
+    """Return the kind of value of each hyperparameter of a group, which must not change during a run."""
     kinds = {bool: "flag", int: "number", float: "number", tuple: "pair"}
     return {key: kinds.get(type(value), "nothing") for key, value in group.items()}

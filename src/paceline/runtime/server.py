@@ -1,7 +1,8 @@
-"""The server's host loop: connections on one side, what the server holds on the other.
+"""The server's host loop: moves bytes between connections, the core of the server and its tensors.
 
-One thread. It reads messages, has `Holdings` turn each into an event for a shard, and sends the answers. It waits
-for nobody: a worker whose connection ends without a word is lost.
+One thread. A message goes to `paceline.core.server`, which says what is to be done; what the message brings is put
+into `ServerMemory` before that is carried out, in order. The loop waits for no peer: a worker whose connection ends
+without a goodbye is lost.
 """
 
 from __future__ import annotations
@@ -11,48 +12,57 @@ import math
 import socket
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from ..core import server as core
 from ..core.layout import Layout
 from ..core.messages import (
     Answer,
     Bell,
     Commit,
-    Committed,
     CreateShards,
     Failed,
-    Faulted,
     FetchSnapshot,
     FetchState,
     FetchWaits,
-    Finished,
     FromCoordinatorToServer,
     FromPeerToServer,
     Hello,
     InitialState,
     InitialWeights,
     Message,
-    Pull,
-    PullAgain,
-    Ready,
+    PullRepeated,
+    PullRequested,
     Shutdown,
     Snapshot,
     Stage,
     State,
-    Waits,
     Warned,
-    WorkerGone,
+    WorkerFinished,
+    WorkerLost,
 )
-from ..errors import ProtocolError, first_line
-from ..shard.store import ForHost, Vectors
-from ..sync.actions import AnswerPull, SetTimer
+from ..core.requests import (
+    COORDINATOR,
+    Apply,
+    Discard,
+    Preserve,
+    Request,
+    Send,
+    Timer,
+    worker_peer,
+)
+from ..errors import InternalError, ProtocolError, first_line
+from ..shard.store import Push, Vectors
+from ..trace.recording import Header, Recorder
 from ..wire.addresses import connect, listen_tcp, listen_unix
 from ..wire.memory import MASTER, Inbox, Region
 from ..wire.ring import Ring
 from ..wire.stream import Stream
-from .holdings import Holdings
+from .best_effort import BestEffortFile
 from .hub import Hub, Peer
-from .job import Place
+from .job import Assignment
+from .server_memory import ServerMemory
 from .timers import Timers
 
 __all__ = ["Server", "serve"]
@@ -60,17 +70,21 @@ __all__ = ["Server", "serve"]
 log = logging.getLogger("paceline.server")
 
 GOODBYE_TIMEOUT_S = 5.0
-READERS_PER_SHARD = 32  # connections; each may have a snapshot of the shard under way
+READERS_PER_SHARD = 32  # connections; each may have a snapshot of the shard in flight
 
 
 class Caller(Peer):
-    """A connection to a server."""
+    """A connection to a server.
+
+    Attributes:
+        inboxes: shard -> where the pushes of this worker lie.
+        payload: of the message that is being received, what does not go to an inbox.
+    """
 
     def __init__(self, stream: Stream[Message]) -> None:
         super().__init__(stream)
-        self.inboxes: dict[int, tuple[Inbox, Vectors]] = {}  # shard -> where this worker's pushes lie
-        self.follows = False  # it can read the weights in place
-        self.payload: list[bytearray] = []  # of the message being received, besides what goes to an inbox
+        self.inboxes: dict[int, tuple[Inbox, Vectors]] = {}
+        self.payload: list[bytearray] = []
 
     @classmethod
     def coordinator(cls, stream: Stream[Any]) -> Caller:
@@ -93,13 +107,15 @@ class Server:
     """
 
     def __init__(
-        self, place: Place, listener: socket.socket, coordinator: Stream[FromCoordinatorToServer]
+        self, place: Assignment, listener: socket.socket, coordinator: Stream[FromCoordinatorToServer]
     ) -> None:
         self._job = place.job
         self._coordinator = Caller.coordinator(coordinator)
         self._workers: dict[int, Caller] = {}  # those that have called and whose connection has not ended
-        self._holdings: Holdings | None = None  # until training begins
-        self._timers: Timers[tuple[int, SetTimer]] = Timers()  # (shard, what it has set)
+        self._recorders: list[Recorder] = []
+        self._core = core.Server(place.job.seed, place.job.read_sync, self._recorder_of)
+        self._memory: ServerMemory | None = None  # until training begins
+        self._timers: Timers[Timer] = Timers()
         self._running = True
         self._hub: Hub[Caller] = Hub(
             f"server {place.index}", place.job.token, listener, FromPeerToServer, Caller, self
@@ -107,7 +123,7 @@ class Server:
         self._hub.adopt(self._coordinator)
 
     @classmethod
-    def connect(cls, place: Place) -> Server:
+    def connect(cls, place: Assignment) -> Server:
         """A server that listens, and whose coordinator knows where. Raises `PeerLostError`."""
         job = place.job
         listener, address = listen_tcp(place.host) if job.transport == "tcp" else listen_unix()
@@ -122,41 +138,18 @@ class Server:
         try:
             while self._running:
                 self._hub.poll(self._timers.left_s(self._job.now_s()))
-                for shard, timer in self._timers.take_due(self._job.now_s()):
-                    self._require_holdings().fire(timer.worker, shard, timer.iteration, self._perform)
+                for timer in self._timers.take_due(self._job.now_s()):
+                    self._perform(self._core.fire(timer, self._job.now_s()))
         except BaseException as error:
-            # Said before any connection ends: what the workers will report then is only its consequence.
+            # Sent before any connection ends: what the workers report then is only a consequence.
             failed = Failed(first_line(error), "".join(traceback.format_exception(error)))
             self._hub.send(self._coordinator, failed)
             raise
         finally:
-            if self._holdings is not None:
-                self._holdings.close()
+            for recorder in self._recorders:
+                recorder.close()
             self._hub.drain(self._coordinator, GOODBYE_TIMEOUT_S)
             self._hub.close()
-
-    def _hear_coordinator(self, message: Message) -> None:
-        match message:
-            case CreateShards():
-                master = self._attach_master(message.model.layout)
-                self._holdings = Holdings(message, self._job, master, self._keep, self._warn)
-                self._hub.send(self._coordinator, Ready())
-            case WorkerGone() if message.worker in self._workers:
-                self._hub.expect_end(self._workers[message.worker])
-            case WorkerGone():
-                self._leave(message.worker, finished=False)
-            case FetchSnapshot():
-                self._send_snapshot(self._coordinator, message.shard)
-            case FetchWaits():
-                waits = self._holdings.waits() if self._holdings is not None else ()
-                self._hub.send(self._coordinator, Waits(waits, bool(self._timers)))
-            case Shutdown():
-                self._running = False
-
-    def _warn(self, words: str) -> None:
-        """Tell the user what has gone wrong without ending the run."""
-        log.warning("%s", words)
-        self._hub.send(self._coordinator, Warned(words))
 
     # -- what the hub asks --------------------------------------------------------------------------------
 
@@ -167,63 +160,57 @@ class Server:
                 raise ProtocolError(f"there are {most} readers already")
             peer.role, peer.index = hello.role, hello.index
             return
-        holdings = self._require_holdings()
-        if hello.index not in holdings.expected or hello.index in self._workers:
-            raise ProtocolError(f"worker {hello.index} is not expected, or here already")
+        self._core.require_expected(hello.index)
+        memory = self._require_memory()
         region = None
         if hello.memory_bytes:
             if not peer.stream.descriptors:
                 raise ProtocolError("it announced shared memory and passed none")
-            region = holdings.attach(peer.stream.descriptors.pop(), hello.channels)
+            region = memory.attach(peer.stream.descriptors.pop(), hello.channels)
         peer.role, peer.index = hello.role, hello.index
-        peer.inboxes = holdings.inboxes(region)
-        peer.follows = hello.follows
+        peer.inboxes = memory.inboxes(region)
         self._workers[peer.index] = peer
         if region is not None and 0 <= hello.channel < hello.channels:
             incoming, outgoing = map(Ring, region.channels[hello.channel])
             peer.stream.use_rings(outgoing, incoming)
             self._hub.watch_ring(peer)
-        for index in holdings.shards:
-            self._perform(index, AnswerPull(peer.index, -1))
+        in_place = hello.follows and memory.master is not None
+        self._perform(self._core.connected(peer.index, reads_in_place=in_place))
 
     def received(self, peer: Caller, message: Message) -> None:
         if peer is self._coordinator:
             self._hear_coordinator(message)
             return
-        holdings = self._require_holdings()
-        publishes = self._publishes(peer)
+        memory = self._require_memory()
         match message:
-            case Commit() | Pull() | PullAgain() if peer.stream.backlog and peer.stream.owes(message.shard):
-                # Else what is queued for it would grow without limit.
+            case Commit() | PullRequested() | PullRepeated() if peer.stream.backlog and peer.stream.owes(
+                message.shard
+            ):
+                # Otherwise the queue of what is sent to it would grow without limit.
                 raise ProtocolError(
                     f"{type(message).__name__} came before shard {message.shard}'s last answer was read"
                 )
             case Stage() if message.shard in peer.inboxes:
                 peer.inboxes[message.shard][0].take(message.pieces)
             case Commit() if message.shard in peer.inboxes:
-                inbox, gradient = peer.inboxes[message.shard]
-                inbox.take(message.pieces)
-                inbox.close(empty=message.empty)
-                holdings.commit(peer.index, message, gradient, peer.payload, self._perform)
-                if not message.pulls:
-                    self._hub.send(peer, Committed(message.shard, message.iteration), lent=message.shard)
-            case Pull() if message.shard in peer.inboxes:
-                holdings.pull(peer.index, message.shard, message.iteration, self._perform)
-            case PullAgain() if message.shard in peer.inboxes:
-                holdings.pull_again(peer.index, message.shard, message.iteration, self._perform)
+                self._commit(peer, message, memory)
+            case PullRequested() | PullRepeated() if message.shard in peer.inboxes:
+                self._pass_on(peer, message)
+            case WorkerFinished() if peer.role == "worker":
+                self._pass_on(peer, message)
             case FetchSnapshot() if not peer.stream.backlog:  # one at a time, so that the queue stays bounded
                 self._send_snapshot(peer, message.shard)
             case FetchState() if not peer.stream.backlog:
-                blob = holdings.optimizer_state(message.shard)
+                self._core.shard(message.shard)
+                blob = memory.optimizer_state(message.shard)
                 self._hub.send(peer, State(message.shard), [memoryview(blob)])
-            case InitialState() if publishes:
-                holdings.start_state(message, b"".join(peer.payload))
-            case InitialWeights() if publishes:
-                holdings.start(message, peer.payload)
-                for worker in list(self._workers):
-                    self._perform(message.shard, AnswerPull(worker, -1))
-            case Finished() if peer.role == "worker":
-                self._leave(peer.index, finished=True)
+            case InitialState() if self._publishes(peer):
+                self._core.require_beginning(message.shard)
+                memory.keep_state(message, b"".join(peer.payload))
+            case InitialWeights() if self._publishes(peer):
+                self._core.require_beginning(message.shard)
+                memory.begin(message.shard, peer.payload)
+                self._pass_on(peer, message)
             case Bell():
                 pass
             case _:
@@ -231,11 +218,11 @@ class Server:
         peer.payload = []
 
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
-        if self._holdings is None or peer.role != "worker":
+        if self._memory is None or peer.role != "worker":
             return []
         if isinstance(message, InitialState | InitialWeights) and not self._publishes(peer):
             return []
-        peer.payload = [bytearray(size) for size in self._holdings.payload_sizes(message, size_bytes)]
+        peer.payload = [bytearray(size) for size in self._memory.payload_sizes(message, size_bytes)]
         targets = [memoryview(part) for part in peer.payload]
         if isinstance(message, Stage | Commit) and message.pieces and message.shard in peer.inboxes:
             inbox, _ = peer.inboxes[message.shard]
@@ -244,53 +231,111 @@ class Server:
 
     def gone(self, peer: Caller, reason: str) -> None:
         if peer is self._coordinator:
-            self._running = False  # the run is over, whether it said so or not
+            self._running = False  # the run is over, whether the coordinator said so or not
         elif self._workers.get(peer.index) is peer:
             del self._workers[peer.index]
-            self._leave(peer.index, finished=False)
+            self._perform(self._core.disconnected(peer.index, self._job.now_s()))
 
-    def _send_snapshot(self, peer: Caller, shard: int) -> None:
-        holdings = self._require_holdings()
-        parts = holdings.snapshot(shard)
-        self._hub.send(peer, Snapshot(shard, holdings.shard(shard).version), parts)
+    # -- messages -----------------------------------------------------------------------------------------
 
-    # -- workers ------------------------------------------------------------------------------------------
+    def _hear_coordinator(self, message: Message) -> None:
+        match message:
+            case CreateShards():
+                master = self._attach_master(message.model.layout)
+                self._memory = ServerMemory(message, self._job.servers, master, self._keep)
+                self._pass_on(self._coordinator, message)
+            case WorkerLost() if message.worker in self._workers:
+                self._hub.expect_end(self._workers[message.worker])
+            case WorkerLost():
+                self._pass_on(self._coordinator, message)
+            case FetchSnapshot():
+                self._send_snapshot(self._coordinator, message.shard)
+            case FetchWaits():
+                self._hub.send(self._coordinator, self._core.waits(timers=bool(self._timers)))
+            case Shutdown():
+                self._running = False
 
-    def _perform(self, shard: int, action: ForHost) -> None:
-        """Do what a shard asks of its host."""
-        match action:
-            case AnswerPull():
-                self._answer(shard, action)
-            case SetTimer():
-                self._timers.set(action.due_s, (shard, action))
-            case _:
-                faulted = Faulted(shard, action.reason, action.traceback, action.sync)
-                self._hub.send(self._coordinator, faulted)
+    def _pass_on(self, peer: Caller, message: Message) -> None:
+        """Have the core take a message, and do what it asks for."""
+        sender = COORDINATOR if peer is self._coordinator else worker_peer(peer.index)
+        self._perform(self._core.handle(sender, message, self._job.now_s()))
 
-    def _answer(self, shard: int, pull: AnswerPull) -> None:
-        """Let a worker have a shard's weights as they are now."""
-        holdings = self._require_holdings()
-        peer = self._workers.get(pull.worker)
+    def _commit(self, peer: Caller, commit: Commit, memory: ServerMemory) -> None:
+        inbox, gradient = peer.inboxes[commit.shard]
+        push: Push | None = memory.read(commit, gradient)
+        inbox.take(commit.pieces)
+        inbox.close(empty=commit.empty)
+        requests = self._core.handle(worker_peer(peer.index), commit, self._job.now_s())
+        memory.keep(peer.index, commit, push, peer.payload)
+        self._perform(requests)
+
+    # -- what the core asks for ---------------------------------------------------------------------------
+
+    def _perform(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            match request:
+                case Send(_, Answer() as answer):
+                    self._answer(request.to.index, answer)
+                case Send(to, message):
+                    peer = self._coordinator if to == COORDINATOR else self._workers.get(to.index)
+                    if peer is not None:
+                        self._hub.send(peer, message)
+                case Apply(shard, pushes, scale):
+                    self._require_memory().stores[shard].apply(pushes, scale)
+                case Discard(shard, worker, iteration):
+                    self._require_memory().stores[shard].discard(worker, iteration)
+                case Preserve(shard, worker, iteration):
+                    self._require_memory().stores[shard].preserve(worker, iteration)
+                case Timer():
+                    self._timers.set(request.due_s, request)
+                case _:
+                    raise InternalError(f"a server cannot {request}")
+
+    def _answer(self, worker: int, answer: Answer) -> None:
+        """Let a worker have the weights of a shard as they are now."""
+        peer = self._workers.get(worker)
         if peer is None:
-            return  # expected, but it has not called yet or its connection has ended
-        inbox, _ = peer.inboxes[shard]
-        in_place = peer.follows and holdings.in_place(shard)
+            return  # its connection has ended
         payload: Sequence[memoryview] = ()
-        if not in_place:
-            weights = holdings.weights[shard]
+        if not answer.in_place:
+            weights = self._require_memory().weights[answer.shard]
+            inbox, _ = peer.inboxes[answer.shard]
             if inbox.weights is None:
                 payload = list(weights.values())
             else:
                 for dtype, place in inbox.weights.items():
                     place[:] = weights[dtype]
-        answer = Answer(shard, pull.iteration, holdings.shards[shard].version, pull.v_train, in_place)
-        self._hub.send(peer, answer, payload, lent=shard)
+        self._hub.send(peer, answer, payload, lent=answer.shard)
 
     def _keep(self, shard: int) -> None:
-        """A shard's weights are about to change: what is still on its way of them must not."""
+        """The weights of a shard are about to change: copy what is still to be sent of them."""
         for peer in self._workers.values():
             if peer.stream.backlog:
                 peer.stream.keep(shard)
+
+    def _send_snapshot(self, peer: Caller, index: int) -> None:
+        version = self._core.shard(index).version
+        self._hub.send(peer, Snapshot(index, version), self._require_memory().snapshot(index))
+
+    def _warn(self, words: str) -> None:
+        """Show the user what has gone wrong without ending the run."""
+        log.warning("%s", words)
+        self._hub.send(self._coordinator, Warned(words))
+
+    # -- the beginning ------------------------------------------------------------------------------------
+
+    def _recorder_of(self, shard: int) -> Recorder:
+        job = self._job
+        header = Header(
+            sync=str(job.sync.at_shard(shard)),
+            host="shard",
+            index=shard,
+            seed=job.seed,
+            emulated=job.emulated,
+        )
+        path = Path(job.run_dir, f"trace-shard-{shard}.jsonl")
+        self._recorders.append(Recorder(BestEffortFile(path, self._warn), header))
+        return self._recorders[-1]
 
     def _attach_master(self, layout: Layout) -> Region | None:
         if self._job.transport != "shm":
@@ -299,20 +344,15 @@ class Server:
             raise ProtocolError("the coordinator did not pass the weights' memory")
         return Region.attach(layout, self._coordinator.stream.descriptors.pop(), MASTER)
 
-    def _leave(self, worker: int, *, finished: bool) -> None:
-        if self._holdings is not None:
-            self._holdings.leave(worker, finished=finished, perform=self._perform)
-
     def _publishes(self, peer: Caller) -> bool:
-        publisher = self._require_holdings().publisher
-        return peer.role == "worker" and peer.index == publisher
+        return peer.role == "worker" and peer.index == self._core.publisher
 
-    def _require_holdings(self) -> Holdings:
-        if self._holdings is None:
+    def _require_memory(self) -> ServerMemory:
+        if self._memory is None:
             raise ProtocolError("training has not begun")
-        return self._holdings
+        return self._memory
 
 
-def serve(place: Place) -> None:
-    """Be a server: listen, tell the coordinator where, and run."""
+def serve(place: Assignment) -> None:
+    """Run a server: listen, tell the coordinator where, and serve."""
     Server.connect(place).run()

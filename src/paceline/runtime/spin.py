@@ -1,7 +1,7 @@
-"""Waiting for a message in a ring: look for a short while, then block.
+"""Waiting for a message in a ring: poll for a short time, then block.
 
-Blocking and being woken costs tens of microseconds, more than a small step needs otherwise. So a host looks first,
-and lets others have its core between two looks: that is right even where there are more processes than cores.
+Blocking and being woken takes tens of microseconds, which is more than all other work of a small step. So a process
+polls first and yields its core between two polls, which also works well if there are more processes than cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPIN_S = 200e-6
 
 
 def spin(streams: Collection[Stream[Any]]) -> list[Stream[Any]]:
-    """The streams whose rings have something to read; after a while without any, none."""
+    """Poll until a ring contains a message, for a limited time. Return the streams whose rings contain messages."""
     until_s = time.perf_counter() + SPIN_S
     while True:
         ready = [stream for stream in streams if stream.ring_ready]
@@ -29,7 +29,7 @@ def spin(streams: Collection[Stream[Any]]) -> list[Stream[Any]]:
 
 
 def fall_asleep(streams: Collection[Stream[Any]]) -> bool:
-    """Have the other ends wake this one, which is about to block. False if one has just sent something."""
+    """Announce to all peers that this process is about to block. Return False if a message has just arrived."""
     for stream in streams:
         if not stream.fall_asleep():
             wake_up(streams)
@@ -38,6 +38,6 @@ def fall_asleep(streams: Collection[Stream[Any]]) -> bool:
 
 
 def wake_up(streams: Collection[Stream[Any]]) -> None:
-    """Look into the rings again."""
+    """Announce to all peers that this process polls the rings again."""
     for stream in streams:
         stream.wake_up()

@@ -17,6 +17,7 @@ import time
 import msgspec
 
 from ..core.messages import Waits
+from ..core.standstill import standstill
 from .coordinator import Coordinator
 
 __all__ = ["Awaited", "StallWatch"]
@@ -73,14 +74,14 @@ class StallWatch:
     def look(self) -> list[Awaited]:
         """Return who is awaited for longer than usual."""
         coordinator = self._coordinator
-        live = [worker for worker in range(coordinator.job.workers) if not coordinator.fate(worker)]
-        if coordinator.model is None:
+        live = [worker for worker in range(coordinator.job.workers) if not coordinator.core.fate(worker)]
+        if coordinator.core.model is None:
             return self._look_before_training(live)
         now_s = time.monotonic()
         quiet_s = {
             worker: now_s - coordinator.heard_s.get(("worker", worker), self._begun_s) for worker in live
         }
-        states = [coordinator.board[worker].state for worker in live if worker in coordinator.board]
+        states = [coordinator.core.board[worker].state for worker in live if worker in coordinator.core.board]
         idle = bool(live) and len(states) == len(live) and "computing" not in states
         self._idle_s = (self._idle_s or now_s) if idle else None
         late = [worker for worker in live if quiet_s[worker] > self._patience_s(worker)]
@@ -101,7 +102,7 @@ class StallWatch:
         if silent or not self._answered:
             return silent
         if not coordinator.started.is_set():
-            publisher = coordinator.publisher
+            publisher = coordinator.core.publisher
             waiting = tuple(worker for worker in live if worker != publisher)
             doing = "was to send everybody the first weights"
             return (
@@ -110,7 +111,7 @@ class StallWatch:
                 else []
             )
         held = {worker for answer in self._answers for shard in answer.shards for worker, _ in shard.pulls}
-        held |= coordinator.awaiting_turn
+        held |= coordinator.core.awaiting_turn
         awaited = [worker for worker in late if worker not in held]
         if not held and len(awaited) < len(live):
             return []  # the others go on without it
@@ -118,7 +119,7 @@ class StallWatch:
         return [self._awaited(worker, quiet_s[worker], waiting) for worker in awaited]
 
     def _awaited(self, worker: int, quiet_s: float, waiting: tuple[int, ...]) -> Awaited:
-        status = self._coordinator.board.get(worker)
+        status = self._coordinator.core.board.get(worker)
         doing = (
             "had got its first weights" if status is None else f"last spoke in iteration {status.iteration}"
         )
@@ -146,11 +147,11 @@ class StallWatch:
 
     @property
     def _answers(self) -> list[Waits]:
-        return [answer for _, answer in sorted(self._coordinator.waits.copy().items())]
+        return [answer for _, answer in sorted(self._coordinator.core.waits.copy().items())]
 
     @property
     def _answered(self) -> bool:
-        return len(self._coordinator.waits) == self._coordinator.job.servers
+        return len(self._coordinator.core.waits) == self._coordinator.job.servers
 
     def _patience_s(self, worker: int) -> float:
         usual_s = self._coordinator.usual_s.get(worker)
@@ -158,7 +159,7 @@ class StallWatch:
 
     def _look_for_standstill(self, live: list[int]) -> None:
         """Compare what the servers have answered with what they answered before."""
-        before, self._before = self._before, self._coordinator.waits.copy()
+        before, self._before = self._before, self._coordinator.core.waits.copy()
         shards = [shard for answer in self._answers for shard in answer.shards]
         if (
             self._idle_s is None
@@ -167,12 +168,4 @@ class StallWatch:
             or set(live) - {worker for shard in shards for worker, _ in shard.pulls}
         ):
             return  # somebody is on the way: its pull was answered, or its push has yet to be heard
-        lines = [
-            f"  worker {worker}, after its iteration {iteration}, at shard {shard.shard} ({shard.sync}): for {reason}"
-            for shard in shards
-            for (worker, iteration), reason in zip(shard.pulls, shard.reasons, strict=True)
-        ]
-        lines.sort()
-        self.standstill = "every worker waits, and no condition will release any of them:\n" + "\n".join(
-            lines
-        )
+        self.standstill = standstill(shards)

@@ -1,12 +1,14 @@
-"""Those who have called and have not shown the run's token: how many there may be, how long, and how loud.
+"""Limits for strangers, which are connections that have not sent the run's token yet.
 
-Anybody on this machine can connect to a host, as often as the system lets him. So strangers are few beside what the
-run needs (`MOST`, fewer where there are few descriptors). When all places are taken, the one that has been silent for
-longest makes room for the next caller, once it has had time for its greeting; until then nobody more is accepted, and
-callers wait in the system's queue. What strangers do is logged a few times, and then counted.
+Any process on this machine can connect to a host as often as the system permits. So the number of strangers is
+limited to `MOST`, or to less if there are few descriptors, which leaves enough descriptors for the run. When the
+limit is reached, the stranger that has been silent for longest is dropped in favor of the next connection, but only
+after it has had enough time to send its greeting. Until then no connection is accepted, and new ones wait in the
+system's queue. The first few messages about strangers are logged; further ones are only counted.
 
-Should the process run out of descriptors all the same, the one that is held in reserve is given up for a moment: the
-caller is accepted and closed. It would otherwise stay in the queue, which would be reported again and again.
+If the process nevertheless runs out of descriptors, a descriptor that is held in reserve is closed for a moment, so
+that the next connection can be accepted and closed. Otherwise it would stay in the queue and would be reported over
+and over.
 """
 
 from __future__ import annotations
@@ -22,30 +24,31 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-__all__ = ["Door", "Strangers"]
+__all__ = ["Acceptor", "Strangers"]
 
 log = logging.getLogger("paceline.hub")
 
 LEAST, MOST = 4, 256
-SHARE_OF_DESCRIPTORS = 8  # strangers may have one in eight of those that this process may open
+SHARE_OF_DESCRIPTORS = 8  # strangers may use one in eight of the descriptors that this process may open
 GREETING_TIMEOUT_S = 10.0
-GREETING_S = 0.25  # a greeting follows its connection at once: who has been silent for so long may have to go
-SAID_IN_FULL = 5  # lines
-COUNT_INTERVAL_S = 10.0  # between two lines after these
+# Peers send their greeting immediately, so a stranger that has been silent for this time may be dropped.
+GREETING_S = 0.25
+LOGGED_IN_FULL = 5  # number of messages that are logged
+COUNT_INTERVAL_S = 10.0  # time between two lines with the number of further messages
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-GONE = (errno.ECONNABORTED, errno.EPROTO)  # before it was accepted
+GONE = (errno.ECONNABORTED, errno.EPROTO)  # the peer closed the connection before it was accepted
 
 P = TypeVar("P")
 
 
-class Door:
-    """A listening socket, and a descriptor in reserve.
+class Acceptor:
+    """A listening socket with a descriptor in reserve.
 
     Args:
-        listener: owned by the door.
+        listener: the listening socket, of which the acceptor takes ownership.
 
     Attributes:
-        stuck: True if the last caller could not be accepted and is still there.
+        stuck: True if the last connection could not be accepted and is still in the queue.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -59,10 +62,10 @@ class Door:
         return self._listener.fileno()
 
     def accept(self) -> socket.socket | None:
-        """The next caller; None if there is none.
+        """Return the next connection; None if there is none.
 
         Raises:
-            OSError: it had gone, or there was no descriptor for it.
+            OSError: the peer had closed the connection, or there was no descriptor for it.
         """
         try:
             self.stuck = False
@@ -75,20 +78,21 @@ class Door:
             raise
 
     def close(self) -> None:
-        """Close the listener. Twice is as good as once: by then the number may be somebody else's."""
+        """Close the listener. Further calls have no effect, because the numbers of descriptors are reused."""
         self._listener.close()
         if self._reserve is not None:
             os.close(self._reserve)
             self._reserve = None
 
     def _turn_away(self) -> bool:
-        """Accept the next caller with the descriptor in reserve, and close it. False if that could not be done."""
+        """Accept and close the next connection, using the descriptor in reserve. Return False if that failed."""
         if self._reserve is not None:
             os.close(self._reserve)
             self._reserve = None
         try:
             self._listener.accept()[0].close()
-        except OSError:  # another thread has taken what was given up
+        except OSError:
+            # Another thread has taken the descriptor.
             return False
         finally:
             self._take_reserve()
@@ -100,10 +104,10 @@ class Door:
 
 
 class Strangers(Generic[P]):
-    """The callers that have yet to show the token, in the order of their calls.
+    """The connections that have not sent the token yet, in the order in which they were made.
 
     Args:
-        host: whose callers they are, for the log.
+        host: name of the host in the log.
     """
 
     def __init__(self, host: str) -> None:
@@ -113,76 +117,79 @@ class Strangers(Generic[P]):
         )
         self._host = host
         self._since_s: dict[P, float] = {}
-        self._said = 0
-        self._left_out = 0
+        self._logged = 0
+        self._omitted = 0
         self._last = ""
         self._count_due_s = 0.0
         self._rests_until_s = -math.inf
 
     @property
     def room(self) -> bool:
-        """True if one more may be accepted, to a place of its own or to another's."""
+        """True if another connection may be accepted, possibly in place of an existing stranger."""
         if time.monotonic() < self._rests_until_s:
             return False
         return len(self._since_s) < self._most or self._oldest_s() > GREETING_S
 
     def add(self, peer: P) -> None:
-        """It has just called."""
+        """Add a new connection."""
         self._since_s[peer] = time.monotonic()
 
     def discard(self, peer: P) -> None:
-        """It has shown the token, or is gone."""
+        """Remove a connection that has sent the token or is closed."""
         self._since_s.pop(peer, None)
 
     def to_make_room(self) -> P | None:
-        """Whom to drop for the one that has been accepted, if anybody."""
+        """Return the stranger to drop in favor of a new connection; None if there is enough room."""
         return next(iter(self._since_s)) if len(self._since_s) >= self._most else None
 
     def rest(self) -> None:
-        """Accept nobody for a moment: it cannot be done."""
+        """Stop accepting connections for a short time, because it is not possible."""
         self._rests_until_s = time.monotonic() + GREETING_S
 
     def late(self) -> Iterator[P]:
-        """Those whose time is over; each is to be dropped before the next one is asked for."""
-        self._count()
+        """Yield the strangers whose time is over. Each must be dropped before the next one is requested."""
+        self._log_count()
         while self._since_s and self._oldest_s() > GREETING_TIMEOUT_S:
             yield next(iter(self._since_s))
 
     def left_s(self, timeout_s: float | None) -> float | None:
-        """How long a host may sleep: until something is to be done here, for `timeout_s` at most; None for ever."""
+        """Return how long a host may block, at most `timeout_s`; None if there is no limit."""
         left_s = math.inf if timeout_s is None else timeout_s
         if self._since_s:
-            waits = (
-                len(self._since_s) >= self._most and self._oldest_s() <= GREETING_S
-            )  # for one to be that old
-            patience_s = GREETING_S if waits else GREETING_TIMEOUT_S
+            # If there is no room, the host must wake up when the oldest stranger may be dropped.
+            is_full = len(self._since_s) >= self._most and self._oldest_s() <= GREETING_S
+            patience_s = GREETING_S if is_full else GREETING_TIMEOUT_S
             left_s = min(left_s, max(0.0, patience_s - self._oldest_s()) + 1e-3)
-        if self._left_out:
+        if self._omitted:
             left_s = min(left_s, max(0.0, self._count_due_s - time.monotonic()))
         if self._rests_until_s > time.monotonic():
             left_s = min(left_s, GREETING_S)
         return None if left_s == math.inf else left_s
 
     def note(self, text: str) -> None:
-        """Log what a stranger did; after some lines, only now and then how often."""
-        if self._said < SAID_IN_FULL:
-            self._said += 1
+        """Log a message about a stranger. After the first few messages, log only their number from time to time."""
+        if self._logged < LOGGED_IN_FULL:
+            self._logged += 1
             self._count_due_s = time.monotonic() + COUNT_INTERVAL_S
             log.warning("%s", text)
         else:
-            self._left_out += 1
+            self._omitted += 1
             self._last = text
-            self._count()
+            self._log_count()
 
     def close(self) -> None:
-        """Log the count of what was left out."""
-        self._count(at_last=True)
+        """Log the number of omitted messages."""
+        self._log_count(final=True)
 
     def _oldest_s(self) -> float:
+        """Return the age of the oldest connection."""
         return time.monotonic() - next(iter(self._since_s.values()))
 
-    def _count(self, *, at_last: bool = False) -> None:
-        if self._left_out and (at_last or time.monotonic() >= self._count_due_s):
-            log.warning("%s: %d more like these, the last one: %s", self._host, self._left_out, self._last)
-            self._left_out = 0
+    def _log_count(self, *, final: bool = False) -> None:
+        """Log the number of omitted messages if it is due."""
+        if self._omitted and (final or time.monotonic() >= self._count_due_s):
+            log.warning(
+                "%s: %d more messages like these; the last one: %s", self._host, self._omitted, self._last
+            )
+            self._omitted = 0
             self._count_due_s = time.monotonic() + COUNT_INTERVAL_S

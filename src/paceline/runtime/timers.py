@@ -1,4 +1,4 @@
-"""Timers of a host: what is due when, in order."""
+"""A queue of timers, ordered by the time at which they are due."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Timers(Generic[T]):
-    """Things that are due at a time on the host's clock. Of those due at one moment, the first set comes first."""
+    """A queue of objects with due times on the clock of the caller. Those with equal times keep their order."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, T]] = []
@@ -21,16 +21,16 @@ class Timers(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._heap)
 
-    def set(self, due_s: float, what: T) -> None:
-        """Have `what` come out at `due_s`."""
-        heapq.heappush(self._heap, (due_s, next(self._number), what))
+    def set(self, due_s: float, item: T) -> None:
+        """Add an object that is due at `due_s`."""
+        heapq.heappush(self._heap, (due_s, next(self._number), item))
 
     def left_s(self, now_s: float) -> float | None:
-        """How long until the next one is due; None if none is set."""
+        """Return the time until the next object is due; None if there is none."""
         return max(0.0, self._heap[0][0] - now_s) if self._heap else None
 
     def take_due(self, now_s: float) -> list[T]:
-        """Take out what is due."""
+        """Remove and return the objects that are due."""
         due = []
         while self._heap and self._heap[0][0] <= now_s:
             due.append(heapq.heappop(self._heap)[2])

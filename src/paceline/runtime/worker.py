@@ -1,7 +1,7 @@
 """A worker's session in a live run: its connections, its memory, and the emulation of unequal machines.
 
-One thread, the script's own. A commit sends every shard what it does not have yet of its slice, and then waits until
-every shard has answered, in whatever order; the coordinator's plans, restarts and changes are read in passing. What
+One thread, that of the script. `paceline.core.worker` says what is sent when and what is waited for; here are the
+streams that carry the messages, the gradient that goes with a commit, and the weights that come with an answer. What
 each iteration cost is written to `worker-<index>.jsonl` in the run directory.
 """
 
@@ -21,41 +21,27 @@ import msgspec
 import safetensors.torch
 import torch
 
+from ..core import worker as core
 from ..core.layout import ShardSlice
 from ..core.messages import (
-    AllCommitted,
     Answer,
-    Begun,
     Bell,
-    Changing,
-    Commit,
-    Committed,
+    Content,
     Failed,
     FetchState,
-    Finished,
     FromCoordinatorToWorker,
     FromServer,
     Hello,
     InitialState,
-    InitialWeights,
-    MayPull,
     Message,
-    Notify,
-    Pull,
-    PullAgain,
-    Refused,
-    Register,
-    RequestSync,
-    Restart,
     Started,
     State,
     Status,
-    Stopping,
     Warned,
 )
 from ..core.model_spec import ModelSpec
-from ..core.worker import WorkerSync
-from ..errors import ConfigurationError, PeerLostError, ProtocolError
+from ..core.requests import COORDINATOR, Request, Send
+from ..errors import PeerLostError, ProtocolError
 from ..shard.buffers import pack
 from ..shard.store import Vectors
 from ..sync import SyncModel
@@ -68,9 +54,9 @@ from ..wire.ring import Ring
 from ..wire.ring import available as rings_available
 from ..wire.stream import Stream
 from .best_effort import BestEffortFile
-from .holdings import STATE_LIMIT_FACTOR, STATE_SLACK_BYTES, tensors_over
-from .job import Place
+from .job import Assignment
 from .outbox import Outbox
+from .server_memory import STATE_LIMIT_FACTOR, STATE_SLACK_BYTES, tensors_over
 from .spin import fall_asleep, spin, wake_up
 
 __all__ = ["WorkerSession"]
@@ -85,7 +71,7 @@ LENT: Final = "until the answer"  # a commit's payload stays as it is, so nothin
 class WorkerSession:
     """See `paceline.frontend.session.Session` for the contract."""
 
-    def __init__(self, place: Place, coordinator: Stream[FromCoordinatorToWorker]) -> None:
+    def __init__(self, place: Assignment, coordinator: Stream[FromCoordinatorToWorker]) -> None:
         job = place.job
         self.worker = place.index
         self.workers = job.workers
@@ -95,9 +81,16 @@ class WorkerSession:
         self.gradients: Vectors = {}
         self._job = job
         self.on_moved: Callable[[], None] = lambda: None
-        self._sync = WorkerSync(job.sync, job.shards)
-        self._requests: list[RequestSync] = []  # made before training has begun
-        self._restarted: tuple[float, float] | None = None  # when this one was dropped, and when started anew
+        self._core = core.Worker(
+            job.sync,
+            workers=job.workers,
+            shards=job.shards,
+            servers=job.servers,
+            overlap=job.overlap == "shards",
+        )
+        self._restarted: tuple[float, float] | None = (
+            None  # when this iteration was aborted, and when restarted
+        )
         self._computed_s = 0.0  # when the gradient at hand was ready
         self._jitter = random.Random(f"paceline jitter {job.seed} {place.index}")
         self._coordinator = coordinator
@@ -106,20 +99,14 @@ class WorkerSession:
         self._orders = select.poll()  # for the coordinator's alone
         self._orders.register(coordinator, select.POLLIN)
         self._servers: list[Stream[FromServer]] = []
-        self._server_of: list[Stream[FromServer]] = []  # for each shard
         self._ringed: list[Stream[FromServer]] = []  # those of the servers that have rings
         self._shards: tuple[ShardSlice, ...] = ()
         self._region: Region | None = None  # this worker's own
-        self._master: Master | None = (
-            None  # the weights that the servers update, where they can be read in place
-        )
+        self._master: Master | None = None  # the weights of the servers, where they can be read in place
         self._outbox: Outbox | None = None  # of what must be sent; over shared memory the servers see it
-        self._awaited: set[int] = set()  # shards that have yet to answer
-        self._in_place = False  # are `weights` the master's
-        self._answered_in_place = False  # are they to be, by the latest answers
-        self._may_pull = -1  # without overlap, the latest iteration that all have committed
+        self._in_place = False  # True if `weights` are the master's
         self._states: dict[int, bytearray] = {}  # shard -> its optimizer state, while it is fetched
-        self._started: Started | None = None  # the coordinator's word that training begins
+        self._fetching = -1  # the shard whose optimizer state is awaited
         self._begun_s: float | None = None  # when this iteration's weights came; None before the first
         self._status_s = self._heard_s = -math.inf
         self._shown = ""
@@ -128,7 +115,7 @@ class WorkerSession:
         close_in_forks(self)
 
     @classmethod
-    def connect(cls, place: Place) -> WorkerSession:
+    def connect(cls, place: Assignment) -> WorkerSession:
         """A session whose coordinator knows that this worker is alive. Raises `PeerLostError`."""
         stream: Stream[FromCoordinatorToWorker] = Stream(
             connect(place.coordinator), FromCoordinatorToWorker, takes_descriptor=place.job.transport == "shm"
@@ -139,11 +126,13 @@ class WorkerSession:
     # -- the session's contract ---------------------------------------------------------------------------
 
     def begin(self, model: ModelSpec) -> bool:
-        self._send(self._coordinator, Register(model))
-        started = self._await_start()
+        self._perform(self._core.register(model))
+        while self._core.started is None:
+            self._hear(timeout_s=None)
+        started = self._core.started
         self._shards = started.shards
         shared = self._job.transport == "shm"
-        addresses = list(dict.fromkeys(started.addresses))  # of the servers
+        addresses = list(dict.fromkeys(started.addresses))  # of the servers, in order
         channels = len(addresses) if shared and rings_available() else 0
         self._region = region = Region.create(model.layout, shared=shared, channels=channels)
         if shared:
@@ -158,10 +147,8 @@ class WorkerSession:
         self.gradients = tensors_over(region.gradients)
         descriptors = [region.descriptor] if region.descriptor is not None else []
         size_bytes = region.size_bytes if descriptors else 0
-        streams: dict[str, Stream[FromServer]] = {}
         for channel, address in enumerate(addresses):
             stream: Stream[FromServer] = Stream(connect(address), FromServer, self._payload_targets)
-            streams[address] = stream
             self._servers.append(stream)
             self._selector.register(stream, selectors.EVENT_READ)
             hello = Hello(
@@ -178,33 +165,30 @@ class WorkerSession:
                 outgoing, incoming = map(Ring, region.channels[channel])
                 stream.use_rings(outgoing, incoming)
                 self._ringed.append(stream)
-        self._server_of = [streams[address] for address in started.addresses]
-        for request in self._requests:
-            self._send(self._coordinator, request)
-        self._requests = []
         return started.publisher == self.worker
 
     def publish(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
         assert self._region is not None
+        payloads: dict[int, list[memoryview]] = {}
         for shard in self._shards:
             state = state_of(shard)
             if state:
                 blob = safetensors.torch.save({key: value.contiguous() for key, value in state.items()})
                 self._send_to_shard(shard.index, InitialState(shard.index), [memoryview(blob)])
-            payload = list(cut(self._region.weights, shard).values())
+            payloads[shard.index] = list(cut(self._region.weights, shard).values())
             if shard.index == 0:
-                payload += pack(buffers)
-            self._send_to_shard(shard.index, InitialWeights(shard.index), payload)
+                payloads[0] += pack(buffers)
+        self._perform(self._core.publish(), payloads)
         self.await_first_weights()
 
     def await_first_weights(self) -> None:
-        self._await_answers()
+        self._await_answers(None)
         self._begun_s = self._job.now_s()
         self._show("computing", None)
 
     @property
     def iteration(self) -> int:
-        return self._sync.iteration
+        return self._core.iteration
 
     @property
     def sends_early(self) -> bool:
@@ -219,15 +203,15 @@ class WorkerSession:
 
     @property
     def needs_significance(self) -> bool:
-        return self._sync.needs_significance
+        return self._core.needs_significance
 
     @property
     def may_restart(self) -> bool:
-        return self._sync.may_restart
+        return self._core.may_restart
 
     def restart_ordered(self) -> bool:
         self._hear_coordinator()
-        return self._sync.restart_ordered
+        return self._core.restart_ordered
 
     def hold_back(self, *, droppable: bool) -> bool:
         """Sleep until this iteration has taken as long as on the machine that is emulated."""
@@ -254,25 +238,19 @@ class WorkerSession:
 
     def pull_again(self) -> None:
         dropped_s = self._job.now_s()
-        self._sync.restarted()
         if self._outbox is not None:
             self._outbox.begin()
-        for shard in self._shards:
-            self._send_to_shard(shard.index, PullAgain(shard.index, self.iteration))
-        self._await_answers()
+        self._perform(self._core.pull_again())
+        self._await_answers(None)
         self._restarted = dropped_s, self._job.now_s()
 
     def epoch_begins(self, epoch: int) -> None:
-        self._sync.reach(epoch)
+        self._core.reach_epoch(epoch)
 
     def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
         models = read_schedule(sync).first
         self._job.require_runnable(models)
-        request = RequestSync(*self._sync.ask(models, self.workers, shard))
-        if self._started is None:
-            self._requests.append(request)
-        else:
-            self._send(self._coordinator, request)
+        self._perform(self._core.request_sync(models, shard))
 
     def commit(
         self,
@@ -290,68 +268,46 @@ class WorkerSession:
         if now_s - self._heard_s > HEARING_INTERVAL_S:
             self._heard_s = now_s
             self._hear_coordinator()
-        for request in self._sync.due():
-            self._send(self._coordinator, RequestSync(*request))
-        stop, change, notify, progress = self._sync.push()
-        pushed_s = self._job.now_s()
-        overlaps = self._job.overlap == "shards"
-        for shard in reversed(self._shards):  # the last layers' are there first, at every worker
+        iteration, pushed_s = self._core.iteration, self._job.now_s()
+        contents: list[Content] = []
+        payloads: dict[int, list[memoryview]] = {}
+        for shard in self._shards:
             mine = buffers if shard.index == 0 else {}
             pieces: tuple[int, ...] = ()
             payload: list[memoryview] = []
             if self._outbox is not None and not empty:
                 pieces, payload = self._outbox.rest(shard.index)
-            message = Commit(
-                shard.index,
-                self.iteration,
-                present,
-                groups,
-                pieces=pieces,
-                empty=empty,
-                stop=stop,
-                change=change,
-                significance=significance,
-                progress=progress,
-                buffers=tuple(mine),
-                pulls=overlaps,
-            )
-            self._send_to_shard(shard.index, message, payload + pack(list(mine.values())))
-        superstep = stop.superstep if stop is not None else None
-        number = change.number if change is not None else None
-        if notify:
-            self._send(self._coordinator, Notify(self.iteration, superstep, number))
-        if not overlaps:
-            self._await_turn(loss)
-            for shard in self._shards:
-                self._send_to_shard(shard.index, Pull(shard.index, self.iteration))
+            contents.append(Content(present, groups, pieces, tuple(mine)))
+            payloads[shard.index] = payload + pack(list(mine.values())) if mine else payload
+        self._perform(self._core.push(contents, empty=empty, significance=significance), payloads)
         self._await_answers(loss)
         if self._outbox is not None:
             self._outbox.committed()
         answered_s = self._job.now_s()
         dropped_s, restarted_s = self._restarted or (None, None)
+        commit = self._core.last_commit
+        assert commit is not None
         record = IterationRecord(
-            iteration=self.iteration,
+            iteration=iteration,
             begun_s=self._begun_s,
             computed_s=self._computed_s,
             pushed_s=pushed_s,
             answered_s=answered_s,
             loss=loss,
-            superstep=superstep,
-            change=number,
+            superstep=commit.stop.superstep if commit.stop is not None else None,
+            change=commit.change.number if commit.change is not None else None,
             dropped_s=dropped_s,
             restarted_s=restarted_s,
         )
         self._log.write(msgspec.json.encode(record) + b"\n")
         self._begun_s, self._restarted = answered_s, None
-        if self._sync.answered():
-            self._send(self._coordinator, Begun(self.iteration))
         self._show("computing", loss)
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
         for shard in self._shards:  # one at a time: a server has one bulk message under way to each peer
-            self._awaited = {shard.index}
+            self._fetching = shard.index
             self._send_to_shard(shard.index, FetchState(shard.index))
-            while self._awaited:
+            while self._fetching >= 0:
                 self._hear(timeout_s=None)
         fetched = [
             (shard, safetensors.torch.load(bytes(self._states[shard.index]))) for shard in self._shards
@@ -369,10 +325,11 @@ class WorkerSession:
                 place[:] = self._master.weights[dtype]
             self._move(in_place=False)
         self._log.flush()
-        for stream in self._streams():
-            with contextlib.suppress(PeerLostError):  # whoever is gone need not be told
-                stream.send(Finished())
-                stream.drain(GOODBYE_TIMEOUT_S)
+        for request in self._core.finish():
+            if isinstance(request, Send) and (stream := self._stream_to(request)) is not None:
+                with contextlib.suppress(PeerLostError):  # a peer that is gone need not be told
+                    stream.send(request.message)
+                    stream.drain(GOODBYE_TIMEOUT_S)
 
     # -- for whoever runs the script ----------------------------------------------------------------------
 
@@ -403,31 +360,35 @@ class WorkerSession:
 
     # -- connections --------------------------------------------------------------------------------------
 
-    def _await_start(self) -> Started:
-        while self._started is None:
-            self._hear(timeout_s=None)
-        return self._started
+    def _perform(
+        self, requests: Iterable[Request], payloads: Mapping[int, Sequence[memoryview]] | None = None
+    ) -> None:
+        """Send what the core asks for; `payloads` are those of messages to shards, by shard.
 
-    def _await_answers(self, loss: float | None = None) -> None:
+        When the worker may compute and whether it must abort need not be done: the session asks the core.
+        """
+        for request in requests:
+            if type(request) is Send:
+                message = request.message
+                if request.to is COORDINATOR:
+                    self._send(self._coordinator, message)
+                else:
+                    payload = payloads[message.shard] if payloads is not None else ()  # type: ignore[attr-defined]
+                    self._send(self._servers[request.to.index], message, payload)
+
+    def _stream_to(self, request: Send) -> Stream[Any] | None:
+        """Return the connection that a message goes over; None to a server that was never called."""
+        if request.to is COORDINATOR:
+            return self._coordinator
+        return self._servers[request.to.index] if self._servers else None
+
+    def _await_answers(self, loss: float | None) -> None:
         """Wait until every shard has answered."""
-        self._await_shards(loss)
-        if self._answered_in_place != self._in_place:
-            self._move(in_place=self._answered_in_place)
-
-    def _await_turn(self, loss: float | None) -> None:
-        """Without overlap: wait until every shard has every worker's push, and the coordinator says so."""
-        self._await_shards(loss)
-        self._send(self._coordinator, AllCommitted(self.iteration))
-        while self._may_pull < self.iteration:
-            if not self._hear(timeout_s=STATUS_INTERVAL_S):
-                self._show("waiting", loss)
-
-    def _await_shards(self, loss: float | None) -> None:
-        """Wait for a word of every shard."""
-        self._awaited = {shard.index for shard in self._shards}
-        while self._awaited:
+        while self._core.waiting_for:
             if not self._hear(timeout_s=STATUS_INTERVAL_S) and self._begun_s is not None:
-                self._show("waiting" if len(self._awaited) == len(self._shards) else "pulling", loss)
+                self._show("pulling" if self._core.partly_served else "waiting", loss)
+        if self._core.in_place != self._in_place:
+            self._move(in_place=self._core.in_place)
 
     def _move(self, *, in_place: bool) -> None:
         """Have the weights be the master's, or this worker's own."""
@@ -462,34 +423,16 @@ class WorkerSession:
 
     def _hear_server(self, messages: Iterable[Message]) -> None:
         for message in messages:
-            match message:
-                case Answer():
-                    self._sync.hear_answer(message.v_train)
-                    self._answered_in_place = message.in_place
-                    self._awaited.discard(message.shard)
-                case Bell():
-                    pass
-                case Committed() | State():
-                    self._awaited.discard(message.shard)
-                case _:
-                    raise ProtocolError(f"a server sent {type(message).__name__}")
+            if type(message) is State:
+                self._fetching = -1
+            elif type(message) is not Bell:
+                self._perform(self._core.handle(message))
 
     def _hear_coordinator(self) -> None:
         for message in self._coordinator.receive():
-            match message:
-                case Stopping():
-                    self._sync.plan(message.stop, message.iteration)
-                case Restart():
-                    self._sync.order_restart(message.iteration)
-                case Changing():
-                    self._sync.announce(message.change)
-                case MayPull():
-                    self._may_pull = message.iteration
-                case Started():
-                    self._started = message
-                    self._coordinator.takes_descriptor = False
-                case Refused():
-                    raise ConfigurationError(message.reason)
+            if type(message) is Started:
+                self._coordinator.takes_descriptor = False
+            self._perform(self._core.handle(message))
 
     def _send(
         self,
@@ -506,7 +449,7 @@ class WorkerSession:
     def _send_to_shard(
         self, shard: int, message: Message, payload: Sequence[memoryview] = (), *, lent: Hashable = LENT
     ) -> None:
-        self._send(self._server_of[shard], message, payload, lent=lent)
+        self._send(self._servers[shard % len(self._servers)], message, payload, lent=lent)
 
     def _stage(self, shard: int, message: Message, payload: Sequence[memoryview]) -> None:
         """Send a piece of a gradient that may change as soon as this returns."""
@@ -514,7 +457,7 @@ class WorkerSession:
 
     def _is_busy(self, shard: int) -> bool:
         """A shard's server has not been sent yet what it was to be sent before."""
-        stream = self._server_of[shard]
+        stream = self._servers[shard % len(self._servers)]
         stream.flush()
         return stream.backlog
 
@@ -522,11 +465,11 @@ class WorkerSession:
         assert self._region is not None
         shards = {shard.index: shard for shard in self._shards}
         match message:
-            case Answer() if message.shard in self._awaited:
+            case Answer() if self._core.awaits(message.shard):
                 if self._job.transport == "shm":
                     return []
                 return list(cut(self._region.weights, shards[message.shard]).values())
-            case State() if message.shard in self._awaited:
+            case State() if message.shard == self._fetching:
                 limit_bytes = STATE_LIMIT_FACTOR * shards[message.shard].size_bytes + STATE_SLACK_BYTES
                 if size_bytes > limit_bytes:
                     raise ProtocolError(

@@ -1,15 +1,15 @@
-"""The tensors of a model that no optimizer trains: how each worker's copies become one.
+"""The tensors of a model that no optimizer trains: their bytes, and how the workers' copies are pooled.
 
-Each worker computes its own, BatchNorm's running statistics above all. They ride with its commits into a slot
-of its own; evaluation, checkpoints and the final weights get them *pooled*:
+Each worker computes its own copies, most of all BatchNorm's running statistics, and sends them with its commits.
+The server keeps each worker's copies apart; evaluation, checkpoints and the final weights get them *pooled*:
 
-    what all workers have alike stays as it is, bit by bit
-    running_mean       the mean over the workers
-    running_var        the mean of the variances plus the variance of the means: what the workers' batches
-                       together would have shown
-    other floats       the mean
-    integers, booleans (counters, masks) the element-wise maximum
-    the rest           the lowest worker's
+    equal in all workers          unchanged, bit by bit
+    running_mean                  mean over the workers
+    running_var                   mean of the variances plus the variance of the means: the variance over the batches
+                                  of all workers
+    other floating-point tensors  mean
+    integers, booleans            element-wise maximum (counters, masks)
+    other dtypes                  the copy of the lowest worker
 """
 
 from __future__ import annotations
@@ -19,23 +19,16 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..core.model_spec import BufferSpec
+from .vectors import torch_dtype
 
-__all__ = ["bytes_of", "pack", "packed_bytes", "pool", "torch_dtype", "unpack"]
-
+__all__ = ["bytes_of", "pack", "packed_bytes", "pool", "unpack"]
 
 AVERAGED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 COUNTED = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def packed_bytes(spec: BufferSpec) -> int:
-    """How many bytes one buffer takes."""
+    """Return the number of bytes of a buffer."""
     size = torch_dtype(spec.dtype).itemsize
     for length in spec.shape:
         size *= length
@@ -43,24 +36,28 @@ def packed_bytes(spec: BufferSpec) -> int:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-    """The bytes of some tensors."""
+    """Return the bytes of each tensor."""
     return [bytes_of(tensor.detach().contiguous().reshape(-1)) for tensor in tensors]
 
 
 def bytes_of(vector: torch.Tensor) -> memoryview:
-    """The bytes of a flat tensor, without a copy."""
+    """Return the bytes of a flat tensor, without a copy."""
     return memoryview(vector.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
 def unpack(spec: BufferSpec, data: bytes | bytearray | memoryview) -> torch.Tensor:
-    """The tensor whose bytes these are; a copy."""
+    """Return the buffer with these bytes, as a copy."""
     if not packed_bytes(spec):
         return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
     return torch.frombuffer(bytearray(data), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
 
 
 def pool(slots: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """One set of buffers out of each worker's, by the rules above. `slots` is not empty."""
+    """Pool the buffers of all workers by the rules above.
+
+    Args:
+        slots: the buffers of each worker by name, lowest worker first. Must not be empty.
+    """
     return {name: _pool_one(name, slots) for name in slots[0]}
 
 
@@ -79,6 +76,6 @@ def _pool_one(name: str, slots: Sequence[Mapping[str, torch.Tensor]]) -> torch.T
 
 
 def _same(copies: Sequence[torch.Tensor]) -> bool:
-    """Bit by bit: NaN is the same as NaN."""
+    """Return True if all copies have the same bits, so that NaN equals NaN."""
     first, *others = pack(copies)
     return all(other == first for other in others)

@@ -1,15 +1,8 @@
-"""LARS: a learning rate for each layer, in proportion to its weights and against its gradient.
+"""LARS: layer-wise adaptive rate scaling, with which FluentPS trains.
 
-Layer-wise adaptive rate scaling, from You, Gitman and Ginsburg, "Large batch training of convolutional networks"
-(2017), which FluentPS trains with. For each parameter tensor, with its weights w and gradient g, L2 norms |.|,
-
-    local  = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps);  1 where |w| or |g| is 0
-    d      = local * (g + weight_decay * w)
-    v      = momentum * v + d
-    w      = w - lr * v;  with Nesterov's momentum w - lr * (d + momentum * v)
-
-Norms are of whole tensors, and a server holds slices. So in a run each worker computes d, on the weights that it has
-pulled, and pushes that in place of g; the servers run momentum SGD, which is element by element.
+The norms in LARS's formula are of whole tensors, but a server holds slices. So in a run each worker computes the
+scaled gradient d from the weights that it has pulled, and pushes d in place of the gradient; the servers run momentum
+SGD, which updates each element independently.
 """
 
 from __future__ import annotations
@@ -27,32 +20,42 @@ Loss = TypeVar("Loss", float, torch.Tensor)
 
 
 class LARS(torch.optim.Optimizer):
-    """Momentum SGD with a rate of its own for each parameter tensor. See the module for the formula.
+    """Layer-wise adaptive rate scaling (LARS): momentum SGD with a local learning rate for each parameter tensor.
 
-    Works by itself, as any optimizer of torch, and in a `DistributedOptimizer`. There, under BSP, an iteration is
-    the mean over the workers of each worker's own scaled gradient, then momentum SGD. With one worker that is
-    exactly LARS; with several it is not LARS on the joint batch, whose gradient no worker knows: each scales by the
-    norm of its own. After `step()` in a run `p.grad` may hold the scaled gradient d; by itself LARS leaves `p.grad`
-    alone. Clear the gradients before each backward pass, as usual.
+    For each parameter tensor with weights w and gradient g,
+
+        local  = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps);  1 where |w| or |g| is 0
+        d      = local * (g + weight_decay * w)
+        v      = momentum * v + d
+        w      = w - lr * v;  with Nesterov momentum w - lr * (d + momentum * v)
+
+    as in "Large batch training of convolutional networks" (You, Gitman and Ginsburg, 2017), with two deviations: lr
+    multiplies the velocity v where the weights change, as in `torch.optim.SGD`, instead of the term that is added to
+    v (the same while lr is constant), and there is an eps.
+
+    LARS works by itself, like any optimizer of torch, and inside `DistributedOptimizer`. There, under BSP, the update
+    is momentum SGD with the mean of the workers' scaled gradients d. With one worker this is exactly LARS. With
+    several workers it is not LARS on the joint batch, since each worker scales by the norm of its own gradient. After
+    `DistributedOptimizer.step()`, `p.grad` may hold d; LARS by itself does not change `p.grad`. Clear the gradients
+    before each backward pass, as usual.
 
     Args:
-        params: tensors, or groups of them, dense or with sparse gradients. A gradient of None: left alone.
-        lr: the global rate; may change from step to step.
-        momentum: in [0, 1).
-        weight_decay: L2, inside the local rate and in d.
-        trust_coefficient: the paper's eta: how far a layer trusts its own norms.
-        eps: added below the fraction.
-        nesterov: Nesterov's momentum; needs a momentum.
+        params: parameters to optimize, or dicts that define parameter groups. Gradients may be dense or sparse;
+            parameters without a gradient are not changed.
+        lr: global learning rate. May change between steps.
+        momentum: momentum factor, in [0, 1). Default: 0.9.
+        weight_decay: L2 penalty, part of the local rate and of d. Default: 0.
+        trust_coefficient: the paper's eta, by which |w| / |g| is multiplied. Default: 1e-3.
+        eps: term added to the denominator for numerical stability. Default: 1e-8.
+        nesterov: True to use Nesterov momentum, which requires a momentum > 0. Default: False.
 
     Raises:
-        ConfigurationError: a value out of its range, by name.
-
-    Deviations from the paper: lr multiplies the velocity where the weights change, as in `torch.optim.SGD`, and not
-    what enters it (the same, while lr is constant); there is an eps.
+        ConfigurationError: a value is out of its range.
 
     Example:
+        >>> import paceline, torch
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-        >>> optimizer = LARS([weight], lr=1.0, trust_coefficient=0.1, eps=0.0)
+        >>> optimizer = paceline.LARS([weight], lr=1.0, trust_coefficient=0.1, eps=0.0)
         >>> weight.grad = torch.tensor([0.0, 2.0])
         >>> optimizer.step()  # |w| is 5 and |g| is 2: the local rate is 0.25
         >>> weight.tolist()
@@ -80,15 +83,24 @@ class LARS(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; torch's constructor does so with each one."""
+        """Add a group of parameters.
+
+        Args:
+            param_group: the parameters under `"params"`, and the hyper-parameters that differ from the defaults.
+
+        Raises:
+            ConfigurationError: a hyper-parameter is out of its range.
+        """
         settings = {**self.defaults, **param_group}
         for name in ("lr", "momentum", "weight_decay", "trust_coefficient", "eps"):
             if not settings[name] >= 0:
-                raise ConfigurationError(f"{name} is {settings[name]}, expected a number of at least 0.")
+                raise ConfigurationError(f"{name} is {settings[name]}, expected a number >= 0.")
         if settings["momentum"] >= 1:
             raise ConfigurationError(f"momentum is {settings['momentum']}, expected a number in [0, 1).")
         if settings["nesterov"] and not settings["momentum"]:
-            raise ConfigurationError("nesterov is True and momentum 0: Nesterov's momentum needs one.")
+            raise ConfigurationError(
+                "nesterov is True but momentum is 0: Nesterov momentum requires a momentum > 0."
+            )
         super().add_param_group(param_group)
 
     @overload
@@ -99,7 +111,14 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient. Returns what the closure did."""
+        """Perform a single optimization step.
+
+        Args:
+            closure: a function that recomputes the gradients and returns the loss. Optional.
+
+        Returns:
+            The result of the closure, or None without one.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -122,7 +141,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def scale_gradients(self) -> None:
-        """Replace each gradient by d, in place: what a worker does before it pushes."""
+        """Replace each gradient by d, in place. A worker does this before each push."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -130,13 +149,13 @@ class LARS(torch.optim.Optimizer):
 
 
 def scaled_gradient(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """d of the formula for one parameter that has a gradient: dense, in new memory, like the parameter."""
+    """Return d for a parameter that has a gradient, as a new dense tensor with the parameter's shape and dtype."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     decay = float(group["weight_decay"])
-    # In double precision: the square of a large gradient would overflow single, let alone half.
+    # In double precision: the square of a large gradient would overflow in single precision, let alone in half.
     weights_norm = float(torch.linalg.vector_norm(parameter, dtype=torch.float64))
     gradient_norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
     local = 1.0

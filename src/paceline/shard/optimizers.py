@@ -1,11 +1,12 @@
-"""Which classes of `torch.optim` can run on slices of the parameters, and how one is written down.
+"""The classes of `torch.optim` that can run on slices of the parameters, and their hyper-parameters as plain numbers.
 
-A shard holds an arbitrary slice of the flat vector, so only *elementwise* optimizers give there exactly what
-they give on whole tensors. The table lists them. Those that look at a whole matrix (Adafactor, Muon), keep a
-closure (LBFGS) or want another gradient (SparseAdam) are refused by name, before anything starts. Paceline's own
-LARS looks at whole tensors too, but only to scale gradients: workers do that, and the servers run SGD.
+A shard holds an arbitrary slice of the flat vector, so only *elementwise* optimizers, which update each element
+independently, give the same result there as on whole tensors. `ELEMENTWISE` lists them. Optimizers that use a whole
+matrix (Adafactor, Muon), need a closure (LBFGS) or need sparse gradients (SparseAdam) are refused by name, before
+anything starts. Paceline's own LARS uses whole tensors too, but only to scale gradients: the workers do that, and the
+servers run SGD.
 
-Hyper-parameters travel with every push as plain numbers; `read_groups` takes them out of the user's optimizer.
+Hyper-parameters travel with every push as plain numbers; `read_groups` reads them from the user's optimizer.
 """
 
 from __future__ import annotations
@@ -42,25 +43,26 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     "RMSprop": torch.optim.RMSprop,
     "Rprop": torch.optim.Rprop,
 }
+"""Name -> class of the optimizers that the servers can run."""
 
-# State that is one number per parameter, the same for each of its slices; all other state is element by element.
 PER_PARAMETER_STATE = frozenset({"step", "eta", "mu", "mu_product"})
+"""Keys of state that is one number per parameter, the same for all of its slices. Other state is per element."""
 
-# How torch is to compute, not what: decided here, never by what a worker sends.
 IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings of how torch computes, not of what. The servers choose them; a worker never does."""
 
-# Of the SGD that follows LARS's scaling, which has the weight decay in it already.
 AFTER_SCALING: HyperParameters = {"dampening": 0.0, "weight_decay": 0.0, "maximize": False}
-
+"""Settings of the SGD that the servers run for LARS. The scaled gradients include the weight decay already."""
 
 PLAIN = frozenset({float, int, bool, type(None)})
+"""Types of hyper-parameters that need no conversion."""
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> str:
-    """The name in the table of what the servers run for an optimizer: its own class; for LARS "SGD".
+    """Return the key in `ELEMENTWISE` of the class that the servers run for an optimizer. For LARS it is "SGD".
 
     Raises:
-        ConfigurationError: it is not one of them, by name, with the reason.
+        ConfigurationError: the optimizer cannot run on the servers.
     """
     kind = type(optimizer)
     if kind is ELEMENTWISE.get(kind.__name__):
@@ -69,13 +71,17 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> str:
         return "SGD"
     raise ConfigurationError(
         f"{kind.__module__}.{kind.__qualname__} cannot run on the servers: each server holds a slice of the "
-        f"parameters, so the optimizer must treat every element by itself. Choices: {', '.join(ELEMENTWISE)}; "
-        "paceline.LARS."
+        "parameters, so the optimizer must update each element independently. Choices: "
+        f"{', '.join(ELEMENTWISE)}, paceline.LARS."
     )
 
 
 def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]:
-    """The hyper-parameters of each group as plain numbers, as what the servers run takes them."""
+    """Return the hyper-parameters of each group as plain numbers, for the class that the servers run.
+
+    Raises:
+        ConfigurationError: a hyper-parameter is not a number, a pair of numbers or None.
+    """
     keys: Sequence[str] = [key for key in optimizer.defaults if key not in IMPLEMENTATION_KEYS]
     rest: HyperParameters = {}
     if isinstance(optimizer, LARS):
@@ -88,18 +94,19 @@ def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]
 def make_optimizer(
     name: str, groups: Sequence[HyperParameters], parameters: Sequence[list[torch.Tensor]]
 ) -> torch.optim.Optimizer:
-    """The real optimizer over some tensors, one list per group; groups may be empty."""
+    """Return the optimizer called `name` over these tensors, one list per group. Groups may be empty."""
     kind = ELEMENTWISE[name]
     settings: Any = [{**group, "params": tensors} for group, tensors in zip(groups, parameters, strict=True)]
-    # Of these torch reads some in the constructor only.
+    # Torch reads some of these only in the constructor.
     defaults: Any = {key: groups[0][key] for key in ("lr", "initial_accumulator_value") if key in groups[0]}
     return kind(settings, **defaults)
 
 
 def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[HyperParameters]) -> None:
-    """Step an optimizer of one number per group with one set of hyper-parameters and then with the other.
+    """Step an optimizer of one number per group with one set of hyper-parameters and then with another.
 
-    Raises whatever torch raises at values that it cannot use, or cannot change to in mid-run.
+    Raises:
+        Exception: any error that torch raises at values that it cannot use, or cannot change to during training.
     """
     make_optimizer(name, after, [[torch.zeros(1)] for _ in after])
     parameters = [torch.zeros(1) for _ in before]
@@ -112,7 +119,7 @@ def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[Hyper
 
 
 def _plain(key: str, value: Any) -> float | int | bool | tuple[float, float] | None:
-    if type(value) in PLAIN:  # in nearly all cases, and asked in each step
+    if type(value) in PLAIN:  # first, because this runs in each step and is nearly always the case
         return value  # type: ignore[no-any-return]
     if isinstance(value, torch.Tensor | np.generic):
         value = value.item()

@@ -1,46 +1,46 @@
-"""The user's optimizer on one shard's slice: one update out of one push, or out of the mean of several.
+"""The user's optimizer on one shard's slice, updated from one push or from the mean of several.
 
-Two ways to run it, with the same results:
+Two implementations give the same results:
 
-    `FusedOptimizer`  SGD and Adam in all their variants, in single and double precision. The state is flat vectors
-                      like the weights; an update goes through the slice once, in chunks that stay in the cache from
-                      the mean's first term to the last write, without temporaries
-    `TorchOptimizer`  every other class of the table (see `optimizers`), by its own code, one tensor per segment
+    `FusedOptimizer`  SGD, Adam and AdamW in all their variants, in single and double precision. The state is kept in
+                      flat vectors like the weights. An update passes over the slice once, in chunks that stay in the
+                      cache from the first term of the mean to the last write, without temporaries.
+    `TorchOptimizer`  every other class in `optimizers.ELEMENTWISE`, by torch's own code, with one tensor per segment.
 
-An optimizer tells a parameter that has no gradient from one whose gradient is zero: it leaves the former alone, its
-momentum and its step count too. So the fused way keeps *runs*: neighbouring segments of one group that have been
-stepped equally often are one stretch of memory, and are split when a push has a gradient for some of them only.
+An optimizer treats a parameter without a gradient differently from one whose gradient is zero: it does not change the
+former, nor its momentum and its step count. So `FusedOptimizer` keeps *runs*: neighboring segments of one group that
+have had the same number of steps form one stretch of memory. A run is split when a push has gradients for only some
+of its segments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..core.layout import ITEM_BYTES, ShardSlice, aligned
 from ..core.model_spec import HyperParameters, OptimizerSpec
-from ..errors import ProtocolError
-from .optimizers import PER_PARAMETER_STATE, make_optimizer
+from .optimizer_state import segments_of_state
+from .optimizers import make_optimizer
+from .vectors import Vectors, segment_views
 
-__all__ = ["FusedOptimizer", "SliceOptimizer", "TorchOptimizer", "Vectors", "optimizer_of_slice"]
-
-Vectors = dict[str, torch.Tensor]
-"""dtype -> a flat vector: a shard's slice of weights, or of a gradient."""
+__all__ = ["FusedOptimizer", "SliceOptimizer", "TorchOptimizer", "optimizer_of_slice"]
 
 Presence = Callable[[int], bool]
-"""Has the parameter of this index a gradient, in at least one of the pushes?"""
+"""Index of a parameter -> True if it has a gradient in at least one of the pushes."""
 
 Kernel = Callable[..., object]
-"""(weights, gradient, *state): updates a chunk of the weights and of the state in place."""
+"""Function of (weights, gradient, *state) that updates a chunk of the weights and of the state in place."""
 
-CHUNK_BYTES = 512 * 1024  # of a mean and its update: what is summed stays in the cache until it is used
+CHUNK_BYTES = 512 * 1024
+"""Size of the chunks in which a mean is computed and applied: small enough to stay in the cache in between."""
 
 
 class SliceOptimizer(Protocol):
-    """What a shard asks of its optimizer."""
+    """Interface of a shard's optimizer."""
 
     def step(
         self,
@@ -49,28 +49,32 @@ class SliceOptimizer(Protocol):
         present: Presence,
         groups: tuple[HyperParameters, ...],
     ) -> None:
-        """One update with `scale` times the sum of some gradients, in the order given, which are only read.
+        """Update the weights with `scale` times the sum of the gradients, added in the order given.
 
         Args:
-            gradients: of each push, the slice.
-            scale: 1 / n for a mean.
-            present: which parameters have a gradient.
-            groups: the hyper-parameters.
+            gradients: the slice of each push. Not modified.
+            scale: factor of the sum, 1 / n for a mean.
+            present: returns True for a parameter that has a gradient.
+            groups: the hyper-parameters of each group.
         """
         ...
 
     def state(self) -> Vectors:
-        """The state: "<segment>/<key>" -> its tensor."""
+        """Return the state, "<segment>/<key>" -> tensor."""
         ...
 
     def load_state(self, state: Vectors) -> None:
-        """Restore what `state` gave. Raises `ProtocolError` if it is not for these segments."""
+        """Restore a state that `state` returned.
+
+        Raises:
+            ProtocolError: the state does not match the segments of this slice.
+        """
         ...
 
 
 def optimizer_of_slice(spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> SliceOptimizer:
-    """The optimizer of a slice, whose weights it updates in place."""
-    if spec.name in KERNELS and weights.keys() <= {"float32", "float64"}:
+    """Return the optimizer of a slice. It updates `weights` in place."""
+    if spec.name in FUSED and weights.keys() <= {"float32", "float64"}:
         return FusedOptimizer(spec, bounds, weights)
     return TorchOptimizer(spec, bounds, weights)
 
@@ -115,31 +119,48 @@ def _adam(settings: Mapping[str, Any], steps: int) -> Kernel:
     return kernel
 
 
-# name -> (the vectors of state that some hyper-parameters ask for, the kernel for a step, whether steps are counted)
-KERNELS: dict[
-    str,
-    tuple[
-        Callable[[Mapping[str, Any]], tuple[str, ...]],
-        Callable[[Mapping[str, Any], int], Kernel],
-        bool,
-    ],
-] = {
-    "SGD": (_sgd_state, _sgd, False),
-    "Adam": (_adam_state, _adam, True),
-    "AdamW": (
+class FusedUpdate(NamedTuple):
+    """Fused implementation of one optimizer class.
+
+    Attributes:
+        state_keys: returns the keys of the vectors of state that the hyper-parameters require.
+        kernel: returns the kernel of one step, given the hyper-parameters and the number of earlier steps.
+        counts_steps: True if the state includes the number of steps.
+    """
+
+    state_keys: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    kernel: Callable[[Mapping[str, Any], int], Kernel]
+    counts_steps: bool
+
+
+FUSED: dict[str, FusedUpdate] = {
+    "SGD": FusedUpdate(_sgd_state, _sgd, counts_steps=False),
+    "Adam": FusedUpdate(_adam_state, _adam, counts_steps=True),
+    "AdamW": FusedUpdate(
         _adam_state,
         lambda settings, steps: _adam({**settings, "decoupled_weight_decay": True}, steps),
-        True,
+        counts_steps=True,
     ),
 }
 
 
 class Run:
-    """Neighbouring segments of one group that have been stepped equally often: one stretch of a vector.
+    """A stretch of a vector: neighboring segments of one group that have had the same number of steps.
+
+    Args:
+        bounds: the shard.
+        segments: positions of the segments in the shard.
+        group: index of the group.
+        steps: number of steps that the segments have had.
 
     Attributes:
-        segments: the positions of its segments in the shard.
-        steps: how many steps its state has seen.
+        segments: positions of the segments in the shard.
+        group: index of the group.
+        steps: number of steps that the segments have had.
+        dtype: dtype of the vector.
+        start: first element of the run in the vector.
+        stop: end of the run in the vector, exclusive.
+        views: chunks of the weights (under the key "") and of each vector of state.
     """
 
     __slots__ = ("dtype", "group", "segments", "start", "steps", "stop", "views")
@@ -148,32 +169,31 @@ class Run:
         first, last = bounds.segments[segments[0]], bounds.segments[segments[-1]]
         self.segments = segments
         self.dtype, self.start = first.dtype, first.start
-        # With the padding, which is zeros and stays so: kernels round otherwise where less than a vector is left, and
-        # slicing would change the last bit.
+        # The padding is included. It is zero and stays zero. Without it, kernels would round differently where less
+        # than a SIMD vector is left, so the slicing would change the last bit of results.
         self.stop = aligned(last.stop, first.dtype)
         self.group = group
         self.steps = steps
-        self.views: dict[str, Sequence[torch.Tensor]] = {}  # of the weights ("") and the state, in chunks
+        self.views: dict[str, Sequence[torch.Tensor]] = {}
 
     def chunks(self, vector: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Its part of a vector of its dtype, in chunks."""
+        """Return this run's part of a vector, in chunks."""
         size = CHUNK_BYTES // ITEM_BYTES[self.dtype]
         part = vector[self.start : self.stop]
         return (part,) if self.stop - self.start <= size else part.split(size)
 
 
 class FusedOptimizer:
-    """See the module."""
+    """SGD, Adam or AdamW with its state in flat vectors, one pass over the slice per update. See the module."""
 
     def __init__(self, spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> None:
         self._bounds = bounds
         self._weights = weights
-        self._keys, self._kernel, self._counts = KERNELS[spec.name]
+        self._update = FUSED[spec.name]
         self._group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
         self._groups = spec.groups
-        self._state: dict[
-            tuple[str, str], torch.Tensor
-        ] = {}  # (key, dtype) -> a vector as long as the weights'
+        # (key, dtype) -> vector of state, as long as the vector of weights of that dtype
+        self._state: dict[tuple[str, str], torch.Tensor] = {}
         self._scratch = {
             dtype: torch.empty(min(vector.numel(), CHUNK_BYTES // ITEM_BYTES[dtype]), dtype=vector.dtype)
             for dtype, vector in weights.items()
@@ -198,15 +218,15 @@ class FusedOptimizer:
         state: Vectors = {}
         for run in self._runs:
             for position in run.segments if run.steps else ():
-                if self._counts:
+                if self._update.counts_steps:
                     state[f"{position}/step"] = torch.tensor(float(run.steps))
-                for key in self._keys(self._groups[run.group]):
+                for key in self._update.state_keys(self._groups[run.group]):
                     state[f"{position}/{key}"] = self._of_segment(key, position)
         return state
 
     def load_state(self, state: Vectors) -> None:
         steps = [0] * len(self._bounds.segments)
-        for name, (position, key) in _places(state, self._bounds).items():
+        for name, (position, key) in segments_of_state(self._bounds, state).items():
             value = state[name]
             if key == "step":
                 steps[position] = int(value)
@@ -218,8 +238,8 @@ class FusedOptimizer:
     def _step_run(
         self, run: Run, gradients: Sequence[Vectors], scale: float, settings: HyperParameters
     ) -> None:
-        keys = self._keys(settings)
-        kernel = self._kernel(settings, run.steps)
+        keys = self._update.state_keys(settings)
+        kernel = self._update.kernel(settings, run.steps)
         if keys:
             run.steps += 1
         if "" not in run.views:
@@ -242,7 +262,7 @@ class FusedOptimizer:
             kernel(weights, total, *state)
 
     def _split(self, present: Presence) -> None:
-        """Have each run be of segments that all have a gradient, or all have none."""
+        """Split runs so that in each either all segments have a gradient or none has."""
         segments = self._bounds.segments
         runs = []
         for run in self._runs:
@@ -251,7 +271,7 @@ class FusedOptimizer:
         self._runs = runs
 
     def _divide(self, steps: Sequence[int]) -> list[Run]:
-        """The longest runs, given how often each segment has been stepped."""
+        """Return the longest possible runs, given the number of steps of each segment."""
         kinds = groupby(
             range(len(steps)), key=lambda p: (self._bounds.segments[p].dtype, self._group_of[p], steps[p])
         )
@@ -271,13 +291,13 @@ class FusedOptimizer:
 
 
 class TorchOptimizer:
-    """See the module."""
+    """An optimizer of torch with one tensor per segment. See the module."""
 
     def __init__(self, spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> None:
         self._bounds = bounds
-        self._parameters = _of_segments(bounds, weights)
+        self._parameters = segment_views(bounds, weights)
         self._mean = {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
-        self._groups = spec.groups  # the hyper-parameters that the optimizer has now
+        self._groups = spec.groups  # current hyper-parameters of the optimizer
         group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
         self._optimizer = make_optimizer(
             spec.name,
@@ -306,7 +326,7 @@ class TorchOptimizer:
                 torch.mul(gradients[0][dtype], scale, out=total)
                 for other in gradients[1:]:
                     total.add_(other[dtype], alpha=scale)
-        parts = _of_segments(self._bounds, gradient)
+        parts = segment_views(self._bounds, gradient)
         for parameter, part, segment in zip(self._parameters, parts, self._bounds.segments, strict=True):
             parameter.grad = part if present(segment.parameter) else None
         self._optimizer.step()
@@ -320,22 +340,5 @@ class TorchOptimizer:
         }
 
     def load_state(self, state: Vectors) -> None:
-        for name, (position, key) in _places(state, self._bounds).items():
+        for name, (position, key) in segments_of_state(self._bounds, state).items():
             self._optimizer.state[self._parameters[position]][key] = state[name].clone()
-
-
-def _of_segments(bounds: ShardSlice, vectors: Vectors) -> list[torch.Tensor]:
-    return [vectors[s.dtype][s.start : s.stop] for s in bounds.segments]
-
-
-def _places(state: Vectors, bounds: ShardSlice) -> dict[str, tuple[int, str]]:
-    """Name -> the segment and the key that it is for. Raises `ProtocolError` if it fits none."""
-    places = {}
-    sizes = {str(position): s.stop - s.start for position, s in enumerate(bounds.segments)}
-    for name, value in state.items():
-        position, _, key = name.partition("/")
-        shape = () if key in PER_PARAMETER_STATE else (sizes.get(position),)
-        if position not in sizes or tuple(value.shape) != shape:
-            raise ProtocolError(f"state {name!r} of shape {list(value.shape)} fits no segment")
-        places[name] = int(position), key
-    return places

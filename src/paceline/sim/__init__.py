@@ -1,8 +1,8 @@
-"""Virtual time: the same sync models, shards and front end, hosted by a heap of events.
+"""Discrete-event simulation of runs in virtual time, which uses the same sync models, shards and front end.
 
-- `simulate`: a run, of a few workers or thousands, with or without gradients; a `SimResult`.
-- `Cluster`: the machines, with `Presence` and `Link` for the unusual ones.
-- `Constant`, `Uniform`, `LogNormal`, `Pareto`, `Recorded`, `Drifting`, `Occasional`: how long things take.
+- `simulate` simulates a run with any number of workers, with or without gradients, and returns a `SimResult`.
+- `Cluster` describes the machines. `Presence` and `Link` describe workers that differ from the others.
+- `Constant`, `Uniform`, `LogNormal`, `Pareto`, `Recorded`, `Drifting` and `Occasional` are distributions of times.
 
 >>> simulate(Cluster(compute_s=[1.0, 1.0, Uniform(low=2.0, high=4.0)]), "ssp:staleness=3").updates
 300

@@ -1,4 +1,4 @@
-"""A cluster as a value: how fast each worker is and when it is there, how many servers, what network between them."""
+"""The description of a cluster: the speed and presence of each worker, the number of servers, and the network."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ class Cluster:
     """Machines and the network between them.
 
     Args:
-        compute_s: for each worker how long the gradient of an iteration takes: a number of seconds, a distribution
-            (`paceline.sim.Uniform`, ...), or a list of recorded times.
-        servers: how many.
-        latency_s: of every message, a number of seconds or a distribution.
-        bandwidth_bps: of every machine's card, bits per second in each direction.
-        size_bytes: of the parameters, and of a gradient; without a bandwidth it costs nothing. 0, where something is
-            trained, for the size of what that is; otherwise it stands for a larger network.
-        presence: worker -> when it is there, for those that are not there all the time.
-        links: worker -> how it is connected, for those that are connected otherwise.
-        name: for titles.
+        compute_s: for each worker, the time to compute the gradient of an iteration: a number of seconds, a
+            distribution (`paceline.sim.Uniform`, ...), or a list of recorded times.
+        servers: number of servers.
+        latency_s: latency of every message, a number of seconds or a distribution.
+        bandwidth_bps: bandwidth of each machine's network interface, in bits per second in each direction. Default:
+            unlimited.
+        size_bytes: size of the parameters, and of a gradient, in bytes; it has no effect if the bandwidth is
+            unlimited. If a training function is simulated, 0 means the actual size of its model. Another value
+            simulates the transfers of a larger model.
+        presence: mapping from worker to the times at which it is present, for workers that are not always present.
+        links: mapping from worker to its connection, for workers that are connected differently.
+        name: name of the cluster in titles.
 
     Raises:
-        ConfigurationError: bad input.
+        ConfigurationError: an argument is not valid.
 
     Example:
         >>> Cluster(compute_s=[1.0, 1.0, 3.0], servers=2, bandwidth_bps=10e9).workers
@@ -78,10 +80,10 @@ class Cluster:
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Cluster:
-        """A cluster out of a file. See `docs/rehearse.md` for what it may say.
+        """Return the cluster that a TOML file describes. The format is described in `docs/rehearse.md`.
 
         Raises:
-            ConfigurationError: there is no such file, or something in it is wrong, with its place.
+            ConfigurationError: the file cannot be read, or an entry is not valid; the message names the entry.
         """
         arguments = read_file(path)
         try:
@@ -91,36 +93,41 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
-        """A cluster of the papers, by name: "elastic-bsp", "spec-sync-1", "fluent-ps-64", ... (`PRESETS`).
+        """Return a cluster of the papers by its name: "elastic-bsp", "spec-sync-1", "fluent-ps-64", ... (`PRESETS`).
 
         Raises:
-            ConfigurationError: there is none of that name.
+            ConfigurationError: there is no preset of that name.
         """
         return cls(**read_preset(name))
 
     @property
     def workers(self) -> int:
-        """How many."""
+        """The number of workers."""
         return len(self.compute_s)
 
     def compute(self, worker: int) -> Distribution:
-        """How long a worker's iterations take."""
+        """Return the distribution of a worker's compute times."""
         return times_of(self.compute_s[worker])
 
     def bandwidth_of(self, worker: int) -> float:
-        """Of a worker's card."""
+        """Return the bandwidth of a worker's network interface, in bits per second."""
         link = self.links.get(worker)
         return self.bandwidth_bps if link is None or link.bandwidth_bps is None else link.bandwidth_bps
 
+    def joins_late(self, worker: int) -> bool:
+        """Return True if a worker is not there from the beginning."""
+        presence = self.presence.get(worker)
+        return presence is not None and presence.joins_at_s > 0
+
     def latency(self, worker: int, *, to_server: bool) -> Distribution:
-        """Between a worker and whoever it talks to."""
+        """Return the distribution of the latency from a worker to the servers, or from the servers to it."""
         link = self.links.get(worker, Link())
-        own = link.to_server_s if to_server else link.from_server_s
-        return times_of(self.latency_s if own is None else own)
+        special = link.to_server_s if to_server else link.from_server_s
+        return times_of(self.latency_s if special is None else special)
 
 
 def require_whole(name: str, value: object, least: int) -> None:
-    """Refuse what is no whole number of at least so many. Raises `ConfigurationError`."""
+    """Raise `ConfigurationError` unless `value` is an integer >= `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}, expected a whole number >= {least}.")
 

@@ -1,4 +1,4 @@
-"""Cluster files: a few lines of TOML, and the clusters of the papers in the same form.
+"""Cluster files, which describe a cluster in TOML. The clusters of the papers are stored in the same format.
 
     servers = 4
     bandwidth = "10 Gbit/s"
@@ -16,7 +16,7 @@
     lost_at = "300 s"
     back_after = "60 s"
 
-Every quantity is a number in base units (seconds, bytes, bits per second, a share), or text with a unit.
+Every quantity is a number in base units (seconds, bytes, bits per second, a share), or a string with a unit.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _quantity = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/%]*)\s*")
 
 
 def quantity(value: object, units: dict[str, float], what: str) -> float:
-    """A number in base units, or text with a unit.
+    """Return a quantity in base units. `value` is a number in base units, or a string with a unit.
 
     >>> quantity("100 us", TIMES, "latency")
     0.0001
 
     Raises:
-        ConfigurationError: it is neither, or negative.
+        ConfigurationError: the value is not valid, or it is negative.
     """
     number: float | None = None
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -63,22 +63,23 @@ def quantity(value: object, units: dict[str, float], what: str) -> float:
         unit = match[2]
         if unit and unit not in units:
             raise ConfigurationError(
-                f"{what} is {value!r}: unknown unit; expected one of {', '.join(units)}."
+                f"{what} is {value!r}, which has an unknown unit; expected one of {', '.join(units)}."
             )
         try:
             number = float(Decimal(match[1]) * Decimal(repr(units.get(unit, 1))))
         except InvalidOperation:
             number = None
     if number is None or not 0 <= number < math.inf:
-        example = max(units, key=lambda unit: units[unit] == 1)  # the base unit, if it has a name
+        # The base unit, if it is among the units.
+        example = max(units, key=lambda unit: units[unit] == 1)
         raise ConfigurationError(
-            f"{what} is {value!r}, expected a number >= 0, or text such as '2 {example}'."
+            f"{what} is {value!r}, expected a number >= 0, or a string such as '2 {example}'."
         )
     return number
 
 
 class Group(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Some workers that are alike."""
+    """A table `[[workers]]` of the file: a group of identical workers."""
 
     count: int = 1
     compute: Any
@@ -92,7 +93,7 @@ class Group(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """The content of the file."""
 
     workers: list[Group]
     servers: int = 1
@@ -110,26 +111,30 @@ def _preset_files() -> dict[str, Any]:
 
 
 PRESETS = tuple(sorted(_preset_files()))
-"""The clusters of the papers, by name."""
+"""The names of the clusters of the papers."""
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """What a cluster of the papers is made with. Raises `ConfigurationError` if there is none of that name."""
+    """Return the arguments of `Cluster` for a cluster of the papers.
+
+    Raises:
+        ConfigurationError: there is no preset of that name.
+    """
     if name not in PRESETS:
         raise unknown_name("cluster", name, PRESETS)
     return _parse(_preset_files()[name].read_text(encoding="utf-8"), name, name)
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the cluster in a file is made with: the arguments of `Cluster`.
+    """Return the arguments of `Cluster` for the cluster that a file describes.
 
     Raises:
-        ConfigurationError: there is no such file, or something in it is wrong, with its place.
+        ConfigurationError: the file cannot be read, or an entry is not valid; the message names the entry.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigurationError(
             f"the cluster file {os.fspath(path)} cannot be read: {reason}. Give a TOML file, or one of the clusters "
             f"of the papers: {', '.join(PRESETS)}."
@@ -143,47 +148,48 @@ def _parse(text: str, source: str, name: str) -> dict[str, Any]:
         file = msgspec.convert(table, File)
         return _arguments(file, name)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{source} is not TOML: {error}") from error
+        raise ConfigurationError(f"{source} is not a TOML file: {error}") from error
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{source}: {_in_words(str(error))}") from error
+        raise ConfigurationError(f"{source}: {_readable(str(error))}") from error
     except ConfigurationError as error:
         raise ConfigurationError(f"{source}: {error}") from error
 
 
-def _in_words(reason: str) -> str:
-    """A validation error with its place in the file's own terms, and what keys there are."""
-    place = ""
+def _readable(reason: str) -> str:
+    """Return the message of a validation error with the key in front and, for an unknown key, the known ones."""
+    key = ""
     if match := re.search(r" - at `\$(.*)`$", reason):
-        place, reason = match[1].lstrip("."), reason[: match.start()]
+        key, reason = match[1].lstrip("."), reason[: match.start()]
     if "unknown field" in reason:
-        struct = Group if place.startswith("workers[") else File
+        struct = Group if key.startswith("workers[") else File
         reason += f"; expected one of {', '.join(struct.__struct_fields__)}"
-    return f"{place}: {reason}" if place else reason
+    return f"{key}: {reason}" if key else reason
 
 
 def _arguments(file: File, name: str) -> dict[str, Any]:
+    """Return the arguments of `Cluster` for the content of a file. `name` is the default name of the cluster."""
     compute: list[Times] = []
     presence: dict[int, Presence] = {}
     links: dict[int, Link] = {}
     for number, group in enumerate(file.workers):
-        place = f"workers[{number}]"
+        table = f"workers[{number}]"
         if group.count < 1:
-            raise ConfigurationError(f"{place}.count is {group.count}, expected a whole number >= 1.")
-        time = _times(group.compute, f"{place}.compute")
+            raise ConfigurationError(f"{table}.count is {group.count}, expected a whole number >= 1.")
+        time = _times(group.compute, f"{table}.compute")
         if group.jitter is not None:
-            time = _jittered(time, quantity(group.jitter, SHARES, f"{place}.jitter"), place)
-        when = {
-            f"{key}_s": quantity(value, TIMES, f"{place}.{key}")
+            time = _jittered(time, quantity(group.jitter, SHARES, f"{table}.jitter"), table)
+        presence_times = {
+            f"{key}_s": quantity(value, TIMES, f"{table}.{key}")
             for key in ("joins_at", "lost_at", "preempted_every", "back_after")
             if (value := getattr(group, key)) is not None
         }
-        latency = None if group.latency is None else _times(group.latency, f"{place}.latency")
+        latency = None if group.latency is None else _times(group.latency, f"{table}.latency")
         bandwidth = (
-            None if group.bandwidth is None else quantity(group.bandwidth, RATES, f"{place}.bandwidth")
+            None if group.bandwidth is None else quantity(group.bandwidth, RATES, f"{table}.bandwidth")
         )
         for worker in range(len(compute), len(compute) + group.count):
-            if when:
-                presence[worker] = Presence(**when)
+            if presence_times:
+                presence[worker] = Presence(**presence_times)
             if latency is not None or bandwidth is not None:
                 links[worker] = Link(bandwidth_bps=bandwidth, to_server_s=latency, from_server_s=latency)
         compute += [time] * group.count
@@ -200,7 +206,7 @@ def _arguments(file: File, name: str) -> dict[str, Any]:
 
 
 def _times(value: object, what: str) -> Times:
-    """A time, a list of recorded ones, or a table that says which distribution."""
+    """Return the times for a single time, a list of recorded times, or a table that describes a distribution."""
     if isinstance(value, list):
         return times_of([quantity(item, TIMES, f"{what}[{index}]") for index, item in enumerate(value)])
     if not isinstance(value, dict):
@@ -235,12 +241,14 @@ _KINDS = (
 )
 
 
-def _jittered(time: Times, share: float, place: str) -> Times:
-    """A constant time, a share more or less."""
+def _jittered(time: Times, share: float, table: str) -> Times:
+    """Return a uniform distribution around a constant time, with `share` of it as the half-width."""
     constant = times_of(time)
     if not 0 <= share < 1:
-        raise ConfigurationError(f"{place}.jitter is {share:.0%}, expected less than 100 %.")
+        raise ConfigurationError(f"{table}.jitter is {share:.0%}, expected less than 100 %.")
     if not isinstance(constant, Constant):
-        raise ConfigurationError(f"{place}.jitter goes with a compute time that is one number.")
+        raise ConfigurationError(
+            f"{table}.jitter is given, but {table}.compute is not a single number. Omit jitter, or give one number."
+        )
     mean_s = constant.seconds
     return Uniform(low=mean_s * (1 - share), high=mean_s * (1 + share))

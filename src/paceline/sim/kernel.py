@@ -1,6 +1,6 @@
-"""The kernel of virtual time: a heap of (time, priority, sequence number, what happens).
+"""The kernel of the simulation: a heap of events (time, priority, sequence number, function, arguments).
 
-Time is a whole number of nanoseconds, so that sums of times are exact and two ways to the same moment meet.
+Times are integers in nanoseconds, so that sums of times are exact and do not depend on the order of the summands.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from ..errors import ConfigurationError, RunFailedError
 __all__ = ["MESSAGE", "TIMER", "Kernel", "nanoseconds"]
 
 MESSAGE, TIMER = 0, 1
-"""Priorities: of two things at one moment, a timer is the later."""
+"""Priorities of events. Of two events at the same time, a timer comes after a message."""
 
 SECOND_NS = 1_000_000_000
 
 
 LONGEST_S = 1e15
-"""No time is longer: thirty million years."""
+"""The longest permitted time, thirty million years."""
 
 STILL = 100_000
-"""So many things at one moment, for each worker and shard, are taken for no end of them."""
+"""The default number of events at one time from which on it is assumed that virtual time will never advance."""
 
 
 def nanoseconds(seconds: float) -> int:
-    """The nearest whole number of them.
+    """Return a time in nanoseconds, rounded to the nearest integer.
 
     >>> nanoseconds(0.1)
     100000000
 
     Raises:
-        ConfigurationError: no simulation lasts so long.
+        ConfigurationError: the time is longer than `LONGEST_S`.
     """
     if not seconds <= LONGEST_S:
         raise ConfigurationError(f"a time of {seconds:g} s is too long, expected at most {LONGEST_S:g} s.")
@@ -41,15 +41,15 @@ def nanoseconds(seconds: float) -> int:
 
 
 class Kernel:
-    """A clock that jumps from one thing that happens to the next. Ties are in the order in which they were set.
+    """A clock that advances from one event to the next. Events at the same time keep the order of their scheduling.
 
     Args:
-        most_at_once: more than so many things at one moment are an error: time would never go on.
+        most_at_once: maximum number of events at the same time. More are an error, since time would never advance.
 
     Attributes:
-        now_ns: the virtual time.
-        happened: how many things have.
-        stopped: was it by `stop` that nothing more happens.
+        now_ns: the virtual time in nanoseconds.
+        happened: number of events that have been handled.
+        stopped: True if the simulation was stopped by `stop`.
     """
 
     def __init__(self, most_at_once: int = STILL) -> None:
@@ -68,44 +68,49 @@ class Kernel:
 
     @property
     def idle(self) -> bool:
-        """Is nothing to happen any more."""
+        """True if no events are pending."""
         return not self._heap
 
     def at(
-        self, due_ns: int, happen: Callable[..., None], *arguments: object, priority: int = MESSAGE
+        self, due_ns: int, function: Callable[..., None], *arguments: object, priority: int = MESSAGE
     ) -> None:
-        """Have something happen at a time that is not over yet."""
+        """Schedule a function call at a time. If this time is in the past, the call is made now."""
         self._number = number = self._number + 1
-        heapq.heappush(self._heap, (max(due_ns, self.now_ns), priority, number, happen, arguments))
+        heapq.heappush(self._heap, (max(due_ns, self.now_ns), priority, number, function, arguments))
 
-    def after(self, delay_ns: int, happen: Callable[..., None], *arguments: object) -> None:
-        """Have something happen so much later."""
+    def after(self, delay_ns: int, function: Callable[..., None], *arguments: object) -> None:
+        """Schedule a function call after a delay."""
         self._number = number = self._number + 1
-        heapq.heappush(self._heap, (self.now_ns + delay_ns, MESSAGE, number, happen, arguments))
+        heapq.heappush(self._heap, (self.now_ns + delay_ns, MESSAGE, number, function, arguments))
 
     def stop(self) -> None:
-        """Let nothing more happen."""
+        """Stop the simulation: no further events are handled."""
         self._until_ns = -1
         self.stopped = True
 
     def run(self, until_s: float = math.inf) -> None:
-        """Let happen what is due, until nothing is left or the time is up."""
+        """Handle events until none is pending or the virtual time `until_s` is reached.
+
+        Raises:
+            RunFailedError: virtual time does not advance.
+        """
         heap, pop = self._heap, heapq.heappop
-        moment_ns, begun = -1, 0  # a moment, and how many things had happened before it
+        # A point in virtual time, and the number of events up to the first one at that time.
+        moment_ns, begun = -1, 0
         self._until_ns = nanoseconds(until_s) if math.isfinite(until_s) else math.inf
         happened = 0
         try:
             while heap and heap[0][0] <= self._until_ns:
-                self.now_ns, _, _, happen, arguments = pop(heap)
+                self.now_ns, _, _, function, arguments = pop(heap)
                 happened += 1
                 if self.now_ns != moment_ns:
                     moment_ns, begun = self.now_ns, happened
                 elif happened - begun > self._most_at_once:
                     raise RunFailedError(
                         "the simulation",
-                        f"virtual time does not go on from {self.now_s:g} s: one thing follows another and none "
-                        "takes any time. Give every worker a compute time above 0.",
+                        f"virtual time does not advance beyond {self.now_s:g} s, because no event takes any time. "
+                        "Give every worker a compute time above 0.",
                     )
-                happen(*arguments)
+                function(*arguments)
         finally:
             self.happened += happened

@@ -1,4 +1,4 @@
-"""What is unusual about one worker of a cluster: when it is there, and how it is connected."""
+"""Properties of single workers of a cluster that differ from the others: their presence and their connection."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ __all__ = ["Link", "Presence"]
 
 
 class Presence(msgspec.Struct, frozen=True, kw_only=True):
-    """When a worker is there. By default from the beginning to its end.
+    """The times at which a worker is present. By default it is present during the whole run.
 
     Attributes:
-        joins_at_s: when it joins.
-        lost_at_s: when it is lost; None for never.
-        preempted_every_s: mean time between one joining and the next loss, which chance decides; None for never.
-        back_after_s: how long after a loss it joins anew; None for never.
+        joins_at_s: time at which the worker joins.
+        lost_at_s: time at which the worker is lost; None if it is not.
+        preempted_every_s: mean of the random time from when the worker joins until it is lost; None if it is never
+            lost at random.
+        back_after_s: time after a loss at which the worker joins again; None if it does not.
     """
 
     joins_at_s: float = 0.0
@@ -38,19 +39,23 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(f"preempted_every_s is {every_s:g}, expected a number of seconds > 0.")
         if self.lost_at_s is not None and every_s is not None:
             raise ConfigurationError(
-                "lost_at_s and preempted_every_s are both given; a worker is lost at one time or at random."
+                "lost_at_s and preempted_every_s are both given, but a worker is lost either at a given time or at "
+                "random times. Omit one of them."
             )
         if self.back_after_s is not None and self.lost_at_s is None and every_s is None:
-            raise ConfigurationError("back_after_s is given for a worker that is never lost.")
+            raise ConfigurationError(
+                "back_after_s is given for a worker that is never lost. Give lost_at_s or preempted_every_s, too."
+            )
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """How one worker is connected, where that is not as the others are.
+    """The connection of one worker, if it differs from that of the other workers.
 
     Attributes:
-        bandwidth_bps: of its card, bits per second in each direction; None as for all.
-        to_server_s: latency of what it sends; None as for all.
-        from_server_s: latency of what it is sent; None as for all.
+        bandwidth_bps: bandwidth of the worker's network interface, in bits per second in each direction; None for
+            that of the cluster.
+        to_server_s: latency of messages from the worker; None for that of the cluster.
+        from_server_s: latency of messages to the worker; None for that of the cluster.
     """
 
     bandwidth_bps: float | None = None

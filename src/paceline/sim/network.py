@@ -1,13 +1,15 @@
-"""The network in virtual time: every machine has one card, which all its transfers share.
+"""The simulated network: every machine has one network interface, which all of its transfers share.
 
-A card has two lanes, in and out. Those who use a lane at one moment share its bandwidth evenly, as TCP does.
-A transfer uses its sender's lane out and, one latency later, its receiver's lane in; it has arrived when both have
-passed it. So four workers that push to one server take four times as long as one, and four servers relieve it.
-Messages of one connection arrive in the order in which they were sent; a connection has one latency, which may vary
-from message to message. Messages without a payload take their latency alone.
+A network interface has two lanes, one for outgoing and one for incoming data. The transfers that use a lane at the
+same time share its bandwidth evenly, as with TCP. A transfer uses the outgoing lane of its sender and, after the
+latency, the incoming lane of its receiver. It has arrived when both lanes have transferred all of its bytes. So if
+four workers push to one server, it takes four times as long as for one worker, unless there are four servers. The
+messages of a connection arrive in the order in which they were sent. Each connection has a latency, which may vary
+from message to message. Messages without a payload only take their latency.
 
-Deviation from max-min fairness: what a transfer cannot use of one lane, because the other end is slower, is not
-given to its neighbours there. Where all transfers have the same narrow end, the times are exact.
+Deviation from max-min fairness: if a transfer cannot use its share of a lane because its other end is slower, the
+rest of the share is not given to the other transfers of the lane. The times are exact if all transfers have the same
+bottleneck.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from collections.abc import Callable
 
 from .kernel import SECOND_NS, Kernel
 
-__all__ = ["Card", "Connection"]
+__all__ = ["Connection", "NetworkInterface"]
 
 
 class Lane:
-    """One direction of one card: a resource that all who use it share evenly.
+    """One direction of a network interface, whose bandwidth is shared evenly by all transfers that use it.
 
-    While n transfers share the lane, each of them advances by 1/n of what the lane passes. So all that must be kept
-    is how far a transfer would have come that had been there all the time (`_passed_ns`); each is due when that
-    reaches a mark known at its beginning. That takes the logarithm of n per transfer, whatever comes and goes.
+    While n transfers share the lane, each of them progresses by 1/n of what the lane transfers. So it is sufficient
+    to store the progress of an imaginary transfer that is always active (`_passed_ns`). A transfer ends when this
+    value reaches a mark that is known when the transfer begins. This takes O(log n) time per transfer, however many
+    transfers begin and end in the meantime.
     """
 
     __slots__ = ("_bits_per_s", "_event", "_kernel", "_marks", "_now_ns", "_number", "_passed_ns")
@@ -35,20 +38,24 @@ class Lane:
         self._kernel = kernel
         self._bits_per_s = bits_per_s
         self._marks: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-        self._passed_ns = 0.0  # in time that the lane takes if it is used by one alone
-        self._now_ns = 0  # when that was reckoned
+        # Progress of an always active transfer, as the time that it would take if it used the lane alone.
+        self._passed_ns = 0.0
+        # Virtual time at which `_passed_ns` was computed.
+        self._now_ns = 0
         self._number = 0
-        self._event = 0  # the number of the event at which the next one is due; older ones are void
+        # Number of the event at which the next transfer ends. Events with lower numbers are ignored.
+        self._event = 0
 
     def use(self, size_bytes: int, done: Callable[..., None], *arguments: object) -> None:
-        """Pass so many bytes, then have something happen."""
-        self._reckon()
+        """Transfer `size_bytes` bytes, then call `done(*arguments)`."""
+        self._update()
         mark_ns = self._passed_ns + size_bytes * 8 * SECOND_NS / self._bits_per_s
         self._number += 1
         heapq.heappush(self._marks, (mark_ns, self._number, done, arguments))
-        self._expect()
+        self._schedule()
 
-    def _reckon(self) -> None:
+    def _update(self) -> None:
+        """Compute the progress up to the present time."""
         now_ns = self._kernel.now_ns
         if self._marks:
             self._passed_ns += (now_ns - self._now_ns) / len(self._marks)
@@ -56,31 +63,33 @@ class Lane:
             self._passed_ns = 0.0
         self._now_ns = now_ns
 
-    def _expect(self) -> None:
-        """Set an event for when the first one is due, if nothing comes in between."""
+    def _schedule(self) -> None:
+        """Schedule an event for the end of the next transfer to end, if no other transfer begins before."""
         self._event += 1
         left_ns = (self._marks[0][0] - self._passed_ns) * len(self._marks)
-        self._kernel.after(max(0, math.ceil(left_ns - ROUNDING_NS)), self._come, self._event)
+        self._kernel.after(max(0, math.ceil(left_ns - ROUNDING_NS)), self._finish, self._event)
 
-    def _come(self, event: int) -> None:
+    def _finish(self, event: int) -> None:
+        """End the next transfer, unless the event is outdated."""
         if event != self._event:
             return
-        self._reckon()
+        self._update()
         _, _, done, arguments = heapq.heappop(self._marks)
         if self._marks:
-            self._expect()
+            self._schedule()
         done(*arguments)
 
 
-ROUNDING_NS = 1e-3  # far more than sums of times are off by, far less than the clock's tick
+# Much larger than the rounding errors of sums of times, and much smaller than the resolution of the clock.
+ROUNDING_NS = 1e-3
 
 
-class Card:
-    """What connects a machine.
+class NetworkInterface:
+    """The network interface of a machine.
 
     Args:
-        kernel: the clock.
-        bandwidth_bps: bits per second in each direction; with infinity, there are no lanes to share.
+        kernel: the simulation kernel.
+        bandwidth_bps: bandwidth in bits per second in each direction. If it is infinite, there are no lanes to share.
     """
 
     __slots__ = ("inward", "outward")
@@ -92,35 +101,38 @@ class Card:
 
 
 class Connection:
-    """One direction between two machines.
+    """A connection from one machine to another, in one direction.
 
     Args:
-        kernel: the clock.
-        sender: whose lane out it uses; None for a machine whose card is of no account.
-        receiver: whose lane in it uses; likewise.
-        latency_ns: of every message, or what draws that of the next one.
+        kernel: the simulation kernel.
+        sender: network interface of the sender; None if its bandwidth is not simulated.
+        receiver: network interface of the receiver; None if its bandwidth is not simulated.
+        latency_ns: latency of every message, or a function that returns the latency of the next message.
     """
 
     __slots__ = ("_kernel", "_last_ns", "_latency_ns", "_receiver", "_sender", "_steady_ns", "_waiting")
 
     def __init__(
-        self, kernel: Kernel, sender: Card | None, receiver: Card | None, latency_ns: int | Callable[[], int]
+        self,
+        kernel: Kernel,
+        sender: NetworkInterface | None,
+        receiver: NetworkInterface | None,
+        latency_ns: int | Callable[[], int],
     ) -> None:
         self._kernel = kernel
         self._sender = sender.outward if sender is not None else None
         self._receiver = receiver.inward if receiver is not None else None
         self._latency_ns = latency_ns if callable(latency_ns) else lambda: latency_ns
-        free = self._sender is None and self._receiver is None
-        self._steady_ns = (
-            None if callable(latency_ns) or not free else latency_ns
-        )  # nothing can overtake then
-        self._last_ns = (
-            0  # when the last message that is on its way will have arrived, or the first byte of it
-        )
-        self._waiting: list[_Transfer] = []  # those with a payload that have not arrived, in order
+        unlimited = self._sender is None and self._receiver is None
+        # The constant time that each message takes, if there is one. Then no message can overtake another.
+        self._steady_ns = None if callable(latency_ns) or not unlimited else latency_ns
+        # Time at which the first byte of the last message arrives.
+        self._last_ns = 0
+        # Transfers that have not arrived yet, in order.
+        self._waiting: list[_Transfer] = []
 
     def send(self, size_bytes: int, arrive: Callable[..., None], *arguments: object) -> None:
-        """Send so many bytes; when all are there, have something happen."""
+        """Send a message of `size_bytes` bytes, and call `arrive(*arguments)` when all of it has arrived."""
         kernel = self._kernel
         if self._steady_ns is not None:
             kernel.after(self._steady_ns, arrive, *arguments)
@@ -139,17 +151,18 @@ class Connection:
         kernel.at(first_ns, self._enter, transfer, size_bytes)
 
     def _left(self, transfer: _Transfer, latency_ns: int) -> None:
-        """The last byte has left; the latency later it is there."""
+        """Handle that the last byte has left the sender: it arrives after the latency."""
         self._kernel.after(latency_ns, self._passed, transfer)
 
     def _enter(self, transfer: _Transfer, size_bytes: int) -> None:
+        """Handle that the first byte has arrived at the receiver."""
         if size_bytes and self._receiver is not None:
             self._receiver.use(size_bytes, self._passed, transfer)
         else:
             self._passed(transfer)
 
     def _passed(self, transfer: _Transfer) -> None:
-        """One end has passed it."""
+        """Handle that one end has transferred all bytes, and deliver all messages that are complete, in order."""
         transfer.parts -= 1
         while self._waiting and not self._waiting[0].parts:
             first = self._waiting.pop(0)
@@ -157,9 +170,11 @@ class Connection:
 
 
 class _Transfer:
+    """A message that is being transferred."""
+
     __slots__ = ("arguments", "arrive", "parts")
 
     def __init__(self, arrive: Callable[..., None], arguments: tuple[object, ...]) -> None:
         self.arrive = arrive
         self.arguments = arguments
-        self.parts = 1  # ends that have yet to pass it
+        self.parts = 1  # number of ends that have not transferred all bytes yet

@@ -1,9 +1,10 @@
-"""A cluster out of what a live run recorded: how long each worker computed, and how long its messages took.
+"""Derivation of a cluster from the records of a live run: the compute times of each worker and the message times.
 
-What a worker computed is in its own records. How long a message took is the difference of two clocks' readings, which
-on one machine are one clock: of a push, from its beginning to the shard's event; of an answer, from the last shard's
-event to the arrival of the weights. So what the servers do for a push, applying it above all, is counted as part of
-the way back.
+The compute times are in the records of the workers. The time that a message took is the difference between two clock
+readings, which are comparable because all processes of a machine use the same clock. For a push, it is the time from
+the beginning of the push until the event at the shard. For an answer, it is the time from the event at the last shard
+until the weights arrived. So the time that a server needs for a push, mainly to apply it, counts as part of the
+answer.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ Key = tuple[int, int]
 
 
 def read_cluster_of_run(run_dir: Path) -> Cluster:
-    """The cluster that a run in a directory has shown.
+    """Return the cluster on which the run in a directory was recorded.
 
     Raises:
-        ConfigurationError: there is no finished run.
+        ConfigurationError: the directory does not contain a run, or no worker has finished an iteration.
     """
     shards = [trace for trace in read_run(run_dir) if trace.header.host == "shard"]
     if not shards:
         raise ConfigurationError(
-            f"{run_dir} holds no run: no trace-shard-*.jsonl is there. Give the directory that paceline run names "
-            "at its end."
+            f"{run_dir} does not contain a run: there is no file trace-shard-*.jsonl. Give the directory that "
+            "paceline run prints at its end."
         )
     return cluster_of(read_records(run_dir), shards, run_dir.name)
 
@@ -44,19 +45,19 @@ def read_cluster_of_run(run_dir: Path) -> Cluster:
 def cluster_of(
     records: Sequence[Sequence[IterationRecord]], shards: Sequence[Trace], name: str = ""
 ) -> Cluster:
-    """The cluster that a run has shown. A worker that finished no iteration, having been lost, is left out.
+    """Return the cluster on which a run was recorded. Workers that were lost in their first iteration are omitted.
 
     Args:
-        records: each worker's iterations.
-        shards: each shard's trace.
-        name: of the cluster.
+        records: the iterations of each worker.
+        shards: the trace of each shard.
+        name: name of the cluster.
 
     Raises:
-        ConfigurationError: no worker has finished any iteration.
+        ConfigurationError: no worker has finished an iteration.
     """
-    known = [(worker, its) for worker, its in enumerate(records) if its]
+    known = [(worker, iterations) for worker, iterations in enumerate(records) if iterations]
     if not known:
-        raise ConfigurationError("no worker finished an iteration, so how fast they are cannot be told.")
+        raise ConfigurationError("no worker finished an iteration, so the speed of the workers is unknown.")
     arrived: dict[Key, list[float]] = {}
     released: dict[Key, float] = {}
     for trace in shards:
@@ -69,23 +70,23 @@ def cluster_of(
                     key = action.worker, action.iteration
                     released[key] = max(released.get(key, 0.0), entry.event.now_s)
     links = {}
-    for index, (worker, its) in enumerate(known):
-        there = [
+    for index, (worker, iterations) in enumerate(known):
+        to_server_s = [
             max(0.0, at_s - record.pushed_s)
-            for record in its
+            for record in iterations
             for at_s in arrived.get((worker, record.iteration), [])
         ]
-        back = [
+        from_server_s = [
             max(0.0, record.answered_s - released[worker, record.iteration])
-            for record in its
+            for record in iterations
             if (worker, record.iteration) in released
         ]
         links[index] = Link(
-            to_server_s=Recorded(seconds=tuple(there or [0.0])),
-            from_server_s=Recorded(seconds=tuple(back or [0.0])),
+            to_server_s=Recorded(seconds=tuple(to_server_s or [0.0])),
+            from_server_s=Recorded(seconds=tuple(from_server_s or [0.0])),
         )
     return Cluster(
-        compute_s=[Recorded(seconds=tuple(map(_computed_s, its))) for _, its in known],
+        compute_s=[Recorded(seconds=tuple(map(_computed_s, iterations))) for _, iterations in known],
         servers=len(shards),
         links=links,
         name=name,
@@ -93,6 +94,6 @@ def cluster_of(
 
 
 def _computed_s(record: IterationRecord) -> float:
-    """How long the gradient of an iteration took; of one that was started anew, the second time."""
+    """Return the compute time of an iteration. If it was restarted, only the second computation counts."""
     begun_s = record.begun_s if record.restarted_s is None else record.restarted_s
     return max(0.0, record.pushed_s - begun_s)

@@ -1,4 +1,4 @@
-"""What a simulated run came to, and how it is kept: in the form that a live run leaves behind."""
+"""The result of a simulated run, which can be saved in the same form as that of a live run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ __all__ = ["Loss", "SimResult"]
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """What a worker's closure returned for one iteration, and when the push of it began."""
+    """The loss of one iteration of a worker.
+
+    Attributes:
+        time_s: virtual time at which the push of the iteration began.
+        worker: index of the worker.
+        iteration: number of the iteration, from 0.
+        loss: the loss that the worker's closure returned.
+    """
 
     time_s: float
     worker: int
@@ -31,28 +38,30 @@ class Loss(msgspec.Struct, frozen=True):
 
 
 class SimResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulated run came to.
+    """The result of a simulated run.
 
     Attributes:
         sync: the sync model, or the schedule.
-        seed: of the run.
-        servers: how many.
-        finished_s: for each worker, the virtual time at which it had finished its last iteration.
-        measures: the figures that a live run's `summary` has, too.
-        staleness: updates applied between a push's pull and its application -> how many pushes, per shard, missed so
-            many.
-        bytes_by_kind: what was sent: "push", "pull", "pull again" (after a restart), "control" (small messages).
-        events: how many things happened.
-        computed_s: of all workers together, what they computed, without what was dropped.
-        wasted_s: likewise, what they computed in vain, with the pulls after it.
-        shards: how many.
-        faults: what went wrong without ending the run, in words, in order: conditions that failed, and what their
-            shards went on with.
+        seed: random seed of the run.
+        servers: number of servers.
+        shards: number of shards.
+        finished_s: for each worker, the virtual time at which it finished its last iteration.
+        measures: the statistics that the `summary` of a live run contains, too.
+        staleness: mapping from a number of updates, applied between a worker's pull and the application of its push,
+            to the number of pushes, counted per shard, that had this staleness.
+        bytes_by_kind: number of bytes sent for each kind of message: "push", "pull", "pull again" (after a restart)
+            and "control" (small messages).
+        events: number of simulated events.
+        computed_s: total compute time of all workers, without aborted computations.
+        wasted_s: total time of all workers that was spent on aborted computations and the pulls after them.
+        faults: messages about problems that did not end the run, in order: which conditions failed, and with which
+            model their shards continued.
         recording: traces and records, if they were kept in memory.
-        run_dir: where they were written while the run went on, if they were.
-        state_dict: with a training function, the final weights and buffers under the model's own names.
-        history: likewise, the losses in order of time.
-        snapshots: likewise, (virtual time, weights), if they were asked for.
+        run_dir: directory to which traces and records were written during the run, if they were.
+        state_dict: final weights and buffers under the names that the model gives them, if there was a training
+            function.
+        history: losses in the order of time, if there was a training function.
+        snapshots: pairs (virtual time, weights), if there was a training function and snapshots were requested.
     """
 
     sync: str
@@ -75,10 +84,10 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trace(self) -> list[Trace]:
-        """Each shard's trace, then the coordinator's. If they were written to `run_dir`, they are read from there.
+        """The traces of all shards, followed by that of the coordinator. They are read from `run_dir` if necessary.
 
         Raises:
-            UsageError: they were neither kept nor written.
+            UsageError: no traces were recorded.
         """
         if self.recording is not None:
             return self.recording.trace
@@ -86,55 +95,59 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def records(self) -> list[list[IterationRecord]]:
-        """Each worker's iterations, as in a live run's `worker-<index>.jsonl`. See `trace`."""
+        """The iterations of each worker, as in the files `worker-<index>.jsonl` of a live run. See `trace`."""
         if self.recording is not None:
             return self.recording.records
         return read_records(self._written())
 
     def _written(self) -> Path:
+        """Return the directory with the traces and records. Raise `UsageError` if there is none."""
         if self.run_dir is None:
             raise UsageError(
-                "this simulation has recorded nothing. Simulate with record=True to keep traces and records in "
-                "memory, or with run_dir=... to have them written while it goes on."
+                "this simulation has recorded no traces. Call simulate() with record=True to keep traces and records "
+                "in memory, or with run_dir=... to write them to files."
             )
         return self.run_dir
 
     @property
     def time_s(self) -> float:
-        """Virtual time at which the last worker had finished its iterations."""
+        """The virtual time at which the last worker finished its iterations."""
         return max(self.finished_s)
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of shard 0."""
+        """The number of optimizer steps of shard 0."""
         return self.measures.updates
 
     @property
     def waiting_share(self) -> float:
-        """Of all workers' time together, the share that they waited, from 0 to 1."""
+        """The share of the total time of all workers that they waited, from 0 to 1."""
         return self.measures.waiting_share
 
     @property
     def delayed_pulls(self) -> int:
-        """Pulls, per (worker, shard), that were not answered on arrival."""
+        """The number of pulls, counted per (worker, shard), that were not answered on arrival."""
         return self.measures.delayed_pulls
 
     @property
     def restarts(self) -> int:
-        """Computations that were dropped and started anew."""
+        """The number of computations that were aborted and restarted."""
         return self.measures.restarts
 
     @property
     def bytes_sent(self) -> int:
-        """All that was sent."""
+        """The total number of bytes sent."""
         return sum(self.bytes_by_kind.values())
 
     def save(self, run_dir: str | Path) -> Path:
-        """Write traces, records and summary, as a live run does: `paceline advise` and the reports read them.
+        """Write traces, records and summary in the form of a live run, for `paceline advise` and the reports.
+
+        Returns:
+            The path of the directory.
 
         Raises:
-            ConfigurationError: the directory cannot be written, or holds a run already.
-            UsageError: the run was simulated without `record=True` or `run_dir=...`.
+            ConfigurationError: the directory cannot be written, or it already contains a run.
+            UsageError: the run was simulated without `record=True` and `run_dir=...`.
         """
         traces, records = self.trace, self.records
         folder = RunFolder(run_dir, len(records))
@@ -151,7 +164,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The figures of the run in plain types, under the names that a live run's have."""
+        """The statistics of the run as plain types, under the same names as in the summary of a live run."""
         return {
             "sync": self.sync,
             "workers": len(self.measures.iterations),

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.shard import BareShard
+from ..core.layout import Layout
+from ..core.model_spec import ModelSpec, OptimizerSpec
 from ..errors import ConfigurationError, unknown_name
 from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
 from ..sync import SyncModel
 from ..sync.schedule import Schedule, read_schedule
 from ..trace.records import IterationRecord
 from .cluster import Cluster, require_whole
-from .job import Job
+from .job import Job, NullStore
 from .kernel import SECOND_NS, nanoseconds
 from .recording import Recorders, TakeRecord
 from .result import Loss, SimResult
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from ..runtime.reader import WeightsSnapshot
 
 __all__ = ["simulate"]
+
+NOTHING_TRAINED = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
 
 
 def simulate(
@@ -86,7 +89,7 @@ def simulate(
         cluster, sync, iterations, seed, until_s, shards, shard_bytes, slicing, overlap, on_nan
     )
     _require_apart(cluster, train_fn, shard_bytes, snapshot_every_s, on_snapshot)
-    first = [worker for worker in range(cluster.workers) if not _joins_late(cluster, worker)]
+    first = [worker for worker in range(cluster.workers) if not cluster.joins_late(worker)]
     history: list[Loss] = []
     snapshots: list[tuple[float, WeightsSnapshot]] = []
     final: WeightsSnapshot | None = None
@@ -94,12 +97,20 @@ def simulate(
     with recorders:
         if train_fn is None:
             recorders.begin()
-            bare = [BareShard(schedule.at_shard(k), seed, k, recorders.shards[k]) for k in range(count)]
             sizes = shard_bytes or [
                 cluster.size_bytes * (k + 1) // count - cluster.size_bytes * k // count for k in range(count)
             ]
-            job = Job(cluster, schedule, bare, sizes, seed, overlap=overlap == "shards", recorders=recorders)
-            job.run(_Clockwork(job, math.inf if iterations is None else iterations), until_s)
+            job = Job(
+                cluster,
+                schedule,
+                [NullStore()] * count,
+                sizes,
+                seed,
+                overlap=overlap == "shards",
+                recorders=recorders,
+            )
+            clockwork = _Clockwork(job, math.inf if iterations is None else iterations)
+            job.run(clockwork, lambda worker: NOTHING_TRAINED, until_s)
         else:
             from .training import Training, computed_by
 
@@ -116,19 +127,26 @@ def simulate(
             )
             with training:
                 recorders.begin(computed_by())
-                real = training.make_shards(first, recorders.shards)
-                sizes = [shard.bounds.size_bytes for shard in real]
+                stores = training.make_stores(first)
+                sizes = [store.bounds.size_bytes for store in stores]
                 if cluster.size_bytes:
                     sizes = [cluster.size_bytes * size // max(1, sum(sizes)) for size in sizes]
                 job = Job(
-                    cluster, schedule, real, sizes, seed, overlap=overlap == "shards", recorders=recorders
+                    cluster,
+                    schedule,
+                    stores,
+                    sizes,
+                    seed,
+                    overlap=overlap == "shards",
+                    recorders=recorders,
+                    slicing=slicing,
                 )
                 training.job = job
                 if snapshot_every_s is not None:
                     _take_snapshots(
                         job, training.snapshot, snapshot_every_s, on_snapshot or _keeper(snapshots)
                     )
-                job.run(training, until_s)
+                job.run(training, training.model_of, until_s)
                 final = training.snapshot()
     result = SimResult(
         sync=str(schedule),
@@ -159,19 +177,18 @@ class _Clockwork:
     def __init__(self, job: Job, iterations: float) -> None:
         self._job = job
         self._iterations = iterations
-        self._nothing = [None] * len(job.shards)
 
     def joined(self, worker: int) -> None:
         self.answered(worker)
 
     def answered(self, worker: int) -> None:
-        if self._job.workers[worker].sync.iteration < self._iterations:
+        if self._job.workers[worker].core.iteration < self._iterations:
             self._job.compute(worker)
         else:
             self._job.finish(worker)
 
     def computed(self, worker: int) -> None:
-        self._job.push(worker, self._nothing)
+        self._job.push(worker)
 
     def aborted(self, worker: int) -> None:
         self._job.pull_again(worker)
@@ -223,11 +240,6 @@ def _take_snapshots(
     job.kernel.at(0, tick)
 
 
-def _joins_late(cluster: Cluster, worker: int) -> bool:
-    presence = cluster.presence.get(worker)
-    return presence is not None and presence.joins_at_s > 0
-
-
 def _require_apart(
     cluster: Cluster,
     train_fn: object,
@@ -254,7 +266,7 @@ def _require_apart(
         raise ConfigurationError(
             f"snapshot_every_s is {snapshot_every_s:g}, expected a number of seconds >= 1e-9."
         )
-    if all(_joins_late(cluster, worker) for worker in range(cluster.workers)):
+    if all(cluster.joins_late(worker) for worker in range(cluster.workers)):
         raise ConfigurationError(
             "every worker joins late: with train_fn, one must be there at the beginning, to give the first weights."
         )

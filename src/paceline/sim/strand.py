@@ -1,7 +1,8 @@
-"""A blocking function that runs a stretch at a time, on a thread of its own.
+"""A blocking function that runs on its own thread and can be paused and resumed.
 
-Threads and not coroutines, because the function is the user's own, and because torch keeps what it is about (grad
-mode, autocast) for each thread apart. Of all threads exactly one runs: who resumes a strand waits until it pauses.
+Threads are used instead of coroutines, because the function is written by the user, and because torch stores its
+modes (such as grad mode and autocast) per thread. Only one of the threads runs at any time: the thread that resumes a
+strand waits until the strand pauses.
 """
 
 from __future__ import annotations
@@ -14,43 +15,44 @@ from ..errors import UsageError
 
 __all__ = ["Strand"]
 
-PATIENCE = 100  # pauses of a function that is to end
-LOOK_S = 0.02  # between two looks at whether it has
+PATIENCE = 100  # maximum number of times that a function may pause although it was asked to end
+CHECK_INTERVAL_S = 0.02  # time between two checks of whether it has ended
 
 
 class _Ended(BaseException):
-    """Ends a strand from within. Not an `Exception`, so that the function's own handlers let it through."""
+    """Raised in a strand to end it. It is not an `Exception`, so that the function's handlers do not catch it."""
 
 
 class Strand:
-    """A function on its way.
+    """A function that runs on its own thread.
 
     Args:
-        function: what runs.
-        name: of its thread.
+        function: the function to run.
+        name: name of the thread.
 
     Attributes:
-        ended: is it over.
-        error: what it raised, if it did.
+        ended: True if the function has ended.
+        error: the exception that the function raised; None if it raised none.
     """
 
     def __init__(self, function: Callable[[], object], name: str) -> None:
         self.ended = False
         self.error: BaseException | None = None
-        # Bare locks, which one side acquires and the other releases: a semaphore is several, and Python code.
+        # Each lock is acquired by one thread and released by the other one. Semaphores would be slower: each consists
+        # of several locks, and they are implemented in Python.
         self._go, self._back = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._back.acquire()
         self._message: Any = None
         self._ending = False
-        self._refusals = 0  # to be over
+        self._refusals = 0  # number of times that the function was asked to end and did not
         self._thread = threading.Thread(target=self._run, args=(function,), name=name, daemon=True)
         self._thread.start()
 
     def resume(self, message: Any = None) -> None:
-        """Let it run until it pauses or is over. `pause` returns the message.
+        """Let the function run until it pauses or ends. `message` is returned by `pause` in the function.
 
-        Ctrl-C may interrupt this anywhere; what then works is `end`.
+        Ctrl-C may interrupt this method at any point. Afterwards only `end` may be called.
         """
         self._message = message
         self._go.release()
@@ -59,34 +61,36 @@ class Strand:
             self._thread.join()
 
     def pause(self) -> Any:
-        """Called by the function: give the turn back until it is resumed."""
+        """Pause until the strand is resumed, and return the message. To be called by the function."""
         if not self._ending:
             self._back.release()
             self._go.acquire()
         if self._ending:
             self._refusals += 1
+            # Block for the rest of the process.
             if self._refusals > PATIENCE:
-                threading.Event().wait()  # for ever: its thread ends with the process
+                threading.Event().wait()
             raise _Ended
         return self._message
 
     def end(self) -> None:
-        """Have it be over, whatever it is about: an exception is raised where it has paused, or pauses next.
+        """End the function: an exception is raised in it at its current or next pause.
 
-        Whose turn it is need not be known, and after Ctrl-C it is not: one turn too many does no harm here.
+        This works no matter which thread is running, which is unknown after Ctrl-C: resuming the strand once too
+        often does no harm here.
 
         Raises:
-            UsageError: the function does not let itself be ended.
+            UsageError: the function does not end.
         """
         self._ending = True
         while not self.ended and self._refusals <= PATIENCE:
             if self._go.locked():
                 self._go.release()
-            self._thread.join(LOOK_S)
+            self._thread.join(CHECK_INTERVAL_S)
         if not self.ended:
             raise UsageError(
-                f"{self._thread.name} cannot be ended: its function catches BaseException and goes on. Let those "
-                "through that are no Exception."
+                f"{self._thread.name} cannot be ended, because its function catches BaseException and continues. "
+                "Catch only Exception."
             )
         self._thread.join()
 
@@ -99,7 +103,8 @@ class Strand:
             pass
         except SystemExit as end:
             self.error = end if end.code not in (None, 0) else None
-        except BaseException as error:  # the function's own: whoever resumed the strand deals with it
+        except BaseException as error:
+            # Exceptions of the function are handled by the caller of `resume`.
             self.error = error
         finally:
             self.ended = True

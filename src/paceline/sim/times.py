@@ -1,8 +1,9 @@
-"""How long things take in virtual time: constant, random, drifting, now and then slow, or as they were recorded.
+"""Distributions of durations in virtual time: constant, random, drifting, temporarily slow, or recorded.
 
-A time is a function of (seed, who, which): it is keyed, not drawn one after another. So the same worker needs the
-same time for its tenth iteration under every sync model, which makes runs comparable with few seeds, and a run is the
-same on any machine: only + - * / and the square root are used on the way (`arithmetic`).
+A duration is a function of (seed, worker, number of the iteration) instead of the next value of a random sequence. So
+the same worker needs the same time for its tenth iteration under every sync model, which makes runs comparable with
+few seeds. The durations are the same on any machine, because they are computed with only + - * / and the square root
+(see `arithmetic`).
 """
 
 from __future__ import annotations
@@ -30,24 +31,30 @@ __all__ = [
 ]
 
 Sample = Callable[[int, float], float]
-"""(which one, counted from 0; when it begins, in seconds) -> how long it takes, in seconds."""
+"""A function that returns a duration in seconds.
+
+Its arguments are the number of the occurrence, from 0, and the virtual time in seconds at which it begins.
+"""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
-    """How long something takes, in seconds. A value."""
+    """Base class of the distributions of durations."""
 
     def sampler(self, *key: int) -> Sample:
-        """The times of whoever has this key: (seed, who)."""
-        raise TypeError(f"{type(self).__name__} does not say how long anything takes")
+        """Return the function that computes the durations for a key, such as (seed, worker)."""
+        raise TypeError(f"{type(self).__name__} does not implement sampler")
 
     @property
     def typical_s(self) -> float:
-        """A time in the middle, for words and pictures."""
-        raise TypeError(f"{type(self).__name__} does not say how long anything takes")
+        """A typical duration in seconds, for use in texts and pictures."""
+        raise TypeError(f"{type(self).__name__} does not implement typical_s")
 
 
 class Constant(Spec, frozen=True, kw_only=True, tag="constant"):
-    """Always the same.
+    """A constant duration.
+
+    Attributes:
+        seconds: the duration.
 
     >>> Constant(seconds=2.0).sampler(0)(7, 0.0)
     2.0
@@ -67,7 +74,12 @@ class Constant(Spec, frozen=True, kw_only=True, tag="constant"):
 
 
 class Uniform(Spec, frozen=True, kw_only=True, tag="uniform"):
-    """Anything between two times alike."""
+    """A uniform distribution.
+
+    Attributes:
+        low: shortest duration, in seconds.
+        high: longest duration, in seconds.
+    """
 
     low: float
     high: float
@@ -77,7 +89,7 @@ class Uniform(Spec, frozen=True, kw_only=True, tag="uniform"):
         _require_time("high", self.high)
         if self.low > self.high:
             raise ConfigurationError(
-                f"uniform: low is {self.low:g} and high {self.high:g}, expected low <= high."
+                f"uniform: low is {self.low:g} and high is {self.high:g}, expected low <= high."
             )
 
     def sampler(self, *key: int) -> Sample:
@@ -90,11 +102,11 @@ class Uniform(Spec, frozen=True, kw_only=True, tag="uniform"):
 
 
 class LogNormal(Spec, frozen=True, kw_only=True, tag="log-normal"):
-    """The logarithm is normal: mostly about the median, at times much longer.
+    """A log-normal distribution: most durations are close to the median, and some are much longer.
 
     Attributes:
-        median: in seconds.
-        sigma: standard deviation of the logarithm: 0.1 for a little jitter, 1 for wild.
+        median: median, in seconds.
+        sigma: standard deviation of the logarithm: 0.1 means little jitter, 1 means very much.
     """
 
     median: float
@@ -114,11 +126,12 @@ class LogNormal(Spec, frozen=True, kw_only=True, tag="log-normal"):
 
 
 class Pareto(Spec, frozen=True, kw_only=True, tag="pareto"):
-    """Heavy-tailed: no time is too long to happen some day.
+    """A Pareto distribution, which has a heavy tail: very long durations occur now and then.
 
     Attributes:
-        least: in seconds.
-        alpha: the chance of x times the least is x^-alpha; with 1 or less there is no mean.
+        least: shortest duration, in seconds.
+        alpha: exponent of the tail: the probability of more than x times the shortest duration is x^-alpha. If it is
+            1 or less, the distribution has no mean.
     """
 
     least: float
@@ -141,13 +154,17 @@ class Pareto(Spec, frozen=True, kw_only=True, tag="pareto"):
 
 
 class Recorded(Spec, frozen=True, kw_only=True, tag="recorded"):
-    """As they were, in order; after the last one from the first again."""
+    """Recorded durations, which are repeated in order.
+
+    Attributes:
+        seconds: the recorded durations.
+    """
 
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
         if not self.seconds:
-            raise ConfigurationError("recorded: there are no times, expected one at least.")
+            raise ConfigurationError("recorded: seconds is empty, expected at least one time.")
         for value in self.seconds:
             _require_time("a recorded time", value)
 
@@ -160,12 +177,12 @@ class Recorded(Spec, frozen=True, kw_only=True, tag="recorded"):
 
 
 class Drifting(Spec, frozen=True, kw_only=True, tag="drifting"):
-    """Changes steadily with the time of day.
+    """A distribution whose durations change linearly with virtual time.
 
     Attributes:
-        base: at the beginning.
-        factor: what it has become the multiple of, at the end of the drift and from then on.
-        over: seconds that the drift takes.
+        base: distribution at the beginning.
+        factor: factor by which the durations have changed at the end of the drift and from then on.
+        over: length of the drift, in seconds.
     """
 
     base: Times
@@ -188,15 +205,15 @@ class Drifting(Spec, frozen=True, kw_only=True, tag="drifting"):
 
 
 class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
-    """Slow for a while, once in every period, at a time that chance decides.
+    """A distribution with one slow phase in every period, which begins at a random time of the period.
 
-    What begins during the slow spell is slow to its end.
+    If an iteration or a message begins in a slow phase, its whole duration is longer.
 
     Attributes:
-        base: otherwise.
-        factor: how many times longer it takes then.
-        lasting: seconds that a slow spell lasts.
-        every: seconds of the period.
+        base: distribution outside of the slow phases.
+        factor: factor by which the durations are longer in the slow phases.
+        lasting: length of a slow phase, in seconds.
+        every: length of the period, in seconds.
     """
 
     base: Times
@@ -208,17 +225,17 @@ class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
         _require_factor("factor", self.factor, 1.0)
         if not 0 < self.lasting <= self.every < math.inf:
             raise ConfigurationError(
-                f"occasional: lasting is {self.lasting:g} s and every {self.every:g}, expected 0 < lasting <= every."
+                f"occasional: lasting is {self.lasting:g} and every is {self.every:g}, expected 0 < lasting <= every."
             )
 
     def sampler(self, *key: int) -> Sample:
         base = times_of(self.base).sampler(*key)
-        room, draw = self.every - self.lasting, uniforms(*key, SPELLS)
+        room, draw = self.every - self.lasting, uniforms(*key, SLOW_PHASES)
 
         def sample(which: int, now_s: float) -> float:
             period = int(now_s // self.every)
-            into = now_s - period * self.every - room * draw(period)
-            return base(which, now_s) * (self.factor if 0.0 <= into < self.lasting else 1.0)
+            elapsed_s = now_s - period * self.every - room * draw(period)  # since the slow phase began
+            return base(which, now_s) * (self.factor if 0.0 <= elapsed_s < self.lasting else 1.0)
 
         return sample
 
@@ -228,19 +245,23 @@ class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
 
 
 Distribution = Constant | Uniform | LogNormal | Pareto | Recorded | Drifting | Occasional
-"""A description of how long something takes."""
+"""A distribution of durations."""
 
 Times = float | Distribution
-"""A number of seconds, or a description."""
+"""A constant number of seconds, or a distribution of durations."""
 
-SPELLS = 1 << 32  # no iteration has this number: the draws of slow spells are others than those of times
+# Part of the key for the random times of the slow phases. No iteration has this number, so these random numbers
+# differ from those of the durations.
+SLOW_PHASES = 1 << 32
 
 
 def times_of(times: Times | Sequence[float]) -> Distribution:
-    """What users give, as a description: a number is constant, a list is recorded.
+    """Return the distribution for a user's specification of times.
+
+    A number is a constant duration, and a list contains recorded durations.
 
     Raises:
-        ConfigurationError: it is neither, or a time is negative.
+        ConfigurationError: the specification is not valid, or a time is negative.
     """
     if isinstance(times, Distribution):
         return times
@@ -251,7 +272,7 @@ def times_of(times: Times | Sequence[float]) -> Distribution:
     if isinstance(times, Sequence) and not isinstance(times, str):
         return Recorded(seconds=tuple(float(value) for value in times))
     raise ConfigurationError(
-        f"a time is {times!r}, expected a number of seconds, a list of recorded ones, or a distribution such as "
+        f"a time is {times!r}, expected a number of seconds, a list of recorded times, or a distribution such as "
         "paceline.sim.Uniform(low=1.0, high=2.0)."
     )
 

@@ -14,29 +14,26 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
 import torch
 
 from ..core.layout import ShardSlice
-from ..core.model_spec import HyperParameters, ModelSpec
-from ..core.worker import Request, WorkerSync
+from ..core.model_spec import ModelSpec, first_difference
+from ..core.worker import Worker
 from ..errors import RunFailedError, first_line
 from ..frontend.generators import GeneratorStates
 from ..frontend.session import install
-from ..runtime.coordinator import SLICE, first_difference
 from ..runtime.reader import WeightsSnapshot, named_weights
-from ..shard.buffers import pool, torch_dtype
-from ..shard.store import Push, Shard, Vectors
+from ..shard.groups import GroupsReader
+from ..shard.slots import BufferSlots
+from ..shard.store import Push, Store, Vectors
+from ..shard.vectors import torch_dtype
 from ..sync import AnySyncModel, SyncModel
 from ..sync.draws import uniform
 from ..sync.schedule import Schedule, read_schedule
-from ..trace.recording import EntryRecorder
 from .job import Job
 from .strand import Strand
 
 __all__ = ["Training", "computed_by"]
-
-_groups_decoder = msgspec.msgpack.Decoder(tuple[HyperParameters, ...])
 
 GENERATORS = 1 << 16  # what the seeds of the workers' generators are drawn for
 
@@ -57,7 +54,7 @@ class Training:
     Attributes:
         job: the job, from `attach` on.
         model: what is trained, from `register` on.
-        shards: the real ones, from `make_shards` on.
+        stores: the stores of the shards, from `make_stores` on.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class Training:
         self.overlap = overlap
         self.seed = seed
         self.skips_nan = skips_nan
-        self.shards: list[Shard] = []
+        self.stores: list[Store] = []
         self.model: ModelSpec
         self.slices: tuple[ShardSlice, ...] = ()
         self.job: Job
@@ -86,8 +83,7 @@ class Training:
         self._count = shards
         self._sessions: dict[int, VirtualSession] = {}
         self._lives = [0] * workers
-        self._slots: dict[int, dict[str, torch.Tensor]] = {}  # each worker's buffers
-        self._first_buffers: dict[str, torch.Tensor] = {}
+        self._slots: BufferSlots  # from `make_stores` on
         self._publisher = -1
         self._running: VirtualSession | None = None  # whose generators are in place
         self._outside: GeneratorStates | None = None
@@ -106,7 +102,7 @@ class Training:
         # counts objects and knows nothing of their size.
         self._sessions.clear()
         self._running = None
-        self.shards.clear()
+        self.stores.clear()
         torch.set_num_threads(self._threads)
         if self._outside is not None:
             self._outside.give_back()
@@ -114,13 +110,12 @@ class Training:
 
     # -- the beginning ------------------------------------------------------------------------------------
 
-    def make_shards(self, first: Sequence[int], recorders: Sequence[EntryRecorder]) -> list[Shard]:
-        """Have the workers that are there from the beginning say what they train; make its shards.
+    def make_stores(self, first: Sequence[int]) -> list[Store]:
+        """Have the workers that are there from the beginning say what they train; make the stores of the shards.
 
         Raises:
             RunFailedError: a function failed, or trains nothing.
         """
-        self._recorders = recorders
         for worker in first:
             self._start(worker)
         registered = [worker for worker in first if self._sessions[worker].model is not None]
@@ -129,32 +124,29 @@ class Training:
                 "the run",
                 "no worker ever called step() on a paceline.DistributedOptimizer, so nothing was trained",
             )
-        self._publisher = registered[0]
-        model = self._sessions[self._publisher].model
+        publisher = registered[0]
+        model = self._sessions[publisher].model
         assert model is not None
         self.model = model
-        self.slices = SLICE[self._slicing](model.layout, self._count)
-        self._resume(self._sessions[self._publisher])  # it publishes, and pauses again
-        return self.shards
+        self.slices = model.layout.sliced(self._count, self._slicing)
+        self._publisher = publisher
+        self._resume(self._sessions[publisher])  # it publishes, and pauses again
+        return self.stores
 
-    def start_shards(
+    def start_stores(
         self, vectors: Vectors, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]
     ) -> None:
         """The publisher's first weights are here."""
-        self._first_buffers = {
-            spec.name: tensor.clone() for spec, tensor in zip(self.model.buffers, buffers, strict=True)
-        }
-        for bounds, recorder in zip(self.slices, self._recorders, strict=True):
-            shard = Shard(
-                bounds,
-                {dtype: vectors[dtype][start:stop].clone() for dtype, (start, stop) in bounds.bounds.items()},
-                self.model.optimizer,
-                self.schedule.at_shard(bounds.index),
-                self.seed,
-                recorder,
-            )
-            shard.load_optimizer_state(state_of(bounds))
-            self.shards.append(shard)
+        self._slots = BufferSlots(self.model.buffers, [tensor.clone() for tensor in buffers])
+        for bounds in self.slices:
+            weights = {d: vectors[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
+            store = Store(bounds, weights, self.model.optimizer)
+            store.load_optimizer_state(state_of(bounds))
+            self.stores.append(store)
+
+    def model_of(self, worker: int) -> ModelSpec:
+        """Return what a worker trains that is there from the beginning."""
+        return self._sessions[worker].model or self.model
 
     # -- the driver ---------------------------------------------------------------------------------------
 
@@ -172,7 +164,7 @@ class Training:
             raise RunFailedError(f"worker {worker}", f"its model differs from {publisher}'s: {difference}")
         if worker != self._publisher or not session.weights:
             session.allocate(self.model)
-        for shard in range(len(self.shards)):
+        for shard in range(len(self.stores)):
             self.sent(worker, shard)
         self._resume(session)
 
@@ -193,7 +185,7 @@ class Training:
         session = self._sessions.get(worker)
         if session is not None and session.weights:
             for dtype, (start, stop) in self.slices[shard].bounds.items():
-                session.weights[dtype][start:stop] = self.shards[shard].weights[dtype]
+                session.weights[dtype][start:stop] = self.stores[shard].weights[dtype]
 
     def lost(self, worker: int) -> None:
         session = self._sessions.pop(worker)
@@ -204,9 +196,7 @@ class Training:
 
     def keep_buffers(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
         """Some of a worker's buffers have come with its commit."""
-        slot = self._slots.setdefault(worker, dict(self._first_buffers))
-        for index, tensor in buffers.items():
-            slot[self.model.buffers[index].name] = tensor.clone()
+        self._slots.put(worker, {index: tensor.clone() for index, tensor in buffers.items()})
 
     def snapshot(self) -> WeightsSnapshot:
         """The model as it is at the shards."""
@@ -214,15 +204,13 @@ class Training:
             dtype: torch.empty(size, dtype=torch_dtype(dtype))
             for dtype, size in self.model.layout.sizes.items()
         }
-        for shard, bounds in zip(self.shards, self.slices, strict=True):
-            for dtype, (start, stop) in bounds.bounds.items():
-                vectors[dtype][start:stop] = shard.weights[dtype]
+        for store in self.stores:
+            for dtype, (start, stop) in store.bounds.bounds.items():
+                vectors[dtype][start:stop] = store.weights[dtype]
         state = named_weights(self.model.layout, vectors)
-        pooled = self._first_buffers
-        if self._slots:
-            pooled = pooled | pool([self._slots[worker] for worker in sorted(self._slots)])
-        state |= {name: tensor.clone() for name, tensor in pooled.items()}
-        return WeightsSnapshot(state, tuple(shard.version for shard in self.shards))
+        state |= {name: tensor.clone() for name, tensor in self._slots.pooled().items()}
+        versions = self.job.versions
+        return WeightsSnapshot(state, versions)
 
     # -- threads ------------------------------------------------------------------------------------------
 
@@ -293,11 +281,11 @@ class VirtualSession:
         self._passed = False  # is the time of this computation over
         self._held_back = False  # it is computed, and not committed yet
         self.commit_waits: Callable[[], None] | None = None  # sends what is committed when that time is over
-        self._groups: tuple[bytes, tuple[HyperParameters, ...]] = b"", ()  # as they came last, and decoded
+        self._groups = GroupsReader()
 
     @property
-    def _sync(self) -> WorkerSync:
-        return self._training.job.workers[self.worker].sync
+    def _core(self) -> Worker:
+        return self._training.job.workers[self.worker].core
 
     # -- the contract -------------------------------------------------------------------------------------
 
@@ -305,13 +293,13 @@ class VirtualSession:
         self.model = model
         self.strand.pause()
         training = self._training
-        if training.shards:
+        if training.stores:
             return False
         self.allocate(model)
         return True
 
     def publish(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
-        self._training.start_shards(self.weights, buffers, state_of)
+        self._training.start_stores(self.weights, buffers, state_of)
         self.strand.pause()
         self._join()
 
@@ -320,7 +308,7 @@ class VirtualSession:
 
     @property
     def iteration(self) -> int:
-        return self._sync.iteration
+        return self._core.iteration
 
     @property
     def sends_early(self) -> bool:
@@ -334,11 +322,11 @@ class VirtualSession:
 
     @property
     def needs_significance(self) -> bool:
-        return self._sync.needs_significance
+        return self._core.needs_significance
 
     @property
     def may_restart(self) -> bool:
-        return self._sync.may_restart
+        return self._core.may_restart
 
     def restart_ordered(self) -> bool:
         """Asked before the first layer, too: all the time passes there, so a gradient that is to be dropped is
@@ -365,7 +353,7 @@ class VirtualSession:
     def epoch_begins(self, epoch: int) -> None:
         self._epoch = epoch
         if self.weights:
-            self._sync.reach(epoch)
+            self._core.reach_epoch(epoch)
 
     def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
         schedule = read_schedule(sync)
@@ -386,15 +374,14 @@ class VirtualSession:
         loss: float | None,
     ) -> None:
         training = self._training
-        if groups != self._groups[0]:
-            self._groups = groups, _groups_decoder.decode(groups)
-        pushes: list[Push | None] = [None] * len(training.slices)
+        pushes: list[Push] = []
         if not empty:
+            settings = self._groups.read(groups)
             pushes = [
                 Push(
                     {d: self.gradients[d][start:stop] for d, (start, stop) in bounds.bounds.items()},
                     present,
-                    self._groups[1],
+                    settings,
                 )
                 for bounds in training.slices
             ]
@@ -415,8 +402,8 @@ class VirtualSession:
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
         return [
-            (shard.bounds, {key: value.clone() for key, value in shard.optimizer_state().items()})
-            for shard in self._training.shards
+            (store.bounds, {key: value.clone() for key, value in store.optimizer_state().items()})
+            for store in self._training.stores
         ]
 
     def finish(self) -> None:
@@ -439,14 +426,13 @@ class VirtualSession:
     def _join(self) -> None:
         """The first weights are here, and so is what was to wait for that."""
         if self._epoch >= 0:
-            self._sync.reach(self._epoch)
+            self._core.reach_epoch(self._epoch)
         for models, shard in self._requests:
             self._ask(models, shard)
         self._requests = []
 
     def _ask(self, models: Sequence[AnySyncModel], shard: int | None) -> None:
-        request: Request = self._sync.ask(models, self.workers, shard)
-        self._training.job.request(self.worker, request)
+        self._training.job.request_sync(self.worker, models, shard)
 
     def _leave_refused(self) -> None:
         """A computation begins. If `step()` has refused to commit the last one, that has taken its time as well."""

@@ -1,8 +1,8 @@
-"""What a job in virtual time knows of one of its workers."""
+"""What a job in virtual time knows of one of its workers, besides the core of the worker."""
 
 from __future__ import annotations
 
-from ..core.worker import Flags, WorkerSync
+from ..core.worker import Worker
 from ..trace.records import IterationRecord
 from .network import Connection
 from .times import Sample
@@ -11,72 +11,87 @@ __all__ = ["WorkerState"]
 
 
 class WorkerState:
-    """Where one worker is, and what its iterations came to."""
+    """Where one worker is, and what its iterations have cost.
+
+    Attributes:
+        core: the protocol of the worker; another one after each return.
+        sample: draws the time of an iteration.
+        to_server: the connections to the servers.
+        from_server: the connections from the servers.
+        to_coordinator: the connection to the coordinator.
+        from_coordinator: the connection from the coordinator.
+        life: number of times that it was lost. What belongs to an earlier life is ignored.
+        attempt: number of computations that it has begun. The end of an earlier one is ignored.
+        computing: True while it computes.
+        droppable: True if the computation at hand may be aborted.
+        started_ns: when that computation started.
+        begun_s: when the weights for the iteration at hand were there.
+        pushed_s: when the last push was sent.
+        loss: of the last push.
+        dropped_s: when a computation was aborted, until the weights for its restart are there.
+        restarted: (aborted, restarted) of the iteration at hand.
+        finished_s: when its last iteration ended.
+        computed_ns: time of all computations that were not aborted.
+        wasted_s: time of the aborted computations, with the pulls after them.
+    """
 
     __slots__ = (
         "attempt",
-        "awaited",
         "begun_s",
-        "committed",
         "computed_ns",
         "computing",
+        "core",
         "droppable",
         "dropped_s",
         "finished_s",
-        "flags",
         "from_coordinator",
         "from_server",
         "life",
         "loss",
-        "present",
         "pushed_s",
         "restarted",
         "sample",
         "started_ns",
-        "sync",
         "to_coordinator",
         "to_server",
         "wasted_s",
     )
 
     def __init__(self) -> None:
-        self.sync: WorkerSync
+        self.core: Worker
         self.sample: Sample
         self.to_server: list[Connection]
         self.from_server: list[Connection]
         self.to_coordinator: Connection
         self.from_coordinator: Connection
-        self.present = False
-        self.attempt = 0  # counts computations: what belongs to a former one is ignored
+        self.life = 0
+        self.attempt = 0
         self.computing = False
-        self.droppable = True  # may what it computes be dropped
-        self.awaited = 0  # how many shards have yet to answer
-        self.committed = 0  # without overlap: how many have yet to confirm
+        self.droppable = True
+        self.started_ns = 0
         self.begun_s = 0.0
         self.pushed_s = 0.0
         self.loss: float | None = None
-        self.finished_s = 0.0  # its last iteration
-        self.flags = Flags(None, None, False)
         self.dropped_s: float | None = None
         self.restarted: tuple[float, float] | None = None
-        self.started_ns = 0  # when the computation at hand was
-        self.computed_ns = 0  # of all that were not dropped
-        self.wasted_s = 0.0  # what it computed in vain, with the pulls after it
-        self.life = 0  # how often it was lost: what belongs to a former life is ignored
+        self.finished_s = 0.0
+        self.computed_ns = 0
+        self.wasted_s = 0.0
 
     def record(self, now_s: float) -> IterationRecord:
-        """Of the iteration that ends now."""
-        stop, change, *_ = self.flags
+        """Return the record of the iteration that ends now."""
+        commit = self.core.last_commit
+        assert commit is not None
         dropped_s, restarted_s = self.restarted or (None, None)
         return IterationRecord(
-            self.sync.iteration,
+            commit.iteration,
             self.begun_s,
             self.pushed_s,
             self.pushed_s,
             now_s,
             self.loss,
-            stop.superstep if stop is not None else None,
-            change.number if change is not None else None,
+            commit.stop.superstep if commit.stop is not None else None,
+            commit.change.number if commit.change is not None else None,
             dropped_s,
             restarted_s,
         )

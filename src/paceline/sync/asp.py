@@ -1,12 +1,13 @@
-"""ASP, asynchronous parallel: nobody waits.
+"""ASP, asynchronous parallel: no worker waits.
 
 Reference: Dean et al., "Large scale distributed deep networks", 2012; FluentPS, Table III, row ASP.
-Admission: every pull is answered on arrival.
-State: c_p alone.
-Guarantee: no worker ever waits. Staleness is not bounded.
-Use: when machines differ and the model forgives staleness; at a smaller learning rate or without momentum.
-Deviations: each push is applied at scale 1, as in ElasticBSP's and SpecSync's ASP; FluentPS divides it by the
-number of workers (Algorithm 1, line 15), which is `push_scale="1/n"`.
+Admission: Every pull is answered on arrival.
+State: c_p only.
+Guarantee: No worker ever waits. Staleness is not bounded.
+Use: When workers run at different speeds and training tolerates staleness. Use a smaller learning rate, or no
+momentum.
+Deviations: Each push is applied at scale 1, as in the ASP of the ElasticBSP and SpecSync papers. FluentPS divides it
+by the number of workers (Algorithm 1, line 15); use `push_scale="1/n"` for that.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = ASP().at_shard()

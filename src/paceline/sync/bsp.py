@@ -1,13 +1,13 @@
-"""BSP, bulk synchronous parallel: everybody waits for everybody.
+"""BSP, bulk synchronous parallel: every worker waits for all others after each iteration.
 
-Reference: Gerbessiotis and Valiant, "Direct bulk-synchronous parallel algorithms", 1994; FluentPS, Table III,
-row BSP; ElasticBSP, section 1.
-Admission: a pull is answered iff progress < V_train, that is c_p = min c.
-State: the pushes of the current round, the pulls that wait for it.
-Guarantee: every gradient is computed on the newest weights (staleness 0); training equals one process on the
-joint batch. Live as long as each live worker pushes, finishes or is lost.
-Use: when machines are equally fast, and wherever results must be those of one process.
-Deviations: none. The round's mean is one optimizer step.
+Reference: Gerbessiotis and Valiant, "Direct bulk-synchronous parallel algorithms", 1994; FluentPS, Table III, row
+BSP; ElasticBSP, section 1.
+Admission: A pull is answered if and only if progress < V_train, that is, c_p = min c.
+State: The pushes of the current round, and the pulls that wait for it.
+Guarantee: Every gradient is computed on the newest weights (staleness 0), so training is equivalent to one process
+that trains on the joint batch. The run makes progress as long as every live worker pushes, finishes or is lost.
+Use: When workers are equally fast, and whenever the result must equal that of one process.
+Deviations: None. The mean of a round's gradients is applied as one optimizer step.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = BSP().at_shard()

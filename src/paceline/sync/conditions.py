@@ -1,34 +1,32 @@
-"""FluentPS's mechanism: pull and push conditions, evaluated at each shard for itself.
+"""FluentPS's mechanism: a pull condition and a push condition, evaluated at each shard independently.
 
-Theory (FluentPS, section III, Algorithm 1 and Table III). V_train is the shard's overall progress: the number of
-rounds that are complete. A pull that reports `progress` (the index of the iteration just pushed) is answered at
-once if the *pull condition* holds; otherwise it is delayed and filed under a round. The *push condition* says when
-the current round is complete. It is evaluated in a loop after each push and each departure, since one event can
-complete several rounds; each time it holds, V_train advances by one and the pulls filed under the round are
-answered without a new test. How lazily that happens is the choice of the round:
+Theory (FluentPS, section III, Algorithm 1 and Table III). V_train is the overall progress of the shard: the number
+of complete rounds. A pull reports `progress`, the index of the iteration that was just pushed. It is answered
+immediately if the *pull condition* holds; otherwise it is delayed and filed under a round. The *push condition*
+decides when the current round is complete. It is evaluated in a loop after each push and each departure of a worker,
+because one event can complete several rounds. Each time it holds, V_train advances by one, and the pulls filed under
+that round are answered without another test. The choice of the round determines how late a delayed pull is answered:
 
-    soft barrier      under V_train: the next round to close answers it. With the pull condition
-                      `progress < V_train + s` that is the very moment at which c_p - min c has come down to s
-    lazy execution    under max(progress, V_train): it is answered when the slowest has caught up with it
+    soft barrier      the round is V_train: the next round to close answers the pull. With the pull condition
+                      `progress < V_train + s`, this is exactly when c_p - min c has come down to s
+    lazy execution    the round is max(progress, V_train): the pull is answered when the slowest worker has caught up
 
-Guarantee: whatever the conditions, each push is applied, averaged or dropped exactly once, and a worker that has
-left is waited for by nobody. Progress is a property of the conditions: those of this package never stall.
+Guarantee: Whatever the conditions, each push is applied, averaged or dropped exactly once, and no worker waits for
+one that has left. Progress depends on the conditions; the models of this package never stall.
 
-The conditions of a user may fail. `fault` says so; the host of the machine then has another model's machine `inherit`
-what this one knows.
+A user's conditions may fail, which is reported in `fault`. The machine of another model then takes over.
 
-Deviations: the paper compares `Count[V_train] == N`; here a condition compares with `>=`, and the count is kept
-right when workers join and leave.
+Deviations: The paper compares `Count[V_train] == N`. Here, conditions compare with `>=`, and the count stays correct
+when workers join and leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from ..errors import InternalError, InvalidEventError, unknown_name
 from .actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
+from .counts import Counts
 from .events import (
     AnyEvent,
     PullRequested,
@@ -38,8 +36,7 @@ from .events import (
     WorkerJoined,
     WorkerLost,
 )
-from .ledger import Ledger
-from .model import SyncModel
+from .model import Handover, ShardMachine, SyncModel
 
 __all__ = [
     "EXECUTIONS",
@@ -48,7 +45,6 @@ __all__ = [
     "ConditionMachine",
     "ConditionModel",
     "Execution",
-    "Fault",
     "PullCondition",
     "PullState",
     "PushCondition",
@@ -68,26 +64,26 @@ class PushState:
         fastest: max c over the live workers.
     """
 
-    __slots__ = ("_ledger", "live", "pushed", "v_train")
+    __slots__ = ("_counts", "live", "pushed", "v_train")
 
-    def __init__(self, ledger: Ledger, v_train: int, pushed: int) -> None:
-        self._ledger = ledger
+    def __init__(self, counts: Counts, v_train: int, pushed: int) -> None:
+        self._counts = counts
         self.v_train = v_train
-        self.live = ledger.live_count
+        self.live = counts.live_count
         self.pushed = pushed
 
     @property
     def slowest(self) -> int:
-        return self._ledger.slowest
+        return self._counts.slowest
 
     @property
     def fastest(self) -> int:
-        return self._ledger.fastest
+        return self._counts.fastest
 
     def count(self, iteration: int) -> int:
         """Count[iteration]: how many live workers have pushed at least `iteration + 1` times. Scans the counts
         that there are; `pushed` does not."""
-        return self._ledger.count_beyond(iteration)
+        return self._counts.beyond(iteration)
 
 
 class PullState(PushState):
@@ -104,17 +100,17 @@ class PullState(PushState):
     __slots__ = ("iteration", "progress", "significance", "worker")
 
     def __init__(
-        self, ledger: Ledger, v_train: int, pushed: int, pull: PullRequested, significance: float | None
+        self, counts: Counts, v_train: int, pushed: int, pull: PullRequested, significance: float | None
     ) -> None:
-        super().__init__(ledger, v_train, pushed)
+        super().__init__(counts, v_train, pushed)
         self.worker = pull.worker
         self.iteration = pull.iteration
-        self.progress = ledger.count[pull.worker] - 1
+        self.progress = counts.count[pull.worker] - 1
         self.significance = significance
 
     @property
     def gap(self) -> int:
-        return self.progress + 1 - self._ledger.slowest
+        return self.progress + 1 - self._counts.slowest
 
 
 PullCondition = Callable[[PullState], bool]
@@ -141,11 +137,11 @@ PUSH_SCALES = ("1", "1/n")
 
 
 class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """What the models that apply each push on arrival have in common.
+    """Base class of the models that apply each push on arrival.
 
     Attributes:
-        push_scale: what each gradient is multiplied with, "1" or, as in FluentPS's Algorithm 1, line 15, "1/n", where
-            n is the number of live workers.
+        push_scale: factor by which each gradient is multiplied: "1", or "1/n" as in FluentPS's Algorithm 1, line 15,
+            where n is the number of live workers.
     """
 
     push_scale: str = "1"
@@ -156,10 +152,11 @@ class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=Tru
 
 
 class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """What those of them have in common that delay pulls.
+    """Base class of the models that apply each push on arrival and may delay pulls.
 
     Attributes:
-        execution: of delayed pulls, "soft" (which alone meets SSP's "iff") or "lazy" (FluentPS's default).
+        execution: when a delayed pull is answered: "soft" when the current round closes, which is the exact rule of
+            SSP, or "lazy" (FluentPS's default) when the slowest worker has caught up.
     """
 
     execution: str = "soft"
@@ -176,19 +173,7 @@ class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_default
         )
 
 
-class Fault(msgspec.Struct, frozen=True):
-    """How a user's condition has failed.
-
-    Attributes:
-        reason: in a sentence.
-        traceback: the condition's own; "" if it did not raise.
-    """
-
-    reason: str
-    traceback: str = ""
-
-
-class ConditionMachine:
+class ConditionMachine(ShardMachine):
     """Algorithm 1 for one shard.
 
     Args:
@@ -201,12 +186,8 @@ class ConditionMachine:
         scale_by_live: scale each push that is applied on arrival by 1 / live workers.
 
     Attributes:
-        ledger: who is live, and how far.
         v_train: V_train.
-        fault: set when a condition has failed; the machine is not to be told anything more.
     """
-
-    fault: Fault | None = None
 
     def __init__(
         self,
@@ -217,7 +198,7 @@ class ConditionMachine:
         execution: Execution = EXECUTIONS["soft"],
         scale_by_live: bool = False,
     ) -> None:
-        self.ledger = Ledger()
+        super().__init__()
         self.v_train = 0
         self._pull_condition = pull_condition
         self._push_condition = push_condition
@@ -228,58 +209,79 @@ class ConditionMachine:
         self._held: list[tuple[int, int]] = []  # (worker, iteration) of the pushes that await their mean
         self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of its delayed pull
         self._filed_under: dict[int, int] = {}  # worker -> the round that its delayed pull is filed under
-        self._significance: dict[int, float] = {}  # worker -> that of its last push, where it was measured
+        self._significance: dict[int, float] = {}  # worker -> |g| / |w| of its last push, if measured
+
+    def check(self, event: AnyEvent) -> None:
+        """Refuse a push for a round that no shard can have closed: another shard closes a round earlier only by
+        pushes that are on their way to this one, of which each worker has one at most."""
+        if type(event) is PushReceived and event.progress is not None:
+            furthest = self.counts.furthest + self.counts.joins
+            if event.progress > furthest:
+                raise InvalidEventError(
+                    f"worker {event.worker} goes on from round {event.progress}, expected at most {furthest}"
+                )
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one event; return what follows from it."""
+        """Take one legal event; return what follows from it."""
         match event:
             case PushReceived():
-                self._require_near(event)
-                before = self.ledger.count.get(event.worker, 0)
-                self.ledger.pushed(event)
+                before = self.counts.pushed(event.worker, event.progress)
                 return [self._receive(event, before), *self._close_rounds()]
             case PullRequested():
-                self.ledger.pulled(event)
-                return self._answer_or_delay(event)
+                return self.pulled(event)
             case WorkerJoined():
                 count = self.v_train if event.count is None else event.count
-                self.ledger.joined(event, count)
+                self.counts.joined(event.worker, count)
                 self._pushed += count > self.v_train
                 return []
             case WorkerLost() | WorkerFinished():
-                self._pushed -= self.ledger.left(event) > self.v_train
+                self._pushed -= self.counts.left(event.worker) > self.v_train
                 self._significance.pop(event.worker, None)
                 self._forget_pull(event.worker)
                 return self._close_rounds()
             case TimerFired():
-                return []  # a former model's
+                return []  # set by an earlier model
             case _:
-                raise InternalError(f"no shard is told of a {type(event).__name__}")
+                raise InternalError(f"a shard does not take a {type(event).__name__}", (event,))
 
-    def inherit(self, other: ConditionMachine, now_s: float) -> list[AnyAction]:
-        """Go on from where another machine is, by this one's own conditions: pushes that are held are applied unless
-        this one holds pushes too, rounds are counted from the slowest, delayed pulls are tested anew."""
-        self.ledger, self._held, self._significance = other.ledger, other._held, other._significance
-        self.v_train = self.ledger.slowest
-        self._pushed = self.ledger.count_beyond(self.v_train)
-        delayed = {worker: pulls[worker] for pulls in other._delayed.values() for worker in pulls}
-        actions = self._close_rounds() if self._average else self._apply_mean()
-        for worker, iteration in sorted(delayed.items()):
-            actions += self._answer_or_delay(PullRequested(now_s=now_s, worker=worker, iteration=iteration))
-        return actions
+    def pulled(self, pull: PullRequested) -> list[AnyAction]:
+        """Answer a pull now if the pull condition holds, or file it under a round."""
+        worker = pull.worker
+        state = PullState(self.counts, self.v_train, self._pushed, pull, self._significance.get(worker))
+        if self._pull_condition(state):
+            return [self._answer(worker, pull.iteration)]
+        rnd = self._execution(state.progress, self.v_train)
+        self._delayed.setdefault(rnd, {})[worker] = pull.iteration
+        self._filed_under[worker] = rnd
+        return []
+
+    def hand_over(self) -> Handover:
+        delayed = {worker: pulls[worker] for pulls in self._delayed.values() for worker in pulls}
+        return Handover(self.counts, self._held, delayed, self._significance)
+
+    def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
+        """Go on from another machine: count rounds from the slowest worker, keep held pushes for the mean of their
+        round or apply them now, and test delayed pulls again."""
+        self._significance = handover.significance
+        self.v_train = handover.counts.slowest
+        self._pushed = handover.counts.beyond(self.v_train)
+        actions: list[AnyAction] = []
+        if self._average:
+            self.counts, self._held = handover.counts, handover.held
+            handover = handover._replace(held=[])
+            actions = self._close_rounds()
+        return actions + super().take_over(handover, now_s)
 
     def waits(self) -> dict[int, str]:
-        """For each pull that is delayed, what it waits for."""
         return {
-            worker: f"round {rnd} ({self._pushed} of {self.ledger.live_count} have pushed round {self.v_train})"
+            worker: f"round {rnd} ({self._pushed} of {self.counts.live_count} have pushed round {self.v_train})"
             for worker, rnd in self._filed_under.items()
         }
 
     def validate(self) -> None:
-        """Cross-check the collections derived from one another."""
-        self.ledger.validate()
+        super().validate()
         filed = {worker: rnd for rnd, pulls in self._delayed.items() for worker in pulls}
-        if filed != self._filed_under or not self._filed_under.keys() <= self.ledger.count.keys():
+        if filed != self._filed_under or not self._filed_under.keys() <= self.counts.count.keys():
             raise InternalError(
                 f"delayed pulls {self._delayed} disagree with their index {self._filed_under}"
             )
@@ -287,21 +289,12 @@ class ConditionMachine:
             raise InternalError(
                 f"pulls {self._delayed} are filed under rounds before V_train = {self.v_train}"
             )
-        pushed = sum(count > self.v_train for count in self.ledger.count.values())
+        pushed = sum(count > self.v_train for count in self.counts.count.values())
         if pushed != self._pushed:
             raise InternalError(f"Count[{self.v_train}] is {pushed}, not {self._pushed}")
 
-    def _require_near(self, push: PushReceived) -> None:
-        """Refuse a round that cannot have been closed at any shard: others close one earlier only by pushes that are
-        on their way here, and of each worker there is one at most."""
-        furthest = self.ledger.furthest + self.ledger.joins
-        if push.progress is not None and push.progress > furthest:
-            raise InvalidEventError(
-                f"worker {push.worker} goes on from round {push.progress}, expected at most {furthest}"
-            )
-
     def _receive(self, push: PushReceived, before: int) -> AnyAction:
-        progress = self.ledger.count[push.worker] - 1
+        progress = self.counts.count[push.worker] - 1
         self._pushed += before <= self.v_train <= progress
         if push.significance is not None:
             self._significance[push.worker] = push.significance
@@ -311,31 +304,21 @@ class ConditionMachine:
             self._held.append((push.worker, push.iteration))
             return HoldPush(push.worker, push.iteration)
         if self._scale_by_live:
-            return ApplyPush(push.worker, push.iteration, 1.0 / self.ledger.live_count)
+            return ApplyPush(push.worker, push.iteration, 1.0 / self.counts.live_count)
         return ApplyPush(push.worker, push.iteration)
-
-    def _answer_or_delay(self, pull: PullRequested) -> list[AnyAction]:
-        worker = pull.worker
-        state = PullState(self.ledger, self.v_train, self._pushed, pull, self._significance.get(worker))
-        if self._pull_condition(state):
-            return [self._answer(worker, pull.iteration)]
-        rnd = self._execution(state.progress, self.v_train)
-        self._delayed.setdefault(rnd, {})[worker] = pull.iteration
-        self._filed_under[worker] = rnd
-        return []
 
     def _close_rounds(self) -> list[AnyAction]:
         actions: list[AnyAction] = []
-        # No round beyond the fastest's last push is complete, whatever a condition says: the loop ends.
-        while self._pushed and self._push_condition(PushState(self.ledger, self.v_train, self._pushed)):
+        # No round beyond the fastest worker's last push is complete, whatever a condition says: the loop ends.
+        while self._pushed and self._push_condition(PushState(self.counts, self.v_train, self._pushed)):
             actions += self._apply_mean()
             closing = self._delayed.pop(self.v_train, {})
             self.v_train += 1
-            self._pushed -= self.ledger.at(self.v_train)
+            self._pushed -= self.counts.at(self.v_train)
             for worker, iteration in closing.items():
                 del self._filed_under[worker]
                 actions.append(self._answer(worker, iteration))
-        if not self.ledger.live_count:  # the last one has left: nothing more will come for this round
+        if not self.counts.live_count:  # the last worker has left: no further push will complete this round
             actions += self._apply_mean()
         return actions
 
@@ -347,8 +330,7 @@ class ConditionMachine:
         return [mean]
 
     def _answer(self, worker: int, iteration: int) -> AnyAction:
-        self.ledger.answered(worker)
-        if self._average and self.ledger.count[worker] < self.v_train:  # its next push would be late, too
+        if self._average and self.counts.count[worker] < self.v_train:  # its next push would be late, too
             return AnswerPull(worker, iteration, self.v_train)
         return AnswerPull(worker, iteration)
 

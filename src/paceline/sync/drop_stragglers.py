@@ -1,14 +1,17 @@
-"""Drop stragglers, also called backup workers: a round closes on the first pushes, and later ones are dropped.
+"""Drop stragglers, also called backup workers: a round closes after the first pushes, and later ones are dropped.
 
 Reference: Chen et al., "Revisiting distributed synchronous SGD", 2016; FluentPS, Table III, row "Drop stragglers".
-Admission: a pull is answered iff progress < V_train; the round V_train is complete when Count[V_train] >= N_t.
-State: the pushes of the current round, the pulls that wait for it.
-Guarantee: every gradient that is applied was computed on the newest weights (staleness 0). Live as long as N_t
-workers are, or all that are live if those are fewer. N_t = N is BSP.
-Use: when a machine is very late now and then, and its data can be spared that round.
-Deviations: a late worker's push is dropped and its answer carries V_train: it goes on from there, as if it had pushed
-the rounds between. Of several shards' answers the latest counts, and the worker's next push says so to all: were each
-shard to move the worker on by itself, two of them could come to wait for each other.
+Admission: A pull is answered if and only if progress < V_train. The round V_train is complete when Count[V_train] >=
+N_t, where Count[V_train] is the number of workers that have pushed that round, and N_t is the quorum.
+State: The pushes of the current round, and the pulls that wait for it.
+Guarantee: Every gradient that is applied was computed on the newest weights (staleness 0). The run makes progress as
+long as N_t workers do, or all live workers if fewer than N_t are left. If N_t is the number of workers, the model is
+BSP.
+Use: When a worker is very late now and then, and the round can do without its data.
+Deviations: The push of a late worker is dropped, and the answer to its pull carries V_train: the worker continues
+from there, as if it had pushed the rounds in between. If several shards answer, the latest round counts, and the
+worker reports it to all shards with its next push. If each shard moved the worker on independently, two shards could
+end up waiting for each other.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = DropStragglers(quorum=1).at_shard()
@@ -32,10 +35,10 @@ __all__ = ["DropStragglers"]
 
 
 class DropStragglers(SyncModel, frozen=True, repr_omit_defaults=True, tag="drop-stragglers"):
-    """Backup workers.
+    """Synchronous rounds with backup workers.
 
     Attributes:
-        quorum: N_t, how many pushes close a round; a whole number >= 1, at most the number of workers.
+        quorum: N_t, the number of pushes that close a round; an integer from 1 to the number of workers.
     """
 
     name = "drop-stragglers"

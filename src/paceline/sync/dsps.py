@@ -1,15 +1,17 @@
-"""DSPS, dynamic SSP in FluentPS's Table III: SSP whose staleness follows the workers' speeds.
+"""DSPS, the dynamic SSP of FluentPS's Table III: SSP with a staleness that follows the workers' speeds.
 
-Reference: FluentPS, Table III, row DSPS, after Fan et al. ("adaptive asynchronous parallelization", 2018); that
-paper is not at hand, so the rule below is this project's reading.
-Admission: as SSP(s): progress < V_train + s. At each advance of V_train s becomes ceil(slowest / fastest interval),
-clamped to [lower, upper]: as many iterations as the fastest worker does while the slowest does one.
-State: SSP's, and each worker's last interval.
-Guarantee: no worker starts an iteration more than `upper` ahead of the slowest live worker. Live. With lower = upper
-it is SSP(lower).
-Use: when machines differ by a ratio that is not known beforehand.
-Deviations: see above. Until every live worker has pushed, s is `lower`. A pull that is delayed waits for the next
-round to close (soft barrier), also if s has grown or shrunk since.
+Reference: FluentPS, Table III, row DSPS, after Fan et al. ("adaptive asynchronous parallelization", 2018). The paper
+of Fan et al. was not available, so the rule for s is this project's interpretation of the row.
+Admission: As SSP(s): progress < V_train + s. Each time V_train advances, s is set to ceil(longest interval /
+shortest interval), clamped to [lower, upper]: the number of iterations that the fastest worker completes while the
+slowest completes one.
+State: The state of SSP, and the last interval between two pushes of each worker.
+Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker.
+The run makes progress as long as the slowest live worker does. With lower = upper, the model is SSP(lower).
+Use: When the ratio between the workers' speeds is not known beforehand.
+Deviations: The rule for s is an interpretation (see the reference). s is `lower` until every live worker has pushed.
+With the soft barrier, a delayed pull waits for the next round to close, even if s has grown or shrunk in the
+meantime.
 
 >>> DSPS(lower=1, upper=9).at_shard().staleness
 1
@@ -23,7 +25,7 @@ from .actions import AnyAction
 from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, PullState
 from .events import AnyEvent, WorkerJoined
 from .intervals import Intervals
-from .model import require_count, require_order
+from .model import Handover, require_count, require_order
 
 __all__ = ["DSPS"]
 
@@ -32,8 +34,8 @@ class DSPS(ConditionModel, frozen=True, repr_omit_defaults=True, tag="dsps"):
     """SSP with an adaptive staleness.
 
     Attributes:
-        lower: the least staleness, a whole number >= 0.
-        upper: the largest, a whole number >= lower.
+        lower: smallest staleness, an integer >= 0.
+        upper: largest staleness, an integer >= lower.
     """
 
     name = "dsps"
@@ -76,10 +78,10 @@ class AdaptiveMachine(ConditionMachine):
             self._adapt()
         return actions
 
-    def inherit(self, other: ConditionMachine, now_s: float) -> list[AnyAction]:
-        for worker in other.ledger.count:
+    def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
+        for worker in handover.counts.count:
             self._intervals.note(WorkerJoined(now_s=now_s, worker=worker))
-        return super().inherit(other, now_s)
+        return super().take_over(handover, now_s)
 
     def _within(self, state: PullState) -> bool:
         return state.progress < state.v_train + self.staleness
@@ -87,6 +89,6 @@ class AdaptiveMachine(ConditionMachine):
     def _adapt(self) -> None:
         """One look at all workers for each round, not for each push."""
         intervals_s = self._intervals.interval_s
-        if intervals_s and len(intervals_s) == self.ledger.live_count and min(intervals_s.values()) > 0:
+        if intervals_s and len(intervals_s) == self.counts.live_count and min(intervals_s.values()) > 0:
             ratio = max(intervals_s.values()) / min(intervals_s.values())
             self.staleness = min(self._model.upper, max(self._model.lower, math.ceil(ratio)))

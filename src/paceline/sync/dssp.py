@@ -1,20 +1,24 @@
-"""DSSP, dynamic stale synchronous parallel: the fastest worker may spend a few iterations more, if that is predicted
-to shorten its wait.
+"""DSSP, dynamic stale synchronous parallel: the fastest worker may run a few more iterations ahead if that is
+predicted to shorten its wait.
 
 Reference: Zhao, An, Liu and Chen, "Dynamic stale synchronous parallel distributed training for deep learning", ICDCS
 2019; ElasticBSP, section 7 and Fig. 14.
-Admission: a gap c_p - min c of at most `lower` is answered. Else, if the worker has iterations left to spend, it
-spends one and is answered. Else, if it is the fastest and has not chosen since its gap was last at most `lower`: it
-chooses r in [0, upper - lower], the number of iterations after which its predicted wait for the slowest worker's next
-push is least, the fewest on ties; it has r to spend. Else it waits for a gap <= lower.
-    predicted: the fastest finishes r more at t_p + r I_p, the slowest its next ones at t_q + k I_q, k = 1, 2, ...,
-    where t is the last push and I the last interval; the wait is the least t_q + k I_q - (t_p + r I_p) >= 0
-State: SSP's, each worker's last interval, what each has to spend.
-Guarantee: no worker starts an iteration more than `upper` ahead of the slowest live worker. Live. DSSP(s, s) is
-SSP(s).
-Use: when speeds change and no one staleness fits: between `lower`, where it waits, and `upper`, which it never
-passes.
-Deviations: the paper's controller looks at the slowest worker's next `upper` pushes; here at as many as it takes.
+Admission: A pull is answered if the gap c_p - min c is at most `lower`. Otherwise, if the worker has extra
+iterations left, it uses up one of them and the pull is answered. Otherwise, if the worker is the fastest and no
+extra iterations were granted to it since its gap was last at most `lower`, it is granted r extra iterations and, if
+r > 0, uses up the first one immediately. Here, r is the number in [0, upper - lower] for which the predicted wait
+for the slowest worker's next push is shortest, or the smallest such number if several are equal. In all other cases,
+the pull is delayed until the gap is at most `lower`. The prediction is as follows. Let t be the time of a worker's
+last push and I its last interval between pushes. The fastest worker p finishes r more iterations at t_p + r I_p, and
+the slowest worker q pushes at t_q + k I_q for k = 1, 2, ... The wait is the smallest value of t_q + k I_q - (t_p + r
+I_p) that is >= 0.
+State: The state of SSP, the last interval of each worker, and the number of extra iterations it has left.
+Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker.
+The run makes progress as long as the slowest live worker does. DSSP(s, s) is SSP(s).
+Use: When speeds change and no single staleness fits: the lead of a worker varies between `lower` and `upper`,
+depending on what shortens its wait.
+Deviations: The paper's controller predicts the slowest worker's next `upper` pushes; this implementation predicts as
+many as it needs.
 
 >>> DSSP(lower=3, upper=15)
 DSSP()
@@ -28,7 +32,7 @@ from .actions import AnyAction
 from .conditions import ConditionMachine, PullState
 from .events import AnyEvent, WorkerFinished, WorkerJoined, WorkerLost
 from .intervals import Intervals
-from .model import SyncModel, require_count, require_order, require_within
+from .model import Handover, SyncModel, require_count, require_order, require_within
 
 __all__ = ["DSSP", "iterations_to_spend"]
 
@@ -39,8 +43,8 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="dssp"):
     """Dynamic SSP.
 
     Attributes:
-        lower: the staleness at which everybody else waits, a whole number >= 0.
-        upper: the largest lead with which an iteration is started, a whole number >= lower.
+        lower: staleness beyond which a worker without extra iterations waits; an integer >= 0.
+        upper: largest lead with which an iteration is started; an integer >= lower.
     """
 
     name = "dssp"
@@ -80,10 +84,10 @@ class SpendingMachine(ConditionMachine):
             self._left.pop(event.worker, None)
         return actions
 
-    def inherit(self, other: ConditionMachine, now_s: float) -> list[AnyAction]:
-        for worker in other.ledger.count:
+    def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
+        for worker in handover.counts.count:
             self._intervals.note(WorkerJoined(now_s=now_s, worker=worker))
-        return super().inherit(other, now_s)
+        return super().take_over(handover, now_s)
 
     def _answers(self, state: PullState) -> bool:
         # From V_train: it is min c, but for a worker that has joined behind it, and is not to be waited for.
@@ -102,7 +106,7 @@ class SpendingMachine(ConditionMachine):
     def _choose(self, worker: int) -> int:
         """r, once; looks at the workers that are slowest now, which is not on the path of every pull."""
         last_s, interval_s = self._intervals.last_s, self._intervals.interval_s
-        slowest = [w for w, count in self.ledger.count.items() if count == self.ledger.slowest]
+        slowest = [w for w, count in self.counts.count.items() if count == self.counts.slowest]
         q = max(slowest, key=lambda w: (interval_s.get(w, math.inf), -w))  # of those behind most, the slowest
         if q not in interval_s:  # it has not pushed yet: nothing can be predicted
             return 0

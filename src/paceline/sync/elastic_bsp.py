@@ -1,26 +1,28 @@
-"""ElasticBSP: the barrier falls where the predicted waiting is least.
+"""ElasticBSP: the barrier is placed where the predicted waiting time is shortest.
 
-A superstep has two phases. *Monitoring*: until every member has pushed twice since the last barrier. *Prediction*:
-each member's next R end times are extrapolated from its last interval, ZipLine picks one per member such that the
-spread d_Z is least, and each member stops with its picked iteration. Between barriers pushes are applied as in ASP;
-the pushes that the members stop with are averaged and applied once, as in BSP, and then all go on.
+A superstep has two phases. *Monitoring* lasts until every member has pushed twice since the last barrier. In the
+*prediction* phase, each member's next R end times are extrapolated from its last interval between pushes. ZipLine
+then picks one end time per member such that their spread d_Z is smallest, and each member stops at the iteration
+that was picked for it. Between barriers, pushes are applied as in ASP. The pushes at which the members stop are
+averaged and applied once, as in BSP, and then all members continue.
 
-Two machines. The *planner* at the coordinator hears of each finished iteration and publishes one plan per
-superstep. The plan speaks in iterations and goes to the workers, each of which flags its first push at or past
-its stop, identically to all shards. The *shard's* machine holds flagged pushes and nothing else, and closes
-the superstep when every member has sent its flagged push, has finished or is lost. No two shards can disagree,
-however late the plan arrives; and the planner is never on the path of a push or a pull.
+There are two state machines. The *planner*, at the coordinator, is notified of each finished iteration and publishes
+one plan per superstep. A plan names iterations, not times, and is sent to the workers; each worker flags its first
+push at or past its stop, and flags it identically to all shards. The *shard's* machine holds flagged pushes only,
+and closes the superstep when every member has sent its flagged push, has finished or is lost. Therefore no two
+shards can disagree, however late the plan arrives, and no push or pull ever waits for the planner.
 
 Reference: Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model", Machine
 Learning, 2021, sections 3 to 5, Fig. 5.
-Admission: a pull after an unflagged push is answered on arrival; after a flagged one, when the superstep closes.
-State: at a shard, the held pushes and the pulls of each superstep that is being closed; at the coordinator, each
-worker's last push and last interval.
-Guarantee: a worker that has stopped waits only for members that have yet to stop. Within a superstep nobody
-runs further than its stop plus what it computed while the plan was on its way.
-Use: when machines differ steadily, so that their next end times can be predicted; most of ASP's speed, and
-averaging.
-Deviations: a worker that joins during a superstep runs as in ASP until the next one begins.
+Admission: A pull after an unflagged push is answered on arrival. A pull after a flagged push is answered when the
+superstep closes.
+State: At a shard, the held pushes and the pulls of each superstep that is being closed. At the coordinator, the time
+of each worker's last push, and its last interval.
+Guarantee: A worker that has stopped waits only for members that have not stopped yet. Within a superstep, a worker
+runs at most to its stop, plus the iterations that it computed while the plan was on its way.
+Use: When workers differ steadily in speed, so that their next end times can be predicted. It keeps most of ASP's
+speed and still averages gradients at barriers.
+Deviations: A worker that joins during a superstep runs as in ASP until the next superstep begins.
 
 >>> from paceline.sync.events import IterationFinished, WorkerJoined
 >>> planner = ElasticBSP(lookahead=4).at_coordinator()
@@ -46,13 +48,11 @@ from .events import (
     PullRequested,
     PushReceived,
     Stop,
-    TimerFired,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
 )
-from .ledger import Ledger
-from .model import SyncModel, require_count, require_within
+from .model import Handover, JobMachine, ShardMachine, SyncModel, require_count, require_within
 
 __all__ = ["ElasticBSP"]
 
@@ -64,7 +64,7 @@ class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="elastic-b
     """Elastic bulk synchronous parallel.
 
     Attributes:
-        lookahead: R, how many future iterations of each worker are predicted; a whole number >= 1.
+        lookahead: R, the number of future iterations that are predicted for each worker; an integer >= 1.
     """
 
     name = "elastic-bsp"
@@ -80,6 +80,10 @@ class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True, tag="elastic-b
 
     @property
     def whole_job(self) -> bool:
+        return True
+
+    @property
+    def needs_plans(self) -> bool:
         return True
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ElasticShard:
@@ -98,7 +102,7 @@ class Barrier:
         self.pulls: dict[int, int] = {}  # worker -> iteration of the pull that waits for the close
 
 
-class ElasticShard:
+class ElasticShard(ShardMachine):
     """The shard's half: applies as in ASP, except for what is flagged.
 
     More than one barrier can be open at once: a member of the next superstep only, flagged by the next plan,
@@ -106,67 +110,21 @@ class ElasticShard:
     """
 
     def __init__(self) -> None:
-        self.ledger = Ledger()
+        super().__init__()
         self._open: dict[int, Barrier] = {}  # superstep -> its barrier, in order of opening
         self._closed = -1  # the latest superstep that has closed here
         self._stopped_at: dict[int, int] = {}  # worker -> the open superstep that it has stopped for
         self._first: dict[int, int] = {}  # live worker -> the first superstep that it is a member of
 
-    def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one event; return what follows from it."""
-        match event:
-            case PushReceived():
-                if event.stop is not None and event.worker not in event.stop.members:
-                    raise InvalidEventError(
-                        f"worker {event.worker} stopped for superstep {event.stop.superstep}, whose members are "
-                        f"{event.stop.members}"
-                    )
-                self.ledger.pushed(event)
-                return self._receive(event)
-            case PullRequested():
-                self.ledger.pulled(event)
-                if event.worker in self._stopped_at:
-                    self._open[self._stopped_at[event.worker]].pulls[event.worker] = event.iteration
-                    return []
-                return [self._answer(event.worker, event.iteration)]
-            case WorkerJoined():
-                self.ledger.joined(event, self.ledger.slowest if event.count is None else event.count)
-                self._first[event.worker] = event.superstep
-                return []
-            case WorkerLost() | WorkerFinished():
-                self.ledger.left(event)
-                del self._first[event.worker]
-                return self._forget(event.worker)
-            case TimerFired():
-                return []  # a former model's
-            case _:
-                raise InternalError(f"no shard is told of a {type(event).__name__}")
-
-    def validate(self) -> None:
-        """Cross-check the collections derived from one another."""
-        self.ledger.validate()
-        if self._first.keys() != self.ledger.count.keys():
-            raise InternalError(f"first supersteps {self._first} of other workers than {self.ledger.count}")
-        for superstep, barrier in self._open.items():
-            stopped = {worker for worker, at in self._stopped_at.items() if at == superstep}
-            if not barrier.remaining or barrier.remaining & stopped or not barrier.pulls.keys() <= stopped:
-                raise InternalError(
-                    f"superstep {superstep} is inconsistent: {vars(barrier)}, stopped {stopped}"
+    def check(self, event: AnyEvent) -> None:
+        if isinstance(event, PushReceived) and event.stop is not None:
+            stop = event.stop
+            if event.worker not in stop.members:
+                raise InvalidEventError(
+                    f"worker {event.worker} stopped for superstep {stop.superstep}, whose members are {stop.members}"
                 )
-        if not self._stopped_at.keys() | set().union(*(b.remaining for b in self._open.values())) <= (
-            self.ledger.count.keys()
-        ):
-            raise InternalError("a barrier waits for a worker that is not live")
 
-    def waits(self) -> dict[int, str]:
-        """For each pull that is delayed, what it waits for."""
-        return {
-            worker: f"superstep {superstep}, for workers {sorted(barrier.remaining)}"
-            for superstep, barrier in self._open.items()
-            for worker in barrier.pulls
-        }
-
-    def _receive(self, push: PushReceived) -> list[AnyAction]:
+    def pushed(self, push: PushReceived) -> list[AnyAction]:
         worker, iteration = push.worker, push.iteration
         barrier = self._barrier(push.stop)
         if barrier is None:
@@ -178,6 +136,52 @@ class ElasticShard:
             return [DropPush(worker, iteration), *self._close_complete()]
         barrier.held.append((worker, iteration))
         return [HoldPush(worker, iteration), *self._close_complete()]
+
+    def pulled(self, pull: PullRequested) -> list[AnyAction]:
+        if pull.worker in self._stopped_at:
+            self._open[self._stopped_at[pull.worker]].pulls[pull.worker] = pull.iteration
+            return []
+        return [AnswerPull(pull.worker, pull.iteration)]
+
+    def joined(self, event: WorkerJoined) -> list[AnyAction]:
+        self._first[event.worker] = event.superstep
+        return []
+
+    def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
+        del self._first[event.worker]
+        for barrier in self._open.values():
+            barrier.remaining.discard(event.worker)
+            barrier.pulls.pop(event.worker, None)
+        self._stopped_at.pop(event.worker, None)
+        return self._close_complete()
+
+    def waits(self) -> dict[int, str]:
+        return {
+            worker: f"superstep {superstep}, for workers {sorted(barrier.remaining)}"
+            for superstep, barrier in self._open.items()
+            for worker in barrier.pulls
+        }
+
+    def hand_over(self) -> Handover:
+        barriers = self._open.values()
+        held = [key for barrier in barriers for key in barrier.held]
+        delayed = {worker: at for barrier in barriers for worker, at in barrier.pulls.items()}
+        return Handover(self.counts, held, delayed, {})
+
+    def validate(self) -> None:
+        super().validate()
+        if self._first.keys() != self.counts.count.keys():
+            raise InternalError(f"first supersteps {self._first} of other workers than {self.counts.count}")
+        for superstep, barrier in self._open.items():
+            stopped = {worker for worker, at in self._stopped_at.items() if at == superstep}
+            if not barrier.remaining or barrier.remaining & stopped or not barrier.pulls.keys() <= stopped:
+                raise InternalError(
+                    f"superstep {superstep} is inconsistent: {vars(barrier)}, stopped {stopped}"
+                )
+        if not self._stopped_at.keys() | set().union(*(b.remaining for b in self._open.values())) <= (
+            self.counts.count.keys()
+        ):
+            raise InternalError("a barrier waits for a worker that is not live")
 
     def _barrier(self, stop: Stop | None) -> Barrier | None:
         """The barrier that a push arrives at. None for an unflagged push, and for one that is flagged for a
@@ -192,13 +196,6 @@ class ElasticShard:
         self._open[stop.superstep] = barrier
         return barrier
 
-    def _forget(self, worker: int) -> list[AnyAction]:
-        for barrier in self._open.values():
-            barrier.remaining.discard(worker)
-            barrier.pulls.pop(worker, None)
-        self._stopped_at.pop(worker, None)
-        return self._close_complete()
-
     def _close_complete(self) -> list[AnyAction]:
         actions: list[AnyAction] = []
         for superstep in [s for s, barrier in self._open.items() if not barrier.remaining]:
@@ -207,35 +204,29 @@ class ElasticShard:
             self._stopped_at = {w: at for w, at in self._stopped_at.items() if at != superstep}
             if barrier.held:
                 actions.append(ApplyMean(tuple(sorted(barrier.held))))
-            actions += [self._answer(worker, iteration) for worker, iteration in barrier.pulls.items()]
+            actions += [AnswerPull(worker, iteration) for worker, iteration in barrier.pulls.items()]
         return actions
-
-    def _answer(self, worker: int, iteration: int) -> AnyAction:
-        self.ledger.answered(worker)
-        return AnswerPull(worker, iteration)
 
 
 class Pace:
     """What the planner knows of one live worker."""
 
     def __init__(self, iteration: int) -> None:
-        self.iteration = iteration  # the next one that it will finish
+        self.iteration = iteration  # the next one that it finishes
         self.pushes = 0  # since its last barrier
         self.last_s = 0.0  # when the last of these was
         self.interval_s = 0.0  # between the last two of these
 
     def finished(self, now_s: float) -> None:
-        self.iteration += 1
         self.pushes += 1
         self.interval_s = now_s - self.last_s
         self.last_s = now_s
 
     def stopped(self) -> None:
-        self.iteration += 1
         self.pushes = 0
 
 
-class Planner:
+class Planner(JobMachine):
     """The coordinator's half: monitors, predicts, publishes one plan per superstep.
 
     `_monitored` and `_remaining` are counted down rather than recomputed: no event scans the workers, except
@@ -246,71 +237,30 @@ class Planner:
         self._lookahead = lookahead
         self._pace: dict[int, Pace] = {}  # live workers, in order of joining
         self._superstep = 0
-        self._members: set[int] = (
-            set()
-        )  # of this superstep; those who join after its first push wait for the next
-        self._begun = False  # has anybody pushed yet: until then, whoever joins is a member
+        # Members of this superstep. Workers that join after its first push become members of the next.
+        self._members: set[int] = set()
+        self._begun = False  # True after the first push; until then, workers that join are members
         self._unmonitored: set[int] = set()  # members with fewer than two pushes since their last barrier
-        self._remaining: set[int] | None = (
-            None  # None while monitoring, then the members that have yet to stop
-        )
+        self._remaining: set[int] | None = None  # members that have yet to stop; None while monitoring
 
     @property
-    def next_superstep(self) -> int:
-        """The first one that a worker is a member of which joins now."""
+    def next_superstep(self) -> int:  # type: ignore[override]
+        """First superstep of a worker that joins now."""
         return self._superstep + self._begun
 
-    def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one event; return what follows from it."""
-        match event:
-            case IterationFinished():
-                return self._finished(event)
-            case WorkerJoined():
-                if event.worker in self._pace:
-                    raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
-                self._pace[event.worker] = Pace(event.iteration)
-                if not self._begun:
-                    self._members.add(event.worker)
-                    self._unmonitored.add(event.worker)
-                return []
-            case WorkerLost() | WorkerFinished():
-                self._require_live(event, event.worker)
-                del self._pace[event.worker]
-                self._members.discard(event.worker)
-                self._unmonitored.discard(event.worker)
-                if self._remaining is not None:
-                    self._remaining.discard(event.worker)
-                return self._proceed()
-            case TimerFired():
-                return []  # a former model's
-            case _:
-                raise InternalError(f"the planner is not told of a {type(event).__name__}")
-
-    def validate(self) -> None:
-        """Cross-check the collections derived from one another."""
-        if not self._unmonitored <= self._members <= self._pace.keys():
-            raise InternalError(f"superstep {self._superstep} has members that are not live: {self._members}")
-        if (
-            self._unmonitored != {w for w in self._members if self._pace[w].pushes < 2}
-            and self._remaining is None
-        ):
-            raise InternalError(f"superstep {self._superstep} miscounts whom it has monitored")
-
-    def _finished(self, event: IterationFinished) -> list[AnyAction]:
-        worker = event.worker
-        self._require_live(event, worker)
-        pace = self._pace[worker]
-        if event.iteration != pace.iteration:
+    def check(self, event: AnyEvent) -> None:
+        if not isinstance(event, IterationFinished) or event.superstep is None:
+            return
+        if event.superstep != self._superstep or event.worker not in (self._remaining or ()):
             raise InvalidEventError(
-                f"worker {worker} finished iteration {event.iteration}, expected {pace.iteration}"
-            )
-        if event.superstep is not None and (
-            event.superstep != self._superstep or self._remaining is None or worker not in self._remaining
-        ):
-            raise InvalidEventError(
-                f"worker {worker} stopped for superstep {event.superstep}, which does not wait for it "
+                f"worker {event.worker} stopped for superstep {event.superstep}, which does not wait for it "
                 f"(the current one is {self._superstep})"
             )
+
+    def finished(self, event: IterationFinished) -> list[AnyAction]:
+        worker = event.worker
+        pace = self._pace[worker]
+        pace.iteration = event.iteration + 1
         self._begun = True
         if event.superstep is not None:
             pace.stopped()
@@ -321,6 +271,30 @@ class Planner:
             if pace.pushes >= 2:
                 self._unmonitored.discard(worker)
         return self._proceed()
+
+    def joined(self, event: WorkerJoined) -> list[AnyAction]:
+        self._pace[event.worker] = Pace(event.iteration)
+        if not self._begun:
+            self._members.add(event.worker)
+            self._unmonitored.add(event.worker)
+        return []
+
+    def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
+        del self._pace[event.worker]
+        self._members.discard(event.worker)
+        self._unmonitored.discard(event.worker)
+        if self._remaining is not None:
+            self._remaining.discard(event.worker)
+        return self._proceed()
+
+    def validate(self) -> None:
+        if not self._unmonitored <= self._members <= self._pace.keys():
+            raise InternalError(f"superstep {self._superstep} has members that are not live: {self._members}")
+        if (
+            self._unmonitored != {w for w in self._members if self._pace[w].pushes < 2}
+            and self._remaining is None
+        ):
+            raise InternalError(f"superstep {self._superstep} miscounts which workers it has monitored")
 
     def _proceed(self) -> list[AnyAction]:
         """Begin the next superstep when all have stopped; publish the plan when all have been monitored."""
@@ -347,7 +321,3 @@ class Planner:
             wait_s=solution.wait,
             barrier_s=solution.barrier,
         )
-
-    def _require_live(self, event: AnyEvent, worker: int) -> None:
-        if worker not in self._pace:
-            raise InvalidEventError(f"{type(event).__name__} of worker {worker}, which is not live")

@@ -1,25 +1,40 @@
-"""The contract of a sync model: what a specification is, and what the two hosts may ask of its machines.
+"""The contract of a sync model: what a specification is, and what the hosts may ask of its machines.
 
 A *specification* (`BSP()`, `SSP(staleness=3)`) is a frozen value: it can be written on a command line, sent in
-a message, stored in a trace. It makes the *state machines* that decide: one for each shard, and, for models of
-the whole job, one for the coordinator. A machine knows no host, no clock and no tensor. Its one method takes an
-event and returns the actions that follow from it, in order; an event that the contract does not allow raises
-`InvalidEventError` and changes nothing.
+a message, stored in a trace. It makes the *state machines* that decide: one for each shard, and, for models that plan
+for the whole job, one for the coordinator. A machine knows no host, no clock and no tensor. Its one method takes an
+event and returns the actions that follow from it, in order.
+
+A machine receives legal events only: the order push, pull, answer of each worker is kept in front of it (see
+`paceline.core.order`). It keeps what its own rule needs. A machine whose rule does not allow every legal event
+refuses it in `check`, which changes nothing.
 """
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
-from ..errors import ConfigurationError
-from .actions import AnyAction
-from .events import AnyEvent
-from .ledger import Ledger
+from ..errors import ConfigurationError, InternalError
+from .actions import AnyAction, ApplyMean
+from .counts import Counts
+from .events import (
+    AnyEvent,
+    IterationFinished,
+    IterationStarted,
+    PullRequested,
+    PushReceived,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
 
 __all__ = [
+    "Fault",
+    "Handover",
     "JobMachine",
     "Machine",
     "ShardMachine",
@@ -31,10 +46,10 @@ __all__ = [
 
 
 class Machine(Protocol):
-    """A pure state machine: events in, actions out."""
+    """What takes events and returns actions: the machine of a model, or the host of one through all changes."""
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one event; return what follows from it. Raises `InvalidEventError`, state unchanged."""
+        """Take one event; return what follows from it."""
         ...
 
     def validate(self) -> None:
@@ -42,29 +57,163 @@ class Machine(Protocol):
         ...
 
 
-class ShardMachine(Machine, Protocol):
-    """What a model has at each shard.
+class Fault(msgspec.Struct, frozen=True):
+    """How a user's condition has failed.
 
     Attributes:
-        ledger: who is live, how far each worker has come, what each is doing.
+        reason: one sentence.
+        traceback: traceback of the condition; "" if it did not raise.
     """
 
-    ledger: Ledger
+    reason: str
+    traceback: str = ""
+
+
+class Handover(NamedTuple):
+    """What one shard machine leaves to the next.
+
+    Attributes:
+        counts: c_p of the live workers. The new machine owns it from now on.
+        held: (worker, iteration) of the pushes that are held.
+        delayed: worker -> iteration of its delayed pull.
+        significance: worker -> |g| / |w| of its last push, where it was measured.
+    """
+
+    counts: Counts
+    held: list[tuple[int, int]]
+    delayed: dict[int, int]
+    significance: dict[int, float]
+
+
+class ShardMachine:
+    """A model's machine at one shard; the base class of them all.
+
+    A subclass implements `pushed` and `pulled`, and the other methods where it needs them. c_p is kept here and is up
+    to date when they are called.
+
+    Attributes:
+        counts: the live workers and their c_p.
+        fault: set when a condition of the user has failed; the machine must not receive further events.
+    """
+
+    fault: Fault | None = None
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
+        """Take one legal event; return what follows from it."""
+        match event:
+            case PushReceived():
+                self.counts.pushed(event.worker, event.progress)
+                return self.pushed(event)
+            case PullRequested():
+                return self.pulled(event)
+            case TimerFired():
+                return self.timer_fired(event)
+            case WorkerJoined():
+                self.counts.joined(event.worker, event.count)
+                return self.joined(event)
+            case WorkerLost() | WorkerFinished():
+                self.counts.left(event.worker)
+                return self.left(event)
+            case _:
+                raise InternalError(f"a shard does not take a {type(event).__name__}", (event,))
+
+    def check(self, event: AnyEvent) -> None:
+        """Raise `InvalidEventError` if the model does not allow this event. Changes nothing."""
+
+    def pushed(self, push: PushReceived) -> list[AnyAction]:
+        """Return what to do with a push: apply, hold or drop it first, then what follows."""
+        raise NotImplementedError
+
+    def pulled(self, pull: PullRequested) -> list[AnyAction]:
+        """Answer a pull now, or keep it and answer it later."""
+        raise NotImplementedError
+
+    def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
+        """A timer is due. It may have been set by an earlier model or for a pull that is forgotten."""
+        return []
+
+    def joined(self, event: WorkerJoined) -> list[AnyAction]:
+        """A worker has joined."""
+        return []
+
+    def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
+        """A worker has left: forget its delayed pull, and release what waited for it."""
+        return []
 
     def waits(self) -> dict[int, str]:
-        """For each pull that is delayed, what it waits for: worker -> words."""
-        ...
+        """For each delayed pull, what it waits for: worker -> description."""
+        return {}
+
+    def hand_over(self) -> Handover:
+        """Return what the next machine goes on from. The machine must not be used afterwards."""
+        return Handover(self.counts, [], {}, {})
+
+    def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
+        """Go on from where another machine stopped: apply the mean of the held pushes, test delayed pulls again."""
+        self.counts = handover.counts
+        actions: list[AnyAction] = [ApplyMean(tuple(sorted(handover.held)))] if handover.held else []
+        for worker, iteration in sorted(handover.delayed.items()):
+            actions += self.pulled(PullRequested(now_s=now_s, worker=worker, iteration=iteration))
+        return actions
+
+    def validate(self) -> None:
+        """Cross-check every derived collection; raise `InternalError` where two disagree."""
+        self.counts.validate()
 
 
-class JobMachine(Machine, Protocol):
-    """What a model has at the coordinator, if it plans for the whole job.
+class JobMachine:
+    """A model's machine at the coordinator, if the model plans for the whole job; the base class of them all.
 
     Attributes:
-        next_superstep: the first one that a worker is a member of which joins now; 0 where no barriers are planned.
+        next_superstep: first superstep of a worker that joins now; 0 where no barriers are planned.
     """
 
-    @property
-    def next_superstep(self) -> int: ...
+    next_superstep: int = 0
+
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
+        """Take one legal event; return what follows from it."""
+        match event:
+            case IterationFinished():
+                return self.finished(event)
+            case IterationStarted():
+                return self.started(event)
+            case TimerFired():
+                return self.timer_fired(event)
+            case WorkerJoined():
+                return self.joined(event)
+            case WorkerLost() | WorkerFinished():
+                return self.left(event)
+            case _:
+                raise InternalError(f"a coordinator does not take a {type(event).__name__}", (event,))
+
+    def check(self, event: AnyEvent) -> None:
+        """Raise `InvalidEventError` if the model does not allow this event. Changes nothing."""
+
+    def finished(self, event: IterationFinished) -> list[AnyAction]:
+        """A worker has pushed an iteration to every shard."""
+        return []
+
+    def started(self, event: IterationStarted) -> list[AnyAction]:
+        """A worker computes an iteration; only if the model `needs_starts`."""
+        return []
+
+    def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
+        """A timer is due. It may have been set by an earlier model, or for a worker that has gone on or left."""
+        return []
+
+    def joined(self, event: WorkerJoined) -> list[AnyAction]:
+        """A worker has joined."""
+        return []
+
+    def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
+        """A worker has left."""
+        return []
+
+    def validate(self) -> None:
+        """Cross-check every derived collection; raise `InternalError` where two disagree."""
 
 
 class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True):
@@ -93,7 +242,12 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
     @property
     def needs_starts(self) -> bool:
-        """True if the coordinator is to be told when a worker starts an iteration, and may have it started anew."""
+        """True if workers report to the coordinator when they start an iteration, and it may restart them."""
+        return False
+
+    @property
+    def needs_plans(self) -> bool:
+        """True if the shards depend on plans of the coordinator: one shard alone cannot fall back to the model."""
         return False
 
     def require_runnable(self, workers: int) -> None:

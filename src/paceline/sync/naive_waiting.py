@@ -1,11 +1,11 @@
-"""Naive waiting: every pull is put off by the same time, so that it shows more of the others' pushes.
+"""Naive waiting: every pull is answered after a fixed delay, with weights that include more pushes of other workers.
 
 Reference: SpecSync (Zhang et al., ICDCS 2018), section III-B, Figs. 4 and 5.
-Admission: a pull is answered d seconds after its arrival.
-State: the pulls that are being put off.
-Guarantee: each pull waits d seconds, whatever the others do. Staleness is not bounded. d = 0 is ASP.
-Use: to compare with: it shows what fresher weights are worth, and what waiting for them costs.
-Deviations: the paper's workers put off their requests; here the shard puts off its answers, which are as fresh.
+Admission: A pull is answered d seconds after its arrival.
+State: The pulls that are being delayed.
+Guarantee: Each pull waits d seconds, whatever the other workers do. Staleness is not bounded. d = 0 is ASP.
+Use: As a baseline for comparisons: it shows what fresher weights gain, and what waiting for them costs.
+Deviations: In the paper, workers delay their requests. Here, the shard delays its answers, which are equally fresh.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, TimerFired, WorkerJoined
 >>> shard = NaiveWaiting(delay_s=0.5).at_shard()
@@ -24,26 +24,17 @@ import math
 
 from ..errors import InternalError
 from .actions import AnswerPull, AnyAction, ApplyPush, DropPush, SetTimer
-from .events import (
-    AnyEvent,
-    PullRequested,
-    PushReceived,
-    TimerFired,
-    WorkerFinished,
-    WorkerJoined,
-    WorkerLost,
-)
-from .ledger import Ledger
-from .model import SyncModel, require_within
+from .events import PullRequested, PushReceived, TimerFired, WorkerFinished, WorkerLost
+from .model import Handover, ShardMachine, SyncModel, require_within
 
 __all__ = ["NaiveWaiting"]
 
 
 class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True, tag="naive-waiting"):
-    """Naive waiting.
+    """ASP with a fixed delay before each pull is answered.
 
     Attributes:
-        delay_s: d, by which each pull is put off; seconds, a number >= 0.
+        delay_s: d, the time in seconds by which each pull is delayed; a number >= 0.
     """
 
     name = "naive-waiting"
@@ -62,51 +53,40 @@ class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True, tag="naive-w
         return DelayingMachine(self.delay_s)
 
 
-class DelayingMachine:
+class DelayingMachine(ShardMachine):
     """ASP's machine with a timer for each pull."""
 
     def __init__(self, delay_s: float) -> None:
-        self.ledger = Ledger()
+        super().__init__()
         self._delay_s = delay_s
-        self._put_off: dict[int, int] = {}  # worker -> iteration of its pull, until the timer fires
+        self._deferred: dict[int, int] = {}  # worker -> iteration of its pull, until the timer fires
 
-    def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one event; return what follows from it."""
-        match event:
-            case PushReceived():
-                self.ledger.pushed(event)
-                return [(DropPush if event.empty else ApplyPush)(event.worker, event.iteration)]
-            case PullRequested():
-                self.ledger.pulled(event)
-                self._put_off[event.worker] = event.iteration
-                if not self._delay_s:
-                    return self._answer(event.worker, event.iteration)
-                return [SetTimer(event.worker, event.iteration, event.now_s + self._delay_s)]
-            case TimerFired():
-                return self._answer(event.worker, event.iteration)
-            case WorkerJoined():
-                self.ledger.joined(event, self.ledger.slowest if event.count is None else event.count)
-            case WorkerLost() | WorkerFinished():
-                self.ledger.left(event)
-                self._put_off.pop(event.worker, None)
-            case _:
-                raise InternalError(f"no shard is told of a {type(event).__name__}")
+    def pushed(self, push: PushReceived) -> list[AnyAction]:
+        return [(DropPush if push.empty else ApplyPush)(push.worker, push.iteration)]
+
+    def pulled(self, pull: PullRequested) -> list[AnyAction]:
+        if not self._delay_s:
+            return [AnswerPull(pull.worker, pull.iteration)]
+        self._deferred[pull.worker] = pull.iteration
+        return [SetTimer(pull.worker, pull.iteration, pull.now_s + self._delay_s)]
+
+    def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
+        if self._deferred.get(timer.worker) != timer.iteration:
+            return []
+        del self._deferred[timer.worker]
+        return [AnswerPull(timer.worker, timer.iteration)]
+
+    def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
+        self._deferred.pop(event.worker, None)
         return []
 
     def waits(self) -> dict[int, str]:
-        """For each pull that is put off, what it waits for."""
-        return dict.fromkeys(self._put_off, "its timer")
+        return dict.fromkeys(self._deferred, "its timer")
+
+    def hand_over(self) -> Handover:
+        return Handover(self.counts, [], self._deferred, {})
 
     def validate(self) -> None:
-        """Cross-check the collections derived from one another."""
-        self.ledger.validate()
-        waiting = {worker for worker in self.ledger.count if self.ledger.phase(worker) == "waiting"}
-        if self._put_off.keys() != waiting:
-            raise InternalError(f"pulls {self._put_off} are put off, but {waiting} wait")
-
-    def _answer(self, worker: int, iteration: int) -> list[AnyAction]:
-        if self._put_off.get(worker) != iteration:
-            return []
-        del self._put_off[worker]
-        self.ledger.answered(worker)
-        return [AnswerPull(worker, iteration)]
+        super().validate()
+        if not self._deferred.keys() <= self.counts.count.keys():
+            raise InternalError(f"pulls {self._deferred} are deferred, but only {self.counts.count} are live")

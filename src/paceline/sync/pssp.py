@@ -1,15 +1,16 @@
-"""PSSP, probabilistic staleness synchronous parallel: whoever is too far ahead waits with some probability.
+"""PSSP, probabilistic staleness synchronous parallel: a worker that is too far ahead waits with some probability.
 
 Reference: FluentPS (Yao, Wu and Wang, CLUSTER 2019), section III-E, Table III row PSSP, Theorems 1 and 2.
-Admission: with k = progress - V_train, a pull with k >= s (that is, c_p - min c > s) is delayed with probability P,
-every other one is answered. Constant: P = c. Dynamic: P(s, k) = a / (1 + e^(s - k)), clamped to [0, 1], where a is a
-constant or the significance |g| / |w| of the push that came before the pull.
-State: c_p, the delayed pulls by round, each worker's last significance.
-Guarantee: P = 0 is ASP, P = 1 is SSP(s). In between staleness is bounded in expectation only: with the slowest worker
-stopped, the k at which another is first delayed under a constant c has mean s + 1/c - 1 (Theorem 1). Live.
-Use: when SSP makes too many wait at once: fewer delayed pulls for the same expected staleness.
-Deviations: the draw is keyed by (seed, worker, iteration), so that all shards agree; the paper's own way, a draw at
-each shard, is `draws="per-shard"`. The regret bounds of the paper are not checked by any test.
+Admission: Let k = progress - V_train. A pull with k >= s (that is, c_p - min c > s) is delayed with probability P;
+every other pull is answered. In constant PSSP, P is a constant c. In dynamic PSSP, P(s, k) = a / (1 + e^(s - k)),
+clamped to [0, 1], where a is a constant or the significance |g| / |w| of the push that preceded the pull.
+State: c_p, the delayed pulls of each round, and the significance of each worker's last push.
+Guarantee: P = 0 is ASP, and P = 1 is SSP(s). In between, staleness is bounded in expectation only: if the slowest
+worker stops, the k at which another worker is first delayed under a constant c has mean s + 1/c - 1 (Theorem 1). The
+run makes progress as long as the slowest live worker does.
+Use: When SSP makes too many workers wait at the same time: PSSP delays fewer pulls for the same expected staleness.
+Deviations: The random draw is keyed by (seed, worker, iteration), so that all shards agree. `draws="per-shard"`
+draws at each shard independently, as the paper does. The regret bounds of the paper are not covered by any test.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = PSSP(staleness=0, probability=1.0).at_shard()
@@ -40,9 +41,9 @@ class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="pssp"):
     """Constant PSSP.
 
     Attributes:
-        staleness: s, in iterations, a whole number >= 0.
-        probability: P, from 0 to 1, with which a pull that is too far ahead is delayed.
-        draws: "shared" by all shards, or "per-shard".
+        staleness: s, in iterations; an integer >= 0.
+        probability: P, the probability, from 0 to 1, that the pull of a worker too far ahead is delayed.
+        draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws.
     """
 
     name = "pssp"
@@ -63,12 +64,12 @@ class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="pssp"):
 
 
 class DynamicPSSP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="dynamic-pssp"):
-    """Dynamic PSSP: the further ahead, the likelier to wait.
+    """Dynamic PSSP: the further a worker is ahead, the more likely it waits.
 
     Attributes:
-        staleness: s, in iterations, a whole number >= 0.
-        alpha: a, a number >= 0, or "significance" for |g| / |w|.
-        draws: "shared" by all shards, or "per-shard".
+        staleness: s, in iterations; an integer >= 0.
+        alpha: a, a number >= 0, or "significance" to use |g| / |w|.
+        draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws.
     """
 
     name = "dynamic-pssp"

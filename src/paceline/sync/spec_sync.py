@@ -1,26 +1,29 @@
-"""SpecSync, speculative synchronization: a computation that has gone stale is dropped and started anew.
+"""SpecSync, speculative synchronization: a computation on outdated weights is aborted and restarted.
 
-A worker starts its next iteration at once, and the coordinator watches on its behalf: if, within ABORT_TIME of the
-start, the others have pushed more than m * ABORT_RATE times, the worker is told to drop what it has computed, pull,
-and start the same batch again. Two numbers govern it. *Fixed*, they are given (found by a grid search, which the
-paper calls cherry-picking). *Adaptive*, they are tuned from what the last epoch showed: a delay D would have let
-worker i see u_i(D) more pushes, and would have hidden its own push from D / T_i of the other m - 1 workers, so that
-the freshness gained is estimated as
+A worker starts its next iteration immediately, and the coordinator counts the pushes of the others. If, within
+ABORT_TIME of the start, the other workers have pushed more than m * ABORT_RATE times (m is the number of live
+workers), the worker is told to discard what it has computed, pull, and start the same batch again. In the *fixed*
+variant, both numbers are given (found by a grid search, which the paper calls cherry-picking). In the *adaptive*
+variant, they are tuned from the last epoch: a delay D would have let worker i see u_i(D) more pushes, and would have
+hidden its own push from D / T_i of the other m - 1 workers, where T_i is the length of its last iteration. The gain
+in freshness is estimated as
 
     F(D) = sum over i of (u_i(D) - D (m - 1) / T_i)                                                      (Eq. 7)
 
-which is largest where the delay ends with a push. ABORT_TIME is the best such D, ABORT_RATE is D (m - 1) / (T m).
+The maximum lies at a delay that ends with a push. ABORT_TIME is the best such D. With T the mean of all T_i,
+ABORT_RATE is D (m - 1) / (T m).
 
 Reference: Zhang, Tian, Wang and Yan, "Stay fresh: speculative synchronization for fast distributed machine
 learning", ICDCS 2018, sections IV and V, Algorithms 1 and 2.
-Admission: the base model's, ASP's or SSP's; the shards know nothing of speculation.
-State: at the coordinator, the pushes since the earliest start that can still matter, and each worker's current and
+Admission: That of the base model, ASP or SSP. Shards take no part in the speculation.
+State: At the coordinator, the pushes since the earliest start that can still matter, and each worker's current and
 last iteration.
-Guarantee: an iteration is restarted at most once, since only a finished one starts a timer; so every worker goes on.
-Staleness is bounded where the base model bounds it.
-Use: when computing is cheap beside the harm that staleness does, and pushes come in bursts.
-Deviations: an epoch ends when every live worker has pushed since the last tuning. D is at most the mean span T; on
-ties the shortest. There is no speculation before the first tuning, nor while the best F is not above 0.
+Guarantee: An iteration is restarted at most once, because a restarted iteration is not watched again; so every
+worker makes progress. Staleness is bounded if the base model bounds it.
+Use: When computing is cheap compared with the harm that staleness does, and pushes arrive in bursts.
+Deviations: An epoch ends when every live worker has pushed since the last tuning. D is at most T; of several equally
+good delays, the shortest is chosen. There is no speculation before the first tuning, nor while the largest F is not
+above 0.
 
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()
@@ -44,11 +47,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from ..errors import ConfigurationError, InternalError, InvalidEventError
+from ..errors import ConfigurationError, InternalError
 from .actions import AnyAction, RestartWorker, SetTimer
 from .asp import ASP
 from .events import (
-    AnyEvent,
     IterationFinished,
     IterationStarted,
     TimerFired,
@@ -56,7 +58,7 @@ from .events import (
     WorkerJoined,
     WorkerLost,
 )
-from .model import ShardMachine, SyncModel, require_within
+from .model import JobMachine, ShardMachine, SyncModel, require_within
 from .ssp import SSP
 
 __all__ = ["Span", "SpecSync", "Speculation", "tune"]
@@ -66,9 +68,10 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True, tag="spec-sync")
     """Speculative synchronization.
 
     Attributes:
-        base: the model of the shards, ASP or SSP.
-        abort_time_s: ABORT_TIME, seconds above 0; None for adaptive.
-        abort_rate: ABORT_RATE, others' pushes per worker, >= 0; None for adaptive. Both are given, or neither.
+        base: model that the shards run, ASP or SSP.
+        abort_time_s: ABORT_TIME in seconds, a number > 0. None (the default) selects the adaptive variant.
+        abort_rate: ABORT_RATE, the number of other workers' pushes per worker, >= 0. None (the default) selects the
+            adaptive variant. Give both `abort_time_s` and `abort_rate`, or neither.
     """
 
     name = "spec-sync"
@@ -124,58 +127,74 @@ class Watched:
     """What the coordinator knows of one live worker."""
 
     def __init__(self, iteration: int, start_s: float) -> None:
-        self.iteration = iteration  # the next one that it will finish
-        self.start_s: float | None = start_s  # of that one; None until it has started
-        self.last: Span | None = None  # the one before that
-        self.pushes_before = 0  # of everybody, when the watched iteration started
-        self.speculation: Speculation | None = (
-            None  # by which it is watched; None if it is not, or not any more
-        )
+        self.iteration = iteration  # the next one that it finishes
+        self.start_s: float | None = start_s  # of that iteration; None until it has started
+        self.last: Span | None = None  # the iteration before
+        self.pushes_before = 0  # of all workers, when the watched iteration started
+        self.speculation: Speculation | None = None  # by which the iteration is watched; None if it is not
 
 
-class Speculator:
+class Speculator(JobMachine):
     """Algorithm 2's scheduler. O(1) per event, except for the one that ends an epoch and tunes.
 
     Attributes:
         speculation: in force; None for none.
     """
 
-    next_superstep = 0
-
     def __init__(self, fixed: Speculation | None) -> None:
         self.speculation = fixed
         self._adaptive = fixed is None
         self._workers: dict[int, Watched] = {}  # live, in order of joining
-        self._push_count = 0  # of everybody, ever
-        self._pushes: list[tuple[float, int]] = []  # (when, who), those that a tuning may ask for
+        self._push_count = 0  # of all workers, since the beginning
+        self._pushes: list[tuple[float, int]] = []  # (time, worker), those that a tuning may need
         self._yet_to_push: set[int] = set()  # live workers that have not pushed since the last tuning
 
-    def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one event; return what follows from it."""
-        match event:
-            case IterationFinished():
-                self._finished(event)
-                return []
-            case IterationStarted():
-                return self._started(event)
-            case TimerFired():
-                return self._check(event)
-            case WorkerJoined():
-                if event.worker in self._workers:
-                    raise InvalidEventError(f"worker {event.worker} joined, but it is live already")
-                self._workers[event.worker] = Watched(event.iteration, event.now_s)
-                self._yet_to_push.add(event.worker)
-            case WorkerLost() | WorkerFinished():
-                self._require_live(event.worker, event)
-                del self._workers[event.worker]
-                self._yet_to_push.discard(event.worker)
-                self._end_epoch_if_complete()
-            case _:
-                raise InternalError(f"a speculator is not told of a {type(event).__name__}")
+    def finished(self, event: IterationFinished) -> list[AnyAction]:
+        watched = self._workers[event.worker]
+        assert watched.start_s is not None
+        watched.last = Span(watched.start_s, event.now_s)
+        watched.iteration = event.iteration + 1
+        watched.start_s = watched.speculation = None
+        self._push_count += 1
+        if self._adaptive:
+            self._pushes.append((event.now_s, event.worker))
+            self._yet_to_push.discard(event.worker)
+            self._end_epoch_if_complete()
+        return []
+
+    def started(self, event: IterationStarted) -> list[AnyAction]:
+        watched = self._workers[event.worker]
+        watched.start_s = event.now_s
+        watched.pushes_before = self._push_count
+        watched.speculation = self.speculation
+        if self.speculation is None:
+            return []
+        return [SetTimer(event.worker, event.iteration, event.now_s + self.speculation.abort_time_s)]
+
+    def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
+        """CHECKRESYNC: restart the worker if the others have pushed too often since it started. It has not pushed
+        itself in between."""
+        watched = self._workers.get(timer.worker)
+        if watched is None or watched.iteration != timer.iteration or watched.speculation is None:
+            return []
+        too_many = len(self._workers) * watched.speculation.abort_rate
+        watched.speculation = None
+        if self._push_count - watched.pushes_before > too_many:
+            return [RestartWorker(timer.worker, timer.iteration)]
+        return []
+
+    def joined(self, event: WorkerJoined) -> list[AnyAction]:
+        self._workers[event.worker] = Watched(event.iteration, event.now_s)
+        self._yet_to_push.add(event.worker)
+        return []
+
+    def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
+        del self._workers[event.worker]
+        self._yet_to_push.discard(event.worker)
+        self._end_epoch_if_complete()
         return []
 
     def validate(self) -> None:
-        """Cross-check the collections derived from one another."""
         if not self._yet_to_push <= self._workers.keys():
             raise InternalError(f"{self._yet_to_push} have yet to push, but {set(self._workers)} are live")
         if len(self._pushes) > self._push_count or self._pushes != sorted(
@@ -183,62 +202,18 @@ class Speculator:
         ):
             raise InternalError("the log of pushes is longer than their count, or out of order")
 
-    def _finished(self, event: IterationFinished) -> None:
-        its = self._require_live(event.worker, event)
-        if event.iteration != its.iteration or its.start_s is None:
-            raise InvalidEventError(
-                f"worker {event.worker} finished iteration {event.iteration}, expected {its.iteration}"
-                + (", which it has yet to start" if its.start_s is None else "")
-            )
-        its.last = Span(its.start_s, event.now_s)
-        its.iteration += 1
-        its.start_s = its.speculation = None
-        self._push_count += 1
-        if self._adaptive:
-            self._pushes.append((event.now_s, event.worker))
-            self._yet_to_push.discard(event.worker)
-            self._end_epoch_if_complete()
-
-    def _started(self, event: IterationStarted) -> list[AnyAction]:
-        its = self._require_live(event.worker, event)
-        if event.iteration != its.iteration or its.start_s is not None:
-            raise InvalidEventError(
-                f"worker {event.worker} started iteration {event.iteration}, expected {its.iteration}"
-                + (", which it has started already" if its.start_s is not None else "")
-            )
-        its.start_s = event.now_s
-        its.pushes_before = self._push_count
-        its.speculation = self.speculation
-        if its.speculation is None:
-            return []
-        return [SetTimer(event.worker, event.iteration, event.now_s + its.speculation.abort_time_s)]
-
-    def _check(self, event: TimerFired) -> list[AnyAction]:
-        """CHECKRESYNC: have the others pushed too often since the start? The worker itself has not, in between."""
-        its = self._workers.get(event.worker)
-        if its is None or its.iteration != event.iteration or its.speculation is None:
-            return []
-        too_many = len(self._workers) * its.speculation.abort_rate
-        its.speculation = None
-        if self._push_count - its.pushes_before > too_many:
-            return [RestartWorker(event.worker, event.iteration)]
-        return []
-
     def _end_epoch_if_complete(self) -> None:
         """Tune when every live worker has pushed since the last time."""
         if not self._adaptive or self._yet_to_push or not self._workers:
             return
-        spans = {worker: its.last for worker, its in self._workers.items() if its.last is not None}
+        spans = {
+            worker: watched.last for worker, watched in self._workers.items() if watched.last is not None
+        }
         self.speculation = tune(spans, self._pushes)
         self._yet_to_push = set(self._workers)
         # The next tuning looks back to the start of what each worker computes now, or has yet to start.
-        starts_s = [its.start_s for its in self._workers.values() if its.start_s is not None]
+        starts_s = [w.start_s for w in self._workers.values() if w.start_s is not None]
         self._pushes = [push for push in self._pushes if starts_s and push[0] > min(starts_s)]
-
-    def _require_live(self, worker: int, event: AnyEvent) -> Watched:
-        if worker not in self._workers:
-            raise InvalidEventError(f"{type(event).__name__} of worker {worker}, which is not live")
-        return self._workers[worker]
 
 
 def tune(spans: dict[int, Span], pushes: Sequence[tuple[float, int]]) -> Speculation | None:

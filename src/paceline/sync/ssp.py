@@ -1,13 +1,15 @@
-"""SSP, stale synchronous parallel: nobody runs more than s iterations ahead.
+"""SSP, stale synchronous parallel: no worker runs more than s iterations ahead of the slowest.
 
 Reference: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", 2013;
 FluentPS, Table III, row SSP.
-Admission: a pull is answered iff progress < V_train + s, that is c_p - min c <= s.
-State: c_p, and the delayed pulls by the round at which they were delayed.
-Guarantee: no worker starts an iteration more than s ahead of the slowest live worker; while it waits it has
-pushed s + 1 more. s = 0 waits where BSP waits, s = inf never waits. Live as long as the slowest worker is.
-Use: when most machines are equally fast and some are late now and then: it bounds staleness and waits little.
-Deviations: none.
+Admission: A pull is answered if and only if progress < V_train + s, that is, c_p - min c <= s.
+State: c_p, and the delayed pulls, grouped by the round in which they were delayed.
+Guarantee: No worker starts an iteration while it is more than s iterations ahead of the slowest live worker. A
+worker that waits has pushed s + 1 more iterations than the slowest. With s = 0, workers wait where BSP waits; with s
+= inf, they never wait. The run makes progress as long as the slowest live worker does.
+Use: When most workers are equally fast and some are late now and then: staleness is bounded, and workers wait
+little.
+Deviations: None.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = SSP(staleness=0).at_shard()
@@ -33,7 +35,7 @@ class SSP(ConditionModel, frozen=True, repr_omit_defaults=True, tag="ssp"):
     """Stale synchronous parallel.
 
     Attributes:
-        staleness: s, in iterations: a whole number >= 0, or `math.inf`.
+        staleness: s, in iterations: an integer >= 0, or `math.inf`.
     """
 
     name = "ssp"

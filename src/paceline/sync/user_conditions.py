@@ -1,21 +1,22 @@
-"""Conditions: a sync model in two lines, by a pull and a push condition of one's own.
+"""Conditions: a sync model that is defined by a pull condition and a push condition of your own.
 
 Reference: FluentPS (Yao, Wu and Wang, CLUSTER 2019), section III, Algorithm 1, SetcondPull and SetcondPush.
-Admission: a pull is answered on arrival iff the pull condition holds; otherwise when the round under which it is
-filed closes. The round V_train closes when the push condition holds.
-State: that of every model made of conditions, see `paceline.sync.conditions`.
-Guarantee: each push is applied exactly once. Nothing is promised about progress: conditions that never hold stall
-everybody, which the run finds out and reports. A condition that raises, or returns what is neither True nor False, is
-reported, and the shard goes back to the last model that worked (BSP, if there was none).
-Use: to try an idea of one's own.
-Deviations: none.
+Admission: A pull is answered on arrival if and only if the pull condition holds. Otherwise it is filed under a round
+and answered when that round closes. The round V_train closes when the push condition holds.
+State: That of every model made of conditions, see `paceline.sync.conditions`.
+Guarantee: Each push is handled exactly once: it is applied on arrival, averaged with the others of its round, or
+dropped. Progress is not guaranteed: conditions that never hold stall all workers, which the run detects and reports.
+A condition that raises an exception, or returns anything other than True or False, is reported, and the shard goes
+back to the last model that worked (BSP if there was none).
+Use: To try out a synchronization rule of your own.
+Deviations: None.
 
 >>> model = Conditions(pull=lambda state: state.gap <= 2)  # SSP(2), in one line
 >>> shard = model.at_shard()
 
-Conditions are looked up by name where they are needed, so a trace of them replays where they can be imported. In a
-run they may come from the modules that were named when it was launched, and from no others: nothing is imported
-because somebody asks for it over a connection (see `require_named`).
+Conditions are looked up by name in each process that needs them, so a trace of a run with conditions can be replayed
+wherever the conditions can be imported. In a run, they are imported only from modules that were named when the run
+was launched: no module is ever imported because a connection asks for it (see `require_named`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, Fault, PullState, PushState, everybody
+from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, PullState, PushState, everybody
+from .model import Fault
 
 __all__ = ["Conditions", "UserMachine", "import_modules", "local_conditions", "require_named"]
 
@@ -48,15 +50,16 @@ _numbers = itertools.count()
 
 
 class Conditions(ConditionModel, frozen=True, repr_omit_defaults=True, tag="conditions"):
-    """A pull and a push condition.
+    """A sync model made of a pull condition and a push condition.
 
     Attributes:
-        pull: a function of a `PullState`, or its name as "module:function"; kept as its name. True: answer now.
-        push: a function of a `PushState`, likewise. True: the round is complete. By default, when everybody live has
-            pushed it.
-        pushes: what becomes of them: "apply" each on arrival, or "average" those of a round when it closes (one that
-            comes too late for its round is dropped).
-        significance: "on" to have |g| / |w| measured for each push.
+        pull: pull condition: a function of a `PullState`, or its name as "module:function" (a function is stored by
+            its name). If it returns True, the pull is answered immediately.
+        push: push condition: a function of a `PushState`, or its name as "module:function". If it returns True, the
+            round is complete. By default, a round is complete when every live worker has pushed it.
+        pushes: "apply" to apply each push on arrival, or "average" to apply the mean of a round's pushes when the
+            round closes. With "average", a push that arrives after its round has closed is dropped.
+        significance: "on" to measure |g| / |w| for each push, or "off".
     """
 
     name = "conditions"

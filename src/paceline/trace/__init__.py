@@ -1,4 +1,4 @@
-"""Traces of a run: recorded, read, replayed, and measured."""
+"""Recording, reading, replaying and measuring the traces of a run."""
 
 from __future__ import annotations
 

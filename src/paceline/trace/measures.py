@@ -1,14 +1,17 @@
-"""What a run cost and how stale its gradients were: figures out of the traces of its shards.
+"""Statistics of a run, which are computed from the traces of its shards.
 
-    staleness   in versions, per (push, shard): updates applied between a worker's pull and its push's application
-    gap         in iterations: how far ahead of the slowest live worker a worker started an iteration, c_p - min c as
-                the sync model itself counts them. Each entry has it; labels do not tell, since workers join late, are
-                moved on by `drop-stragglers`, and start level after a change of the model
-    waiting     from the arrival of a pull to its release, the largest over the shards, without transfers
-    updates     optimizer steps of a shard
-    restarts    computations that were dropped and started anew
+    staleness   number of updates applied between a worker's pull and the application of its push, in versions, for
+                each pair (push, shard)
+    gap         number of iterations by which a worker was ahead of the slowest live worker when it started an
+                iteration: c_p - min c, as counted by the sync model. Each entry contains it. It cannot be computed
+                from the numbers of the iterations, since workers join late, are advanced by `drop-stragglers`, and
+                start equal after a change of the model
+    waiting     time from the arrival of a pull to its answer, without transfers; the maximum over the shards
+    updates     number of optimizer steps of a shard
+    restarts    number of computations that were aborted and restarted
 
-Pure: traces in, figures out. `Meter` takes the entries as they come and keeps none, however long a run.
+The functions have no side effects. A `Meter` processes the entries one by one and does not store them, so that its
+memory does not grow with the number of entries.
 """
 
 from __future__ import annotations
@@ -27,7 +30,14 @@ __all__ = ["Measures", "Meter", "Wait", "measure", "waits"]
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """One pull, at the shard that kept it waiting longest: from its arrival until its answer."""
+    """The waiting time of one pull, at the shard at which it waited longest.
+
+    Attributes:
+        worker: index of the worker.
+        iteration: number of the worker's iteration.
+        asked_s: time at which the pull arrived.
+        answered_s: time at which it was answered.
+    """
 
     worker: int
     iteration: int
@@ -36,27 +46,27 @@ class Wait(msgspec.Struct, frozen=True):
 
     @property
     def length_s(self) -> float:
-        """How long the worker waited."""
+        """The waiting time in seconds."""
         return self.answered_s - self.asked_s
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one run.
+    """The statistics of one run.
 
     Attributes:
-        duration_s: from the first worker's joining to the last one's leaving.
-        present_s: of all workers together, from their joining to their leaving.
-        updates: optimizer steps of shard 0.
-        updates_per_s: the same by the second.
-        iterations: worker -> iterations that it pushed.
-        waiting_s: worker -> seconds that it waited.
-        waiting_share: of all workers' time together, the share that they waited, from 0 to 1.
-        mean_staleness: over (push, shard), in versions.
-        max_staleness: likewise.
-        max_gap: the largest c_p - min c with which a worker started an iteration.
-        delayed_pulls: pulls, per (worker, shard), that were not answered on arrival.
-        dropped_pushes: pushes, per (worker, shard), that brought no gradient or were left out.
-        restarts: computations that were dropped and started anew.
+        duration_s: time from when the first worker joined until the last one left.
+        present_s: total time that the workers were present, from when they joined until they left.
+        updates: number of optimizer steps of shard 0.
+        updates_per_s: number of optimizer steps of shard 0 per second.
+        iterations: mapping from worker to the number of iterations that it pushed.
+        waiting_s: mapping from worker to its total waiting time.
+        waiting_share: share of the total time of all workers that they waited, from 0 to 1.
+        mean_staleness: mean staleness over all pairs (push, shard), in versions.
+        max_staleness: maximum staleness over all pairs (push, shard), in versions.
+        max_gap: largest c_p - min c with which a worker started an iteration.
+        delayed_pulls: number of pulls, counted per (worker, shard), that were not answered on arrival.
+        dropped_pushes: number of pushes, counted per (worker, shard), that had no gradient or were dropped.
+        restarts: number of computations that were aborted and restarted.
     """
 
     duration_s: float
@@ -75,7 +85,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def waits(shards: Sequence[Trace]) -> list[Wait]:
-    """Every answered pull of a run, in order of worker and iteration; of its shards, the longest wait."""
+    """Return the longest wait of each answered pull over all shards, sorted by worker and iteration."""
     longest: dict[tuple[int, int], Wait] = {}
     for trace in shards:
         asked: dict[tuple[int, int], float] = {}
@@ -93,7 +103,7 @@ def waits(shards: Sequence[Trace]) -> list[Wait]:
 
 
 def measure(shards: Sequence[Trace]) -> Measures:
-    """The figures of a run, from the traces of all its shards."""
+    """Return the statistics of a run from the traces of all its shards."""
     meter = Meter(len(shards))
     for index, trace in enumerate(shards):
         for entry in trace.entries:
@@ -102,24 +112,24 @@ def measure(shards: Sequence[Trace]) -> Measures:
 
 
 class Meter:
-    """Measures a run while it goes on. The entries of one shard come in order; those of different shards may mix.
+    """Computes the statistics of a run while it is in progress.
+
+    The entries of each shard must be recorded in order. Entries of different shards may be interleaved in any way.
 
     Attributes:
-        staleness: in versions -> how many pushes, per shard, were applied that stale.
+        staleness: mapping from a staleness in versions to the number of pushes, counted per shard, that had it.
     """
 
     def __init__(self, shards: int) -> None:
         self.staleness: dict[int, int] = defaultdict(int)
         self._shards = [_ShardMeter() for _ in range(shards)]
-        self._waiting_s: dict[int, float] = defaultdict(
-            float
-        )  # worker -> of the pulls that all shards answered
-        self._waits: dict[
-            tuple[int, int], tuple[int, float]
-        ] = {}  # pull -> shards that answered, longest wait
+        # For each worker, the total waiting time of the pulls that all shards have answered.
+        self._waiting_s: dict[int, float] = defaultdict(float)
+        # For each other pull, the number of shards that have answered it and the longest wait.
+        self._waits: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record(self, shard: int, entry: Entry) -> None:
-        """Take one entry of a shard's trace."""
+        """Process one entry of a shard's trace."""
         if entry.refused is not None:
             return
         for worker, iteration, wait_s in self._shards[shard].take(entry):
@@ -136,21 +146,26 @@ class Meter:
             self.staleness[versions] += 1
 
     def measures(self, until_s: float | None = None) -> Measures:
-        """The figures so far; up to a time after the last entry, if it is known that nothing happened meanwhile."""
+        """Return the statistics of the entries recorded so far.
+
+        Args:
+            until_s: end of the measured time, if it is known that nothing happened between the last entry and this
+                time. Default: the time of the last entry.
+        """
         first = self._shards[0]
         end_s = first.now_s if until_s is None else until_s
         waiting = defaultdict(float, self._waiting_s)
         for (worker, _), (_, longest_s) in sorted(self._waits.items()):
             waiting[worker] += longest_s
-        lives = [*first.lives, *first.current.values()]
-        present_s = sum(life.until(end_s) - life.joined_s for life in lives)
-        joined_s = min((life.joined_s for life in lives), default=0.0)
-        duration_s = max((life.until(end_s) for life in lives), default=0.0) - joined_s
+        memberships = [*first.past, *first.current.values()]
+        present_s = sum(member.until(end_s) - member.joined_s for member in memberships)
+        joined_s = min((member.joined_s for member in memberships), default=0.0)
+        duration_s = max((member.until(end_s) for member in memberships), default=0.0) - joined_s
         iterations: dict[int, int] = defaultdict(int)
-        for life in sorted(lives, key=lambda life: life.number):
-            iterations[life.worker] += life.iterations
+        for member in sorted(memberships, key=lambda member: member.number):
+            iterations[member.worker] += member.iterations
         applied = sum(self.staleness.values())
-        missed = sum(versions * count for versions, count in self.staleness.items())
+        total_staleness = sum(versions * count for versions, count in self.staleness.items())
         return Measures(
             duration_s=duration_s,
             present_s=present_s,
@@ -159,7 +174,7 @@ class Meter:
             iterations=dict(iterations),
             waiting_s={worker: waiting[worker] for worker in iterations},
             waiting_share=fsum(waiting.values()) / present_s if present_s else 0.0,
-            mean_staleness=missed / applied if applied else 0.0,
+            mean_staleness=total_staleness / applied if applied else 0.0,
             max_staleness=max(self.staleness, default=0),
             max_gap=max(shard.max_gap for shard in self._shards),
             delayed_pulls=sum(shard.delayed_pulls for shard in self._shards),
@@ -168,8 +183,8 @@ class Meter:
         )
 
 
-class _Life:
-    """One worker's presence: one that was lost may join anew."""
+class _Membership:
+    """The presence of a worker from when it joined until it left. A lost worker may join again."""
 
     __slots__ = ("asked_s", "iterations", "joined_s", "left_s", "number", "worker")
 
@@ -178,16 +193,16 @@ class _Life:
         self.joined_s = joined_s
         self.left_s: float | None = None
         self.iterations = 0
-        self.number = number  # counts the joins
-        self.asked_s = 0.0  # when its last pull came
+        self.number = number  # position in the order in which workers joined
+        self.asked_s = 0.0  # time at which the last pull arrived
 
     def until(self, end_s: float) -> float:
-        """When it left, or the end of the trace."""
+        """Return the time at which the worker left, or `end_s` if it has not left."""
         return end_s if self.left_s is None else self.left_s
 
 
 class _ShardMeter:
-    """What one shard's entries come to."""
+    """The statistics of one shard."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -196,11 +211,11 @@ class _ShardMeter:
         self.delayed_pulls = 0
         self.dropped_pushes = 0
         self.restarts = 0
-        self.lives: list[_Life] = []  # that are over
-        self.current: dict[int, _Life] = {}
+        self.past: list[_Membership] = []
+        self.current: dict[int, _Membership] = {}
 
     def take(self, entry: Entry) -> list[tuple[int, int, float]]:
-        """Take one entry. Of each pull that it answered: (worker, iteration, seconds since it had come)."""
+        """Process one entry. Return (worker, iteration, waiting time in seconds) of each pull that it answered."""
         event = entry.event
         self.now_s = event.now_s
         self.max_gap = max(self.max_gap, entry.gap)
@@ -211,16 +226,16 @@ class _ShardMeter:
             self.current[event.worker].iterations += 1
         elif kind is PullRequested:
             self.current[event.worker].asked_s = event.now_s
-            self.delayed_pulls += 1  # unless it is answered below
+            self.delayed_pulls += 1  # taken back below if the pull is answered by this entry
         elif kind is PullRepeated:
             self.restarts += 1
         elif kind is WorkerJoined:
-            number = len(self.lives) + len(self.current)
-            self.current[event.worker] = _Life(event.worker, event.now_s, number)
+            number = len(self.past) + len(self.current)
+            self.current[event.worker] = _Membership(event.worker, event.now_s, number)
         elif kind is WorkerLost or kind is WorkerFinished:
-            its = self.current.pop(event.worker)
-            its.left_s = event.now_s
-            self.lives.append(its)
+            member = self.current.pop(event.worker)
+            member.left_s = event.now_s
+            self.past.append(member)
         answered = []
         for action in entry.actions:
             if type(action) is AnswerPull and kind is not PullRepeated:

@@ -1,16 +1,16 @@
-"""Record what a pure machine was told and what it answered; read it back; replay it.
+"""Recording, reading and replaying the events and actions of a state machine.
 
-A trace is a text file of JSON lines, one per host of a machine (each shard, and the coordinator). The first
-line is the header: which model to begin with, hosted where, on which version of the format. Each further line is
-one entry, in the order of processing: the event with its exact time, the actions that came out, whether it was
-refused, and what came of the actions (the version that the shard reached, the staleness of each push it applied, how
-far ahead the workers were whose pulls it answered).
+A trace is a text file of JSON lines. There is one for each state machine: one per shard, and one for the coordinator.
+The first line is the header, with the initial sync model, the host of the machine and the version of the format. Each
+further line is an entry, in the order of processing. It contains the event with its exact time, the resulting
+actions, the reason if the event was refused, and the effects of the actions: the version that the shard reached, the
+staleness of each push that it applied, and how far ahead the workers were whose pulls it answered.
 
-Traces of other versions of the format are refused. Version 2 does not say how far ahead workers were, which only the
-machine knew: every figure that builds on it would be wrong without a word.
+Traces of other versions of the format are rejected. Version 2 does not contain how far ahead the workers were, which
+only the state machine can compute, so all statistics that depend on it would be wrong without any warning.
 
-**Replay.** `replay(trace)` feeds the events to a new machine of the same model and compares the actions. They
-are identical, or it says where they part. Times survive the text exactly: the shortest decimal that reads back
+**Replay.** `replay(trace)` passes the events to a new state machine of the same model and compares the actions. It
+returns the differences, if there are any. Times are stored exactly, as the shortest decimal number that is read back
 as the same float.
 """
 
@@ -22,8 +22,9 @@ from typing import Protocol
 
 import msgspec
 
-from ..core.changes import JobSync, ShardSync
 from ..core.entry import Entry, EntryRecorder
+from ..core.job_sync import JobSync
+from ..core.shard_sync import ShardSync
 from ..errors import ConfigurationError, InvalidEventError
 from ..sync import Machine, parse
 from ..sync.actions import AnyAction
@@ -45,18 +46,19 @@ FORMAT = 3
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trace is a trace of.
+    """The header of a trace.
 
     Attributes:
-        sync: what the host began with, in the notation of the command line; for the coordinator of a job whose
-            shards differ, one model for each. Changes are among the events.
+        sync: initial sync model, in the notation of the command line. For the coordinator of a run whose shards have
+            different models, it lists one model per shard. Changes of the model are recorded as events.
         host: "shard" or "coordinator".
-        index: of the shard; 0 for the coordinator.
-        seed: of the run, from which the model draws.
-        format: version of this file format.
-        emulated: how unequal machines were emulated, in words, or "" if they were not.
-        computed_by: in virtual time, on what gradients were computed: the trace is the same only there; "" if none
-            were, and it is the same on any machine.
+        index: index of the shard; 0 for the coordinator.
+        seed: random seed of the run, from which the random numbers of the model are derived.
+        format: version of the file format.
+        emulated: description of how unequal machines were emulated; "" if they were not.
+        computed_by: for a run in virtual time, a description of the hardware and software that computed gradients,
+            since the trace can be reproduced only there. "" if no gradients were computed; then the trace is the same
+            on any machine.
     """
 
     sync: str
@@ -69,14 +71,23 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """One host's trace, whole."""
+    """A complete trace.
+
+    Attributes:
+        header: the header.
+        entries: all entries, in order.
+    """
 
     header: Header
     entries: list[Entry]
 
 
 class Memory:
-    """Keeps one trace."""
+    """A recorder that stores one trace in memory.
+
+    Attributes:
+        trace: the trace recorded so far.
+    """
 
     def __init__(self, header: Header) -> None:
         self.trace = Trace(header, [])
@@ -84,7 +95,7 @@ class Memory:
 
 
 class Sink(Protocol):
-    """Where the bytes of a trace go: a file, or something like one."""
+    """A file, or a similar object, to which the bytes of a trace are written."""
 
     def write(self, data: bytearray, /) -> object: ...
 
@@ -92,7 +103,7 @@ class Sink(Protocol):
 
 
 class Recorder:
-    """Writes one trace, line by line; lines reach the file when its buffer is full and on `close`."""
+    """A recorder that writes one trace to a file. The lines are buffered by the file."""
 
     def __init__(self, file: Sink, header: Header) -> None:
         self._file = file
@@ -106,11 +117,11 @@ class Recorder:
         return cls(path.open("wb"), header)
 
     def record(self, entry: Entry) -> None:
-        """Append one entry."""
+        """Write one entry."""
         self._write(entry)
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Write the buffered lines and close the file."""
         self._file.close()
 
     def _write(self, line: Header | Entry) -> None:
@@ -120,18 +131,18 @@ class Recorder:
 
 
 def read(path: Path) -> Trace:
-    """Read one trace. The last line may be cut short (its process was killed); it is left out then.
+    """Read one trace. An incomplete last line, which is left behind if its process is killed, is ignored.
 
     Raises:
-        ConfigurationError: it is not a trace, or one of another version of the format.
+        ConfigurationError: the file is not a trace, or it has another version of the format.
     """
     lines = path.read_bytes().split(b"\n")
     try:
         version = msgspec.json.decode(lines[0])["format"]
         if version != FORMAT:
             raise ConfigurationError(
-                f"{path} is a trace of format {version}; this version reads {FORMAT}. Record the run again, or read "
-                "it with the version of Paceline that wrote it."
+                f"{path} is a trace of format {version}; this version of Paceline reads format {FORMAT}. Record the "
+                "run again, or read the trace with the version that wrote it."
             )
         return Trace(msgspec.json.decode(lines[0], type=Header), list(_entries(lines[1:-1])))
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -139,20 +150,23 @@ def read(path: Path) -> Trace:
 
 
 def read_run(run_dir: Path) -> list[Trace]:
-    """Read the traces in a run directory: each shard's, in order, then the coordinator's. See `read`."""
+    """Read the traces in a run directory: those of all shards, in order, then that of the coordinator. See `read`."""
     shards = sorted(run_dir.glob("trace-shard-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
     return [read(path) for path in [*shards, *run_dir.glob("trace-coordinator.jsonl")]]
 
 
 def new_machine(header: Header) -> Machine:
-    """A new machine such as the one that the trace was recorded of."""
+    """Return a new state machine of the kind from which the trace was recorded."""
     if header.host == "shard":
         return ShardSync(parse(header.sync), header.seed, header.index)
     return JobSync(header.sync, header.seed)
 
 
 def replay(trace: Trace) -> list[str]:
-    """Feed a trace's events to a new machine; return one line per difference. An empty list: identical."""
+    """Pass the events of a trace to a new state machine and return a description of each difference.
+
+    The list is empty if the actions are identical.
+    """
     machine = new_machine(trace.header)
     differences = []
     for number, entry in enumerate(trace.entries):

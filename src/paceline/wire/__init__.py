@@ -1,4 +1,5 @@
-"""What travels between processes, and how: messages, framed streams, shared memory.
+"""Communication between processes: framed streams, rings and shared memory.
 
-Knows bytes and addresses. Knows no tensor, no sync model's decision, no process's life.
+This package handles bytes and addresses. It does not depend on tensors, on synchronization models or on how processes
+are started and ended.
 """

@@ -1,7 +1,7 @@
-"""Listening and connecting, by address, with one notation for both kinds of socket.
+"""Listening sockets and connections, with one notation for the addresses of both kinds of socket.
 
-unix:@name        an abstract AF_UNIX socket: no file, nothing left behind after SIGKILL
-tcp:host:port     TCP
+unix:@name        an abstract AF_UNIX socket: it needs no file, so nothing is left behind after SIGKILL
+tcp:host:port     a TCP socket
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..errors import ConfigurationError, PeerLostError
 __all__ = ["connect", "is_local", "listen_tcp", "listen_unix"]
 
 BACKLOG = 1024
-QUEUE_INTERVAL_S = 0.01  # between two tries to get into a full one
+QUEUE_INTERVAL_S = 0.01  # between two attempts to connect while the listener's queue is full
 
 
 def listen_unix() -> tuple[socket.socket, str]:
-    """A new listening socket of this machine's, and its address."""
+    """Return a new listening AF_UNIX socket and its address."""
     name = f"paceline-{secrets.token_hex(8)}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind(f"\0{name}")
@@ -30,10 +30,10 @@ def listen_unix() -> tuple[socket.socket, str]:
 
 
 def listen_tcp(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket, str]:
-    """A new listening TCP socket, and its address. Loopback unless told otherwise; port 0 picks a free one.
+    """Return a new listening TCP socket and its address. Port 0 picks any free port.
 
     Raises:
-        ConfigurationError: the port is in use or may not be used, or the host is not one of this machine's.
+        ConfigurationError: the port is in use or not permitted, or the host is not an address of this machine.
     """
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,15 +53,15 @@ def listen_tcp(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket, s
 
 
 def is_local(address: str) -> bool:
-    """True for an address that leads back to this machine without a link in between."""
+    """Return True if the address belongs to this machine and is reached without a network link."""
     return address.startswith("unix:") or address.startswith("tcp:127.")
 
 
 def connect(address: str, timeout_s: float = 10.0) -> socket.socket:
-    """Connect to an address.
+    """Return a socket that is connected to an address.
 
     Raises:
-        PeerLostError: nobody listens there.
+        PeerLostError: the connection cannot be made, for example because no process listens there.
     """
     kind, _, rest = address.partition(":")
     try:
@@ -77,7 +77,7 @@ def connect(address: str, timeout_s: float = 10.0) -> socket.socket:
             raise
         return sock
     except OSError as error:
-        raise PeerLostError(f"nobody answers at {address}: {error}") from error
+        raise PeerLostError(f"cannot connect to {address}: {error}") from error
 
 
 def _connect_unix(sock: socket.socket, name: str, deadline_s: float) -> None:
@@ -85,7 +85,8 @@ def _connect_unix(sock: socket.socket, name: str, deadline_s: float) -> None:
         try:
             sock.connect(name)
             return
-        except BlockingIOError:  # the listener's queue is full; over TCP the system itself would try again
+        except BlockingIOError:
+            # The listener's queue is full. For TCP the system itself would retry.
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(QUEUE_INTERVAL_S)

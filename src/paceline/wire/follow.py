@@ -1,10 +1,11 @@
-"""Memory that another process writes and this one only reads, though it cannot be kept from writing.
+"""Read-only use of memory that another process writes, with detection of local edits.
 
-The weights that the servers update are mapped privately: what a script writes there, it writes to a copy of the
-page, which nobody else sees. But from then on the script sees no update of that page either. So before each push the
-kernel is asked which pages have become this process's own (`/proc/self/pagemap`, half a millisecond for 100 MB). If
-what is on them is what the others see, as when averaged weights were put in place for a while and taken out again,
-they are given up; otherwise the script has edited its weights.
+The weights that the servers update are mapped privately (copy-on-write). If a script writes to them, it writes to its
+own copy of the page, which no other process sees. From then on the script does not see updates of that page either.
+So before each push, `/proc/self/pagemap` is read to find the pages that have been copied (half a millisecond for 100
+MB). If the content of a copied page equals that of the shared one, the copy is discarded. This happens, for example,
+when a script puts averaged weights in place for a while and then restores the original ones. Otherwise the script has
+edited its weights.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from .forks import close_in_forks
 __all__ = ["Follower"]
 
 PAGE_BYTES = mmap.PAGESIZE
-ENTRY_BYTES = 8  # of the pagemap, for each page
-PRESENT, SHARED = np.uint64(63), np.uint64(61)  # bits of an entry
-COMPARED_BYTES = 1024 * 1024
+ENTRY_BYTES = 8  # size of the pagemap entry of one page
+PRESENT, SHARED = np.uint64(63), np.uint64(61)  # bit numbers in an entry
+COMPARED_BYTES = 1024 * 1024  # maximum number of bytes that are compared at a time
 
 
 class Follower:
-    """A private mapping of some shared memory.
+    """A private mapping of shared memory.
 
     Args:
-        descriptor: of the memory; owned by the follower from now on.
-        size_bytes: of it, whole pages.
+        descriptor: file descriptor of the memory. The follower takes ownership of it.
+        size_bytes: size of the memory, a multiple of the page size.
 
     Attributes:
-        memory: all of it.
+        memory: the whole mapping.
 
     Raises:
-        OSError: this system does not say which pages are whose.
+        OSError: this system does not report which pages are shared.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
@@ -45,21 +46,25 @@ class Follower:
         self._address = np.frombuffer(self._map, np.uint8).ctypes.data
         self._entries = np.zeros(size_bytes // PAGE_BYTES, np.uint64)
         self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        self._descriptors = [descriptor, self._pagemap]  # until they are closed
+        self._open_descriptors = [descriptor, self._pagemap]
         close_in_forks(self)
-        self._look()
+        self._read_pagemap()
 
     def edited(self) -> bool:
-        """True if something here is not what the others see; what was written without a difference is given up."""
-        self._look()
+        """Return True if this process has changed the content of the memory.
+
+        Pages that were written without a difference from the shared ones are discarded.
+        """
+        self._read_pagemap()
+        # This is nearly always the case.
         if np.bitwise_and.reduce(self._entries) >> SHARED & np.uint64(1):
-            return False  # nearly always
-        own = (self._entries >> PRESENT & ~(self._entries >> SHARED) & np.uint64(1)).nonzero()[0]
-        for start, stop in _stretches(own):
-            shown = os.pread(self._descriptor, stop - start, start)
-            if self.memory[start:stop] != shown:
+            return False
+        copied = (self._entries >> PRESENT & ~(self._entries >> SHARED) & np.uint64(1)).nonzero()[0]
+        for start, stop in _byte_ranges(copied):
+            shared = os.pread(self._descriptor, stop - start, start)
+            if self.memory[start:stop] != shared:
                 return True
-        if own.size:
+        if copied.size:
             self._map.madvise(mmap.MADV_DONTNEED)
         return False
 
@@ -68,19 +73,19 @@ class Follower:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptors. The memory goes with its last user."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        """Close the descriptors. The memory is freed when its last user is gone."""
+        while self._open_descriptors:
+            os.close(self._open_descriptors.pop())
 
-    def _look(self) -> None:
+    def _read_pagemap(self) -> None:
         start = self._address // PAGE_BYTES * ENTRY_BYTES
         count = os.preadv(self._pagemap, [self._entries.data], start)
         if count != self._entries.nbytes:
-            raise OSError(f"the pagemap gave {count} bytes of {self._entries.nbytes}")
+            raise OSError(f"the pagemap returned {count} of {self._entries.nbytes} bytes")
 
 
-def _stretches(pages: np.ndarray[tuple[int], np.dtype[np.intp]]) -> list[tuple[int, int]]:
-    """Neighbouring pages together, as ranges of bytes of limited size."""
+def _byte_ranges(pages: np.ndarray[tuple[int], np.dtype[np.intp]]) -> list[tuple[int, int]]:
+    """Return the ranges of bytes of some pages, with adjacent pages merged up to `COMPARED_BYTES`."""
     ranges: list[tuple[int, int]] = []
     for start in (int(page) * PAGE_BYTES for page in pages):
         if ranges and ranges[-1][1] == start and start - ranges[-1][0] < COMPARED_BYTES:

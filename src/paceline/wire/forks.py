@@ -1,10 +1,11 @@
-"""Closes, in a forked child, what it must not keep open.
+"""Closing of inherited file descriptors in forked children.
 
-A script may fork: a `DataLoader` with workers does. The child inherits every descriptor, and a connection does not
-end while anybody holds it: a worker that was killed would not be noticed before its children have ended, too. So
-whatever owns a descriptor says so here, and a child closes all of them before it runs any code of the script. (A
-program that is started with `exec` inherits none: Python's descriptors are close-on-exec. Shared memory stays mapped
-in a child, since its copy of the script may look at the model's weights.)
+A script may fork, for example through a `DataLoader` with workers. The child inherits every file descriptor, and a
+connection does not end while any process holds it, so the loss of a killed worker would not be noticed before its
+children have ended, too. Therefore each object that owns descriptors registers itself here, and a forked child closes
+all of them before it runs any code of the script. (A program that is started with `exec` inherits none, since
+Python's descriptors are close-on-exec. Shared memory stays mapped in a child, because the script may read the model's
+weights there.)
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ __all__ = ["close_in_forks"]
 
 
 class Owner(Protocol):
-    """Something that owns descriptors."""
+    """An object that owns file descriptors."""
 
     def close_in_fork(self) -> None:
-        """Close them in this process, a forked child, and nothing else: say nothing to anybody."""
+        """Close the descriptors in this process, a forked child, without sending anything."""
         ...
 
 
@@ -30,7 +31,7 @@ _registered = False
 
 
 def close_in_forks(owner: Owner) -> None:
-    """Have every child that is forked from now on close what `owner` owns, as long as that lives."""
+    """Close the descriptors of `owner` in every child that is forked from now on, as long as `owner` exists."""
     global _registered
     if not _registered:
         _registered = True
@@ -40,6 +41,7 @@ def close_in_forks(owner: Owner) -> None:
 
 def _close_all() -> None:
     for owner in list(_owners):
-        with contextlib.suppress(OSError, ValueError):  # it had been closed before
+        # Raised if the descriptors were closed before.
+        with contextlib.suppress(OSError, ValueError):
             owner.close_in_fork()
     _owners.clear()

@@ -1,20 +1,24 @@
-"""The memory in which weights and gradients lie, and the two ways in which a shard reaches a worker's.
+"""The memory of weights and gradients, and the two ways in which a shard accesses a worker's memory.
 
-A worker has one region: its weights, one vector per dtype, then its gradients, likewise. A shard works on a
-slice of each. Over **shared memory** the region is a sealed memfd whose descriptor travels with the worker's
-greeting: it has no name, nothing of it is left when the last process that maps it dies, and it cannot shrink
-under the server that maps it. The server reads the gradient where the worker computed it and writes the
-weights where the worker reads them, so a push and a pull move no bytes but those. That is safe because a
-worker's weights change only inside its own `step()`: the server writes only while a pull is outstanding.
-Over a **stream** the same slices travel as the payload of the messages.
+Each worker has one memory region. It contains the weights, one vector per dtype, followed by the gradients, also one
+vector per dtype. A shard uses one slice of each vector.
 
-Where all workers go in lockstep not even the weights are copied. Over shared memory there is one more region, the
-*master*: the weights that the servers update, one vector per dtype, made by the coordinator and mapped by all. While
-nothing is applied that any worker could be computing on, a pull is answered *in place*: the workers read the master.
-They only follow it (see `follow`): a script that edits its weights, which is an error, edits a copy of its own.
+Over **shared memory** the region is a sealed memfd whose descriptor is passed with the worker's greeting. It has no
+name, it is freed when the last process that maps it has ended, and it cannot be shrunk while a server maps it. The
+server reads the gradient from the memory into which the worker computed it, and writes the weights into the memory
+from which the worker reads them, so pushes and pulls need no further copies. This is safe because a worker's weights
+change only inside its own `step()`: the server writes only while a pull is outstanding. Over a **stream** the same
+slices are sent as the payload of messages.
 
-`Region` is memory and what lies where in it. `Inbox` is the server's end of a worker's, one for each worker and
-shard; its two forms are the two ways. Bytes only: neither knows what a tensor is.
+If all workers run in lockstep, even the weights need not be copied. Over shared memory there is a further region, the
+*master*: the weights that the servers update, one vector per dtype. The coordinator creates it and all processes map
+it. As long as no update is applied while a worker could be computing with the weights, a pull is answered *in place*:
+the workers read the master. Workers map it privately (see `follow`): a script that edits its weights, which is an
+error, edits only its own copy.
+
+`Region` is the memory and its division into vectors. `Inbox` is the server's view of a worker's region; there is one
+for each pair of worker and shard, in one of two forms for the two ways of access. Both handle only bytes, not
+tensors.
 """
 
 from __future__ import annotations
@@ -48,41 +52,44 @@ PAGE_BYTES = mmap.PAGESIZE
 SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: the size is final
 
 Vectors = Mapping[str, memoryview]
-"""dtype -> the bytes of a flat vector, or of a slice of one."""
+"""Mapping from dtype to the bytes of a flat vector, or of a slice of it."""
 
 
 Kind = Literal["weights", "gradients"]
 WORKERS: Final[tuple[Kind, ...]] = ("weights", "gradients")
 MASTER: Final[tuple[Kind, ...]] = ("weights",)
 
-CHANNEL_BYTES = -(-2 * RING_BYTES // PAGE_BYTES) * PAGE_BYTES  # of a pair of rings
-PIECE_BYTES = 1024 * 1024  # of what travels at once, as soon as it is there
+CHANNEL_BYTES = -(-2 * RING_BYTES // PAGE_BYTES) * PAGE_BYTES  # a pair of rings, rounded up to whole pages
+PIECE_BYTES = 1024 * 1024  # size of the pieces in which a gradient is sent, each as soon as it is ready
 
 
 def shared_memory_available() -> bool:
-    """True where this system has memfd (Linux) and lets it be used."""
+    """Return True if this system has memfd (Linux) and permits its use."""
     try:
         Region(Layout((), (), {}), ("weights",), _new_memfd(PAGE_BYTES)).close()
-    except (AttributeError, OSError):  # there is none, or a sandbox forbids it
+    except (AttributeError, OSError):
+        # The system has no memfd, or a sandbox forbids it.
         return False
     return True
 
 
 class Region:
-    """Vectors of some kinds, one after another, in a memfd or in private memory.
+    """Consecutive vectors of one or more kinds, in a memfd or in private memory.
 
     Args:
-        layout: what there is of each kind.
-        kinds: which; "weights" and "gradients" for a worker's, "weights" for the master.
-        descriptor: of the memfd, owned by the region from now on; None for private memory, zeroed.
-        channels: how many pairs of rings.
+        layout: layout of the vectors of each kind.
+        kinds: kinds of vectors; "weights" and "gradients" for a worker's region, "weights" for the master.
+        descriptor: file descriptor of the memfd, of which the region takes ownership. None means private memory,
+            initialized with zeros.
+        channels: number of pairs of rings.
 
     Attributes:
-        descriptor: of the memfd. Stays open until `close`.
-        size_bytes: of the whole region.
-        weights: dtype -> the whole vector's bytes.
-        gradients: the same.
-        channels: the memory of each pair of rings: from the worker to a server, and back.
+        descriptor: file descriptor of the memfd, which stays open until `close`; None if there is none.
+        size_bytes: size of the whole region.
+        weights: mapping from dtype to the bytes of the whole vector of weights.
+        gradients: mapping from dtype to the bytes of the whole vector of gradients.
+        channels: memory of each pair of rings, of which the first leads from the worker to a server and the second
+            back.
     """
 
     def __init__(
@@ -110,7 +117,10 @@ class Region:
     def create(
         cls, layout: Layout, kinds: Sequence[Kind] = WORKERS, *, shared: bool, channels: int = 0
     ) -> Region:
-        """New memory, zeroed; as a memfd if it is to be shared."""
+        """Return a region in new memory that is initialized with zeros.
+
+        The memory is a memfd if `shared` is True, and private otherwise.
+        """
         size_bytes = _places(layout, kinds)[1] + channels * CHANNEL_BYTES
         return cls(layout, kinds, _new_memfd(size_bytes) if shared else None, channels=channels)
 
@@ -123,10 +133,10 @@ class Region:
         *,
         channels: int = 0,
     ) -> Region:
-        """Map a region that another process created. Takes the descriptor over, and closes it.
+        """Map a region that another process has created. Takes ownership of the descriptor and closes it.
 
         Raises:
-            ProtocolError: it has another size than the layout asks for, or its size is not final.
+            ProtocolError: the memory does not have the size that the layout requires, or it is not sealed.
         """
         size_bytes = _places(layout, kinds)[1] + channels * CHANNEL_BYTES
         try:
@@ -144,7 +154,7 @@ class Region:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptor. The memory goes with its last user."""
+        """Close the descriptor. The memory is freed when its last user is gone."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -154,7 +164,7 @@ class Master:
     """A worker's view of the master.
 
     Attributes:
-        weights: dtype -> the whole vector's bytes, as the servers have them.
+        weights: mapping from dtype to the bytes of the whole vector, as the servers see them.
     """
 
     def __init__(self, layout: Layout, follower: Follower) -> None:
@@ -165,9 +175,9 @@ class Master:
 
     @classmethod
     def follow(cls, layout: Layout, descriptor: int) -> Master | None:
-        """A view of the memory that the coordinator made; None where this system does not let it be followed.
+        """Return a view of the memory that the coordinator created; None if this system does not support it.
 
-        Takes the descriptor over. Raises `ProtocolError` if the memory is not what the layout asks for.
+        Takes ownership of the descriptor. Raises `ProtocolError` if the memory does not match the layout.
         """
         _, size_bytes = _places(layout, MASTER)
         try:
@@ -182,31 +192,36 @@ class Master:
 
 
 class Inbox(Protocol):
-    """The server's end of one worker's region, for one shard.
+    """The server's view of one worker's region, for one shard.
 
     Attributes:
-        gradient: dtype -> the bytes of the slice that the worker has pushed.
-        weights: dtype -> the bytes of the slice of weights that it reads; None if they must be sent.
+        gradient: mapping from dtype to the bytes of the slice that the worker has pushed.
+        weights: mapping from dtype to the bytes of the slice of weights that the worker reads; None if the weights
+            must be sent.
     """
 
     gradient: dict[str, memoryview]
     weights: dict[str, memoryview] | None
 
     def places(self, pieces: Sequence[int]) -> list[memoryview]:
-        """Where some pieces of a gradient go. Raises `ProtocolError` if there are no such ones."""
+        """Return the memory for some pieces of a gradient. Raise `ProtocolError` if there are no such pieces."""
         ...
 
     def take(self, pieces: Sequence[int]) -> None:
-        """These have come."""
+        """Record that these pieces have been received."""
         ...
 
     def close(self, *, empty: bool) -> None:
-        """The iteration is committed. Raises `ProtocolError` if something of its gradient has not come."""
+        """Record that the iteration is committed.
+
+        Raises:
+            ProtocolError: a piece of the gradient has not been received, and the iteration is not `empty`.
+        """
         ...
 
 
 class SharedInbox:
-    """An inbox in the worker's own memory."""
+    """An inbox in the memory that is shared with the worker."""
 
     def __init__(self, region: Region, shard: ShardSlice) -> None:
         self.gradient = cut(region.gradients, shard)
@@ -214,7 +229,7 @@ class SharedInbox:
 
     def places(self, pieces: Sequence[int]) -> list[memoryview]:
         if pieces:
-            raise ProtocolError("a gradient that lies in shared memory came with pieces")
+            raise ProtocolError("pieces of a gradient were sent although it is in shared memory")
         return []
 
     def take(self, pieces: Sequence[int]) -> None:
@@ -225,11 +240,11 @@ class SharedInbox:
 
 
 class StreamedInbox:
-    """An inbox in the server's memory, filled from the stream, piece by piece.
+    """An inbox in the server's memory, which is filled from the stream piece by piece.
 
     Attributes:
-        pieces: what a gradient comes in, in order.
-        missing: those of the iteration at hand that have not come.
+        pieces: the pieces of a gradient, in order.
+        missing: indices of the pieces of the current iteration that have not been received.
     """
 
     def __init__(self, shard: ShardSlice) -> None:
@@ -243,7 +258,9 @@ class StreamedInbox:
 
     def places(self, pieces: Sequence[int]) -> list[memoryview]:
         if not all(0 <= piece < len(self.pieces) for piece in pieces):
-            raise ProtocolError(f"pieces {pieces[:8]} of {len(self.pieces)}")
+            raise ProtocolError(
+                f"the numbers of the pieces must be at least 0 and less than {len(self.pieces)}, got {pieces[:8]}"
+            )
         return cut_pieces(self.gradient, [self.pieces[piece] for piece in pieces])
 
     def take(self, pieces: Sequence[int]) -> None:
@@ -251,26 +268,27 @@ class StreamedInbox:
 
     def close(self, *, empty: bool) -> None:
         if self.missing and not empty:
-            raise ProtocolError(f"a commit without {len(self.missing)} of its {len(self.pieces)} pieces")
+            raise ProtocolError(
+                f"an iteration was committed without {len(self.missing)} of its {len(self.pieces)} pieces"
+            )
         self.missing.update(range(len(self.pieces)))
 
 
 def cut_pieces(vectors: Vectors, pieces: Sequence[Piece]) -> list[memoryview]:
-    """Pieces of some slices, in order; neighbours in one part."""
-    stretches: list[tuple[str, int, int]] = []
+    """Return the memory of some pieces of `vectors`, in order. Adjacent pieces are merged."""
+    ranges: list[tuple[str, int, int]] = []
     for dtype, start, stop, _ in pieces:
-        if stretches and stretches[-1][0] == dtype and stretches[-1][2] == start:
-            stretches[-1] = (dtype, stretches[-1][1], stop)
+        if ranges and ranges[-1][0] == dtype and ranges[-1][2] == start:
+            ranges[-1] = (dtype, ranges[-1][1], stop)
         else:
-            stretches.append((dtype, start, stop))
+            ranges.append((dtype, start, stop))
     return [
-        vectors[dtype][start * ITEM_BYTES[dtype] : stop * ITEM_BYTES[dtype]]
-        for dtype, start, stop in stretches
+        vectors[dtype][start * ITEM_BYTES[dtype] : stop * ITEM_BYTES[dtype]] for dtype, start, stop in ranges
     ]
 
 
 def cut(vectors: Vectors, shard: ShardSlice) -> dict[str, memoryview]:
-    """A shard's slice of some whole vectors."""
+    """Return a shard's slice of whole vectors."""
     return {
         dtype: vectors[dtype][start * ITEM_BYTES[dtype] : stop * ITEM_BYTES[dtype]]
         for dtype, (start, stop) in shard.bounds.items()
@@ -280,7 +298,7 @@ def cut(vectors: Vectors, shard: ShardSlice) -> dict[str, memoryview]:
 def _require_final(descriptor: int, size_bytes: int) -> None:
     sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
     if not sealed or os.fstat(descriptor).st_size != size_bytes:
-        raise ProtocolError(f"shared memory must be sealed and of {size_bytes} bytes")
+        raise ProtocolError(f"shared memory must be sealed and have a size of {size_bytes} bytes")
 
 
 def _new_memfd(size_bytes: int) -> int:
@@ -291,7 +309,10 @@ def _new_memfd(size_bytes: int) -> int:
 
 
 def _places(layout: Layout, kinds: Sequence[Kind]) -> tuple[dict[tuple[Kind, str], tuple[int, int]], int]:
-    """(kind, dtype) -> where its bytes lie in the region, each on a page of its own; and the region's size."""
+    """Return the byte range of each (kind, dtype) in the region, and the size of the region.
+
+    Each range starts on a new page.
+    """
     places = {}
     end = 0
     for kind in kinds:

@@ -1,23 +1,24 @@
-"""Small messages through shared memory: a ring of frames with one writer and one reader.
+"""Small messages through shared memory: a ring buffer of frames with one writer and one reader.
 
-A system call that wakes another process takes longer than all else that a small step needs, so over shared memory a
-peer that looks for messages finds them without one. Whoever has looked long enough in vain says in the ring that it
-is *asleep* before it blocks; the writer then wakes it by other means (see `Stream`).
+A system call that wakes another process takes longer than all other work of a small step. Over shared memory, a peer
+that polls for messages therefore finds them without a system call. A reader that has polled for some time without
+success marks itself as *asleep* in the ring before it blocks; the writer then wakes it by other means (see `Stream`).
 
-    word 0    how many bytes have been written, ever
-    word 8    how many have been read
-    word 16   1 while the reader is asleep
-    then      frames: their length, their bytes, padded to whole words; a length of 0 stands for no bytes at all, and
-              the largest number for the rest of the ring, which is left out because a frame does not fit into it
+    word 0    total number of bytes written so far
+    word 8    total number of bytes read so far
+    word 16   1 while the reader is asleep, else 0
+    then      frames: the length and the bytes of each, padded to whole words. A length of 0 is an empty frame. The
+              largest integer marks the rest of the ring as skipped, because the next frame does not fit into it.
 
-Each word is on a cache line of its own and has one writer. On x86-64 stores are seen in the order in which they are
-made, which is all that a frame needs: its bytes, then the count. To fall asleep needs more: the flag must be seen
-before the last look into the ring is made, and the count before the writer looks at the flag. That takes a fence,
-which Python has not; taking a lock is one. On other processors there is no ring (`available`).
+Each of the three words has its own cache line and a single writer. On x86-64, stores become visible in the order in
+which they are made, so it is sufficient to write the bytes of a frame before the count. Falling asleep needs more:
+the flag must be visible before the reader checks the ring for the last time, and the count before the writer reads
+the flag. This requires a memory fence, which Python does not have, but acquiring a lock acts as one. Rings are not
+used on other processors (see `available`).
 
-The peer can write anything into this memory, at any time. So each end keeps its own count, reads each word of the
-peer's once, and believes it only within what an honest peer could have written; anything else is a `ValueError`. A
-reader's work is bounded by the size of the ring, whatever its memory says.
+The peer can write anything into this memory at any time. So each end keeps its own counts, reads each word of the
+peer only once, and raises `ValueError` if a correct peer could not have written the value. The work of a reader is
+bounded by the size of the ring, whatever the content of the memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["RING_BYTES", "Ring", "available"]
 
 DATA_BYTES = 64 * 1024  # a power of two
 WORD_BYTES = 8
-LINE_WORDS = 8  # of a cache line
+LINE_WORDS = 8  # number of words in a cache line
 HEADER_BYTES = 3 * LINE_WORDS * WORD_BYTES
 RING_BYTES = HEADER_BYTES + DATA_BYTES
 SKIP = 2**64 - 1
@@ -40,15 +41,15 @@ _fence = threading.Lock()
 
 
 def available() -> bool:
-    """True on processors whose order of stores a ring can rely on."""
+    """Return True if the processor guarantees the order of stores that a ring relies on."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
 class Ring:
-    """One direction between two processes.
+    """A ring buffer for one direction between two processes.
 
     Args:
-        memory: of `RING_BYTES`, zeroed before its first use, on a cache line's boundary.
+        memory: `RING_BYTES` bytes, aligned to a cache line and filled with zeros before the first use.
     """
 
     __slots__ = ("_bytes", "_read", "_taken", "_words", "_written")
@@ -56,36 +57,38 @@ class Ring:
     def __init__(self, memory: memoryview) -> None:
         self._words = memory.cast("Q")
         self._bytes = memory[HEADER_BYTES:RING_BYTES]
-        self._written = 0  # by this end; of the memory's words only the other end's are ever believed
-        self._read = 0  # by this end
-        self._taken = 0  # by the other end, as it said last
+        # Bytes that this end has written and read. This end never reads its own words of the memory back.
+        self._written = 0
+        self._read = 0
+        # Bytes that the other end has read, as of its last report.
+        self._taken = 0
 
     # -- the writer's end ---------------------------------------------------------------------------------
 
     def write(self, frame: bytes) -> bool:
-        """Put a frame into the ring. False if there is no room for it now.
+        """Put a frame into the ring. Return False if there is no room for it at present.
 
         Raises:
-            ValueError: the reader says that it has read what it cannot have read.
+            ValueError: the reader reports a number of bytes that it cannot have read.
         """
         taken = self._words[READ]
         if not self._taken <= taken <= self._written:
             raise ValueError(
-                f"the reader says that it has read {taken} bytes, expected {self._taken} to {self._written}"
+                f"the reader reports that it has read {taken} bytes, expected {self._taken} to {self._written}"
             )
         self._taken = taken
         length = len(frame)
         padded = WORD_BYTES + (length + WORD_BYTES - 1) // WORD_BYTES * WORD_BYTES
-        place = self._written % DATA_BYTES
-        left = DATA_BYTES - place  # to the end of the ring
+        offset = self._written % DATA_BYTES
+        left = DATA_BYTES - offset  # up to the end of the ring
         skipped = left if padded > left else 0
         if self._written + skipped + padded - taken > DATA_BYTES:
             return False
         if skipped:
-            self._words[(HEADER_BYTES + place) // WORD_BYTES] = SKIP
-            place = 0
-        self._words[(HEADER_BYTES + place) // WORD_BYTES] = length
-        self._bytes[place + WORD_BYTES : place + WORD_BYTES + length] = frame
+            self._words[(HEADER_BYTES + offset) // WORD_BYTES] = SKIP
+            offset = 0
+        self._words[(HEADER_BYTES + offset) // WORD_BYTES] = length
+        self._bytes[offset + WORD_BYTES : offset + WORD_BYTES + length] = frame
         self._written += skipped + padded
         self._words[WRITTEN] = self._written
         return True
@@ -106,35 +109,43 @@ class Ring:
 
     @property
     def end(self) -> int:
-        """How far frames have been written, for `read`. Raises `ValueError` if that cannot be."""
+        """The total number of bytes written, as an argument for `read`. Raises `ValueError` if it is impossible."""
         written = self._words[WRITTEN]
         if not 0 <= written - self._read <= DATA_BYTES or written % WORD_BYTES:
-            raise ValueError(f"{written} bytes are said to be written, of which {self._read} have been read")
+            raise ValueError(
+                f"the writer reports {written} bytes written, of which {self._read} have been read"
+            )
         return written
 
     def read(self, end: int | None = None) -> bytes | None:
-        """The next frame, or None if there is none before `end`, by default as far as has been written by now.
+        """Return the next frame, or None if there is none before `end`. Default: all frames written so far.
 
         Raises:
-            ValueError: no writer that keeps to the rules has written this.
+            ValueError: the content of the ring cannot have been written by a correct writer.
         """
         end = self.end if end is None else end
         while self._read != end:
-            place, written = self._read % DATA_BYTES, end - self._read
-            left = DATA_BYTES - place  # to the end of the ring
-            length = self._words[(HEADER_BYTES + place) // WORD_BYTES]
+            offset, written = self._read % DATA_BYTES, end - self._read
+            left = DATA_BYTES - offset  # up to the end of the ring
+            length = self._words[(HEADER_BYTES + offset) // WORD_BYTES]
             size_bytes = WORD_BYTES + (length + WORD_BYTES - 1) // WORD_BYTES * WORD_BYTES
             if size_bytes <= left and size_bytes <= written:
-                frame = bytes(self._bytes[place + WORD_BYTES : place + WORD_BYTES + length])
+                frame = bytes(self._bytes[offset + WORD_BYTES : offset + WORD_BYTES + length])
                 self._advance(size_bytes)
                 return frame
-            if length != SKIP or not place or left > written:  # a whole ring is never left out
-                raise ValueError(f"a frame of {length} bytes in a ring that has {min(left, written)} there")
+            # A correct writer never skips a whole ring.
+            if length != SKIP or not offset or left > written:
+                raise ValueError(
+                    f"a frame in a ring has {length} bytes, but only {min(left, written)} are left"
+                )
             self._advance(left)
         return None
 
     def fall_asleep(self) -> bool:
-        """Say that the writer must wake this end from now on. False if a frame has come meanwhile: look again."""
+        """Announce that the writer must wake this end from now on.
+
+        Return False, without falling asleep, if a frame has arrived in the meantime.
+        """
         self._words[ASLEEP] = 1
         with _fence:
             pass
@@ -144,7 +155,7 @@ class Ring:
         return True
 
     def wake_up(self) -> None:
-        """Look for frames again."""
+        """Announce that this end polls the ring again and need not be woken."""
         self._words[ASLEEP] = 0
 
     def _advance(self, size_bytes: int) -> None:

@@ -1,23 +1,25 @@
 """A framed, non-blocking stream of messages over one socket.
 
-A frame is a prefix (magic, length of the header, length of the payload), the header in MessagePack, and the
-payload raw. Lengths are checked before anything is allocated: the header against a fixed bound, the payload
-against what the receiver, who has seen the header, says it expects. The payload is received straight into the
-memory that the receiver names; what follows it, into a small buffer, with the same system call.
+A frame consists of a prefix (magic, length of the header, length of the payload), the header in MessagePack and the
+raw payload. Lengths are checked before any memory is allocated: the length of the header against a fixed limit, and
+the length of the payload against the size that the receiver expects once it has read the header. The payload is
+received directly into the memory that the receiver names. The data after it is received into a small buffer by
+the same system call.
 
-Sending never blocks: what the socket does not take at once is queued, so a peer that reads slowly holds up
-nobody else. Whoever queues keeps the queue bounded, by having at most one bulk message under way per peer and shard.
-A payload is not copied if it is *lent*: it leaves from where it lies, and its owner asks to `keep` what is still
-queued of it before that memory changes. Most often nothing is queued any more.
+Sending never blocks: data that the socket does not accept immediately is queued, so that a peer that reads slowly
+does not delay other peers. Callers keep the queue bounded by sending at most one bulk message per peer and shard at a
+time. A payload that is *lent* is not copied but sent from its own memory; before that memory changes, its owner must
+call `keep`, which copies what is still queued. Usually nothing is queued any more by then.
 
-Two peers that share memory may have a pair of rings (see `ring`). Headers go through these then; a message that has a
-payload, or a large header, goes through the socket as ever, and an empty frame in the ring keeps its place in the
-order. The socket also wakes a peer that has fallen asleep, and tells that one is gone. Where a message's payload goes
-is asked when its place in the ring has been read: what comes before it in the order has been handed out by then.
+Two peers that share memory may use a pair of rings (see `ring`). Then headers are sent through the rings. A message
+with a payload or a large header is still sent through the socket, and an empty frame in the ring marks its position
+in the order of the messages. The socket is also used to wake a peer that has fallen asleep and to detect that a peer
+is gone. The receiver is asked for the payload's memory only when the position of the message in the ring has been
+reached. By then all earlier messages have been yielded.
 
-One call of `receive` does a bounded amount of work, however much a peer sends: what the ring held when it began, and
-a few buffers of the socket. No message that is whole stays behind in the buffer, so a level-triggered selector says
-when there is more.
+One call of `receive` does a bounded amount of work, however much a peer sends: it reads what the ring contained when
+the call began, and a few buffers from the socket. No complete message is left in the buffer, so a level-triggered
+selector reports reliably whether there is more to receive.
 """
 
 from __future__ import annotations
@@ -45,21 +47,24 @@ __all__ = ["HEADER_LIMIT_BYTES", "Sink", "Stream", "no_payload"]
 T = TypeVar("T", bound=Message)
 
 Sink = Callable[[T, int], Sequence[memoryview]]
-"""(message, payload size in bytes) -> where its payload goes, which must be of that size. Asked for every message;
-`[]` for one that has none. Raises `ProtocolError` to refuse it."""
+"""A function that takes a message and the size of its payload in bytes, and returns the memory for the payload.
+
+The memory must have exactly that size. The sink is called for every message and returns `[]` for a message without a
+payload. It raises `ProtocolError` to refuse a message.
+"""
 
 PREFIX = struct.Struct("<4sIQ")
 MAGIC = b"PCL1"
-HEADER_LIMIT_BYTES = 64 * 1024 * 1024  # a layout of a million parameters fits
-GREETING_LIMIT_BYTES = 4096  # for a peer that has not shown its token
-BUFFERS_PER_CALL = 512  # of one sendmsg; the system's limit is 1024
-LOOPBACK_BUFFER_BYTES = (
-    384 * 1024
-)  # what is received is still in the cache then: a fifth less time for 25 to 100 MB
-BUFFER_BYTES = 64 * 1024  # of what is received: the headers of many messages
-ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)  # for a few descriptors
-LARGEST_IN_RING_BYTES = 4096  # of a header
-FILLS = 16  # of the buffer, in one call of `receive`
+HEADER_LIMIT_BYTES = 64 * 1024 * 1024  # enough for a layout of a million parameters
+GREETING_LIMIT_BYTES = 4096  # limit for the header of a peer that has not sent the token yet
+BUFFERS_PER_CALL = 512  # maximum number of buffers per call of sendmsg; the system's limit is 1024
+# With this size, received data is still in the cache when it is copied, which takes a fifth less time for 25 to
+# 100 MB.
+LOOPBACK_BUFFER_BYTES = 384 * 1024
+BUFFER_BYTES = 64 * 1024  # size of the receive buffer, which has room for the headers of many messages
+ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)  # room for a few descriptors
+LARGEST_IN_RING_BYTES = 4096  # largest header that is sent through a ring
+FILLS = 16  # maximum number of times that one call of `receive` fills the buffer
 
 _encoder = msgspec.msgpack.Encoder()
 _bell = _encoder.encode(Bell())
@@ -67,17 +72,17 @@ BELL = PREFIX.pack(MAGIC, len(_bell), 0) + _bell
 
 
 def no_payload(message: Message, size_bytes: int) -> Sequence[memoryview]:
-    """The sink of a connection on which no message has a payload."""
+    """Return no memory. This is the sink of a connection on which no message has a payload."""
     return []
 
 
-class Part(NamedTuple):
-    """Some bytes that are to leave.
+class QueuedBytes(NamedTuple):
+    """Bytes that wait to be sent.
 
     Attributes:
         data: the bytes.
-        lent: by whom, see `Stream.send`.
-        kept: True once they are in memory of the stream's own.
+        lent: identifies the owner of the memory, see `Stream.send`.
+        kept: True once the bytes are in memory that belongs to the stream.
     """
 
     data: memoryview
@@ -89,10 +94,10 @@ class Stream(Generic[T]):
     """One end of a connection.
 
     Args:
-        sock: a connected stream socket; owned by the stream from now on.
-        accepts: the type, or union, of messages that the peer may send.
-        sink: says where payloads go.
-        trusted: False until the peer has shown its token: only a small header is read from it.
+        sock: a connected stream socket, of which the stream takes ownership.
+        accepts: the type of the messages that the peer may send, or a union of types.
+        sink: returns the memory into which a payload is received.
+        trusted: False until the peer has sent the token. Only a small header is accepted from an untrusted peer.
         takes_descriptor: True while the peer may pass one file descriptor (AF_UNIX only).
 
     Attributes:
@@ -119,17 +124,22 @@ class Stream(Generic[T]):
         self.sink = sink
         self.descriptors: list[int] = []
         self._decode: Callable[[bytes | memoryview], T] = msgspec.msgpack.Decoder(accepts).decode
-        self._queue: deque[Part] = deque()  # what is to leave through the socket
-        self._kept: dict[Hashable, bytearray] = {}  # memory for what is kept, used again
+        # Bytes that wait to be sent through the socket.
+        self._queue: deque[QueuedBytes] = deque()
+        # Reusable memory for copies of queued bytes.
+        self._kept: dict[Hashable, bytearray] = {}
+        # The receive buffer; bytes from start to end have been received but not read.
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._start = self._end = 0  # of what has been received into it and not been read
-        self._wanted = memoryview(bytearray())  # what is left to be filled of a payload
+        self._start = self._end = 0
+        # The part of the current payload that has not been received yet.
+        self._wanted = memoryview(bytearray())
         self._frames = self._read_frames()
         self._ring_out: Ring | None = None
         self._ring_in: Ring | None = None
-        # What is for the ring, until it has room, and who has lent it.
+        # Frames that wait for room in the ring, each with the owner of the memory that was lent for its message.
         self._late: deque[tuple[bytes, Hashable]] = deque()
-        self._on_socket = False  # the next message in the ring's order comes through the socket
+        # True if the next message in the order of the ring comes through the socket.
+        self._on_socket = False
         close_in_forks(self)
 
     def fileno(self) -> int:
@@ -138,33 +148,33 @@ class Stream(Generic[T]):
 
     @property
     def backlog(self) -> bool:
-        """True while something that was sent has not left yet: call `flush` when the socket is writable."""
+        """True if data is still queued. Call `flush` when the socket is writable."""
         return bool(self._queue or self._late)
 
     @property
     def unsent(self) -> int:
-        """How many parts of messages have not left yet."""
+        """The number of queued parts of messages."""
         return len(self._queue) + len(self._late)
 
     def owes(self, lent: Hashable) -> bool:
-        """True if something of what was sent as `lent` has not left yet."""
+        """Return True if a part of a message that was sent with `lent` is still queued."""
         return any(part.lent == lent for part in self._queue) or any(late[1] == lent for late in self._late)
 
     def use_rings(self, outgoing: Ring, incoming: Ring) -> None:
-        """Have what is sent and received from now on go through rings, as far as it can."""
+        """Send and receive through these rings from now on, as far as possible."""
         self._ring_out, self._ring_in = outgoing, incoming
 
     @property
     def ring_ready(self) -> bool:
-        """True if a ring has something that `receive` would yield."""
+        """True if the incoming ring contains a message that `receive` would yield."""
         return self._ring_in is not None and self._ring_in.ready and not self._on_socket
 
     def fall_asleep(self) -> bool:
-        """Say that only the socket is watched from now on. False if the ring must be looked into first."""
+        """Announce that only the socket is watched from now on. Return False if the ring must be read first."""
         return self._ring_in is None or self._on_socket or self._ring_in.fall_asleep()
 
     def wake_up(self) -> None:
-        """The ring is watched again."""
+        """Announce that the ring is watched again."""
         if self._ring_in is not None:
             self._ring_in.wake_up()
 
@@ -176,13 +186,14 @@ class Stream(Generic[T]):
         *,
         lent: Hashable = None,
     ) -> None:
-        """Send a message; never blocks.
+        """Send a message without blocking.
 
-        The payload's memory may change once this returns, unless it is `lent` by somebody who promises to `keep` it
-        before that.
+        The payload's memory may change after this call. If `lent` is given, the memory is not copied; the caller must
+        call `keep(lent)` before the memory changes.
 
         Raises:
-            PeerLostError: the connection is gone.
+            PeerLostError: the connection is lost.
+            ProtocolError: descriptors cannot be passed at present, or the ring was corrupted.
         """
         header = _encoder.encode(message)
         payload = [part for part in payload if part.nbytes]
@@ -198,19 +209,19 @@ class Stream(Generic[T]):
             parts = self._push_out(parts, descriptors)
         elif descriptors:
             raise ProtocolError("descriptors cannot be passed while earlier messages are still queued")
-        waiting = [Part(part, lent) for part in parts]
+        waiting = [QueuedBytes(part, lent) for part in parts]
         self._queue.extend(self._copied(waiting) if lent is None and waiting else waiting)
 
     def keep(self, lent: Hashable) -> None:
-        """Copy what is still queued of the memory that somebody has lent: it may change now."""
-        places = [place for place, part in enumerate(self._queue) if part.lent == lent and not part.kept]
-        if not places:
+        """Copy the queued parts of memory that was sent with `lent`, so that this memory may change."""
+        indices = [index for index, part in enumerate(self._queue) if part.lent == lent and not part.kept]
+        if not indices:
             return
-        for place, part in zip(places, self._copied([self._queue[place] for place in places]), strict=True):
-            self._queue[place] = part
+        for index, part in zip(indices, self._copied([self._queue[index] for index in indices]), strict=True):
+            self._queue[index] = part
 
-    def _copied(self, parts: Sequence[Part]) -> list[Part]:
-        """The same parts, all lent by the same, in memory of the stream's own; large memory is used again."""
+    def _copied(self, parts: Sequence[QueuedBytes]) -> list[QueuedBytes]:
+        """Return copies of the parts, all with the same `lent`, in the stream's memory. Large memory is reused."""
         lent = parts[0].lent
         size_bytes = sum(part.data.nbytes for part in parts)
         memory = self._kept.get(lent, b"")
@@ -223,12 +234,12 @@ class Stream(Generic[T]):
         for part in parts:
             copy = memoryview(memory)[start : start + part.data.nbytes]
             copy[:] = part.data
-            copies.append(Part(copy, lent, kept=True))
+            copies.append(QueuedBytes(copy, lent, kept=True))
             start += part.data.nbytes
         return copies
 
     def flush(self) -> None:
-        """Send what is queued, as far as the socket takes it now."""
+        """Send queued data, as far as the socket accepts it now."""
         if self._late and self._ring_out is not None:
             self._fill_ring(self._ring_out)
         if self._queue:
@@ -239,21 +250,21 @@ class Stream(Generic[T]):
                 self._queue[0] = self._queue[0]._replace(data=left[0])
 
     def drain(self, timeout_s: float) -> None:
-        """Block until everything has left. Raises `DeadlineError`."""
+        """Block until all queued data has been sent. Raise `DeadlineError` if that takes longer than `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while self.backlog:
             _wait(self.sock, select.POLLOUT, deadline_s)
             self.flush()
 
     def receive(self, *, from_socket: bool = True) -> Iterator[T]:
-        """Yield each message that has arrived whole, its payload in place; stops when nothing more is here.
+        """Yield each message that has been received completely, including its payload, until there are no more.
 
         Args:
-            from_socket: False to look only into the ring.
+            from_socket: False to read only the ring.
 
         Raises:
-            PeerLostError: the connection is gone.
-            ProtocolError: the peer sent what it may not send.
+            PeerLostError: the connection is lost.
+            ProtocolError: the peer has violated the protocol.
         """
         fills = FILLS if from_socket else 0
         while True:
@@ -267,12 +278,13 @@ class Stream(Generic[T]):
             try:
                 fills = fills - 1 if self._fill() else 0
             except PeerLostError:
+                # Yield what the peer wrote to the ring before the connection was lost.
                 if self._ring_in is not None:
-                    yield from self._in_order(self._ring_in)  # what it said before it left
+                    yield from self._in_order(self._ring_in)
                 raise
 
     def _in_order(self, ring: Ring) -> Iterator[T]:
-        """Yield each message that is whole, in the ring's order, up to those that the ring holds now."""
+        """Yield the complete messages in the order of the ring, up to the end of what it contains now."""
         end: int | None = None
         while True:
             if self._on_socket or self._start != self._end:
@@ -290,13 +302,19 @@ class Stream(Generic[T]):
             if frame:
                 message = self._read_header(frame)
                 if any(target.nbytes for target in self.sink(message, 0)):
-                    raise ProtocolError(f"{type(message).__name__} came without its payload")
+                    raise ProtocolError(f"{type(message).__name__} arrived without its payload")
                 yield message
             else:
                 self._on_socket = True
 
     def wait(self, timeout_s: float) -> T:
-        """Block until one message has arrived. Raises `DeadlineError` as well."""
+        """Block until one message has arrived and return it.
+
+        Raises:
+            DeadlineError: no message has arrived within `timeout_s`.
+            PeerLostError: the connection is lost.
+            ProtocolError: the peer has violated the protocol.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
             for message in self.receive():
@@ -304,7 +322,7 @@ class Stream(Generic[T]):
             _wait(self.sock, select.POLLIN, deadline_s)
 
     def close(self) -> None:
-        """Close the connection and whatever descriptors came with it and were not taken."""
+        """Close the connection, and all descriptors that were received but not taken."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
@@ -315,7 +333,7 @@ class Stream(Generic[T]):
         self.sock.close()
 
     def _push_out(self, parts: list[memoryview], descriptors: Sequence[int] = ()) -> list[memoryview]:
-        """Hand parts to the socket; return those that it did not take."""
+        """Pass parts to the socket and return those that it did not accept."""
         while parts:
             try:
                 if descriptors:
@@ -334,8 +352,10 @@ class Stream(Generic[T]):
         return parts
 
     def _fill(self) -> bool:
-        """Receive what there is, with one call: into the payload under way, then into the buffer. False if that was
-        less than there was room for, so that nothing more is here."""
+        """Receive available data with one call: first into the current payload, then into the buffer.
+
+        Return False if less was received than there was room for, which means that no more data is available.
+        """
         if self._start == self._end:
             self._start = self._end = 0
         elif self._end == BUFFER_BYTES:
@@ -344,13 +364,14 @@ class Stream(Generic[T]):
             self._buffer[: len(left)] = left
         room = self._buffer[self._end :]
         wanted = self._wanted
-        # When the buffer is full, all of it follows a message whose place in the ring is to come.
+        # If the buffer is full, all of its content follows a message whose position in the ring is not reached yet.
         if not wanted.nbytes and not room.nbytes:
             return False
         ancillary_bytes = ANCILLARY_BYTES if self.takes_descriptor else 0
         try:
             if wanted.nbytes > BUFFER_BYTES and not ancillary_bytes:
-                room = room[:0]  # what comes into the buffer is copied once more
+                # Do not use the buffer, since its content would have to be copied again.
+                room = room[:0]
                 count = self.sock.recv_into(wanted)
             elif wanted.nbytes or ancillary_bytes:
                 count, ancillary, _, _ = self.sock.recvmsg_into(
@@ -377,17 +398,19 @@ class Stream(Generic[T]):
                 numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
                 self.descriptors += numbers
         if len(self.descriptors) > 1:
-            raise ProtocolError("it passed more than one descriptor")
+            raise ProtocolError("the peer passed more than one descriptor")
 
     def _read_frames(self) -> Iterator[T | None]:
-        """Yields each message when it is whole, and None where more must be received first."""
+        """Yield each message when it is complete, and None whenever more data must be received first."""
         while True:
             while self._end - self._start < PREFIX.size:
                 yield None
             magic, header_bytes, payload_bytes = PREFIX.unpack_from(self._buffer, self._start)
             limit_bytes = HEADER_LIMIT_BYTES if self.trusted else GREETING_LIMIT_BYTES
             if magic != MAGIC or not 0 < header_bytes <= limit_bytes:
-                raise ProtocolError("this is not a frame of Paceline's, or one that is too large")
+                raise ProtocolError(
+                    "this is not a frame of the Paceline protocol, or its header is too large"
+                )
             self._start += PREFIX.size
             if header_bytes <= self._end - self._start:
                 header = self._buffer[self._start : self._start + header_bytes]
@@ -398,14 +421,14 @@ class Stream(Generic[T]):
             message = self._read_header(header)
             ringed = self._ring_in is not None
             bell = isinstance(message, Bell)
-            # The ring has its place, after what comes before it.
+            # Wait until the position of the message in the ring has been reached.
             while ringed and not bell and not self._on_socket:
                 yield None
             targets = self.sink(message, payload_bytes)
             expected_bytes = sum(target.nbytes for target in targets)
             if expected_bytes != payload_bytes:
                 raise ProtocolError(
-                    f"{type(message).__name__} came with {payload_bytes} bytes of payload, expected {expected_bytes}"
+                    f"{type(message).__name__} has a payload of {payload_bytes} bytes, expected {expected_bytes}"
                 )
             for target in targets:
                 if target.nbytes:
@@ -422,7 +445,7 @@ class Stream(Generic[T]):
             raise ProtocolError(f"a header cannot be read: {error}") from error
 
     def _fill_ring(self, ring: Ring) -> None:
-        """Put what is late into the ring, as far as it has room; wake who reads it."""
+        """Put waiting frames into the ring as far as it has room, and wake its reader if necessary."""
         written = False
         try:
             while self._late and ring.write(self._late[0][0]):
@@ -431,10 +454,10 @@ class Stream(Generic[T]):
         except ValueError as error:
             raise ProtocolError(f"a ring cannot be written: {error}") from error
         if written and ring.reader_asleep and not self._queue:
-            self._queue.extend(Part(part, kept=True) for part in self._push_out([memoryview(BELL)]))
+            self._queue.extend(QueuedBytes(part, kept=True) for part in self._push_out([memoryview(BELL)]))
 
     def _until_filled(self, target: memoryview) -> Iterator[None]:
-        """Fill some memory: first with what the buffer has of it, then straight from the socket."""
+        """Fill `target` from the buffer first and then directly from the socket. Yield while data is missing."""
         count = min(target.nbytes, self._end - self._start)
         target[:count] = self._buffer[self._start : self._start + count]
         self._start += count
@@ -444,6 +467,7 @@ class Stream(Generic[T]):
 
 
 def _wait(sock: socket.socket, events: int, deadline_s: float) -> None:
+    """Block until one of the events occurs. Raise `DeadlineError` if none has occurred by the deadline."""
     poller = select.poll()
     poller.register(sock, events)
     left_s = deadline_s - time.monotonic()

@@ -1,19 +1,21 @@
-"""When the next barrier should fall: predicted end times in, a plan out.
+"""Compute the best time for the next barrier from the predicted end times of the workers' iterations.
 
-Workers of unequal speed end their iterations at unequal times. If each of n workers is predicted to end its next R
-iterations at known times, and one end time of each is picked, then the first to arrive waits d_Z = max(Z) - min(Z)
-for the last. ZipLine picks the set Z with the least d_Z: that is when a barrier costs least.
+Workers of unequal speed end their iterations at unequal times. Suppose that the end times of the next R iterations of
+each of n workers are predicted. If one end time is picked for each worker, the first worker to arrive waits
+d_Z = max(Z) - min(Z) for the last, where Z is the set of picked end times. ZipLine picks the set Z with the least
+d_Z, so that the barrier costs as little waiting as possible.
 
-Pure: NumPy and nothing else of the outside world, no clock, no environment, no global random source. Times may be
-in any one unit.
+This package is pure: it depends on NumPy only and uses no clock, no environment variables and no global random
+source. All times passed to one call must have the same unit, which may be any.
 
-- `solve`, `solve_periodic`: the answer, a `Solution`, exact and canonical, fast or by one of the paper's methods.
-- `LastInterval`, `MeanInterval`, `MedianInterval`: from recent pushes to what `solve_periodic` takes.
-- `candidate_waits`: every d_Z that ZipLine evaluates, in order (Figs 6 and 7).
-- `generate_pushes`, `bsp_barrier`, `random_barrier`: the paper's synthetic workers, and what to compare with.
+- `solve` and `solve_periodic` return a `Solution`, computed by the fast exact search or by one of the paper's
+  methods.
+- `LastInterval`, `MeanInterval` and `MedianInterval` compute the arguments of `solve_periodic` from recent pushes.
+- `candidate_waits` returns every d_Z that ZipLine evaluates, in order (Figs 6 and 7).
+- `generate_pushes` creates the paper's synthetic workers; `bsp_barrier` and `random_barrier` are baselines.
 
 Source: Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model", Machine
-Learning (2021), sections 4 to 6.1; "ElasticBSP (2021)" in the modules.
+Learning (2021), sections 4 to 6.1. The modules cite it as "ElasticBSP (2021)".
 
 >>> import numpy as np
 >>> pushes = generate_pushes(10, np.random.default_rng(0))

@@ -1,8 +1,8 @@
-"""What ZipLine is compared with: the barriers of somebody who does not look ahead.
+"""Baselines for ZipLine: barriers that are chosen without optimization.
 
 Source: Zhao et al., ElasticBSP (2021), Fig. 4 (`bsp_d` and `rnd_d`). The paper does not say how its random barrier
-is drawn. Our reading: uniformly from the barriers that ZipLine looks at, which are all end times that are not
-before any worker's first; each worker stops with its latest end time not after it.
+is drawn. We assume that it is drawn uniformly from the barriers that ZipLine considers, which are the end times at or
+after every worker's first end time. Each worker stops at its latest end time at or before the barrier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ __all__ = ["bsp_barrier", "random_barrier"]
 
 
 def bsp_barrier(times: ArrayLike) -> Solution:
-    """Every worker stops with its next iteration, column 0; `times` is (n, R) as for `solve`.
+    """Return the barrier of BSP: every worker stops at the end of its next iteration (column 0).
+
+    `times` is an (n, R) array as for `solve`.
 
     >>> bsp_barrier([[2, 4, 6], [5, 10, 15]]).wait
     3.0
@@ -28,7 +30,7 @@ def bsp_barrier(times: ArrayLike) -> Solution:
 
 
 def random_barrier(times: ArrayLike, generator: np.random.Generator) -> Solution:
-    """A barrier drawn with `generator`; `times` is (n, R) as for `solve`.
+    """Return a barrier drawn at random with `generator`. `times` is an (n, R) array as for `solve`.
 
     >>> random_barrier([[2, 4, 6], [5, 10, 15]], np.random.default_rng(0)).barrier in (5.0, 6.0, 10.0, 15.0)
     True

@@ -1,7 +1,7 @@
-"""The input: n workers, R predicted end times each, every worker's ascending.
+"""The input of the solvers: R predicted end times for each of n workers, in ascending order.
 
-Owns what an input must be, and the two forms it comes in: given one by one (`Matrix`), or as arithmetic
-progressions that need not be built (`Progressions`). Knows nothing of how a window is searched for.
+This module validates the input and defines its two forms: an explicit array (`Matrix`), and arithmetic progressions
+that are computed only where they are needed (`Progressions`). It does not depend on the search algorithm.
 """
 
 from __future__ import annotations
@@ -29,37 +29,40 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 INFINITY_BITS = np.float64(np.inf).view(np.uint64)
-BLOCK = 2**15  # floats; this quarter of a MiB stays in the cache
-SMALL = 4096  # end times; of so few, the search does not ask for the gaps
+BLOCK = 2**15  # number of floats in a block: 256 KiB, which fits into the cache
+SMALL = 4096  # number of end times up to which the search does not need the gaps
 
 
 class EndTimes(Protocol):
-    """What the search asks of its input."""
+    """The interface that the search requires of its input."""
 
     @property
     def first(self) -> Floats:
-        """Each worker's first end time, (n,)."""
+        """The first end time of each worker, shape (n,)."""
 
     @property
     def last(self) -> Floats:
-        """Each worker's last end time, (n,)."""
+        """The last end time of each worker, shape (n,)."""
 
     @property
     def lookahead(self) -> int:
-        """R."""
+        """R, the number of end times per worker."""
 
     def rows(self, workers: Indices | slice) -> Floats:
-        """The end times of these k workers, (k, R)."""
+        """Return the end times of the k given workers, shape (k, R)."""
 
     def gaps(self) -> Floats:
-        """For each worker, at least the largest difference of two successive end times, (n,)."""
+        """Return, for each worker, an upper bound of the differences of successive end times, shape (n,)."""
 
     def picks(self, barrier: float) -> Indices:
-        """Each worker's latest column not after `barrier`, (n,). `barrier` is not before any worker's first."""
+        """Return, for each worker, the last column whose end time is at or before `barrier`, shape (n,).
+
+        `barrier` must be at or after the first end time of every worker.
+        """
 
 
 class Matrix:
-    """End times given one by one: `times` is (n, R)."""
+    """End times given explicitly: `times` is an (n, R) array."""
 
     def __init__(self, times: Floats) -> None:
         self.times = times
@@ -71,26 +74,32 @@ class Matrix:
         return self.times[workers]
 
     def gaps(self) -> Floats:
-        # A row that ascends and yet has a step down goes from 0.0 to -0.0. So rare a row may be asked for always.
+        # An ascending row can have a step with the sign bit set only if it goes from 0.0 to -0.0. The gap of such a
+        # rare row is reported as infinite, which makes the search include the row and stays correct.
         gaps: Floats = np.minimum(self._steps, INFINITY_BITS).view(np.float64)
         return gaps
 
     def surely_valid(self) -> bool:
-        """Whether all rows ascend and are finite; False for some that are valid, too. Spares `gaps` its work."""
-        # A finite step is between finite times.
+        """Return True if all rows are certainly ascending and finite. May return False for valid rows.
+
+        The result of the computation is kept and used again by `gaps`.
+        """
+        # If all steps are finite, so are all times.
         return self.lookahead > 1 and bool(self._steps.max() < INFINITY_BITS)
 
     @cached_property
     def _steps(self) -> NDArray[np.uint64]:
-        """For each worker the largest difference of two successive end times, as its bits; more than
-        INFINITY_BITS if one of them is below zero, -0.0, or NaN.
+        """The largest difference of two successive end times of each worker, as the bits of the float.
 
-        The bits of floats, read as whole numbers, are in the order of the floats from 0.0 to infinity, and those of
-        all others are larger. So one maximum says both how long the gaps are and whether every step is one up.
+        The value is larger than INFINITY_BITS if any difference of the worker is negative, -0.0 or NaN.
+
+        Read as unsigned integers, the bits of the floats from 0.0 to infinity have the same order as the floats, and
+        the bits of all other floats are larger. So a single maximum yields the largest gap and also shows whether
+        every step is upward.
         """
         flat, size = self.times.ravel(), self.lookahead
         largest = np.empty(len(self.times), dtype=np.uint64)
-        # As many rows at a time as stay in the cache.
+        # Process as many rows at a time as fit into the cache.
         count = min(len(largest), max(1, BLOCK // size))
         begins = np.arange(0, count * size, size)
         steps = np.empty(count * size)
@@ -102,15 +111,15 @@ class Matrix:
                 step[size - 1 :: size] = 0.0
                 found = largest[p : p + count]
                 np.maximum.reduceat(step.view(np.uint64), begins[: len(found)], out=found)
-        # Columns of a large matrix are slow to read again and again.
+        # Reading a column of a large matrix is slow, so store contiguous copies of the two that are read often.
         self.first, self.last = self.first.copy(), self.last.copy()
         return largest
 
     def picks(self, barrier: float) -> Indices:
         if self.times.size <= BLOCK:
             return _latest(self.times, barrier)
-        # A guess, as if every worker kept its pace; a hair late, lest rounding miss an end time at the barrier.
-        # Whatever it is, where it is wrong the row is searched.
+        # Guess the columns by assuming that each worker keeps a constant pace. The guess is increased slightly so
+        # that rounding does not miss an end time that equals the barrier. Rows with a wrong guess are searched below.
         end = self.lookahead - 1
         with np.errstate(all="ignore"):
             guess = (barrier - self.first) / (self.last - self.first) * (end * (1.0 + 2.0**-40))
@@ -124,14 +133,15 @@ class Matrix:
 
 
 def _latest(times: Floats, barrier: float) -> Indices:
-    """Each row's latest column not after `barrier`."""
-    # The column before the first later one. If none is later, argmax says 0, and before that comes the last.
+    """Return the last column of each row whose end time is at or before `barrier`."""
+    # This is the column before the first one that is later. If none is later, argmax returns 0, and 0 - 1 modulo the
+    # number of columns is the last column.
     latest: Indices = ((times > barrier).argmax(axis=1) - 1) % times.shape[1]
     return latest
 
 
 class Progressions:
-    """End times base + j * interval, j = 1..R, that are built only on demand; both arrays are (n,)."""
+    """End times base + j * interval for j = 1..R, computed on demand. Both arrays have shape (n,)."""
 
     def __init__(self, base: Floats, interval: Floats, lookahead: int) -> None:
         self.base = base
@@ -146,8 +156,8 @@ class Progressions:
         return rows
 
     def gaps(self) -> Floats:
-        # Each end time was rounded twice before it is subtracted from its neighbour; all rounding together stays
-        # under twelve units of 2**-53 of the largest end time.
+        # Each end time is rounded twice before it is subtracted from the next one. The total rounding error is less
+        # than 12 * 2**-53 times the largest end time.
         largest = max(-self.first.min(), self.last.max())
         gaps: Floats = self.interval + 2.0**-48 * largest
         return gaps
@@ -156,8 +166,8 @@ class Progressions:
         with np.errstate(over="ignore"):
             steps = np.floor((barrier - self.base) / self.interval)
         steps = steps.clip(1.0, self.lookahead)
-        # End times are rounded, so the quotient may be off, by one now and then, and by more only where intervals
-        # are lost beside `base`.
+        # End times are rounded, so the quotient may be off: sometimes by one, and by more only where the intervals
+        # are too small to change `base` when they are added to it.
         while (late := self.base + steps * self.interval > barrier).any():
             steps -= late
         while (
@@ -168,21 +178,21 @@ class Progressions:
 
 
 def checked_times(times: ArrayLike) -> Floats:
-    """`times` as an (n, R) array of floats. Raises ConfigurationError if it is not what a method can work on."""
+    """Return `times` as an (n, R) array of floats. Raise ConfigurationError if it is not a valid input."""
     return checked_matrix(times).times
 
 
 def checked_matrix(times: ArrayLike) -> Matrix:
-    """`checked_times` with all that the check has found out."""
+    """Return `times` as a `Matrix`, which keeps what the check computed. See `checked_times`."""
     try:
         array = np.asarray(times, dtype=np.float64, order="C")
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            "times must be numbers, one row per worker, and every row equally long"
+            "times must be an array of numbers with one row per worker and rows of equal length"
         ) from error
     if array.ndim != 2 or array.size == 0:
         raise ConfigurationError(
-            f"times must be (workers, end times), at least one of each; its shape is {array.shape}"
+            f"times must have the shape (workers, end times) with at least one of each; its shape is {array.shape}"
         )
     matrix = Matrix(array)
     if array.size <= SMALL or not matrix.surely_valid():
@@ -191,47 +201,49 @@ def checked_matrix(times: ArrayLike) -> Matrix:
 
 
 def _refuse_invalid(matrix: Floats) -> None:
-    """Raises ConfigurationError, which says where it is, if a time is not finite or a row does not ascend."""
+    """Raise ConfigurationError if a time is not finite or a row is not ascending. The error names the worker."""
     flat, lookahead = matrix.ravel(), matrix.shape[1]
     finite = np.isfinite(flat)
-    place = finite.argmin()  # of the first False, if there is one; twice as fast as all() where there are few
-    if not finite[place]:
-        p, i = divmod(int(place), lookahead)
+    # The index of the first False, if there is any. This is twice as fast as all() for small arrays.
+    index = finite.argmin()
+    if not finite[index]:
+        p, i = divmod(int(index), lookahead)
         raise ConfigurationError(
-            f"every time must be finite; that of worker {p}, column {i} is {matrix[p, i]}"
+            f"every time must be finite; the time of worker {p} in column {i} is {matrix[p, i]}"
         )
-    ascending = finite  # memory that is there: the last one stays True
+    # Use the same memory again. The last element stays True.
+    ascending = finite
     np.greater_equal(flat[1:], flat[:-1], out=ascending[:-1])
     ascending[lookahead - 1 :: lookahead] = True
-    place = ascending.argmin()
-    if not ascending[place]:
-        p = int(place) // lookahead
-        raise ConfigurationError(f"each row of times must be ascending; that of worker {p} is not")
+    index = ascending.argmin()
+    if not ascending[index]:
+        p = int(index) // lookahead
+        raise ConfigurationError(f"each row of times must be ascending; the row of worker {p} is not")
 
 
 def checked_progressions(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Progressions:
-    """The progressions, or ConfigurationError if they are not what a method can work on."""
+    """Return the arguments as `Progressions`. Raise ConfigurationError if they are not a valid input."""
     try:
         base, step = np.asarray(last, dtype=np.float64), np.asarray(interval, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError("last and interval must be numbers, one per worker") from error
+        raise ConfigurationError("last and interval must be arrays of numbers, one per worker") from error
     if base.ndim != 1 or base.shape != step.shape or base.size == 0:
         raise ConfigurationError(
-            "last and interval must hold one number per worker, at least one; "
+            "last and interval must have one number per worker, and at least one worker; "
             f"their shapes are {base.shape} and {step.shape}"
         )
     if not isinstance(lookahead, (int, np.integer)) or lookahead < 1:
-        raise ConfigurationError(f"lookahead must be a whole number, at least 1; it is {lookahead!r}")
-    # `not` rather than `<=`: it catches NaN, too.
+        raise ConfigurationError(f"lookahead must be an integer of at least 1; it is {lookahead!r}")
+    # `not >` instead of `<=` also catches NaN.
     if not step.min() > 0:
         p = (step > 0).argmin()
-        raise ConfigurationError(f"each interval must be above 0; that of worker {p} is {step[p]}")
+        raise ConfigurationError(f"each interval must be above 0; the interval of worker {p} is {step[p]}")
     with np.errstate(over="ignore", invalid="ignore"):
         times = Progressions(base, step, int(lookahead))
     finite = np.isfinite(times.last)
     if not finite.all():
         p = finite.argmin()
         raise ConfigurationError(
-            f"every last + lookahead * interval must be finite; that of worker {p} is not"
+            f"last + lookahead * interval must be finite for every worker; for worker {p} it is not"
         )
     return times

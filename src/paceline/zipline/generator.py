@@ -1,11 +1,11 @@
 """The paper's synthetic workers, on which its solvers are measured.
 
-Worker p has an interval i_p, uniform in 1000-1500 ms, and a start s_p, uniform in 10-50 ms; its j-th push is at
-j * i_p + s_p. All run until a common moment, 20 s, which takes them out of the phase in which they started; from
-the last two pushes the next R are predicted.
+Worker p has an interval i_p, drawn uniformly from 1000-1500 ms, and a start time s_p, drawn uniformly from 10-50 ms.
+Its j-th push happens at time j * i_p + s_p. All workers run until a common warm-up time of 20 s, so that they are no
+longer in phase. The next R pushes of each worker are predicted from its last two.
 
-Source: Zhao et al., ElasticBSP (2021), section 6.1. Our reading: a worker's newest push is its first one at or after
-the common moment, which is what the spread of the newest pushes in the data that the authors published looks like.
+Source: Zhao et al., ElasticBSP (2021), section 6.1. We assume that the newest push of a worker is its first one at or
+after the warm-up time, which matches the spread of the newest pushes in the data that the authors published.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ def generate_pushes(
     interval_ms: tuple[float, float] = (1000.0, 1500.0),
     warm_up_ms: float = 20_000.0,
 ) -> Floats:
-    """The last two pushes of each worker, (worker_count, 2) float64, in ms; what a `Predictor` takes.
+    """Return the times of the last two pushes of each worker, in ms, in the form that a `Predictor` takes.
+
+    The result is a float64 array of shape (worker_count, 2).
 
     Args:
-        worker_count: n.
-        generator: where the intervals and starts are drawn from; the same seed gives the same workers.
-        interval_ms: the range of the intervals.
-        warm_up_ms: the common moment. With 0, each worker has just pushed twice.
+        worker_count: number of workers, n.
+        generator: source of the random intervals and start times; the same seed gives the same workers.
+        interval_ms: range of the intervals, in ms.
+        warm_up_ms: common warm-up time, in ms. With 0, each worker has pushed exactly twice.
 
     >>> pushes = generate_pushes(3, np.random.default_rng(0))
     >>> pushes.shape, bool((pushes[:, 1] >= 20_000).all())
@@ -38,6 +40,6 @@ def generate_pushes(
     """
     interval = generator.uniform(*interval_ms, worker_count)
     start = generator.uniform(10.0, 50.0, worker_count)
-    # The first push at or after the warm-up, but two at least.
+    # The number of the first push at or after the warm-up time, and at least 2.
     newest = np.maximum(np.ceil((warm_up_ms - start) / interval), 2)
     return np.stack([start + (newest - 1) * interval, start + newest * interval], axis=1)

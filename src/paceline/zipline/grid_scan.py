@@ -1,17 +1,17 @@
-"""GridScan and FullGridScan: what lies nearest to one worker's end times.
+"""GridScan and FullGridScan: heuristics that collect the end times nearest to those of one worker.
 
-Takes each end time e of a designated worker, adds the end time of every other worker that is nearest to e, and
-keeps the narrowest of these sets. GridScan designates the worker with the earliest end time, R sets, O(R^2 n);
-FullGridScan designates every worker in turn, R n sets, O(R^2 n^2).
+For each end time e of a designated worker, the scan forms the set of e and the end time of every other worker that is
+nearest to e. It returns the narrowest of these sets. GridScan designates the worker with the earliest end time and
+evaluates R sets in O(R^2 n) time. FullGridScan designates every worker in turn and evaluates R n sets in O(R^2 n^2).
 
-Neither is exact: nearest to e may be on the wrong side of it. With the end times (5, 105), (15, 205), (0, 15),
-(7, 22) the best set is 5, 15, 15, 7, whose width is 10; every end time there has a nearer neighbour that is not
-in it, and FullGridScan finds 15.
+Neither is exact, because the end time nearest to e may be on the wrong side of e. Example: for the end times
+(5, 105), (15, 205), (0, 15), (7, 22) the best set is 5, 15, 15, 7 with a width of 10. Each of its elements has a
+nearer neighbor that is not in the set, and FullGridScan finds a set with a width of 15.
 
-Source: Zhao et al., ElasticBSP (2021), section 5.1, Algorithm 1. Ties, which the paper leaves open: of several
-workers with the earliest end time the first is designated, of two end times equally near to e the earlier
-column is taken, and of equally narrow sets the first one stays (workers and columns ascending). So their
-picks and barrier, unlike those of the exact methods, are not canonical.
+Source: Zhao et al., ElasticBSP (2021), section 5.1, Algorithm 1. The paper does not say how ties are resolved. If
+several workers have the earliest end time, the first one is designated. If two end times are equally near to e, the
+earlier column is taken. If several sets are equally narrow, the first one is kept, in ascending order of workers and
+columns. So, unlike for the exact methods, the picks and the barrier are not canonical.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["full_grid_scan", "grid_scan"]
 
 
 def grid_scan(times: Floats) -> Solution:
-    """Algorithm 1 on an (n, R) matrix: the designated row has the earliest end time."""
+    """Run Algorithm 1 on an (n, R) matrix: the designated row is the one with the earliest end time."""
     return _scan(times, [int(times[:, 0].argmin())])
 
 
 def full_grid_scan(times: Floats) -> Solution:
-    """Algorithm 1 without its line 4 on an (n, R) matrix: every row is designated in turn."""
+    """Run Algorithm 1 without its line 4 on an (n, R) matrix: every row is designated in turn."""
     return _scan(times, range(len(times)))
 
 

@@ -1,10 +1,10 @@
-"""Naive search: every set there is.
+"""Naive search over all possible sets.
 
-Takes one end time of each worker in every possible way, R^n sets, and keeps the narrowest. It is what the other
-methods are tested against, and practical for nothing else: ten workers with fifteen end times each are 10^11
-sets.
+The search forms all R^n sets with one end time of each worker and returns the narrowest. It serves as a reference to
+test the other methods against and is too slow for any other use: ten workers with fifteen end times each have
+6 * 10^11 sets.
 
-Source: Zhao et al., ElasticBSP (2021), section 5.1. Deviation: the sets are formed one after the other, so it
+Source: Zhao et al., ElasticBSP (2021), section 5.1. Deviation: the sets are formed one after the other, so the search
 needs O(n) space instead of O(R^n).
 """
 
@@ -22,7 +22,7 @@ __all__ = ["naive"]
 
 
 def naive(times: Floats) -> Solution:
-    """Evaluates all R^n sets of an (n, R) matrix."""
+    """Evaluate all R^n sets of an (n, R) matrix."""
     n, lookahead = times.shape
     rows = times.tolist()
     best = inf, inf
@@ -30,7 +30,7 @@ def naive(times: Floats) -> Solution:
     for picks in product(range(lookahead), repeat=n):
         z = [row[i] for row, i in zip(rows, picks, strict=True)]
         rank = max(z) - min(z), max(z)
-        # The sets come in lexicographic order of their columns, so among equals `<=` keeps the latest columns.
+        # The sets are formed in lexicographic order of their columns, so `<=` keeps the latest columns among ties.
         if rank <= best:
             best, best_picks = rank, picks
     return Solution(*best, np.array(best_picks), lookahead**n)

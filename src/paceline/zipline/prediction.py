@@ -1,16 +1,17 @@
-"""From recent pushes to the pace of each worker: what `solve_periodic` asks for.
+"""Predictors, which estimate the pace of each worker from its recent pushes, as input for `solve_periodic`.
 
-A predictor is anything that can be called with the workers' recent pushes and answers (last, interval). It looks at
-no more than `memory` pushes of each worker, so nobody needs to keep more. Pushes come as one (n, k) array, each
-row ascending with the newest push last; a worker that has pushed less often is padded with NaN in front, and
-needs two pushes at least (of one that has fewer, `LastInterval` says NaN, which `solve_periodic` refuses).
+A predictor is any callable that takes the times of the workers' recent pushes and returns (last, interval). It uses
+at most the last `memory` pushes of each worker, so callers need not store more. The pushes are passed as an (n, k)
+array. Each row is ascending, with the newest push last. The row of a worker that has pushed fewer than k times is
+padded with NaN at the front. Each worker needs at least two pushes: for a worker with fewer, `LastInterval` returns
+NaN, which `solve_periodic` rejects, and the other two raise ConfigurationError.
 
-The paper takes the last interval and leaves it at that: a wrong prediction is made good with the next one. With
-jittery workers the error of a last interval is multiplied by the number of iterations looked ahead, so there are
-two that look further back: the mean, which is best while the jitter is even, and the median, which a few stalls
-among the recent iterations do not touch.
+The paper uses only the last interval and relies on the next prediction to correct an error. If the workers' iteration
+times vary, the error of a single interval is multiplied by the number of iterations looked ahead. Two further
+predictors therefore use more intervals: the mean, which is best for evenly distributed jitter, and the median, which
+is not affected by a few stalls among the recent iterations.
 
-Source: Zhao et al., ElasticBSP (2021), section 4 (`LastInterval`); the other two are not from the paper.
+Source: Zhao et al., ElasticBSP (2021), section 4 (`LastInterval`). The other two predictors are not from the paper.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ __all__ = ["LastInterval", "MeanInterval", "MedianInterval", "Predictor"]
 
 
 class Predictor(Protocol):
-    """How fast each worker goes on."""
+    """A callable that predicts the pace of each worker."""
 
     @property
     def memory(self) -> int:
-        """How many recent pushes of a worker it looks at, at most."""
+        """The maximum number of recent pushes of a worker that the predictor uses."""
 
     def __call__(self, pushes: ArrayLike) -> tuple[Floats, Floats]:
-        """(last, interval), both (n,), from (n, k) push times, k >= 2, in any one unit."""
+        """Return (last, interval), both of shape (n,), in the unit of `pushes`.
+
+        `pushes` is an (n, k) array of push times with k >= 2.
+        """
 
 
 @dataclass(frozen=True)
 class LastInterval:
-    """The next iterations take as long as the last one did: g = t_k - t_(k-1).
+    """Predict that the next iterations take as long as the last one: g = t_k - t_(k-1).
 
     >>> LastInterval()([[0.0, 3.0, 5.0]])
     (array([5.]), array([2.]))
@@ -55,33 +59,36 @@ class LastInterval:
 
 @dataclass(frozen=True)
 class _Windowed:
-    """Looks at the last `window` intervals of each worker, or at those there are."""
+    """Base class of the predictors that use up to `window` recent intervals of each worker."""
 
     window: int = 5
 
     def __post_init__(self) -> None:
         if self.window < 1:
-            raise ConfigurationError(f"window must be at least 1 interval, got {self.window}")
+            raise ConfigurationError(f"window must be at least 1 interval; it is {self.window}")
 
     @property
     def memory(self) -> int:
         return self.window + 1
 
     def _last_and_intervals(self, pushes: ArrayLike) -> tuple[Floats, Floats]:
-        """(n,) and (n, window) or fewer, NaN in front where a worker has fewer."""
+        """Return the last push of each worker, shape (n,), and its intervals, shape (n, m) with m <= window.
+
+        Rows of workers with fewer intervals are padded with NaN at the front.
+        """
         recent = _recent(pushes, self.memory)
         intervals = np.diff(recent)
         known = np.isfinite(intervals[:, -1])
         if not known.all():
             raise ConfigurationError(
-                f"worker {known.argmin()} has pushed less than twice: its pace is unknown"
+                f"worker {known.argmin()} has fewer than two pushes, so its pace is unknown"
             )
         return recent[:, -1], intervals
 
 
 @dataclass(frozen=True)
 class MeanInterval(_Windowed):
-    """The next iterations take as long as the last `window` ones did on average (a moving average).
+    """Predict that the next iterations take as long as the average of the last `window` ones (a moving average).
 
     >>> MeanInterval(window=2)([[0.0, 3.0, 5.0]])
     (array([5.]), array([2.5]))
@@ -94,7 +101,7 @@ class MeanInterval(_Windowed):
 
 @dataclass(frozen=True)
 class MedianInterval(_Windowed):
-    """The next iterations take as long as the middle one of the last `window` did.
+    """Predict that the next iterations take as long as the median of the last `window` ones.
 
     >>> MedianInterval(window=3)([[0.0, 2.0, 30.0, 33.0]])
     (array([33.]), array([3.]))
@@ -106,10 +113,11 @@ class MedianInterval(_Windowed):
 
 
 def _recent(pushes: ArrayLike, memory: int) -> Floats:
-    """The newest `memory` pushes of each worker, or as many as there are."""
+    """Return the newest `memory` columns of `pushes`, or all of them if there are fewer."""
     recent = np.asarray(pushes, dtype=np.float64)
     if recent.ndim != 2 or recent.shape[1] < 2:
         raise ConfigurationError(
-            f"pushes must be (workers, push times), at least two of each worker; their shape is {recent.shape}"
+            "pushes must have the shape (workers, push times) with at least two push times per worker; "
+            f"its shape is {recent.shape}"
         )
     return recent[:, -memory:]

@@ -1,7 +1,8 @@
-"""What every method answers: one end time per worker.
+"""The result of every method: one end time per worker.
 
-Owns the canonical choice: once the barrier is known, each worker stops with its latest end time not after it.
-An earlier one would only make the window wider, and a worker that could have gone on would wait.
+This module also defines the canonical choice: once the barrier is known, each worker stops at its latest end time at
+or before the barrier. An earlier end time would only widen the window, and the worker would wait although it could
+have run another iteration.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ __all__ = ["Solution", "solution_at"]
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A set Z: one end time of each worker.
+    """A set Z with one end time of each worker.
 
     Attributes:
-        wait: d_Z = max(Z) - min(Z), how long the first to arrive waits for the last; in the unit of the input.
-        barrier: max(Z), when the barrier falls; in the unit of the input.
-        picks: (n,) integers, each worker's column: `times[p, picks[p]]` is the end time it stops with.
-        candidates: how many d_Z the method evaluated.
+        wait: d_Z = max(Z) - min(Z), the time that the first worker to arrive waits for the last, in the unit of the
+            input.
+        barrier: max(Z), the time of the barrier, in the unit of the input.
+        picks: integer array of shape (n,) with the column of each worker: worker p stops at `times[p, picks[p]]`.
+        candidates: number of values d_Z that the method evaluated.
     """
 
     wait: float
@@ -33,7 +35,10 @@ class Solution:
 
 
 def solution_at(times: Floats, barrier: float, candidates: int) -> Solution:
-    """The canonical Z for a barrier that is not before any worker's first end time; `times` is (n, R)."""
+    """Return the canonical solution for a barrier at or after the first end time of every worker.
+
+    `times` is an (n, R) array.
+    """
     picks = Matrix(times).picks(barrier)
     earliest = times[np.arange(len(times)), picks].min()
     return Solution(float(barrier - earliest), float(barrier), picks, candidates)

@@ -1,6 +1,6 @@
-"""The two questions a caller can ask: `solve` for any end times, `solve_periodic` for steady workers.
+"""The two entry points: `solve` for arbitrary end times, and `solve_periodic` for workers with a constant pace.
 
-Owns the names of the methods and which of them answers; checks the input once, for all of them.
+This module maps the names of the methods to their implementations and validates the input once for all of them.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ METHODS: dict[str, Callable[[Floats], Solution]] = {
 
 
 def solve(times: ArrayLike, method: str = "auto") -> Solution:
-    """When the next barrier should fall, and with which iteration each worker should stop for it.
+    """Return the best time for the next barrier, and the iteration after which each worker should stop for it.
 
-    Picks one end time of each worker so that the first to arrive waits as little as possible for the last. All
-    methods but the two grid scans are exact and answer the same: the least wait, then the earliest barrier, then
-    each worker's latest end time not after it (the latest column among equal ones).
+    One end time of each worker is picked so that the first worker to arrive waits as little as possible for the last.
+    All methods except the two grid scans are exact and return the same solution: the one with the least wait; if
+    several have it, the one with the earliest barrier; and for this barrier the latest end time of each worker at or
+    before it (the last column if several are equal).
 
     Args:
-        times: (n, R) numbers, converted to float64: predicted end times of n workers, R each, in any one unit.
-            Each row must be finite and ascending; equal neighbours are allowed.
-        method: "auto" is the fastest exact one. Of the paper: "naive", "grid-scan", "full-grid-scan", "zipline",
-            "zipline-opt", "zipline-opt-bs". "naive" takes R^n steps.
+        times: array of shape (n, R), converted to float64: R predicted end times for each of n workers, all in the
+            same unit. Each row must be finite and ascending; equal neighbors are allowed.
+        method: "auto" is the fastest exact method. The methods of the paper are "naive", "grid-scan",
+            "full-grid-scan", "zipline", "zipline-opt" and "zipline-opt-bs". "naive" takes R^n steps.
 
     Raises:
-        ConfigurationError: `times` is none of that, or there is no such method.
+        ConfigurationError: `times` is not valid, or `method` is unknown.
 
     Source: Zhao et al., ElasticBSP (2021), Problem 1 and section 5; canonical choice: Corollary 1.
 
-    A fast worker that ends an iteration every 2 s and one that needs 5 s are closest together at 10 s:
+    A worker that ends an iteration every 2 s and one that needs 5 s per iteration are closest together at 10 s:
 
     >>> solution = solve([[2, 4, 6, 8, 10], [5, 10, 15, 20, 25]])
     >>> solution.wait, solution.barrier, solution.picks.tolist()
@@ -68,27 +69,28 @@ def solve(times: ArrayLike, method: str = "auto") -> Solution:
 
 
 def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solution:
-    """`solve` for workers that keep their pace: worker p ends at `last[p] + j * interval[p]`, j = 1..lookahead.
+    """Return the best next barrier, as `solve` does, for workers with a constant pace.
 
-    The answer is exactly that of `solve` on these end times as float64 numbers
-    (`last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]`), of which only a part is ever built.
+    The end times of worker p are `last[p] + j * interval[p]` for j = 1..lookahead. The result is exactly that of
+    `solve` for these end times as float64 numbers
+    (`last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]`), but only a part of them is computed.
 
     Args:
-        last: (n,) numbers, each worker's last push, in any one unit.
-        interval: (n,) numbers above 0, how long each worker's iterations take, in the same unit.
-        lookahead: R, how many iterations ahead to look, at least 1.
+        last: array of shape (n,): the time of each worker's last push.
+        interval: array of shape (n,): the duration of each worker's iterations, above 0, in the unit of `last`.
+        lookahead: R, the number of iterations to look ahead, at least 1.
 
     Raises:
-        ConfigurationError: the arguments are none of that, or an end time would not be finite.
+        ConfigurationError: an argument is not valid, or an end time would not be finite.
 
-    Source: Zhao et al., ElasticBSP (2021), section 4, whose prediction this is.
+    Source: Zhao et al., ElasticBSP (2021), section 4, which defines this prediction.
 
     >>> solution = solve_periodic(last=[0, 0], interval=[2, 5], lookahead=15)
     >>> solution.wait, solution.barrier, solution.picks.tolist()
     (0.0, 10.0, [4, 1])
     """
     times = checked_progressions(last, interval, lookahead)
-    # So few are cheaper built than asked one by one.
+    # For this few end times it is faster to build the whole matrix.
     if len(times.base) * lookahead <= sweep.FEW:
         return _auto(Matrix(times.rows(slice(None))))
     return _auto(times)

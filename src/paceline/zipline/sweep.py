@@ -1,34 +1,38 @@
-"""The fast exact search, `auto`: no set is ever formed, and most end times are never sorted.
+"""The fast exact search, method "auto": it never forms a set Z, and it does not sort most of the end times.
 
-Theory. Let a window start at time s. It holds every worker as soon as it reaches
+Theory. A window that starts at time s contains an end time of every worker as soon as it reaches
 
-    end(s) = the latest, over the workers, of their first end time at or after s,
+    end(s) = the maximum, over all workers, of the worker's first end time at or after s,
 
-and the answer is the least end(s) - s over all end times s. Go through them in ascending order: each one that is
-passed hands over to its worker's next one, so
+and the result is the least end(s) - s over all end times s. Go through the end times in ascending order. When an end
+time is passed, the next end time of the same worker takes its place, so
 
-    end(s) = max(every worker's first end time, the next end time of each one before s),
+    end(s) = max(the first end times of all workers, the successors of all end times before s),
 
-a running maximum. Sorting is what costs, O(Rn log(Rn)); two bounds spare most of it.
+where the successor of an end time is the next one of the same worker. This is a running maximum. The expensive part
+is sorting, which takes O(Rn log(Rn)) time. Two bounds avoid most of it.
 
-*Only slow workers decide* (`narrowest_window`). Worker p's first end time at or after s is at most gap_p away, its
-longest interval, unless it is p's first of all. So workers whose gap is less than the answer may be left out, as long
-as everybody's first end time is heeded, and the earliest of everybody's last, after which no window starts. And a few
-workers' answer is never more than everybody's, since a window that holds everybody holds them. So the slowest
-third is asked first, and then, once, all whose gap is not less than its answer. (A much smaller part would say
-little: workers of almost equal speed stay in phase, so they are close together most of the time.)
+*Only slow workers matter* (`narrowest_window`). Let gap_p be the longest interval of worker p. The first end time of
+p at or after s is at most gap_p after s, unless it is p's very first end time. So workers whose gap is less than the
+result may be left out, as long as two things are taken into account for all workers: their first end times, and the
+earliest of their last end times, after which no window can start. Also, the result for a subset of the workers is
+never larger than the result for all of them, since a window that contains all workers contains the subset. So the
+slowest third of the workers is searched first. Then all workers whose gap is not less than that result are searched
+once. (A much smaller subset would give a poor bound: workers of almost equal speed stay in phase, so they are close
+together most of the time.)
 
-*Only some moments matter* (`_sort_promising`). Cut the timeline into equal buckets. The running maximum over the
-buckets before one's own is a lower bound of end(s), and equal to end(s) at the earliest s of the bucket. So one
-window of each bucket is known exactly, and none of it is narrower than from its latest s to that lower bound. Only
-buckets that could beat the narrowest known window are sorted. (If an outlier stretches the timeline so that all
-else falls into one bucket, all is sorted, as it would be without buckets.)
+*Only some times matter* (`_sort_promising`). Divide the timeline into equal buckets. The running maximum over all
+buckets before the bucket of s is a lower bound of end(s), and it equals end(s) for the earliest s of the bucket. So
+one window of each bucket is known exactly, and no window of the bucket is narrower than the distance from the
+bucket's latest s to that lower bound. Only buckets that could contain a window narrower than the narrowest known one
+are sorted. (If an outlier stretches the timeline so that all other end times fall into one bucket, everything is
+sorted, as it would be without buckets.)
 
-All of it holds in floating point, too: rounding never swaps two differences, and of those that it makes equal the
-earliest is taken.
+This also holds in floating point: rounding never changes the order of two differences, and if it makes several of
+them equal, the earliest is taken.
 
-Source: the problem is Problem 1 of Zhao et al., ElasticBSP (2021), the answer that of its ZipLine (Theorem 2). The
-search is not from the paper, which has a whole set Z in hand at every step.
+Source: the problem is Problem 1 of Zhao et al., ElasticBSP (2021), and the result is that of ZipLine (Theorem 2). The
+search is not from the paper, whose methods maintain a complete set Z at every step.
 """
 
 from __future__ import annotations
@@ -41,16 +45,19 @@ from .end_times import EndTimes, Floats, Indices
 
 __all__ = ["Window", "narrowest_window"]
 
-# So few end times are best sorted all at once.
+# Number of end times up to which it is fastest to sort all of them.
 FEW = 4096
-# End times per bucket: with fewer, the running maximum takes longer; with more, the sort of what is left.
+# End times per bucket. With fewer, the running maximum takes longer; with more, sorting the remaining ones does.
 PER_BUCKET = 6
 
 
 class Window(NamedTuple):
-    """The narrowest window that holds an end time of every worker, the earliest of several.
+    """The narrowest window that contains an end time of every worker; the earliest one if there are several.
 
-    `candidates` counts the starts from which the window was measured, in the last pass.
+    Attributes:
+        wait: width of the window.
+        barrier: end of the window.
+        candidates: number of start times for which the window was measured in the last pass.
     """
 
     wait: float
@@ -59,14 +66,15 @@ class Window(NamedTuple):
 
 
 def narrowest_window(times: EndTimes) -> Window:
-    """The narrowest window of all workers."""
+    """Return the narrowest window of all workers."""
     first = times.first
     n, size = len(first), len(first) * times.lookahead
     every_first = first.max()
     if size <= FEW:
         return _sort_all(times.rows(slice(None)), every_first)
-    # The first end times are a window, too, so the answer is no wider. If it is less than a bucket wide, no bucket
-    # can be told from another; if it leaves out few workers, the answer will leave out fewer.
+    # The first end times form a window, so the narrowest window is at most this wide. If it is narrower than a
+    # bucket, the buckets cannot exclude anything. If its width excludes few workers, the narrowest window excludes
+    # even fewer.
     first_width = every_first - first.min()
     if first_width * size < (times.last.min() - first.min()) * PER_BUCKET:
         return _sort_all(times.rows(slice(None)), every_first)
@@ -83,7 +91,7 @@ def narrowest_window(times: EndTimes) -> Window:
 
 
 def _sort_all(rows: Floats, every_first: np.float64) -> Window:
-    """The narrowest window of the workers whose rows are given, all of whose end times are sorted."""
+    """Return the narrowest window of the workers whose rows are given, by sorting all of their end times."""
     start = rows.ravel()
     following = np.empty_like(start)
     following[:-1] = start[1:]
@@ -93,38 +101,41 @@ def _sort_all(rows: Floats, every_first: np.float64) -> Window:
 
 
 def _sort_promising(times: EndTimes, workers: Indices, every_first: np.float64) -> Window:
-    """The narrowest window of some workers and the one who is the first to have no end time left."""
+    """Return the narrowest window of the given workers and the worker whose last end time is the earliest.
+
+    Only the end times in promising buckets are sorted.
+    """
     first_to_run_out = times.last.argmin()
     last_start = times.last[first_to_run_out]
     rows = times.rows(np.append(workers, first_to_run_out))
     start = rows.ravel()
-    # No window starts after `last_start`. What is later shares its bucket, the last one.
-    place = np.minimum(start, last_start)
-    origin = place.min()
+    # No window starts after `last_start`, so all later end times are put into the last bucket.
+    offset = np.minimum(start, last_start)
+    origin = offset.min()
     buckets_per_time = (start.size // PER_BUCKET) / max(last_start - origin, 1e-290)
-    place -= origin
-    place *= buckets_per_time
-    bucket = place.astype(np.intp)
+    offset -= origin
+    offset *= buckets_per_time
+    bucket = offset.astype(np.intp)
     count = int((last_start - origin) * buckets_per_time) + 1
-    earliest, latest, handed_over = np.full(count, np.inf), np.full(count, -np.inf), np.full(count, -np.inf)
+    earliest, latest, successor = np.full(count, np.inf), np.full(count, -np.inf), np.full(count, -np.inf)
     np.minimum.at(earliest, bucket, start)
     np.maximum.at(latest, bucket, start)
     latest[-1] = last_start
-    # What comes after a row's last end time is another worker's, but it goes to the last bucket, which hands over
-    # to none.
-    np.maximum.at(handed_over, bucket[:-1], start[1:])
+    # The element after the last end time of a row belongs to another worker. This does no harm: a last end time is
+    # always in the last bucket, whose successors are not used.
+    np.maximum.at(successor, bucket[:-1], start[1:])
     reached = np.empty(count)
     reached[0] = every_first
-    reached[1:] = handed_over[:-1]
+    reached[1:] = successor[:-1]
     np.maximum.accumulate(reached, out=reached)
     known = reached - earliest
     known[earliest == np.inf] = np.inf
     best = known.argmin()
     bound = reached - latest
-    # A later bucket must do better, an earlier one no worse.
+    # A later bucket must contain a narrower window; an earlier one may contain an equally narrow one.
     promising = bound < known[best]
     promising[: best + 1] = bound[: best + 1] <= known[best]
-    # Of the last bucket only what is not later than `last_start`: it may hold most of all end times.
+    # Exclude end times after `last_start`: the last bucket may contain most of all end times.
     found = np.flatnonzero(promising[bucket] & (start <= last_start))
     if 2 * len(found) > start.size:
         return _sort_all(rows, every_first)
@@ -135,10 +146,13 @@ def _sort_promising(times: EndTimes, workers: Indices, every_first: np.float64) 
 
 
 def _narrowest(start: Floats, following: Floats, reached: np.float64 | Floats) -> Window:
-    """The narrowest of the windows from each `start`, which ascend.
+    """Return the narrowest of the windows that begin at the `start` times, which are ascending.
 
-    `following` is the same worker's next end time, inf if there is none; `reached` is how far those before the given
-    starts take a window, at least.
+    Args:
+        start: start times of the windows.
+        following: the next end time of the worker that each start time belongs to; inf if there is none.
+        reached: lower bound of the end of each window, or of all windows, which accounts for the end times that are
+            not in `start`.
     """
     end = np.empty_like(start)
     end[1:] = following[:-1]
@@ -148,6 +162,6 @@ def _narrowest(start: Floats, following: Floats, reached: np.float64 | Floats) -
     else:
         end[0] = reached
     np.maximum.accumulate(end, out=end)
-    # argmin takes the first of equal ones, and `end` ascends: the earliest barrier.
+    # argmin returns the first of several minima. As `end` is ascending, that one has the earliest barrier.
     best = (end - start).argmin()
     return Window(float(end[best] - start[best]), float(end[best]), start.size)

@@ -1,18 +1,18 @@
-"""ZipLine: one pass over all end times, in order.
+"""ZipLine: a single pass over all end times in ascending order.
 
-Merges all end times into one timeline and scans it. Z holds the latest end time of each worker that was passed so
-far; each new one replaces its worker's older one. Once Z holds every worker it is a candidate, and a new one with
-every end time after that.
+All end times are merged into one timeline, which is scanned once. Z contains the latest end time of each worker that
+has been scanned so far: each new end time replaces the previous one of the same worker. Z becomes a candidate when it
+contains every worker, and each further end time produces another candidate.
 
-It is exact (Theorem 2 of the paper): of all sets whose latest end time is t, none is narrower than the one with
-each worker's latest end time not after t, and ZipLine evaluates that one for every t that has one. The scan is
-O(Rn^2), because min(Z) is searched for each time.
+ZipLine is exact (Theorem 2 of the paper). Of all sets whose latest end time is t, the narrowest is the one with the
+latest end time of each worker at or before t, and ZipLine evaluates this set for every t for which it exists. The
+scan takes O(Rn^2) time, because min(Z) is searched at each step.
 
-Source: Zhao et al., ElasticBSP (2021), section 5.2. Deviations: one candidate per end time once Z is complete, as
-that section's text and Fig. 7 have it. The listing of Algorithm 2, read literally, evaluates sets that do not hold
-every worker; with the evaluation moved out of its inner loop it is exact but has fewer candidates. Of the narrowest
-candidates the earliest is chosen (Corollary 1), and the picks are each worker's latest not after its barrier, also
-where several end times are equal.
+Source: Zhao et al., ElasticBSP (2021), section 5.2. Deviations: there is one candidate per end time once Z is
+complete, as in the text of that section and Fig. 7. Algorithm 2 as printed evaluates sets that do not contain every
+worker; with the evaluation moved out of its inner loop it is exact but has fewer candidates. Of the narrowest
+candidates the earliest is chosen (Corollary 1). The picks are the latest end times of each worker at or before the
+barrier, also if several end times are equal.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = ["candidate_waits", "timeline", "zipline"]
 
 
 def timeline(times: Floats) -> list[tuple[float, int, int]]:
-    """Omega: the triples (end time, worker, column) of an (n, R) matrix, ascending."""
+    """Return Omega, the sorted list of the triples (end time, worker, column) of an (n, R) matrix."""
     return sorted((t, p, i) for p, row in enumerate(times.tolist()) for i, t in enumerate(row))
 
 
 def zipline(times: Floats) -> Solution:
-    """Evaluates every candidate of an (n, R) matrix."""
+    """Run ZipLine on an (n, R) matrix: evaluate every candidate."""
     candidates = list(_candidates(times))
     _, barrier = min(candidates)
     return solution_at(times, barrier, len(candidates))
 
 
 def candidate_waits(times: ArrayLike) -> Floats:
-    """Every d_Z that ZipLine evaluates, in the order in which it does; `times` is (n, R) as for `solve`.
+    """Return every d_Z that ZipLine evaluates, in order. `times` is an (n, R) array as for `solve`.
 
     Source: Figs 6 and 7, which plot them.
 
@@ -52,7 +52,7 @@ def candidate_waits(times: ArrayLike) -> Floats:
 
 
 def _candidates(times: Floats) -> Iterator[tuple[float, float]]:
-    """(d_Z, max(Z)) of one candidate Z after the other."""
+    """Yield (d_Z, max(Z)) of each candidate Z."""
     z: dict[int, float] = {}
     for t, p, _ in timeline(times):
         z[p] = t

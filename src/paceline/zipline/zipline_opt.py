@@ -1,16 +1,17 @@
-"""ZipLineOpt and ZipLineOptBS: ZipLine with Z kept in order.
+"""ZipLineOpt and ZipLineOptBS: variants of ZipLine that keep Z sorted.
 
-Z is a list in the order of the timeline, so its first element is min(Z) and its last one max(Z). When a new end
-time replaces an older one of its worker, there are two cases:
+Z is a list in the order of the timeline, so its first element is min(Z) and its last element is max(Z). When a new
+end time replaces the previous one of the same worker, there are two cases:
 
-1. the older one was the first of Z: min(Z) has moved up, and the new Z is evaluated;
-2. it was not: min(Z) stays and max(Z) does not fall, so the new Z is no better (Theorem 3) and is not evaluated.
+1. The previous one was the first element of Z. Then min(Z) has increased, and the new Z is evaluated.
+2. Otherwise min(Z) is unchanged and max(Z) does not decrease, so the new Z is not narrower (Theorem 3). It is
+   skipped.
 
-The two methods differ in how they find the older one. ZipLineOpt looks through Z, O(n); ZipLineOptBS knows from the
-matrix of end times what it is looking for and finds it by binary search, O(log n).
+The two methods differ in how they find the previous end time in Z. ZipLineOpt scans Z in O(n) time. ZipLineOptBS
+looks its value up in the matrix of end times and finds it in Z by binary search in O(log n) time.
 
-Source: Zhao et al., ElasticBSP (2021), sections 5.3.1 and 5.3.2. Deviation: Z is ordered by (end time, worker,
-column), all of which is known of the older one, so equal end times need no search of their own.
+Source: Zhao et al., ElasticBSP (2021), sections 5.3.1 and 5.3.2. Deviation: Z is sorted by (end time, worker,
+column). All three are known for the previous end time, so equal end times need no special treatment.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Element = tuple[float, int, int]  # end time, worker, column
 
 
 def zipline_opt(times: Floats) -> Solution:
-    """ZipLineOpt on an (n, R) matrix."""
+    """Run ZipLineOpt on an (n, R) matrix."""
 
     def position(z: list[Element], p: int, i: int) -> int:
         return next(k for k, (_, worker, _) in enumerate(z) if worker == p)
@@ -38,7 +39,7 @@ def zipline_opt(times: Floats) -> Solution:
 
 
 def zipline_opt_bs(times: Floats) -> Solution:
-    """ZipLineOptBS on an (n, R) matrix."""
+    """Run ZipLineOptBS on an (n, R) matrix."""
     rows = times.tolist()
 
     def position(z: list[Element], p: int, i: int) -> int:
@@ -48,7 +49,7 @@ def zipline_opt_bs(times: Floats) -> Solution:
 
 
 def _scan(times: Floats, position: Callable[[list[Element], int, int], int]) -> Solution:
-    """`position(z, p, i)` says where in z the end time of worker p in column i is."""
+    """Run the scan. `position(z, p, i)` must return the index in z of the end time of worker p in column i."""
     z: list[Element] = []
     wait = barrier = inf
     candidates = 0
@@ -58,7 +59,7 @@ def _scan(times: Floats, position: Callable[[list[Element], int, int], int]) -> 
             replaced = position(z, p, i - 1)
             del z[replaced]
         z.append((t, p, i))
-        # A worker's first end time replaces nothing; only one such, the last worker's, finds Z complete.
+        # The first end time of a worker replaces none. Z can be complete after it only for the last worker to appear.
         if replaced == 0 and len(z) == len(times):
             candidates += 1
             d = t - z[0][0]

@@ -1,0 +1,440 @@
+"""The protocol of the coordinator: membership, the beginning and the end of a run, plans, restarts, changes. No I/O.
+
+    the beginning   servers connect, workers register; when all are here, CreateShards to every server; when all
+                    servers are Ready, Started to every worker
+    the run         IterationFinished, IterationStarted and SyncRequested go to the sync model's part at the
+                    coordinator, whose plans, restarts and changes go to the workers. Without overlap, the coordinator
+                    also tells workers when they may pull
+    the end         WorkerFinished, or a lost connection; every server is told of a lost worker
+
+The coordinator is never on the path of a push or a pull.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from ..errors import ConfigurationError, InternalError, ProtocolError
+from ..sync import AnySyncModel
+from ..sync.actions import PublishChange, PublishPlan, RestartWorker, SetTimer
+from ..sync.events import (
+    AnyEvent,
+    IterationFinished,
+    IterationStarted,
+    Stop,
+    SyncRequested,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from ..sync.notation import notation, parse_shards
+from ..sync.schedule import Schedule
+from . import messages
+from .entry import Entry, EntryRecorder
+from .job_sync import JobSync
+from .layout import ShardSlice
+from .messages import (
+    AllCommitted,
+    ChangePublished,
+    CreateShards,
+    Failed,
+    FaultReported,
+    Message,
+    PlanPublished,
+    PullAllowed,
+    Ready,
+    Refused,
+    Register,
+    RestartOrdered,
+    Started,
+    Status,
+    Waits,
+    Warned,
+)
+from .model_spec import ModelSpec, first_difference
+from .requests import Fail, Peer, Report, Request, Send, Timer, server_peer, worker_peer
+
+__all__ = ["Coordinator", "fault_report"]
+
+MOST_WARNINGS = 100
+
+
+class Coordinator:
+    """One coordinator.
+
+    Args:
+        schedule: the sync models of the job, and when they change.
+        workers: number of workers.
+        servers: number of servers; shard k is at server k modulo their number.
+        shards: number of shards.
+        slicing: how the parameters are sliced: "even" or "by-parameter".
+        overlap: False if no worker pulls until all workers have pushed everything.
+        seed: seed of the run, from which sync models draw.
+        read_sync: reads a sync model that a worker requests; raises `ConfigurationError` if the run cannot have it.
+        late: workers that join later, by `admit`.
+        shortage: given the model and the number of workers, says why the run cannot begin here; "" if it can.
+        recorder: receives each event of the sync model and its actions; None for none.
+
+    Attributes:
+        model: what is trained, once the shards are created.
+        slices: the slices of the parameters, likewise.
+        addresses: for each shard, where its server listens, likewise.
+        publisher: the worker whose weights the shards start with; -1 before the shards are created.
+        started: True once a worker has its first weights, by its own report.
+        present: the workers that take part and have not left.
+        finished: workers that have done their work, in order.
+        lost: workers that were lost, in order.
+        cut_off: workers that were lost because, as they say, another process is gone.
+        endings: worker that was lost -> how, as far as it has said.
+        faults: what went wrong without ending the run, in order.
+        board: worker -> its last status.
+        waits: server -> its last answer to the question who waits there.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        workers: int,
+        servers: int,
+        shards: int,
+        slicing: str = "even",
+        overlap: bool = True,
+        seed: int = 0,
+        read_sync: Callable[[str], Sequence[AnySyncModel]] = parse_shards,
+        late: Collection[int] = (),
+        shortage: Callable[[ModelSpec, int], str] = lambda model, workers: "",
+        recorder: EntryRecorder | None = None,
+    ) -> None:
+        self.model: ModelSpec | None = None
+        self.slices: tuple[ShardSlice, ...] = ()
+        self.addresses: tuple[str, ...] = ()
+        self.publisher = -1
+        self.started = False
+        self.present: set[int] = set()
+        self.finished: list[int] = []
+        self.lost: list[int] = []
+        self.cut_off: list[int] = []
+        self.endings: dict[int, str] = {}
+        self.faults: list[str] = []
+        self.board: dict[int, Status] = {}
+        self.waits: dict[int, Waits] = {}
+        self._workers = workers
+        self._servers = servers
+        self._shards = shards
+        self._slicing = slicing
+        self._overlap = overlap
+        self._read_sync = read_sync
+        self._shortage = shortage
+        self._recorder = recorder
+        self._first = notation(schedule.first)
+        self._sync = JobSync(self._first, seed)
+        self._connected: dict[int, ModelSpec | None] = {}  # worker -> what it has registered
+        self._addresses: dict[int, str] = {}  # connected server -> where it listens
+        self._ready: set[int] = set()  # servers that know their shards
+        self._left = set(late)  # workers that are not there: finished, lost, or yet to join
+        self._committed: dict[int, int] = {}  # without overlap: worker -> the iteration that it waits to pull
+
+    @property
+    def everybody_left(self) -> bool:
+        """True if every worker has finished or was lost."""
+        return len(self._left) == self._workers
+
+    @property
+    def shards(self) -> list[tuple[ShardSlice, str]]:
+        """Each shard with the address of its server."""
+        return list(zip(self.slices, self.addresses, strict=True))
+
+    @property
+    def awaiting_turn(self) -> set[int]:
+        """Without overlap: the workers that have pushed and wait for the pushes of the others before they pull."""
+        return set(self._committed)
+
+    @property
+    def sync(self) -> str:
+        """The sync model in force, or the next one while it is being changed; "" if it is not known."""
+        return self._sync.sync
+
+    def fate(self, worker: int) -> str:
+        """Return "finished" or "lost" for a worker that has left; "" for one that has not."""
+        return "lost" if worker in self.lost else "finished" if worker in self._left else ""
+
+    # -- connections --------------------------------------------------------------------------------------
+
+    def require_expected(self, peer: Peer) -> None:
+        """Raise `ProtocolError` if this worker or server may not connect."""
+        worker = peer.role == "worker"
+        known = self._connected.keys() | self._left if worker else self._addresses.keys()
+        count = self._workers if worker else self._servers
+        if peer.role not in ("worker", "server") or not 0 <= peer.index < count or peer.index in known:
+            raise ProtocolError(f"{peer} is not expected")
+
+    def connected(self, peer: Peer, now_s: float, address: str = "") -> list[Request]:
+        """A worker, or a server that listens at `address`, has connected."""
+        self.require_expected(peer)
+        if peer.role == "worker":
+            self._connected[peer.index] = None
+        else:
+            self._addresses[peer.index] = address
+        return self._begin_if_complete(now_s)
+
+    def disconnected(self, peer: Peer, now_s: float) -> list[Request]:
+        """The connection of a worker or a server has ended. A worker that has not finished is lost."""
+        if peer.role == "worker":
+            self._connected.pop(peer.index, None)
+            return self._leave(peer.index, WorkerLost, now_s)
+        self._addresses.pop(peer.index, None)
+        return []
+
+    def ended(self, worker: int, now_s: float) -> list[Request]:
+        """The process of a worker that is not connected has ended."""
+        return self._leave(worker, WorkerLost, now_s)
+
+    # -- messages -----------------------------------------------------------------------------------------
+
+    def handle(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
+        """Take a message; return what the host must do.
+
+        Raises:
+            ProtocolError: the message is not allowed now; nothing has changed.
+        """
+        return (
+            self._handle_worker(sender, message, now_s)
+            if sender.role == "worker"
+            else self._handle_server(sender, message, now_s)
+        )
+
+    def fire(self, timer: Timer, now_s: float) -> list[Request]:
+        """A timer is due."""
+        return self._tell(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
+
+    def admit(self, worker: int, iteration: int, count: int | None, now_s: float) -> list[Request]:
+        """Let a worker join a run in progress: tell every server first.
+
+        Args:
+            worker: index of the worker; it may have been part of the run before.
+            iteration: label of its first iteration.
+            count: its c_p, the same at every shard, near the slowest live worker's; None for a single shard.
+            now_s: the time.
+        """
+        self._left.discard(worker)
+        event = WorkerJoined(
+            now_s=now_s,
+            worker=worker,
+            iteration=iteration,
+            count=count,
+            superstep=self._sync.next_superstep,
+            change=self._sync.changes,
+        )
+        joined = messages.WorkerJoined(worker, iteration, count, event.superstep, event.change)
+        started = Started(self.slices, self.addresses, self.publisher, iteration, self._sync.sync)
+        return [
+            *(Send(server_peer(server), joined) for server in range(self._servers)),
+            Send(worker_peer(worker), started),
+            *self._join(event),
+        ]
+
+    def validate(self) -> None:
+        """Cross-check what is kept of the members; raise `InternalError` where two collections disagree."""
+        self._sync.validate()
+        if self.present & self._left or not self._committed.keys() <= self.present:
+            raise InternalError(f"{self.present} are present, {self._left} have left, {self._committed} wait")
+
+    def _handle_worker(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
+        worker = sender.index
+        match message:
+            case messages.IterationFinished():
+                return self._tell(
+                    IterationFinished(
+                        now_s=now_s,
+                        worker=worker,
+                        iteration=message.iteration,
+                        superstep=message.superstep,
+                        change=message.change,
+                    )
+                )
+            case messages.IterationStarted():
+                return self._tell(IterationStarted(now_s=now_s, worker=worker, iteration=message.iteration))
+            case messages.SyncRequested():
+                return self._request_sync(worker, message, now_s)
+            case AllCommitted() if not self._overlap and worker in self.present:
+                self._committed[worker] = message.iteration
+                return self._allow_pulls()
+            case Status():
+                self.started = True
+                self.board[worker] = message
+            case Register() if self._connected.get(worker, message) is None and self.model is None:
+                self._connected[worker] = message.model
+                return self._begin_if_complete(now_s)
+            case messages.WorkerFinished():
+                return self._leave(worker, WorkerFinished, now_s)
+            case Failed() if message.consequence:
+                self.endings[worker] = message.reason
+                self.cut_off.append(worker)
+                return self._leave(worker, WorkerLost, now_s)
+            case _:
+                return self._handle_any(sender, message)
+        return []
+
+    def _handle_server(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
+        match message:
+            case Ready():
+                self._ready.add(sender.index)
+                return self._start_if_ready()
+            case FaultReported():
+                self.faults.append(fault_report(message))
+                return [Report(self.faults[-1])]
+            case Waits():
+                self.waits[sender.index] = message
+                return []
+            case _:
+                return self._handle_any(sender, message)
+
+    def _handle_any(self, sender: Peer, message: Message) -> list[Request]:
+        match message:
+            case Warned():
+                if len(self.faults) < MOST_WARNINGS:  # a sender of more has been heard
+                    self.faults.append(f"{sender}: {message.words}")
+                return []
+            case Failed():
+                return [Fail(str(sender), message.reason, message.traceback)]
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not expected from {sender} now")
+
+    # -- the beginning ------------------------------------------------------------------------------------
+
+    def _begin_if_complete(self, now_s: float) -> list[Request]:
+        """When all servers are here and every worker has registered or left, give the servers their shards."""
+        registered = {w: self._connected[w] for w in sorted(self._connected) if w not in self._left}
+        models = {worker: model for worker, model in registered.items() if model is not None}
+        absent = self._workers - len(models) - len(self._left)
+        if self.model is not None or absent or not models or len(self._addresses) < self._servers:
+            return []
+        publisher = next(iter(models))
+        model = models[publisher]
+        for worker, other in models.items():
+            if difference := first_difference(model, other):
+                reason = f"its model differs from worker {publisher}'s: {difference}"
+                return self._refuse([worker], reason, f"worker {worker}")
+        try:
+            slices = model.layout.sliced(self._shards, self._slicing)
+        except ConfigurationError as error:
+            return self._refuse([publisher], str(error), f"worker {publisher}")
+        if reason := self._shortage(model, len(models)):
+            # If only some workers were refused, the others would begin when those have left.
+            self._connected.update(dict.fromkeys(models))
+            return self._refuse(list(models), reason, "the run")
+        self.model, self.slices, self.publisher = model, slices, publisher
+        servers = sorted(self._addresses)
+        self.addresses = tuple(self._addresses[k % self._servers] for k in range(self._shards))
+        requests: list[Request] = [
+            Send(
+                server_peer(server),
+                CreateShards(model, slices[server :: self._servers], self._first, tuple(models), publisher),
+            )
+            for server in servers
+        ]
+        for worker in models:
+            requests += self._join(WorkerJoined(now_s=now_s, worker=worker))
+        return requests
+
+    def _start_if_ready(self) -> list[Request]:
+        if len(self._ready) < self._servers:
+            return []
+        started = Started(self.slices, self.addresses, self.publisher)
+        return [
+            Send(worker_peer(worker), started)
+            for worker in sorted(self._connected)
+            if worker not in self._left
+        ]
+
+    def _refuse(self, workers: Sequence[int], reason: str, where: str) -> list[Request]:
+        return [*(Send(worker_peer(worker), Refused(reason)) for worker in workers), Fail(where, reason)]
+
+    # -- members ------------------------------------------------------------------------------------------
+
+    def _join(self, event: WorkerJoined) -> list[Request]:
+        self.present.add(event.worker)
+        return self._tell(event)
+
+    def _leave(
+        self, worker: int, kind: type[WorkerFinished] | type[WorkerLost], now_s: float
+    ) -> list[Request]:
+        """A worker has left. That may be reported twice: the first report counts."""
+        if worker in self._left:
+            return []
+        self._left.add(worker)
+        self._committed.pop(worker, None)
+        requests: list[Request] = []
+        if kind is WorkerLost:
+            self.lost.append(worker)
+            if worker == self.publisher and not self.started:
+                requests.append(Fail(f"worker {worker}", "it was lost before it had sent the first weights"))
+            requests += [Send(server_peer(k), messages.WorkerLost(worker)) for k in sorted(self._addresses)]
+        else:
+            self.finished.append(worker)
+        if worker in self.present:
+            self.present.remove(worker)
+            requests += self._tell(kind(now_s=now_s, worker=worker))
+        return requests + self._begin_if_complete(now_s) + self._allow_pulls()
+
+    def _allow_pulls(self) -> list[Request]:
+        """Without overlap: when every shard has received the push of every worker, all may pull."""
+        if not self.present or self._committed.keys() != self.present:
+            return []
+        committed, self._committed = self._committed, {}
+        return [Send(worker_peer(worker), PullAllowed(committed[worker])) for worker in sorted(committed)]
+
+    # -- the sync model -----------------------------------------------------------------------------------
+
+    def _request_sync(self, worker: int, message: messages.SyncRequested, now_s: float) -> list[Request]:
+        try:
+            self._read_sync(message.sync)
+        except ConfigurationError as error:
+            raise ProtocolError(f"it asks for a sync model that cannot run here: {error}") from error
+        return self._tell(
+            SyncRequested(
+                now_s=now_s,
+                worker=worker,
+                source=message.source,
+                number=message.number,
+                sync=message.sync,
+            )
+        )
+
+    def _tell(self, event: AnyEvent) -> list[Request]:
+        """Hand an event to the sync model's part at the coordinator; return what follows from it."""
+        try:
+            actions = self._sync.handle(event)
+        except ProtocolError as error:
+            self._record(Entry(event, refused=str(error)))
+            raise
+        self._record(Entry(event, list(actions)))
+        requests: list[Request] = []
+        for action in actions:
+            match action:
+                case PublishPlan(plan):
+                    stop = Stop(superstep=plan.superstep, members=plan.members)
+                    for worker, iteration in plan.stops:
+                        requests.append(Send(worker_peer(worker), PlanPublished(stop, iteration)))
+                case RestartWorker():
+                    requests.append(Send(worker_peer(action.worker), RestartOrdered(action.iteration)))
+                case PublishChange(change):
+                    published = ChangePublished(change)
+                    requests += [Send(worker_peer(worker), published) for worker in change.members]
+                case SetTimer():
+                    requests.append(Timer(action.due_s, action.worker, action.iteration))
+                case _:
+                    raise InternalError(f"a coordinator cannot {action}")
+        return requests
+
+    def _record(self, entry: Entry) -> None:
+        if self._recorder is not None:
+            self._recorder.record(entry)
+
+
+def fault_report(message: FaultReported) -> str:
+    """Describe a user's condition that has failed."""
+    report = f"shard {message.shard}: {message.reason}. It goes on with {message.sync}."
+    return f"{report}\n{message.traceback}".strip()

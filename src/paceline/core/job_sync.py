@@ -1,0 +1,233 @@
+"""The coordinator's part of the sync model: the machine of the model in force, and the order of changes.
+
+Changes are made one at a time: the next one is published when this one is complete everywhere. A worker that has
+passed the boundary and starts its next iteration shows that: every shard has answered it. If all workers that had
+passed are lost before that, it is not known which shards have changed; if a worker has joined meanwhile, it does not
+know of the change. In both cases the change is published again, to all. See `shard_sync` for what a change is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ..errors import InternalError, InvalidEventError
+from ..sync.actions import AnyAction, PublishChange
+from ..sync.events import (
+    AnyEvent,
+    Change,
+    IterationFinished,
+    IterationStarted,
+    SyncRequested,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from ..sync.model import JobMachine
+from ..sync.notation import parse_shards
+from .order import ReportOrder
+
+__all__ = ["JobSync"]
+
+MOST_REQUESTED = 1000  # changes that have yet to be made
+
+
+class JobSync:
+    """The coordinator's part of the sync model, through all changes.
+
+    Args:
+        sync: what the job begins with, in the notation of the command line: one model, or one for each shard.
+        seed: seed of the run.
+
+    Attributes:
+        sync: the model in force, or the next one while a change is in progress; "" if it is not known.
+        changes: the number of changes that have been published.
+    """
+
+    def __init__(self, sync: str, seed: int = 0) -> None:
+        self.sync = self._first = sync
+        self.changes = 0
+        self._seed = seed
+        self._machine: JobMachine | None = self._new_machine(sync)
+        self._order = ReportOrder()
+        self._seen = {"schedule": -1, "script": -1}  # number of the last request of each source
+        self._requested: deque[str] = deque()  # requested and not yet published
+        self._change: Change | None = None  # in progress
+        self._certain = False  # True if it is known that every shard makes the change in progress
+        self._remaining: set[int] = set()  # its members that have yet to pass
+        self._passed: dict[int, WorkerJoined] = {}  # the other members: as what they join the new model
+        self._early: list[AnyEvent] = []  # reports of these under the new model, until it begins
+        self._joined: set[int] = set()  # live workers that are no members
+        self._to_start: set[int] = set()  # have passed a change and have yet to report their first start
+
+    @property
+    def next_superstep(self) -> int:
+        """First superstep of a worker that joins now; 0 where no barriers are planned."""
+        return self._machine.next_superstep if self._machine is not None else 0
+
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
+        """Take one event; return what follows from it. Raises `InvalidEventError`, state unchanged."""
+        self._require(event)
+        match event:
+            case IterationFinished():
+                return self._finish(event)
+            case IterationStarted():
+                self._order.started(event)
+                if event.worker in self._to_start:
+                    return self._start_first(event)
+                return self._tell(event)
+            case TimerFired():
+                return (
+                    [] if self._change is not None else self._tell(event)
+                )  # in a change, it is the old model's
+            case SyncRequested():
+                return self._request(event)
+            case WorkerJoined():
+                return self._join(event)
+            case WorkerLost() | WorkerFinished():
+                return self._leave(event)
+            case _:
+                raise InternalError(f"a coordinator does not take a {type(event).__name__}", (event,))
+
+    def validate(self) -> None:
+        """Cross-check the collections derived from one another."""
+        live = self._order.live
+        if self._machine is not None:
+            self._machine.validate()
+        if not self._to_start <= live:
+            raise InternalError(f"{self._to_start} have yet to start, but {set(live)} are live")
+        waiting = self._remaining or self._passed or self._joined or self._early
+        if self._change is None and (waiting or (self._requested and live)):
+            raise InternalError("no change is in progress, but something waits for one")
+        if self._change is not None and (
+            self._remaining | self._passed.keys() | self._joined != live
+            or self._remaining & self._passed.keys()
+        ):
+            raise InternalError(f"the change {self._change} waits for {self._remaining} of {set(live)}")
+
+    # -- one event ----------------------------------------------------------------------------------------
+
+    def _require(self, event: AnyEvent) -> None:
+        """Refuse an event that the order, the change in progress or the model does not allow; change nothing."""
+        self._order.require(event)
+        worker = event.worker
+        if isinstance(event, SyncRequested):
+            self._require_next(event)
+        elif isinstance(event, IterationFinished) and event.change is not None:
+            if self._change is None or event.change != self._change.number or worker not in self._remaining:
+                raise InvalidEventError(
+                    f"worker {worker} ended the model for change {event.change}, which does not wait for it"
+                )
+        elif worker in self._passed:
+            if isinstance(event, IterationFinished) and event.superstep is not None:
+                raise InvalidEventError(
+                    f"worker {worker} stopped for superstep {event.superstep}, before there is a plan"
+                )
+        elif self._machine is not None:
+            self._machine.check(event)
+
+    def _require_next(self, event: SyncRequested) -> None:
+        seen = self._seen[event.source]
+        if event.number > seen + 1 or (event.number > seen and len(self._requested) >= MOST_REQUESTED):
+            raise InvalidEventError(
+                f"worker {event.worker} asks for change {event.number} of the {event.source}, expected {seen + 1} at "
+                f"most, and no more than {MOST_REQUESTED} that have yet to be made"
+            )
+
+    def _finish(self, event: IterationFinished) -> list[AnyAction]:
+        if event.change is not None:
+            return self._pass(event)
+        self._order.finished(event)
+        return self._tell(event)
+
+    def _tell(self, event: AnyEvent) -> list[AnyAction]:
+        """Hand an event to the machine of the model that the worker runs under; keep it if that has yet to begin."""
+        if event.worker in self._passed:
+            self._early.append(event)
+            return []
+        return self._machine.handle(event) if self._machine is not None else []
+
+    def _join(self, event: WorkerJoined) -> list[AnyAction]:
+        self._order.joined(event, parse_shards(self.sync or self._first))
+        if self._change is not None:
+            self._joined.add(event.worker)
+            return []
+        return self._tell(event) + self._publish_next()
+
+    def _leave(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
+        worker = event.worker
+        self._order.left(event)
+        self._to_start.discard(worker)
+        if self._change is None:
+            return self._tell(event)
+        self._remaining.discard(worker)
+        self._joined.discard(worker)
+        self._passed.pop(worker, None)
+        self._early = [early for early in self._early if early.worker != worker]
+        return self._complete()
+
+    def _new_machine(self, sync: str) -> JobMachine | None:
+        models = parse_shards(sync)
+        return models[0].at_coordinator(self._seed) if len(set(models)) == 1 else None
+
+    # -- changes ------------------------------------------------------------------------------------------
+
+    def _request(self, event: SyncRequested) -> list[AnyAction]:
+        if event.number <= self._seen[event.source]:
+            return []  # another worker has requested it already
+        self._seen[event.source] = event.number
+        self._requested.append(event.sync)
+        return self._publish_next()
+
+    def _publish_next(self) -> list[AnyAction]:
+        while self._requested and self._change is None and self._order.live:
+            sync = self._requested.popleft()
+            if sync != self.sync:
+                return self._publish(sync)
+        return []
+
+    def _publish(self, sync: str) -> list[AnyAction]:
+        live = self._order.live
+        self.sync = sync
+        self.changes += 1
+        self._change = Change(number=self.changes, members=tuple(sorted(live)), sync=sync)
+        self._remaining = set(live)
+        self._certain = False
+        self._machine = None  # whatever it still plans comes too late
+        return [PublishChange(self._change)]
+
+    def _pass(self, event: IterationFinished) -> list[AnyAction]:
+        """A member has sent its last push under the old model."""
+        worker = event.worker
+        self._order.finished(event, parse_shards(self.sync))
+        self._remaining.remove(worker)
+        self._passed[worker] = WorkerJoined(now_s=event.now_s, worker=worker, iteration=event.iteration + 1)
+        self._to_start.add(worker)
+        return self._complete()
+
+    def _start_first(self, event: IterationStarted) -> list[AnyAction]:
+        """A worker has been answered by every shard after it passed a change. The new model does not receive this:
+        for it, the worker has joined with that iteration."""
+        self._to_start.remove(event.worker)
+        if event.worker not in self._passed:  # of an earlier change
+            return []
+        self._certain = True
+        return self._complete()
+
+    def _complete(self) -> list[AnyAction]:
+        """Begin with the new model, if every member has passed or left and it is certain that every shard changes."""
+        if self._remaining or (self._passed and not self._certain):
+            return []
+        passed, early = self._passed, self._early
+        again = self._joined or not self._certain
+        self._change, self._passed, self._joined, self._early = None, {}, set(), []
+        if again:
+            sync, self.sync = self.sync, ""
+            self._requested.appendleft(sync)
+            return self._publish_next()
+        self._machine = self._new_machine(self.sync)
+        actions: list[AnyAction] = []
+        if self._machine is not None:
+            for event in [*(passed[worker] for worker in sorted(passed)), *early]:
+                actions += self._machine.handle(event)
+        return actions + self._publish_next()

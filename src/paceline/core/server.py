@@ -1,0 +1,226 @@
+"""The protocol of a server: which workers it serves, and what each message means for its shards. No I/O.
+
+    create      CreateShards from the coordinator; each shard begins when the publisher's first weights are here
+    iteration   Commit = push + pull; or Commit, Committed, PullRequested where nothing overlaps
+    restart     PullRepeated
+    the end     WorkerFinished from the worker, or WorkerLost from the coordinator or because its connection ended
+
+The host of this class moves bytes and tensors: it stores what a message brings before it carries out the requests
+that `handle` returns, and reads the clock. A message that is not allowed raises `ProtocolError` and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..errors import ConfigurationError, InternalError, ProtocolError
+from ..sync import AnySyncModel
+from ..sync.events import (
+    AnyEvent,
+    PullRepeated,
+    PullRequested,
+    PushReceived,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from ..sync.notation import parse_shards
+from . import messages
+from .entry import EntryRecorder
+from .messages import Commit, Committed, CreateShards, InitialWeights, Message, Ready, ShardWaits, Waits
+from .requests import COORDINATOR, Peer, Request, Send, Timer, worker_peer
+from .shard import Shard
+
+__all__ = ["Server"]
+
+RecorderOf = Callable[[int], EntryRecorder | None]
+"""Shard -> what records its events."""
+
+
+class Server:
+    """One server.
+
+    Args:
+        seed: seed of the run, from which sync models draw.
+        read_sync: reads a sync model to which a worker wants to change; raises `ConfigurationError` if the run
+            cannot. recorder_of: called once for each shard, when it begins.
+
+    Attributes:
+        shards: the shards that have begun, by index.
+        expected: the workers that take part and have not left.
+        publisher: the worker whose weights the shards start with; -1 before the shards are created.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        read_sync: Callable[[str], Sequence[AnySyncModel]] = parse_shards,
+        recorder_of: RecorderOf = lambda shard: None,
+    ) -> None:
+        self.shards: dict[int, Shard] = {}
+        self.expected: set[int] = set()
+        self.publisher = -1
+        self._seed = seed
+        self._read_sync = read_sync
+        self._recorder_of = recorder_of
+        self._models: tuple[AnySyncModel, ...] = ()
+        self._to_begin: set[int] = set()  # shards that were created and have no weights yet
+        self._connected: set[int] = set()  # workers
+        self._readers: set[int] = set()  # those of them that can read the weights in place
+
+    def shard(self, index: int) -> Shard:
+        """Return a shard that has begun. Raises `ProtocolError` if it is not here, or has not."""
+        if index not in self.shards:
+            raise ProtocolError(f"shard {index} is not here, or has no weights yet")
+        return self.shards[index]
+
+    def require_beginning(self, index: int) -> None:
+        """Raise `ProtocolError` unless this shard was created and waits for its weights."""
+        if index not in self._to_begin:
+            raise ProtocolError(f"first weights for shard {index} are not expected")
+
+    # -- connections --------------------------------------------------------------------------------------
+
+    def require_expected(self, worker: int) -> None:
+        """Raise `ProtocolError` if this worker may not connect."""
+        if self.publisher < 0:
+            raise ProtocolError("training has not begun")
+        if worker not in self.expected or worker in self._connected:
+            raise ProtocolError(f"worker {worker} is not expected, or here already")
+
+    def connected(self, worker: int, *, reads_in_place: bool = False) -> list[Request]:
+        """A worker has connected: give it the weights that are here."""
+        self.require_expected(worker)
+        self._connected.add(worker)
+        if reads_in_place:
+            self._readers.add(worker)
+        return [shard.welcome(worker) for shard in self.shards.values()]
+
+    def disconnected(self, worker: int, now_s: float) -> list[Request]:
+        """A worker's connection has ended: unless it has finished, it is lost."""
+        self._connected.discard(worker)
+        self._readers.discard(worker)
+        return self._leave(worker, WorkerLost, now_s)
+
+    # -- messages -----------------------------------------------------------------------------------------
+
+    def handle(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
+        """Take a message; return what the host must do.
+
+        Raises:
+            ProtocolError: the message is not allowed now; nothing has changed.
+        """
+        worker = sender.index
+        match message:
+            case Commit():
+                return self._commit(worker, message, now_s)
+            case messages.PullRequested():
+                pull = PullRequested(now_s=now_s, worker=worker, iteration=message.iteration)
+                return self.shard(message.shard).handle(pull)
+            case messages.PullRepeated():
+                repeat = PullRepeated(now_s=now_s, worker=worker, iteration=message.iteration)
+                return self.shard(message.shard).handle(repeat)
+            case messages.WorkerFinished():
+                return self._leave(worker, WorkerFinished, now_s)
+            case messages.WorkerLost():
+                return self._leave(message.worker, WorkerLost, now_s)
+            case messages.WorkerJoined():
+                return self._join(message, now_s)
+            case CreateShards():
+                return self._create(message)
+            case InitialWeights():
+                return self._begin(worker, message.shard, now_s)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not expected from {sender}")
+
+    def fire(self, timer: Timer, now_s: float) -> list[Request]:
+        """A timer is due."""
+        event = TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration)
+        return self.shards[timer.shard].handle(event)
+
+    def waits(self, *, timers: bool) -> Waits:
+        """Describe which workers wait at each shard. `timers` is True if the host has a timer set."""
+        described = []
+        for index, shard in sorted(self.shards.items()):
+            reasons = dict(sorted(shard.sync.waits().items()))
+            pulls = tuple((worker, shard.sync.last_iteration(worker)) for worker in reasons)
+            described.append(ShardWaits(index, str(shard.sync.sync), pulls, tuple(reasons.values())))
+        return Waits(tuple(described), timers)
+
+    def validate(self) -> None:
+        """Cross-check what is kept of the workers; raise `InternalError` where two collections disagree."""
+        for shard in self.shards.values():
+            shard.sync.validate()
+            if shard.sync.order.phase.keys() != self.expected:
+                raise InternalError(f"shard {shard.index} has other workers than {self.expected}")
+        if not self._readers <= self._connected:
+            raise InternalError(f"{self._readers} read in place, but {self._connected} are connected")
+
+    def _create(self, message: CreateShards) -> list[Request]:
+        self.expected = set(message.workers)
+        self.publisher = message.publisher
+        self._models = tuple(parse_shards(message.sync))
+        self._to_begin = {bounds.index for bounds in message.shards}
+        return [Send(COORDINATOR, Ready())]
+
+    def _begin(self, worker: int, index: int, now_s: float) -> list[Request]:
+        """The first weights of a shard are here."""
+        if worker != self.publisher:
+            raise ProtocolError(f"first weights come from worker {self.publisher}, not from worker {worker}")
+        self.require_beginning(index)
+        self._to_begin.remove(index)
+        recorder = self._recorder_of(index)
+        shard = self.shards[index] = Shard(index, self._models, self._seed, self._readers, recorder)
+        for member in sorted(self.expected):
+            shard.handle(WorkerJoined(now_s=now_s, worker=member))
+        return [shard.welcome(member) for member in sorted(self._connected)]
+
+    def _commit(self, worker: int, commit: Commit, now_s: float) -> list[Request]:
+        shard = self.shard(commit.shard)
+        if commit.change is not None:
+            try:  # before the shard is halfway through the change
+                self._read_sync(commit.change.sync)
+            except ConfigurationError as error:
+                raise ProtocolError(f"it changes to a sync model that cannot run here: {error}") from error
+        requests = shard.handle(
+            PushReceived(
+                now_s=now_s,
+                worker=worker,
+                iteration=commit.iteration,
+                empty=commit.empty,
+                stop=commit.stop,
+                change=commit.change,
+                significance=commit.significance,
+                progress=commit.progress,
+            )
+        )
+        if commit.pulls:
+            return requests + shard.handle(
+                PullRequested(now_s=now_s, worker=worker, iteration=commit.iteration)
+            )
+        return [*requests, Send(worker_peer(worker), Committed(commit.shard, commit.iteration))]
+
+    def _join(self, message: messages.WorkerJoined, now_s: float) -> list[Request]:
+        """A worker joins a run in progress."""
+        worker = message.worker
+        event = WorkerJoined(
+            now_s=now_s,
+            worker=worker,
+            iteration=message.iteration,
+            count=message.count,
+            superstep=message.superstep,
+            change=message.change,
+        )
+        self.expected.add(worker)
+        return [request for shard in self.shards.values() for request in shard.handle(event)]
+
+    def _leave(
+        self, worker: int, kind: type[WorkerFinished] | type[WorkerLost], now_s: float
+    ) -> list[Request]:
+        """A worker has left. That may be reported twice: the first report counts."""
+        if worker not in self.expected:
+            return []
+        self.expected.remove(worker)
+        event: AnyEvent = kind(now_s=now_s, worker=worker)
+        return [request for shard in self.shards.values() for request in shard.handle(event)]

@@ -1,0 +1,255 @@
+"""The sync model of one shard, through all changes of the model.
+
+A job may change its sync model in mid-run. All shards must change at one boundary: if two shards counted a worker's
+progress from different iterations, one of them could wait for worker 0 because of worker 1 and the other for worker
+1 because of worker 0. So the boundary is made by the workers. The coordinator publishes a change; each member flags
+its next push with it, identically to all shards, and has thereby ended the old model. Every live worker is in one of
+three places:
+
+    in the model     most of the time
+    passed           it has sent its flagged push. The old model has received that push and has then seen the worker
+                     leave, so the model waits for it no more. Its pull waits until every member has passed, has
+                     finished or is lost; then the passed workers join the new model with equal counts and are
+                     answered
+    guest            it joined while a change was in progress. It belongs to no model, waits for no worker and no
+                     worker waits for it, until it passes a change itself
+
+A flagged push carries the boundary, so no two shards can disagree, however late the coordinator's message arrives,
+and the coordinator is on the path of no push or pull. `JobSync` is the coordinator's side.
+
+A condition of a user that fails is dealt with here too: this shard alone falls back to the last model that worked,
+which takes over the counts as they are.
+
+Guarantee: live if both models are; each push is applied, averaged or dropped exactly once.
+"""
+
+from __future__ import annotations
+
+from ..errors import InternalError, InvalidEventError
+from ..sync.actions import AnswerPull, AnyAction, ApplyPush, DropPush, ReportFault
+from ..sync.asp import ASP
+from ..sync.bsp import BSP
+from ..sync.counts import Counts
+from ..sync.events import (
+    AnyEvent,
+    Change,
+    PullRepeated,
+    PullRequested,
+    PushReceived,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from ..sync.model import ShardMachine
+from ..sync.notation import AnySyncModel, parse_shards
+from .order import Order
+
+__all__ = ["ShardSync"]
+
+
+class ShardSync:
+    """One shard's sync model, through all changes.
+
+    Args:
+        sync: the model to begin with.
+        seed: seed of the run.
+        shard: index of the shard.
+
+    Attributes:
+        sync: the model in force.
+        changed_to: the models of all shards, by the last change that was completed here; () before the first.
+        order: phases and labels of all live workers.
+    """
+
+    def __init__(self, sync: AnySyncModel, seed: int = 0, shard: int = 0) -> None:
+        self.sync = sync
+        self.changed_to: tuple[AnySyncModel, ...] = ()
+        self.order = Order()
+        self._seed = seed
+        self._shard = shard
+        self._machine: ShardMachine = sync.at_shard(seed, shard)
+        self._worked: AnySyncModel = BSP()  # replaces a model whose condition fails
+        self._change: Change | None = None  # in progress
+        self._changed = 0  # number of the last change that was completed here
+        self._remaining: set[int] = set()  # live members of the change in progress that have yet to pass
+        self._joined_after: dict[int, int] = {}  # live worker -> the last change published before it joined
+        self._guests: set[int] = set()
+        self._passed: set[int] = set()
+        self._to_pull: set[int] = set()  # passed a completed change and have yet to pull: answered at once
+
+    @property
+    def counts(self) -> Counts:
+        """c_p of the workers in the model."""
+        return self._machine.counts
+
+    def last_iteration(self, worker: int) -> int:
+        """Return the label of a live worker's last push."""
+        return self.order.label[worker] - 1
+
+    def waits(self) -> dict[int, str]:
+        """For each pull that is delayed, what it waits for: worker -> description."""
+        waits = dict(self._machine.waits())
+        if self._change is not None:
+            boundary = f"the change to {self._change.sync}, for workers {sorted(self._remaining)}"
+            waits |= {worker: boundary for worker in self._passed if self._waiting(worker)}
+        return waits
+
+    def handle(self, event: AnyEvent) -> list[AnyAction]:
+        """Take one event; return what follows from it. Raises `InvalidEventError`, state unchanged."""
+        self.order.require(event)
+        if type(event) is PushReceived and event.change is not None:
+            self._require_boundary(event, event.change)
+        if event.worker not in self._guests:
+            self._machine.check(event)
+        self.order.advance(event)  # from here on, nothing refuses the event
+        return self._take(event)
+
+    def validate(self) -> None:
+        """Cross-check the collections derived from one another."""
+        self._machine.validate()
+        self.order.validate()
+        modelled, live = self.counts.count.keys(), self.order.phase.keys()
+        if (
+            modelled | self._guests | self._passed != live
+            or len(modelled) + len(self._guests) + len(self._passed) != len(live)
+            or self._joined_after.keys() != live
+        ):
+            raise InternalError(
+                f"live {set(live)} are not those in the model {set(modelled)}, guests {self._guests} and passed "
+                f"{self._passed}"
+            )
+        if self._change is None and (self._passed or self._remaining):
+            raise InternalError(f"no change is in progress, but {self._passed} wait for {self._remaining}")
+        if self._change is not None and not (self._remaining and self._remaining <= live - self._passed):
+            raise InternalError(f"the change {self._change} waits for {self._remaining} of {set(live)}")
+        if any(self.order.phase[worker] != "pushed" for worker in self._to_pull):
+            raise InternalError(f"{self._to_pull} have yet to pull, but their phases are {self.order.phase}")
+
+    # -- one event ----------------------------------------------------------------------------------------
+
+    def _require_boundary(self, push: PushReceived, change: Change) -> None:
+        ended = f"worker {push.worker} ended the model for change {change.number}"
+        if push.worker not in change.members:
+            raise InvalidEventError(f"{ended}, whose members are {change.members}")
+        if self._change is not None and change.number < self._change.number:
+            raise InvalidEventError(f"{ended} during {self._change.number}")
+
+    def _take(self, event: AnyEvent) -> list[AnyAction]:
+        match event:
+            case PushReceived():
+                actions = self._push(event)
+                return actions if event.change is None else actions + self._pass(event, event.change)
+            case PullRequested():
+                return self._pull(event)
+            case PullRepeated():
+                return [AnswerPull(event.worker, event.iteration - 1)]
+            case TimerFired():
+                return self._tell(event)
+            case WorkerJoined():
+                return self._join(event)
+            case WorkerLost() | WorkerFinished():
+                return self._leave(event)
+            case _:
+                raise InternalError(f"a shard does not take a {type(event).__name__}", (event,))
+
+    def _push(self, push: PushReceived) -> list[AnyAction]:
+        if push.worker in self._guests:
+            return [(DropPush if push.empty else ApplyPush)(push.worker, push.iteration)]
+        return self._tell(push)
+
+    def _pull(self, pull: PullRequested) -> list[AnyAction]:
+        worker = pull.worker
+        if worker in self._passed:
+            return []  # answered when the change is complete
+        if worker in self._guests or worker in self._to_pull:
+            self._to_pull.discard(worker)
+            return [self._answer(worker)]
+        return self._tell(pull)
+
+    def _join(self, event: WorkerJoined) -> list[AnyAction]:
+        self._joined_after[event.worker] = event.change
+        if event.change > self._changed:
+            self._guests.add(event.worker)
+            return []
+        return self._tell(event)
+
+    def _leave(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
+        worker = event.worker
+        actions = self._tell(event) if worker in self.counts.count else []
+        del self._joined_after[worker]
+        for workers in (self._guests, self._passed, self._to_pull, self._remaining):
+            workers.discard(worker)
+        return actions + self._complete(event.now_s)
+
+    def _tell(self, event: AnyEvent) -> list[AnyAction]:
+        """Hand an event to the model. If a user's condition fails, fall back to the last model that worked."""
+        actions = self._machine.handle(event)
+        if (fault := self._machine.fault) is not None:
+            self.sync = ASP() if self._worked.needs_plans else self._worked
+            replacement = self.sync.at_shard(self._seed, self._shard)
+            actions.append(ReportFault(fault.reason, fault.traceback, str(self.sync)))
+            actions += replacement.take_over(self._machine.hand_over(), event.now_s)
+            self._machine, self._worked = replacement, BSP()
+        for action in actions:
+            if type(action) is AnswerPull:
+                self.order.answered(action.worker)
+        return actions
+
+    # -- a change -----------------------------------------------------------------------------------------
+
+    def _pass(self, push: PushReceived, change: Change) -> list[AnyAction]:
+        """A worker has sent its last push under the old model."""
+        if change.number <= self._changed:
+            return []  # completed without it: no worker waits for it any longer
+        worker = push.worker
+        if self._change is None or self._change.number < change.number:
+            # A higher number: published again, since all members that passed the earlier one are gone.
+            self._change = change
+            self._remaining = {
+                m
+                for m in change.members
+                if m in self._joined_after and self._joined_after[m] < change.number and m not in self._passed
+            }
+        self._remaining.discard(worker)
+        self._passed.add(worker)
+        actions: list[AnyAction] = []
+        if worker in self._guests:
+            self._guests.remove(worker)
+        else:  # the old model sees it leave: it waits for it no more, and forgets none of its pushes
+            actions = self._tell(WorkerFinished(now_s=push.now_s, worker=worker))
+        return actions + self._complete(push.now_s)
+
+    def _complete(self, now_s: float) -> list[AnyAction]:
+        """Begin with the new model if every member has passed or has left."""
+        change = self._change
+        if change is None or self._remaining:
+            return []
+        updates: list[AnyAction] = []
+        answers: list[AnyAction] = []  # after all updates
+        for worker in list(self.counts.count):  # no members: they have joined since the change was published
+            self._guests.add(worker)
+            if self._waiting(worker):
+                answers.append(self._answer(worker))
+            for action in self._tell(WorkerFinished(now_s=now_s, worker=worker)):
+                (answers if isinstance(action, AnswerPull) else updates).append(action)
+        models = parse_shards(change.sync)
+        self._worked, self.sync = self.sync, models[self._shard if len(models) > 1 else 0]
+        self._machine = self.sync.at_shard(self._seed, self._shard)
+        for worker in sorted(self._passed):
+            self._tell(WorkerJoined(now_s=now_s, worker=worker, iteration=self.order.label[worker]))
+            if self._waiting(worker):
+                answers.append(self._answer(worker))
+            else:
+                self._to_pull.add(worker)
+        self._passed = set()
+        self._change, self._changed, self.changed_to = None, change.number, models
+        return updates + answers
+
+    def _waiting(self, worker: int) -> bool:
+        return self.order.phase[worker] == "waiting"
+
+    def _answer(self, worker: int) -> AnyAction:
+        """Answer a worker that the model does not answer."""
+        self.order.answered(worker)
+        return AnswerPull(worker, self.last_iteration(worker))

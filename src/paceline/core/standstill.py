@@ -1,0 +1,19 @@
+"""Describes a run in which every worker waits and no condition will release any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .messages import ShardWaits
+
+__all__ = ["standstill"]
+
+
+def standstill(shards: Iterable[ShardWaits]) -> str:
+    """Return which worker waits for what, at which shard."""
+    lines = [
+        f"  worker {worker}, after its iteration {iteration}, at shard {shard.shard} ({shard.sync}): for {reason}"
+        for shard in shards
+        for (worker, iteration), reason in zip(shard.pulls, shard.reasons, strict=True)
+    ]
+    return "every worker waits, and no condition will release any of them:\n" + "\n".join(sorted(lines))

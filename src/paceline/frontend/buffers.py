@@ -1,0 +1,95 @@
+"""The tensors of a model that its optimizer does not train, such as BatchNorm's running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..core.model_spec import BufferSpec
+from ..errors import UsageError
+from ..shard.vectors import dtype_name
+
+__all__ = ["Buffers"]
+
+COMPARED_SIZE = 65_536
+"""Number of elements up to which a buffer is compared with a copy to find changes."""
+
+
+class Buffers:
+    """The tensors of a model's `state_dict` that the optimizer does not train.
+
+    Args:
+        model: the model.
+        trained: the parameters that the optimizer trains.
+
+    Attributes:
+        specs: description of each tensor, in the order of the `state_dict`.
+    """
+
+    def __init__(self, model: nn.Module, trained: Sequence[torch.Tensor]) -> None:
+        self._model = model
+        trained_ids = set(map(id, trained))
+        tensors = {
+            name: tensor
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in trained_ids
+        }
+        self.specs = tuple(
+            BufferSpec(name, tuple(t.shape), dtype_name(t.dtype), isinstance(t, nn.Parameter))
+            for name, t in tensors.items()
+        )
+        self._sent: dict[int, _Sent] = {}
+
+    def all(self) -> list[torch.Tensor]:
+        """Return every tensor, in the order of `specs`."""
+        return [self._get(spec) for spec in self.specs]
+
+    def changed(self) -> dict[int, torch.Tensor]:
+        """Return the tensors that have changed since the last call, by index.
+
+        Parameters outside the optimizer are never among them.
+
+        Raises:
+            UsageError: a tensor has another shape or dtype than when training began.
+        """
+        found = {}
+        for index, spec in enumerate(self.specs):
+            if spec.fixed:
+                continue
+            tensor = self._get(spec)
+            shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+            if (shape, dtype) != (spec.shape, spec.dtype):
+                raise UsageError(
+                    f"Buffer {spec.name!r} is {dtype}{list(shape)} now, but was {spec.dtype}{list(spec.shape)} when "
+                    "training began. Keep the shape and the dtype of buffers during training."
+                )
+            if index not in self._sent or self._sent[index].differs_from(tensor):
+                self._sent[index] = _Sent(tensor)
+                found[index] = tensor
+        return found
+
+    def _get(self, spec: BufferSpec) -> torch.Tensor:
+        owner, _, name = spec.name.rpartition(".")
+        tensor = getattr(self._model.get_submodule(owner), name)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor.detach()
+
+
+class _Sent:
+    """A buffer as it was when it was last sent.
+
+    A tensor's version counter reveals most changes, but not BatchNorm's: its kernel writes the running statistics
+    without incrementing the counter. So buffers of up to `COMPARED_SIZE` elements are compared with a copy.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._version = (tensor.data_ptr(), tensor._version)
+        self._copy = tensor.clone() if tensor.numel() <= COMPARED_SIZE else None
+
+    def differs_from(self, tensor: torch.Tensor) -> bool:
+        """Return True if the buffer may have changed."""
+        if (tensor.data_ptr(), tensor._version) != self._version:
+            return True
+        return self._copy is not None and not torch.equal(tensor, self._copy)

@@ -1,0 +1,85 @@
+"""The module that an optimizer trains, the names of its parameters, and their layout in the flat vectors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..core.layout import Layout, Parameter
+from ..errors import ConfigurationError
+from ..shard.vectors import dtype_name
+
+__all__ = ["describe_parameter", "find_model", "layout_of"]
+
+
+def find_model(parameters: Sequence[torch.Tensor]) -> nn.Module:
+    """Return the outermost live module that holds all of these parameters.
+
+    Raises:
+        ConfigurationError: no module holds all of them, or more than one outermost module does.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    holders = [
+        candidate
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), nn.Module) and wanted <= _parameter_ids(candidate)
+    ]
+    inner = {id(sub) for holder in holders for sub in holder.modules() if sub is not holder}
+    outermost = [holder for holder in holders if id(holder) not in inner]
+    if len(outermost) == 1:
+        model: nn.Module = getattr(outermost[0], "_orig_mod", outermost[0])  # unwrap torch.compile's module
+        return model
+    found = "no module holds" if not outermost else f"{len(outermost)} modules hold"
+    raise ConfigurationError(
+        f"Cannot find the model: {found} all of the optimizer's parameters. Pass it as "
+        "DistributedOptimizer(optimizer, model=...); combine several modules in a torch.nn.ModuleDict({...})."
+    )
+
+
+def layout_of(model: nn.Module, parameters: Sequence[torch.Tensor]) -> Layout:
+    """Lay out a model's trained parameters in flat vectors, in the order given.
+
+    Raises:
+        ConfigurationError: a parameter is not the model's, is not on the CPU, or has a dtype that cannot be
+            trained.
+    """
+    names = _names(model)
+    entries = []
+    for index, parameter in enumerate(parameters):
+        if id(parameter) not in names:
+            raise ConfigurationError(
+                f"The optimizer's parameter {index}, of shape {list(parameter.shape)}, is not a parameter of the "
+                "model. Pass the module that holds all of them as DistributedOptimizer(optimizer, model=...)."
+            )
+        entry = Parameter(names[id(parameter)], tuple(parameter.shape), dtype_name(parameter.dtype))
+        if parameter.device.type != "cpu":
+            raise ConfigurationError(
+                f"Parameter {entry.names[0]!r} is on {parameter.device}, but only training on the CPU is supported "
+                "so far. Move the model to the CPU."
+            )
+        entries.append(entry)
+    return Layout.of(entries)
+
+
+def describe_parameter(model: nn.Module, parameter: torch.Tensor) -> str:
+    """Return a parameter's name in the model, or its shape if it is not a parameter of the model."""
+    names = _names(model).get(id(parameter))
+    return repr(names[0]) if names else f"a tensor of shape {list(parameter.shape)}"
+
+
+def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return the names of each parameter of a model, by the parameter's `id()`. Tied parameters have several."""
+    names: dict[int, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)] = (*names.get(id(parameter), ()), name)
+    return names
+
+
+def _parameter_ids(module: nn.Module) -> set[int]:
+    try:
+        return {id(parameter) for parameter in module.parameters()}
+    except AttributeError:  # the module's constructor has not finished, or has failed
+        return set()

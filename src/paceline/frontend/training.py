@@ -1,0 +1,176 @@
+"""A worker's training, from its first step: what each iteration does between the gradients and the new weights."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
+from ..errors import NonFiniteGradientError, UsageError
+from ..shard.optimizer_state import join_state, slice_state
+from ..shard.vectors import Vectors
+from .buffers import Buffers
+from .gradients import Gradients
+from .model import describe_parameter, layout_of
+from .restart import Restartable
+from .session import Session
+from .weights import Weights
+
+__all__ = ["WorkerTraining"]
+
+log = logging.getLogger("paceline.frontend.training")
+
+LEAST_NORM = 1e-12
+"""Least norm of the weights that a gradient's norm is divided by: all weights may be zero."""
+
+
+class WorkerTraining:
+    """One worker's training of a model.
+
+    The worker takes part in the run from here on: it registers what it trains, waits for the other workers, and
+    starts from the weights of the publisher.
+
+    Args:
+        session: this worker's session.
+        model: the module that is trained.
+        parameters: the parameters that are trained, in the order of the optimizer's groups.
+        optimizer: the optimizer that the servers run.
+        state: the optimizer's initial state, used if this worker is the publisher: parameter -> key -> value.
+        scale_gradients: scales the gradients in place before they are pushed. None if they are pushed as they are.
+
+    Attributes:
+        spec: what is trained, as all workers must register it.
+        weights_replaced: True if the publisher's weights differed from this worker's own and replaced them.
+
+    Raises:
+        ConfigurationError: the parameters cannot be trained here, or this worker may not take part.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        model: nn.Module,
+        parameters: Sequence[torch.Tensor],
+        optimizer: OptimizerSpec,
+        state: Mapping[Any, Mapping[str, Any]],
+        scale_gradients: Callable[[], None] | None = None,
+    ) -> None:
+        self._session = session
+        self._model = model
+        self._parameters = parameters
+        self._scale_gradients = scale_gradients
+        self._restartable: Restartable | None = None  # created when a computation may first be aborted
+        layout = layout_of(model, parameters)
+        self._buffers = Buffers(model, parameters)
+        self.spec = ModelSpec(layout, optimizer, self._buffers.specs)
+
+        publisher = session.begin(self.spec)
+        self._weights = weights = Weights(layout, parameters)
+        self._gradients = Gradients(layout, parameters, session.gradients)
+        if publisher:
+            weights.copy_to(session.weights)
+            session.publish(self._buffers.all(), lambda shard: slice_state(shard, parameters, state))
+        else:
+            session.await_first_weights()
+        self.weights_replaced = not weights.equal(session.weights)
+        weights.use(session.weights)
+        session.on_moved = lambda: weights.use(session.weights)
+        self._gradients.adopt_as_accumulated(session, final=scale_gradients is None)
+        self._buffers.changed()  # the buffers as they are now have been published
+        weights.mark_pulled()
+
+    def require_same(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Check that the optimizer's groups hold the parameters that they held when training began.
+
+        Raises:
+            UsageError: a parameter was added, removed or exchanged.
+        """
+        for index, (now, then) in enumerate(zip_longest(parameters, self._parameters)):
+            if now is then:
+                continue
+            change = (
+                f"{self.describe(now)} was added" if now is not None else f"{self.describe(then)} was removed"
+            )
+            raise UsageError(
+                f"The optimizer's groups have changed since training began: {change} at index {index}. Add or remove "
+                "parameters before the first step; the servers train those that the groups held then."
+            )
+
+    def describe(self, parameter: torch.Tensor) -> str:
+        """Return a parameter's name in the model, or its shape if it is not a parameter of the model."""
+        return describe_parameter(self._model, parameter)
+
+    def compute(self, closure: Callable[[], Any]) -> Any:
+        """Run a closure and return its result.
+
+        If the session aborts the computation, the closure is run again on newly pulled weights.
+        """
+        if not self._session.may_restart:
+            result = closure()
+            self._session.hold_back(droppable=False)
+            return result
+        if self._restartable is None:
+            self._restartable = Restartable(
+                self._model, self._parameters, self._session, self._weights.mark_pulled
+            )
+        return self._restartable.run(closure)
+
+    def commit(
+        self, groups: tuple[HyperParameters, ...], loss: float | None, *, leave_out_gradient: bool
+    ) -> None:
+        """Push the gradients that the parameters have and pull the new weights.
+
+        Args:
+            groups: the hyper-parameters of each group.
+            loss: the loss to record, if known.
+            leave_out_gradient: True to push an empty gradient, which only counts as progress.
+
+        Raises:
+            NonFiniteGradientError: a gradient holds NaN or inf, and the run does not skip such gradients.
+            WeightsChangedError: weights were changed since the last step.
+        """
+        session = self._session
+        self._weights.require_unchanged(session)
+        present = self._gradients.adopt_all()
+        empty = leave_out_gradient
+        if not empty and (name := self._gradients.first_not_finite()) is not None:
+            error = NonFiniteGradientError(session.worker, session.iteration, name)
+            if not session.skips_nan:
+                raise error
+            log.warning(
+                "worker %d, iteration %d: gradients not pushed, because that of %r holds NaN or inf",
+                *error.args,
+            )
+            empty = True
+        significance = None
+        if session.needs_significance and not empty:
+            significance = _norm(session.gradients) / max(_norm(session.weights), LEAST_NORM)
+        if self._scale_gradients is not None and not empty:
+            self._scale_gradients()
+        session.commit(
+            present,
+            msgspec.msgpack.encode(groups),
+            empty=empty,
+            significance=significance,
+            buffers=self._buffers.changed(),
+            loss=loss,
+        )
+        self._weights.mark_pulled()
+
+    def fetch_state(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Fetch the optimizer's state from the servers, in the form of the "state" entry of a `state_dict()`."""
+        return join_state(self.spec.layout, self._session.fetch_state())
+
+
+def _norm(vectors: Vectors) -> float:
+    """Return the L2 norm of all elements of some vectors."""
+    return math.sqrt(
+        sum(float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2 for v in vectors.values())
+    )

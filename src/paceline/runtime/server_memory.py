@@ -1,0 +1,183 @@
+"""The tensors of one server: the stores of its shards, the memory in which pushes arrive, and the buffers.
+
+Created when the server gets its shards; each shard's store is made of the publisher's first weights. Knows no socket,
+no clock and no sync model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import safetensors.torch
+import torch
+
+from ..core.layout import ITEM_BYTES
+from ..core.messages import Commit, Content, CreateShards, InitialState, InitialWeights, Message
+from ..errors import ProtocolError
+from ..shard.buffers import bytes_of, pack, packed_bytes, unpack
+from ..shard.groups import GroupsReader
+from ..shard.slots import BufferSlots
+from ..shard.store import Push, Store, Vectors
+from ..shard.vectors import torch_dtype
+from ..wire.memory import Inbox, Region, SharedInbox, StreamedInbox, cut
+from .registration import require_groups
+
+__all__ = ["STATE_LIMIT_FACTOR", "STATE_SLACK_BYTES", "ServerMemory", "tensors_over"]
+
+STATE_LIMIT_FACTOR = 8  # an optimizer keeps a few vectors per vector of weights; a larger state is refused
+STATE_SLACK_BYTES = 16 * 1024 * 1024
+
+
+class ServerMemory:
+    """The tensors of one server.
+
+    Args:
+        created: the shards, and what is trained.
+        servers: number of servers of the run.
+        master: where the weights lie over shared memory; None for memory of the server's own.
+        before_update: called with the index of a shard before its weights change.
+
+    Attributes:
+        master: as given.
+        stores: the stores of the shards whose weights are here, by index.
+        weights: the bytes of each one's weights.
+    """
+
+    def __init__(
+        self,
+        created: CreateShards,
+        servers: int,
+        master: Region | None,
+        before_update: Callable[[int], None],
+    ) -> None:
+        self.master = master
+        self.stores: dict[int, Store] = {}
+        self.weights: dict[int, dict[str, memoryview]] = {}
+        self._model = created.model
+        self._servers = servers
+        self._before_update = before_update
+        self._slices = {shard.index: shard for shard in created.shards}
+        self._groups = GroupsReader(lambda groups: require_groups(created.model, groups))
+        self._states: dict[int, Vectors] = {}  # optimizer states to start from, until their store is made
+        self._slots: BufferSlots | None = None  # with shard 0
+
+    # -- memory in which pushes arrive --------------------------------------------------------------------
+
+    def attach(self, descriptor: int, channels: int) -> Region:
+        """Map the region of a worker. Raises `ProtocolError` if it is not what the layout asks for."""
+        if not 0 <= channels <= self._servers:
+            raise ProtocolError(f"a region with {channels} pairs of rings for {self._servers} servers")
+        return Region.attach(self._model.layout, descriptor, channels=channels)
+
+    def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
+        """Return for each shard where a worker's pushes lie: in its own region, or in memory of the server."""
+        made = {}
+        for index, shard in self._slices.items():
+            inbox: Inbox = SharedInbox(region, shard) if region is not None else StreamedInbox(shard)
+            made[index] = inbox, tensors_over(inbox.gradient)
+        return made
+
+    def payload_sizes(self, message: Message, size_bytes: int) -> list[int]:
+        """Return the sizes of the parts, besides those in an inbox, that the payload of a message must have.
+
+        Raises:
+            ProtocolError: no payload could be right.
+        """
+        buffers = self._model.buffers
+        match message:
+            case Commit(shard=0, content=Content(buffers=changed)) if _are_some_of(changed, len(buffers)):
+                return [packed_bytes(buffers[index]) for index in changed]
+            case Commit(content=Content(buffers=changed)) if changed:
+                raise ProtocolError(f"a commit to shard {message.shard} has buffers {changed[:8]}")
+            case InitialWeights() if message.shard in self._slices:
+                bounds = self._slices[message.shard].bounds
+                sizes = [(stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in bounds.items()]
+                return sizes + [packed_bytes(spec) for spec in buffers if message.shard == 0]
+            case InitialState() if message.shard in self._slices:
+                limit_bytes = STATE_LIMIT_FACTOR * self._slices[message.shard].size_bytes + STATE_SLACK_BYTES
+                if size_bytes <= limit_bytes:
+                    return [size_bytes]
+                raise ProtocolError(
+                    f"an optimizer state of {size_bytes} bytes, expected at most {limit_bytes}"
+                )
+            case _:
+                return []
+
+    # -- the beginning ------------------------------------------------------------------------------------
+
+    def keep_state(self, message: InitialState, payload: bytes) -> None:
+        """Keep the optimizer state that a shard is to start from."""
+        try:
+            self._states[message.shard] = safetensors.torch.load(payload)
+        except Exception as error:  # the library may raise anything when it reads bytes that are not its own
+            raise ProtocolError(f"an optimizer state that cannot be read: {error}") from error
+
+    def begin(self, index: int, payload: Sequence[bytearray]) -> None:
+        """Make the store of a shard out of its first weights."""
+        bounds = self._slices[index]
+        weights = tensors_over(
+            {dtype: memoryview(part) for dtype, part in zip(bounds.bounds, payload, strict=False)}
+        )
+        if self.master is not None:
+            for dtype, place in tensors_over(cut(self.master.weights, bounds)).items():
+                weights[dtype] = place.copy_(weights[dtype])
+        store = Store(bounds, weights, self._model.optimizer, lambda: self._before_update(index))
+        store.load_optimizer_state(self._states.pop(index, {}))
+        if index == 0:
+            specs = self._model.buffers
+            parts = payload[len(bounds.bounds) :]
+            self._slots = BufferSlots(specs, [unpack(s, p) for s, p in zip(specs, parts, strict=True)])
+        self.stores[index] = store
+        self.weights[index] = {dtype: bytes_of(vector) for dtype, vector in weights.items()}
+
+    # -- an iteration -------------------------------------------------------------------------------------
+
+    def read(self, commit: Commit, gradient: Vectors) -> Push | None:
+        """Return the push of a commit, whose gradient lies here; None if it is empty.
+
+        Raises:
+            ProtocolError: the content of the commit does not fit the model.
+        """
+        content = commit.content
+        if content is None or len(content.present) != len(self._model.layout.parameters):
+            raise ProtocolError("a commit does not say for each parameter whether it has a gradient")
+        return None if commit.empty else Push(gradient, content.present, self._groups.read(content.groups))
+
+    def keep(self, worker: int, commit: Commit, push: Push | None, payload: Sequence[bytearray]) -> None:
+        """Keep what an accepted commit has brought: its push, and buffers that have changed."""
+        if push is not None:
+            self.stores[commit.shard].put(worker, commit.iteration, push)
+        if commit.content is not None and commit.content.buffers and self._slots is not None:
+            buffers = self._model.buffers
+            changed = zip(commit.content.buffers, payload, strict=True)
+            self._slots.put(worker, {index: unpack(buffers[index], part) for index, part in changed})
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def snapshot(self, index: int) -> list[memoryview]:
+        """Return the weights of a shard and, with shard 0, the other tensors, pooled over the workers."""
+        parts = list(self.weights[index].values())
+        if index == 0 and self._slots is not None:
+            pooled = self._slots.pooled()
+            parts += pack([pooled[spec.name] for spec in self._model.buffers])
+        return parts
+
+    def optimizer_state(self, index: int) -> bytes:
+        """Return the optimizer state of a shard as safetensors."""
+        state = self.stores[index].optimizer_state()
+        return safetensors.torch.save({key: value.contiguous() for key, value in state.items()})
+
+
+def _are_some_of(indices: Sequence[int], count: int) -> bool:
+    """True if these are distinct indices of `count` things."""
+    return len(set(indices)) == len(indices) and all(0 <= index < count for index in indices)
+
+
+def tensors_over(vectors: dict[str, memoryview]) -> Vectors:
+    """Return flat tensors over some bytes, without a copy."""
+    return {
+        dtype: torch.frombuffer(data, dtype=torch_dtype(dtype))
+        if data.nbytes
+        else torch.empty(0, dtype=torch_dtype(dtype))
+        for dtype, data in vectors.items()
+    }

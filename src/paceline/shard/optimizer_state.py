@@ -1,0 +1,87 @@
+"""Optimizer state, cut into the segments of a shard and put together again.
+
+A user's optimizer keeps state per parameter; a shard holds segments of parameters. The state of a shard is a
+mapping "<segment>/<key>" -> tensor, where <segment> is the position of the segment in the shard and <key> is
+torch's name for the entry, for example "0/momentum_buffer".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.layout import Layout, ShardSlice
+from ..errors import ProtocolError
+from .optimizers import PER_PARAMETER_STATE
+from .vectors import Vectors
+
+__all__ = ["join_state", "segments_of_state", "slice_state"]
+
+
+def slice_state(
+    bounds: ShardSlice, parameters: Sequence[torch.Tensor], state: Mapping[Any, Mapping[str, Any]]
+) -> Vectors:
+    """Return the part of an optimizer's state that belongs to one shard.
+
+    Args:
+        bounds: the shard.
+        parameters: the parameters of the layout, in order.
+        state: the optimizer's `state`: parameter -> key -> value. Values that are not tensors are left out.
+    """
+    values: Vectors = {}
+    for position, segment in enumerate(bounds.segments):
+        for key, value in state.get(parameters[segment.parameter], {}).items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            length = segment.stop - segment.start
+            values[f"{position}/{key}"] = (
+                value.to(_scalar_dtype())
+                if key in PER_PARAMETER_STATE
+                else value.reshape(-1)[segment.offset : segment.offset + length].clone()
+            )
+    return values
+
+
+def join_state(
+    layout: Layout, fetched: Iterable[tuple[ShardSlice, Vectors]]
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the state of all shards by parameter, as the "state" entry of torch's `state_dict()` has it."""
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for bounds, values in fetched:
+        for name, value in values.items():
+            position, _, key = name.partition("/")
+            segment = bounds.segments[int(position)]
+            parameter = layout.parameters[segment.parameter]
+            entries = state.setdefault(segment.parameter, {})
+            if key in PER_PARAMETER_STATE:
+                entries[key] = value
+                continue
+            whole = entries.setdefault(key, torch.zeros(parameter.shape, dtype=value.dtype))
+            whole.view(-1)[segment.offset : segment.offset + value.numel()] = value
+    return dict(sorted(state.items()))
+
+
+def segments_of_state(bounds: ShardSlice, state: Vectors) -> dict[str, tuple[int, str]]:
+    """Return the segment and the key of each name in a shard's state.
+
+    Raises:
+        ProtocolError: a name or a shape matches no segment of this shard.
+    """
+    places = {}
+    sizes = {str(position): s.stop - s.start for position, s in enumerate(bounds.segments)}
+    for name, value in state.items():
+        position, _, key = name.partition("/")
+        shape = () if key in PER_PARAMETER_STATE else (sizes.get(position),)
+        if position not in sizes or tuple(value.shape) != shape:
+            raise ProtocolError(
+                f"state {name!r} of shape {list(value.shape)} matches no segment of the shard"
+            )
+        places[name] = int(position), key
+    return places
+
+
+def _scalar_dtype() -> torch.dtype:
+    """Return the dtype in which torch.optim keeps step counts; `load_state_dict()` casts some of them."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32

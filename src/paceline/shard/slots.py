@@ -1,0 +1,38 @@
+"""The buffers of every worker, as they came with its latest commits, and what they are when pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..core.model_spec import BufferSpec
+from .buffers import pool
+
+__all__ = ["BufferSlots"]
+
+
+class BufferSlots:
+    """One slot of buffers for each worker.
+
+    Args:
+        specs: the buffers of the model.
+        first: their values at the beginning, which every slot starts with.
+    """
+
+    def __init__(self, specs: Sequence[BufferSpec], first: Sequence[torch.Tensor]) -> None:
+        self._specs = specs
+        self._first = {spec.name: tensor for spec, tensor in zip(specs, first, strict=True)}
+        self._slots: dict[int, dict[str, torch.Tensor]] = {}
+
+    def put(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
+        """Replace some buffers of a worker: index -> tensor, owned by the slots from now on."""
+        slot = self._slots.setdefault(worker, dict(self._first))
+        for index, tensor in buffers.items():
+            slot[self._specs[index].name] = tensor
+
+    def pooled(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of the model, pooled over the workers that have sent any: name -> tensor."""
+        if not self._slots:
+            return self._first
+        return self._first | pool([self._slots[worker] for worker in sorted(self._slots)])
