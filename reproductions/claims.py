@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["EXHIBITS"]
 
 TARGET = Target("accuracy", 0.95, in_a_row=2)
-NEVER = "never: not within {:.0f} s."
+NEVER = '"never" means not within {:.0f} s.'
 
 
 def jitter(mean_s: float, share: float) -> Uniform:
@@ -48,9 +48,7 @@ def jitter(mean_s: float, share: float) -> Uniform:
 
 # -- ElasticBSP against BSP ------------------------------------------------------------------------------------
 
-STRAGGLER = Cluster(
-    compute_s=[jitter(1.0, 0.05)] * 3 + [jitter(3.0, 0.05)], name="four workers, one of them 3 times slower"
-)
+STRAGGLER = Cluster(compute_s=[jitter(1.0, 0.05)] * 3 + [jitter(3.0, 0.05)], name="one 3x straggler of four")
 MOMENTA = (0.0, 0.5, 0.9)
 RATES = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 
@@ -126,7 +124,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
         axes.set_title(STRAGGLER.name)
         return figure
 
-    columns = [*(f"s (rate),\nmomentum {m:g}" for m in momenta), "best"]
+    columns = [*(f"s (rate),\nmomentum {m:g}" for m in momenta), "own best"]
     return Made(
         tables=[
             beside(
@@ -138,15 +136,16 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
         figure=draw,
         data={f"{label}, momentum {m}": times[label, m] for label, m in times},
         notes=[
-            f"Time under BSP / time under ElasticBSP, each with its best setting: {factor}. In the paper: 1.77.",
-            f"Time to the target with momentum {momenta[-1]:g}, divided by that with momentum {momenta[0]:g}: "
-            + ", ".join(
-                f"{label} {ratio(times[label, momenta[-1]], times[label, momenta[0]])}" for label in schemes
+            f"Each at its own best, ElasticBSP is {factor} times faster than BSP; the paper reports a factor of "
+            "1.77.",
+            f"Time to the target with momentum {momenta[-1]:g}, relative to momentum {momenta[0]:g}: "
+            + "; ".join(
+                f"{label} {ratio(times[label, momenta[-1]], times[label, momenta[0]])} x" for label in schemes
             )
             + ".",
-            f"The best rate is on the edge of the grid, so there may be better ones beyond it: {'; '.join(edge)}."
+            f"Some best learning rates are on the edge of the grid; others may be better: {'; '.join(edge)}."
             if edge
-            else "All best rates are inside the grid.",
+            else "All best learning rates lie inside the grid.",
         ],
     )
 
@@ -163,11 +162,13 @@ def kinds_of_inequality(workers: int) -> dict[str, Cluster]:
     slow = workers // 8
     pausing: Times = Occasional(base=jitter(1.0, 0.05), factor=5.0, lasting=10.0, every=200.0)
     return {
-        "an eighth is always half as fast": Cluster(
+        "an eighth of the workers is always half as fast": Cluster(
             compute_s=[jitter(1.0, 0.05)] * (workers - slow) + [jitter(2.0, 0.05)] * slow
         ),
-        "all jitter (log-normal, sigma 0.3)": Cluster(compute_s=[LogNormal(median=1.0, sigma=0.3)] * workers),
-        "all pause sometimes (5x for 10 s in 200)": Cluster(compute_s=[pausing] * workers),
+        "all workers jitter (log-normal, sigma 0.3)": Cluster(
+            compute_s=[LogNormal(median=1.0, sigma=0.3)] * workers
+        ),
+        "all workers pause now and then (5x for 10 s in 200)": Cluster(compute_s=[pausing] * workers),
     }
 
 
@@ -219,11 +220,11 @@ def pssp(options: Options, tell: TellShare) -> Made:
     columns = ["SSP(12)", "PSSP(3, 1/10)", "SSP(3)", "fewer than\nSSP(12) by", "faster by"]
     held = [kind for kind, share in fewer.items() if share >= 0.8]
     return Made(
-        tables=[beside(f"share of delayed pulls, {workers} workers, {iterations} iterations", rows, columns)],
+        tables=[beside(f"delayed pulls, {workers} workers, {iterations} iterations", rows, columns)],
         figure=draw,
         data=shares,
         notes=[
-            f"Clusters on which the claim of 80 % fewer delayed pulls holds: {'; '.join(held) or 'none'}."
+            f"The claim of 80 % fewer delayed pulls holds for: {'; '.join(held) or 'none of the clusters'}."
         ],
     )
 
@@ -354,18 +355,19 @@ def spec_sync(options: Options, tell: TellShare) -> Made:
         "speed-up",
     ]
     return Made(
-        tables=[beside("SpecSync-Adaptive and ASP, 40 workers", rows, columns)],
+        tables=[beside("SpecSync-Adaptive over ASP, 40 workers", rows, columns)],
         figure=lambda: _accuracies("SpecSync-Adaptive and ASP", outcomes),
         data={label: [pair[1] for pair in pairs] for label, pairs in rows.items()},
         notes=[
             "By Eq. 7 of the paper, the expected gain is zero if pushes arrive evenly.",
-            "The left columns use one learning rate for all, as the paper does; the right ones the best of each.",
+            "The paper compares both models at one learning rate, as in the left part of the table. In the right "
+            "part, each model has its own best learning rate.",
             NEVER.format(until_s),
         ],
     )
 
 
-STAND_IN = "DigitsNet on scikit-learn's digits, simulated, without network costs."
+STAND_IN = "Simulated: DigitsNet on scikit-learn's digits, without network costs."
 
 EXHIBITS = (
     Exhibit(
@@ -380,7 +382,7 @@ EXHIBITS = (
         name="claim-pssp",
         source="Claim of FluentPS (2019) on PSSP",
         title="80 % fewer delayed pulls than the SSP with the same regret bound",
-        differs="Simulated timing without training; three clusters instead of one.",
+        differs="Simulated without training; three kinds of inequality instead of one cluster.",
         minutes=1,
         make=pssp,
     ),

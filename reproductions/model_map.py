@@ -67,7 +67,7 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster. The network card of its one server receives n gradients and sends n answers per iteration."""
+        """The cluster. Its one server receives n gradients and sends n answers per iteration."""
         transfer_s = self.communication / (1 - self.communication)
         size_bytes = round(transfer_s * BANDWIDTH_BPS / 8 / (2 * self.workers))
         return Cluster(
@@ -195,18 +195,18 @@ def make_map(options: Options, tell: TellShare) -> Made:
     places = PLACES[:2] if options.quick else PLACES
     verdicts = survey(places, options, tell)
     table = Table(
-        title=f"virtual seconds to {TARGET.value:.0%}, each model with its own best learning rate",
+        title=f"virtual seconds to {TARGET.value:.0%}, each model at its own best learning rate",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
     )
-    table.add_column("inequality")
+    table.add_column("unequal by")
     for heading in ("transfers", "workers"):
         table.add_column(heading, no_wrap=True)
     for label in MODELS:
         table.add_column(label.replace("-", "-\n"), justify="right", no_wrap=True)
-    table.add_column("fastest", no_wrap=True)
+    table.add_column("first", no_wrap=True)
     for verdict in verdicts:
         kind, degree, communication, workers = verdict.place
         cells = ["never" if s is None else f"{s:.0f}" for s in verdict.seconds.values()]
@@ -218,8 +218,8 @@ def make_map(options: Options, tell: TellShare) -> Made:
         figure=lambda: draw_map(verdicts),
         data=verdicts,
         notes=[
-            "The factor is the speed-up over bsp. Transfers are given by the share that they take of an iteration of "
-            "equal workers. Workers that pause do so for a tenth of the time.",
+            "Transfers are given by the share that they take of an iteration of equal workers. Factors are speed-ups "
+            "over bsp. Workers that pause do so for a tenth of the time.",
             *findings(verdicts),
         ],
     )
@@ -233,17 +233,21 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
         first = sum(verdict.best == label for verdict in there)
         close = sum(verdict.lead(label) <= NEAR for verdict in there)
         found.append(
-            f"{label} is the fastest in {first} of {len(verdicts)} places, and within {NEAR - 1:.0%} of the fastest "
-            f"in {close}"
-            + (f". It misses the target in {len(verdicts) - len(there)}." if there != verdicts else ".")
+            f"{label} is first in {first} of {len(verdicts)} clusters and within {NEAR - 1:.0%} of the first in "
+            f"{close}."
+            + (f" It does not reach the target in {len(verdicts) - len(there)}." if there != verdicts else "")
         )
     for row in dict.fromkeys(verdict.place[:2] for verdict in verdicts):
         mine = [verdict for verdict in verdicts if verdict.place[:2] == row]
         firsts = Counter(verdict.best for verdict in mine if verdict.seconds[verdict.best] is not None)
-        models = ", ".join(f"{label} ({count})" for label, count in firsts.most_common()) or "none"
+        models = ", ".join(
+            f"{label} is first in {count} clusters" if number == 0 else f"{label} in {count}"
+            for number, (label, count) in enumerate(firsts.most_common())
+        )
         factors = sorted(mine, key=lambda verdict: verdict.speed_up)
         found.append(
-            f"{', '.join(row)}: the fastest are {models}, {factors[0].factor} to {factors[-1].factor} as fast as bsp."
+            f"{', '.join(row)}: {models or 'no model reaches the target'}; the first model is {factors[0].factor} to "
+            f"{factors[-1].factor} as fast as bsp."
         )
     return found
 
@@ -271,7 +275,7 @@ def draw_map(verdicts: Sequence[Verdict]) -> Figure:
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
-    axes.set_title(f"fastest to {TARGET.value:.0%}, and its speed-up over BSP", pad=14)
+    axes.set_title(f"first model at {TARGET.value:.0%}, and its speed-up over BSP", pad=14)
     return figure
 
 
@@ -286,7 +290,7 @@ EXHIBITS = (
         name="map",
         source="no paper",
         title="the fastest model by kind and degree of inequality, communication and workers",
-        differs="DigitsNet on scikit-learn's digits, simulated, with messages of a size that gives the stated share.",
+        differs="Simulated: DigitsNet on scikit-learn's digits. Transfers take the stated share of an iteration.",
         minutes=35,
         make=make_map,
     ),

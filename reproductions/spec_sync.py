@@ -281,7 +281,10 @@ def figure_8(options: Options, tell: TellShare) -> Made:
     )
     return msgspec.structs.replace(
         made,
-        notes=[*made.notes, f"Cherrypick, by the first seed and with one learning rate for all: {picked}."],
+        notes=[
+            *made.notes,
+            f"The cherry-picked setting, by the first seed and at one learning rate, is {picked}.",
+        ],
     )
 
 
@@ -448,8 +451,9 @@ def figures_12_and_13(options: Options, tell: TellShare) -> Made:
 
 
 STAND_IN = (
-    "DigitsNet (9,802 parameters) on scikit-learn's digits replaces ResNet-110 on CIFAR-10, with messages of the "
-    "size of the paper's network. Convergence means that the loss is below the target at 5 evaluations in a row."
+    "DigitsNet (9,802 parameters) on scikit-learn's digits replaces ResNet-110 on CIFAR-10; its transfers are as "
+    "large as those of the paper's network. The target is reached when the loss is below it at 5 evaluations in a "
+    "row."
 )
 TIMES = (
     "Simulated timing without training. The jitter of +-10 % and the bandwidth of 750 Mbit/s are our choices."

@@ -46,7 +46,7 @@ def test_no_process_outlives_a_parent_that_is_killed() -> None:
         sys.path[:] = {path!r}
         from paceline.rehearsal.process_pool import on_all_cores
         if __name__ == "__main__":
-            on_all_cores(time.sleep, [600, 600], str, prepare=print, prepare_args=("ready",))
+            on_all_cores(time.sleep, [600, 600], str, prepare=os.write, prepare_args=(1, b"ready\\n"))
     """
     script = textwrap.dedent(program).format(path=sys.path)
     parent = subprocess.Popen([sys.executable, "-u", "-c", script], stdout=subprocess.PIPE, text=True)
