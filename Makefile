@@ -5,8 +5,9 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 FUZZ   ?= 500000
+NAMES  ?= all
 
-.PHONY: help install demo check test check-models stress chaos fuzz siege bench bench-overlap docs tune clean
+.PHONY: help install demo check test check-models stress chaos fuzz siege bench bench-overlap paper tune docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,14 +46,17 @@ fuzz: $(READY)  ## 500,000 mutated frames against hosts in process and 50,000 ov
 siege: $(READY)  ## 10,000 connections that reset at once and 2,000 held open beside a run with few descriptors (about 3 minutes)
 	PACELINE_SIEGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_siege.py
 
-bench: $(READY)  ## measure the step against bare copies, bare sockets and gloo all-reduce (about 11 minutes, quiet machine)
-	$(BIN)/paceline bench transport
+bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)
+	$(BIN)/python -m benchmarks transport
 
-bench-overlap: $(READY)  ## compare overlap synchronization and even slicing with PS-Lite on slow links (about 5 minutes, root, quiet machine)
-	$(BIN)/paceline bench overlap --picture docs/pictures/overlap.png
+bench-overlap: $(READY)  ## compare overlap synchronization and even slicing with PS-Lite on slow links (about 5 minutes, root, idle machine)
+	$(BIN)/python -m benchmarks overlap --picture docs/pictures/overlap.png
+
+paper: $(READY)  ## reproduce all tables and figures of the papers (about 2 hours; NAMES='zipline-table3 ...' for some)
+	$(BIN)/python -m reproductions $(NAMES)
 
 tune: $(READY)  ## find each sync model's best learning rate and momentum for the demo (about 45 minutes)
-	$(BIN)/paceline demo --tune
+	$(BIN)/python -m reproductions tune-demo
 
 docs: $(READY)  ## regenerate what is generated in the documentation, pictures above all, and run its examples
 	$(BIN)/python docs/make_sync_models.py

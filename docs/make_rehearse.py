@@ -9,9 +9,10 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from paceline.workloads.ranking import EVERY_MODEL
-from paceline.workloads.rehearsal import compare, explore, load_cluster
-from paceline.workloads.rehearsal_training import train_and_compare
+from paceline.rehearsal.clusters import load_cluster
+from paceline.rehearsal.comparison import compare, explore
+from paceline.rehearsal.ranking import EVERY_MODEL
+from paceline.rehearsal.training import train_and_compare
 
 HERE = Path(__file__).parent
 PICTURES = HERE / "pictures"

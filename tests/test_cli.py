@@ -114,31 +114,31 @@ def test_help_says_what_the_program_is_and_names_its_commands(call: Call) -> Non
     assert ended.stderr == ""
     assert "training on machines that are not equally fast" in ended.stdout
     assert re.search(
-        r"run\s+Run a script in several workers, as python script.py runs it in one", ended.stdout
+        r"run\s+Run a script in several workers, the way python script.py runs it in one", ended.stdout
     )
-    assert re.search(r"demo\s+Four workers, one of them three times slower", ended.stdout)
+    assert re.search(r"demo\s+Train four workers, one of them three times slower", ended.stdout)
     assert "--version" in ended.stdout
     assert "[bold]" not in ended.stdout
 
 
 RUN_OPTIONS = {
-    "--workers": "How many workers",
-    "--servers": "How many servers",
+    "--workers": "Number of workers",
+    "--servers": "Number of servers",
     "--sync": "bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15",
-    "--import": "A module from which the script may take",
-    "--shards": "How many slices",
-    "--slicing": "Cut evenly",
-    "--overlap": "Each shard answers for itself",
+    "--import": "Module whose functions the script may use",
+    "--shards": "Number of slices",
+    "--slicing": "equal parts",
+    "--overlap": "each shard answers pulls on its own",
     "--transport": "Shared memory",
-    "--port": "0 for any free one",
-    "--seed": "order and the jitter",
-    "--on-nan": "NaN or inf stops the run",
+    "--port": "0 chooses a free port",
+    "--seed": "order of the data and of the jitter",
+    "--on-nan": "stop the run, or skip the push",
     "--run-dir": "logs, traces and results",
-    "--stall-timeout": "silent for this long",
-    "--pace": "Least seconds per iteration",
-    "--slowdown": "one factor >= 1 per worker",
+    "--stall-timeout": "silent for this many seconds",
+    "--pace": "Minimum seconds per iteration",
+    "--slowdown": "Factors >= 1",
     "--jitter": "uniform factor",
-    "--dry-run": "show what would start",
+    "--dry-run": "show what would be started",
 }
 
 
@@ -153,8 +153,8 @@ def test_help_of_run_explains_every_option(call: Call) -> None:
         assert words in line
     assert "paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py" in ended.stdout
     assert "Emulating unequal machines" in ended.stdout
-    assert "A Python script that uses paceline" in ended.stdout
-    assert "Its own arguments, as they are" in ended.stdout
+    assert "Python script that uses paceline" in ended.stdout
+    assert "Arguments of the script" in ended.stdout
     assert "[bold]" not in ended.stdout
 
 
@@ -163,10 +163,10 @@ def test_help_of_demo_explains_every_option(call: Call) -> None:
 
     assert ended.code == 0
     assert "handwritten digits under four sync models" in ended.stdout
-    assert "under three minutes on two cores" in ended.stdout
+    assert "less than three minutes on two cores" in ended.stdout
     for option, words in {
-        "--seeds": "medians",
-        "--tune": "best learning rate",
+        "--seeds": "median",
+        "--all": "all sync models",
         "--run-dir": "logs, traces and results",
     }.items():
         [line] = [line for line in ended.stdout.splitlines() if re.search(rf"^\W*{option}\s", line)]
@@ -177,6 +177,18 @@ def test_without_a_command_the_program_shows_its_help(call: Call) -> None:
     ended = call()
 
     assert "Run a script in several workers" in ended.stdout + ended.stderr
+
+
+def test_the_commands_are_those_that_users_need(call: Call) -> None:
+    listed = call("--help").stdout.partition("Commands")[2]
+
+    assert re.findall(r"^\W*([a-z]+)  ", listed, re.MULTILINE) == [
+        "run",
+        "demo",
+        "simulate",
+        "advise",
+        "sync",
+    ]
 
 
 def test_the_version_is_the_packages(call: Call) -> None:
@@ -304,7 +316,7 @@ BAD_INPUT = {
     ),
     "a pace that is no number": (
         ["--pace", "0.1,fast", "train.py"],
-        "error: pace is '0.1,fast', expected numbers with commas between, as in 1,1,1,3.",
+        "error: pace is '0.1,fast', expected numbers separated by commas, for example 1,1,1,3.",
     ),
     "a slowdown that is no number": (
         ["--slowdown", "1,", "train.py"],
@@ -495,9 +507,9 @@ def test_options_after_the_script_that_look_like_ours_are_warned_of_and_go_to_th
 
     assert ended.code == 0
     assert ended.stderr == (
-        f"warning: {named} came after train.py, so the script got it. If it is meant for paceline, write it "
+        f"warning: {named} came after train.py and was passed to the script. If it is meant for paceline, write it "
         f"before the script: paceline run {named.replace(',', '')} ... train.py. If it is meant for the script, "
-        f"write -- before the script, and this warning is gone: paceline run -- train.py {named.replace(',', '')} "
+        f"write -- before the script to silence this warning: paceline run -- train.py {named.replace(',', '')} "
         "...\n"
     )
     assert re.search(r"^workers\s+2\s*$", ended.stdout, re.MULTILINE)
@@ -562,7 +574,7 @@ def test_run_gives_the_script_its_arguments_and_shows_what_worker_0_prints(tmp_p
     assert lines[1].startswith("loss ")
     assert "worker 1 of 2" not in ended.stdout
     assert ended.stderr.startswith(
-        "warning: --sync, --workers, -n came after train.py, so the script got it."
+        "warning: --sync, --workers, -n came after train.py and was passed to the script."
     )
     assert "Traceback" not in ended.stderr
     shown = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines[2:-1])
@@ -609,7 +621,7 @@ def test_the_summary_says_how_many_pushes_were_left_out(shards: int, pushes: str
     assert line.split(maxsplit=2)[2].rstrip() == f"{pushes} (no usable gradient, or too late)"
 
 
-# -- paceline sync, demo --------------------------------------------------------------------------------------
+# -- paceline sync ---------------------------------------------------------------------------------------------
 
 
 def test_sync_lists_every_model(call: Call) -> None:
@@ -631,9 +643,3 @@ def test_sync_of_an_unknown_model_is_one_sentence(call: Call) -> None:
     ended = call("sync", "spec-snyc")
     assert ended.code == 2
     assert ended.stderr.startswith("error: unknown sync model 'spec-snyc'; did you mean 'spec-sync'?")
-
-
-def test_demo_takes_one_of_its_commands(call: Call, tmp_path: Path) -> None:
-    ended = call("demo", "--all", "--tune")
-    assert ended.code == 2
-    assert "give one of them" in ended.stderr

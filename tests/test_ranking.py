@@ -10,10 +10,9 @@ import pytest
 
 from paceline.cli import main
 from paceline.errors import ConfigurationError
-from paceline.sim import Cluster, Presence, Uniform, simulate
-from paceline.sim.recorded import read_cluster_of_run
-from paceline.workloads.advise import advise
-from paceline.workloads.ranking import (
+from paceline.rehearsal.advice import advise
+from paceline.rehearsal.clusters import describe
+from paceline.rehearsal.ranking import (
     EVERY_MODEL,
     Task,
     rank,
@@ -24,7 +23,8 @@ from paceline.workloads.ranking import (
     sweep_values,
     variants,
 )
-from paceline.workloads.rehearsal import describe
+from paceline.sim import Cluster, Presence, Uniform, simulate
+from paceline.sim.recorded import read_cluster_of_run
 
 from .live import chaos
 
@@ -103,7 +103,7 @@ def test_a_sweep_that_is_none_is_refused(text: str) -> None:
 
 
 def test_a_key_that_no_model_has_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigurationError, match=r"has a key 'lookback'.*lookahead"):
+    with pytest.raises(ConfigurationError, match=r"has a parameter 'lookback'.*lookahead"):
         sweep(EQUAL, ["bsp", "asp"], "lookback", [1.0])
 
 
@@ -372,11 +372,11 @@ def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
     [
         (
             lambda folder: (folder / "worker-1.jsonl").unlink(),
-            "records of 3 workers, and its summary speaks of 4",
+            "records of 3 workers, but its summary lists 4",
         ),
         (lambda folder: (folder / "summary.json").write_text('{"sync": "bsp"}'), "iterations"),
         (lambda folder: (folder / "summary.json").write_text("{"), "cannot be read"),
-        (lambda folder: _keep_lines(folder / "trace-shard-0.jsonl", 1), "nothing but a header"),
+        (lambda folder: _keep_lines(folder / "trace-shard-0.jsonl", 1), "contains only a header"),
     ],
 )
 def test_a_damaged_run_is_refused(tmp_path: Path, damage: Callable[[Path], object], reason: str) -> None:
@@ -408,7 +408,7 @@ def test_preemption_is_no_transfer_and_a_cut_off_run_is_measured_to_its_end() ->
 
 
 def test_a_cluster_on_which_nothing_happens_is_refused_in_words() -> None:
-    with pytest.raises(ConfigurationError, match="nobody finishes an iteration"):
+    with pytest.raises(ConfigurationError, match="no worker finishes an iteration"):
         rank(Cluster(compute_s=[0.0]), ["asp"])
 
 
@@ -426,8 +426,8 @@ def test_steps_of_a_sweep_are_exact() -> None:
     ("script", "arguments", "code", "reason"),
     [
         (SCRIPT + "\nsys.exit(3)", "3", 1, "exit code 3"),
-        (SCRIPT.replace("return loss", "pass"), "3", 2, "returned no loss"),
-        (SCRIPT + "\nimport os\nos._exit(4)", "3", 1, "ended without a word"),
+        (SCRIPT.replace("return loss", "pass"), "3", 2, "returned no losses"),
+        (SCRIPT + "\nimport os\nos._exit(4)", "3", 1, "ended without an error message"),
         *chaos(
             ("import paceline, sys\n" + SCRIPT + "\nsys.exit(0)", "3", 0, ""),
             (

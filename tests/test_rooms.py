@@ -14,7 +14,7 @@ import paceline
 
 ROOT = Path(paceline.__file__).parent
 
-# From the top down. A room is a module or a package right under `paceline`; those to come are named already.
+# From the top down. A room is a module or a package right under `paceline`.
 ROOMS = [
     "errors",
     "zipline",
@@ -30,7 +30,8 @@ ROOMS = [
     "sim",
     "launcher",
     "report",
-    "workloads",
+    "demo",
+    "rehearsal",
     "cli",
 ]
 
@@ -119,6 +120,25 @@ def test_a_pure_room_uses_no_global_random_source(file: Path) -> None:
             assert node.attr in ("Generator", "BitGenerator"), (
                 f"{file.name}:{node.lineno} uses np.random.{node.attr}"
             )
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "reproductions"])
+def test_nothing_that_is_installed_imports_what_only_a_checkout_has(folder: str) -> None:
+    for file in ROOT.rglob("*.py"):
+        for line, name in imports(file):
+            assert name.split(".")[0] != folder, f"{file.relative_to(ROOT)}:{line} imports {name}"
+
+
+def test_benchmarks_do_not_import_reproductions() -> None:
+    files = sorted((ROOT.parents[1] / "benchmarks").rglob("*.py"))
+    assert files
+    for file in files:
+        names = {
+            node.module or ""
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.ImportFrom)
+        }
+        assert not any(name.startswith("reproductions") for name in names), file
 
 
 def test_imports_are_seen_in_every_form() -> None:

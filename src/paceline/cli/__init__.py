@@ -1,25 +1,26 @@
-"""The command line: `paceline run`, `simulate`, `sync` and the others. Reads arguments, calls the library, prints.
+"""The command line: `paceline run`, `demo`, `simulate`, `advise` and `sync`.
 
-Bad input is one sentence on standard error and exit code 2, before anything starts. A run that fails shows the
-failing process's own traceback, once, and exits with 1. One that comes to its end although workers have crashed, or
-whose results are not all where they should be, exits with 3. Ctrl-C ends every process and exits with 130, SIGTERM
-with 143.
+The commands parse options, call the library and print results. Exit codes:
+
+- 0: success.
+- 1: a run failed. The traceback of the process that failed is printed once.
+- 2: bad input. One sentence is printed to standard error, before anything starts.
+- 3: the run finished, but a worker crashed or some results could not be saved where they belong.
+- 130: Ctrl-C ended every process.
+- 143: SIGTERM ended every process.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from .. import __version__
-from ..errors import ConfigurationError, PacelineError, UsageError
-from .measuring import bench
-from .rehearsing import advise, paper, simulate
+from .rehearsing import advise, simulate
 from .running import RunCommand, demo, run
-from .terminal import EXIT_BAD_INPUT, EXIT_FAILED, keep_streams_usable
+from .terminal import run_app
 
 __all__ = ["app", "main"]
 
@@ -30,6 +31,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Data-parallel PyTorch training on machines that are not equally fast.",
 )
+
+
+def main() -> None:
+    """Run the command line."""
+    run_app(app)
 
 
 def _version(wanted: bool) -> None:
@@ -48,10 +54,12 @@ def _paceline(
 
 
 def sync(
-    name: Annotated[str | None, typer.Argument(help="Show all about this model.", show_default=False)] = None,
-    every: Annotated[bool, typer.Option("--list", help="List every model with its parameters.")] = False,
+    name: Annotated[
+        str | None, typer.Argument(help="Synchronization model to describe.", show_default=False)
+    ] = None,
+    every: Annotated[bool, typer.Option("--list", help="List all models with their parameters.")] = False,
 ) -> None:
-    """The synchronization models: all of them (--list), or everything about one.
+    """List the synchronization models, or describe one of them.
 
     paceline sync pssp
     """
@@ -63,26 +71,11 @@ def sync(
         Console().print(page_text(describe(name)), highlight=False, markup=False)
 
 
-# In the order in which the help has them; what follows a script's name is the script's own.
+# The help lists the commands in this order. Arguments after the name of the script belong to the script.
 app.command(
     cls=RunCommand, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
 )(run)
 app.command()(demo)
-app.add_typer(bench, name="bench")
 app.command()(simulate)
 app.command()(advise)
-app.command()(paper)
 app.command()(sync)
-
-
-def main() -> None:
-    """The entry point: turns errors into one sentence and an exit code."""
-    keep_streams_usable()
-    try:
-        app()
-    except (ConfigurationError, UsageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
-    except PacelineError as error:
-        print(f"error: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
-        sys.exit(EXIT_FAILED)

@@ -1,4 +1,4 @@
-"""Options that several commands have, and the choices of those that are one of a few."""
+"""Options of several commands, and the enumerations of their choices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 class Transport(enum.StrEnum):
-    """How bytes move."""
+    """Means of transport between processes."""
 
     AUTO = "auto"
     SHM = "shm"
@@ -19,33 +19,33 @@ class Transport(enum.StrEnum):
 
 
 class Slicing(enum.StrEnum):
-    """How the parameters are cut."""
+    """Ways to slice the parameters into shards."""
 
     EVEN = "even"
     BY_PARAMETER = "by-parameter"
 
 
 class Overlap(enum.StrEnum):
-    """What waits for what."""
+    """Whether shards answer pulls independently of each other."""
 
     SHARDS = "shards"
     OFF = "off"
 
 
 class OnNan(enum.StrEnum):
-    """What a gradient with NaN or inf does."""
+    """What to do with a gradient that contains NaN or inf."""
 
     STOP = "stop"
     SKIP = "skip"
 
 
-Workers = Annotated[int, typer.Option("--workers", "-n", help="How many workers.", rich_help_panel="Run")]
+Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers.", rich_help_panel="Run")]
 Servers = Annotated[
     int | None,
     typer.Option(
         "--servers",
-        help="How many servers; each holds one shard of the parameters, or more (--shards). "
-        "Default: as many as the workers leave cores over, at least one.",
+        help="Number of servers. Each holds one or more shards of the parameters (--shards). "
+        "Default: the number of cores that the workers leave free, at least one.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -55,9 +55,9 @@ Sync = Annotated[
     typer.Option(
         "--sync",
         metavar="NAME:KEY=VALUE,...",
-        help="The synchronization model: bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15, ... "
-        "([bold]paceline sync[/] lists all). 'bsp|asp' gives each shard its own; "
-        "bsp@0,elastic-bsp@epoch:5 changes in mid-run, at an epoch or an iteration (@100).",
+        help="Synchronization model: bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15, ... "
+        "([bold]paceline sync[/] lists all). 'bsp|asp' gives each shard its own model. "
+        "bsp@0,elastic-bsp@epoch:5 changes the model during the run, at an epoch or at an iteration (@100).",
         rich_help_panel="Run",
     ),
 ]
@@ -66,8 +66,8 @@ Imports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="A module from which the script may take conditions in mid-run (conditions:pull=MODULE:function). "
-        "Can be given several times.",
+        help="Module whose functions the script may use as conditions during the run "
+        "(conditions:pull=MODULE:function). Can be repeated.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -76,7 +76,7 @@ Shards = Annotated[
     int | None,
     typer.Option(
         "--shards",
-        help="How many slices the parameters are cut into. Default: one for each server.",
+        help="Number of slices of the parameters. Default: one per server.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -85,7 +85,8 @@ SlicingOption = Annotated[
     Slicing,
     typer.Option(
         "--slicing",
-        help="Cut evenly, whatever the layers' sizes (EPS), or by whole parameters, as PS-Lite does.",
+        help="Slice the parameters into equal parts (even, EPS) or keep each parameter whole as PS-Lite does "
+        "(by-parameter).",
         rich_help_panel="Run",
     ),
 ]
@@ -93,29 +94,35 @@ OverlapOption = Annotated[
     Overlap,
     typer.Option(
         "--overlap",
-        help="Each shard answers for itself, or (off, for bsp) nobody pulls until everybody has pushed "
-        "everything, as in PS-Lite.",
+        help="shards: each shard answers pulls on its own. off: no worker pulls before all workers have pushed "
+        "everything, as in PS-Lite (bsp only).",
         rich_help_panel="Run",
     ),
 ]
 TransportOption = Annotated[
     Transport,
     typer.Option(
-        "--transport", help="Shared memory or sockets of one machine, or TCP.", rich_help_panel="Run"
+        "--transport",
+        help="Shared memory (shm), Unix sockets (unix) or TCP (tcp). auto uses shared memory where possible, "
+        "otherwise Unix sockets.",
+        rich_help_panel="Run",
     ),
 ]
 Port = Annotated[
     int,
-    typer.Option("--port", help="TCP port of the coordinator, 0 for any free one.", rich_help_panel="Run"),
+    typer.Option("--port", help="TCP port of the coordinator. 0 chooses a free port.", rich_help_panel="Run"),
 ]
 Seed = Annotated[
-    int, typer.Option("--seed", help="Of the data's order and the jitter.", rich_help_panel="Run")
+    int,
+    typer.Option(
+        "--seed", help="Random seed of the order of the data and of the jitter.", rich_help_panel="Run"
+    ),
 ]
 OnNanOption = Annotated[
     OnNan,
     typer.Option(
         "--on-nan",
-        help="A gradient with NaN or inf stops the run, or its push is skipped.",
+        help="When a gradient contains NaN or inf: stop the run, or skip the push.",
         rich_help_panel="Run",
     ),
 ]
@@ -123,7 +130,7 @@ RunDir = Annotated[
     str | None,
     typer.Option(
         "--run-dir",
-        help="Where logs, traces and results go. Default: a new directory under ./runs.",
+        help="Directory for logs, traces and results. Default: a new directory under ./runs.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -133,8 +140,9 @@ StallTimeout = Annotated[
     typer.Option(
         "--stall-timeout",
         metavar="SECONDS",
-        help="End a worker or server that has been silent for this long while others wait for it. A worker is lost "
-        "then, and the others go on. Default: never; the terminal names whom the run waits for in any case.",
+        help="End a worker or server that has been silent for this many seconds while others wait for it. The run "
+        "continues without a worker that was ended. Default: never. In any case the terminal shows which process "
+        "the run waits for.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -144,7 +152,7 @@ Pace = Annotated[
     typer.Option(
         "--pace",
         metavar="S,S,...",
-        help="Least seconds per iteration, one number per worker; it sleeps the rest.",
+        help="Minimum seconds per iteration, one number per worker. A worker that is faster sleeps.",
         show_default=False,
         rich_help_panel="Emulating unequal machines",
     ),
@@ -154,7 +162,7 @@ Slowdown = Annotated[
     typer.Option(
         "--slowdown",
         metavar="X,X,...",
-        help="Stretches the measured compute time, one factor >= 1 per worker.",
+        help="Factors >= 1 by which the compute time is stretched, one per worker.",
         show_default=False,
         rich_help_panel="Emulating unequal machines",
     ),
@@ -164,7 +172,7 @@ Jitter = Annotated[
     typer.Option(
         "--jitter",
         metavar="J",
-        help="Varies either by a uniform factor 1 +- J, seeded.",
+        help="Random variation of the pace or slowdown: a uniform factor between 1 - J and 1 + J.",
         rich_help_panel="Emulating unequal machines",
     ),
 ]
@@ -174,7 +182,7 @@ Out = Annotated[
     typer.Option(
         "--out",
         metavar="DIR",
-        help="Where pictures and numbers go. Default: a new directory under ./runs.",
+        help="Folder for pictures and numbers. Default: a new folder under ./runs.",
         show_default=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""`paceline run` and `paceline demo`: training in real processes."""
+"""`paceline run` and `paceline demo`: training in several processes."""
 
 from __future__ import annotations
 
@@ -40,10 +40,13 @@ __all__ = ["RunCommand", "demo", "run"]
 
 
 class RunCommand(TyperCommand):
-    """A command that ends with a script and the script's own arguments. Warns of those that look like its options."""
+    """A command that ends with a script and its arguments.
+
+    It warns if an argument of the script looks like an option of the command.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)  # the parser takes them out
+        given = list(args)  # the parser empties `args`
         rest = super().parse_args(ctx, args)
         script, arguments = ctx.params["script"], list(ctx.params["arguments"] or ())
         options = {name for parameter in self.params for name in parameter.opts if name.startswith("-")}
@@ -52,16 +55,16 @@ class RunCommand(TyperCommand):
         if strays and not separated:
             names = " ".join(strays)
             print(
-                f"warning: {', '.join(strays)} came after {script}, so the script got it. If it is meant for "
+                f"warning: {', '.join(strays)} came after {script} and was passed to the script. If it is meant for "
                 f"paceline, write it before the script: paceline run {names} ... {script}. If it is meant for the "
-                f"script, write -- before the script, and this warning is gone: paceline run -- {script} {names} ...",
+                f"script, write -- before the script to silence this warning: paceline run -- {script} {names} ...",
                 file=sys.stderr,
             )
         return rest
 
 
 def _strays(arguments: list[str], options: set[str]) -> list[str]:
-    """Those of a script's arguments, up to a --, that look like some options: --name, --name=value, -n, -n4."""
+    """Return the arguments before a -- that look like one of the options: --name, --name=value, -n or -n4."""
     named = []
     for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
         name = argument.partition("=")[0]
@@ -70,9 +73,9 @@ def _strays(arguments: list[str], options: set[str]) -> list[str]:
 
 
 def run(
-    script: Annotated[Path, typer.Argument(help="A Python script that uses paceline.", show_default=False)],
+    script: Annotated[Path, typer.Argument(help="Python script that uses paceline.", show_default=False)],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Its own arguments, as they are.", show_default=False)
+        list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
     ] = None,
     workers: Workers = 2,
     servers: Servers = None,
@@ -91,18 +94,18 @@ def run(
     slowdown: Slowdown = None,
     jitter: Jitter = 0.0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, show what would start, and stop.")
+        bool, typer.Option("--dry-run", help="Check the options, show what would be started, and exit.")
     ] = False,
 ) -> None:
-    """Run a script in several workers, as [bold]python script.py[/] runs it in one.
+    """Run a script in several workers, the way [bold]python script.py[/] runs it in one process.
 
     paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py --epochs 10
     """
-    with interruptible("nothing had been started"):  # to import torch takes seconds
+    with interruptible("nothing was started"):  # importing torch takes seconds
         from ..launcher.launch import run_script
         from ..runtime.job import describe, make_job
 
-        sys.path.insert(0, str(script.resolve().parent))  # where a user's own conditions are looked for
+        sys.path.insert(0, str(script.resolve().parent))  # the user's own conditions may be defined there
         if not script.is_file():
             what = "is not a file" if script.exists() else "does not exist"
             raise ConfigurationError(f"the script {str(script)!r} {what}; give the path of a Python file.")
@@ -136,58 +139,40 @@ def run(
     if Path(result.summary["weights"]).parent == result.run_dir:
         print(f"weights, traces and logs: {result.run_dir}")
     else:
-        print(f"weights: {result.summary['weights']}; what there is of traces and logs: {result.run_dir}")
+        print(f"weights: {result.summary['weights']}; traces and logs, possibly incomplete: {result.run_dir}")
     if result.problems or result.summary["crashed_workers"]:
         raise typer.Exit(EXIT_NOT_ALL_WELL)
 
 
 def demo(
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Repeat with this many seeds; medians.")] = 1,
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune", help="Find each model's best learning rate and momentum instead (about 45 minutes)."
-        ),
-    ] = False,
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="Number of seeds. Each figure is the median over them.")
+    ] = 1,
     every: Annotated[
         bool,
         typer.Option(
-            "--all", help="Under every sync model, with delayed pulls and aborts (about 7 minutes)."
-        ),
-    ] = False,
-    cherry_pick: Annotated[
-        bool,
-        typer.Option(
-            "--cherry-pick",
-            help="Find SpecSync's abort time and rate by trying a grid of them, and say what that cost "
-            "(about 4 minutes).",
+            "--all", help="Compare all sync models, also by delayed pulls and aborts (about 7 minutes)."
         ),
     ] = False,
     run_dir: RunDir = None,
 ) -> None:
-    """Four workers, one of them three times slower, learn handwritten digits under four sync models.
+    """Train four workers, one of them three times slower, on handwritten digits under four sync models.
 
-    Takes under three minutes on two cores, and ends with a table and a picture.
+    Takes less than three minutes on two cores and ends with a table and a picture.
     """
+    from ..demo.comparison import run_demo
+    from ..demo.settings import EVERY_SETTING, SETTINGS
     from ..runtime.job import require_usable
-    from ..workloads import cherry_pick as picking
-    from ..workloads import demo as digits_demo
 
-    if tune + every + cherry_pick > 1:
-        raise ConfigurationError("--tune, --all and --cherry-pick are three commands; give one of them.")
-    console = Console()
-    home = None if run_dir is None else Path(run_dir)
-    if run_dir is not None and not tune:
+    if run_dir is not None:
         require_usable(run_dir)
     with interruptible():
-        if tune:
-            digits_demo.tune(console=console, run_dir=home)
-        elif cherry_pick:
-            [spec_sync] = [s for s in digits_demo.EVERY_SETTING if s.sync == "spec-sync"]
-            picking.cherry_pick(spec_sync, console=console, run_dir=home)
-        else:
-            settings = digits_demo.EVERY_SETTING if every else digits_demo.SETTINGS
-            digits_demo.run_demo(console=console, run_dir=home, seeds=tuple(range(seeds)), settings=settings)
+        run_demo(
+            console=Console(),
+            run_dir=None if run_dir is None else Path(run_dir),
+            seeds=tuple(range(seeds)),
+            settings=EVERY_SETTING if every else SETTINGS,
+        )
 
 
 def _print_pairs(pairs: dict[str, str]) -> None:
@@ -199,7 +184,7 @@ def _print_pairs(pairs: dict[str, str]) -> None:
 
 def _print_summary(summary: dict[str, Any]) -> None:
     shown = {"sync": str(summary["sync"])}
-    if "duration_s" in summary:  # else the run's traces could not be read
+    if "duration_s" in summary:  # missing if the traces of the run could not be read
         shown |= _figures(summary)
     if summary["emulated"]:
         shown["emulated"] = str(summary["emulated"])
@@ -208,15 +193,15 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 def _figures(summary: dict[str, Any]) -> dict[str, str]:
     shards = summary["shards"]
-    pushes = sum(summary["iterations"].values()) * shards  # each iteration of a worker is one to each shard
+    pushes = sum(summary["iterations"].values()) * shards  # one push to each shard per iteration of a worker
     to_shards = f" to {shards} shards" if shards > 1 else ""
     shown = {
         "duration": f"{summary['duration_s']:.1f} s",
         "updates": f"{summary['updates']} ({summary['updates_per_s']:.1f} per second)",
         "left out": f"{summary['dropped_pushes']} of {pushes} pushes{to_shards} (no usable gradient, or too late)",
         "waiting": f"{summary['waiting_share']:.1%} of the workers' time",
-        "restarts": f"{summary['restarts']}, {summary['wasted_s']:.1f} s computed in vain",
-        "staleness": f"mean {summary['mean_staleness']:.2f}, largest {summary['max_staleness']} (in updates)",
+        "restarts": f"{summary['restarts']}, {summary['wasted_s']:.1f} s of computation wasted",
+        "staleness": f"mean {summary['mean_staleness']:.2f}, maximum {summary['max_staleness']} (in updates)",
     }
     if not summary["dropped_pushes"]:
         del shown["left out"]

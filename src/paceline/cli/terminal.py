@@ -1,17 +1,16 @@
-"""What commands share: exit codes, standard streams, Ctrl-C, progress, JSON, and values with commas between."""
+"""What all commands share: exit codes, error messages, standard streams, Ctrl-C, JSON, and lists of numbers."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TextIO, cast
 
 import typer
-from rich.console import Console
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, PacelineError, UsageError
 from ..launcher.output import ForgivingStream
 
 __all__ = [
@@ -19,31 +18,45 @@ __all__ = [
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
     "EXIT_NOT_ALL_WELL",
-    "counting",
     "interruptible",
     "keep_streams_usable",
     "print_json",
     "read_numbers",
     "read_whole",
+    "run_app",
 ]
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-EXIT_NOT_ALL_WELL = 3  # the run came to its end, but workers crashed, or not everything is where it should be
+EXIT_NOT_ALL_WELL = 3  # the run finished, but a worker crashed or not all results are where they belong
 EXIT_INTERRUPTED = 130
 
 
-def keep_streams_usable() -> None:
-    """Make the standard streams ones that can be printed to, whatever becomes of them. Of a whole process.
+def run_app(app: typer.Typer) -> None:
+    """Run a command line: print an error as one sentence and exit with the code for its kind."""
+    keep_streams_usable()
+    try:
+        app()
+    except (ConfigurationError, UsageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    except PacelineError as error:
+        print(f"error: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
 
-    A closed one is opened, to nowhere: else the first socket would get its number, and what is printed would go to
-    whoever is at the other end. One that fails later, such as a pipe that nobody reads any more, ends nothing.
+
+def keep_streams_usable() -> None:
+    """Make sure that printing never fails in this process, whatever happens to its standard streams.
+
+    A closed stream is reopened on /dev/null. Otherwise the first socket would get its file descriptor, and printed
+    text would be sent to the peer of that socket. A stream that fails later, such as a pipe whose reader has exited,
+    drops its output and does not end the process.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor
     for number, name, words in ((1, "stdout", "standard output"), (2, "stderr", "standard error")):
         stream = getattr(sys, name) or os.fdopen(number, "w", closefd=False)  # None if it was closed
         setattr(sys, name, cast(TextIO, ForgivingStream(stream, words)))
@@ -51,7 +64,11 @@ def keep_streams_usable() -> None:
 
 @contextlib.contextmanager
 def interruptible(then: str = "every process of the run has been ended") -> Iterator[None]:
-    """Ctrl-C ends what runs in order, and says so; so does SIGTERM."""
+    """Turn Ctrl-C and SIGTERM into a message and an exit code.
+
+    Args:
+        then: what the message says has happened, unless the code that was interrupted says so itself.
+    """
     from ..launcher.interruption import Terminated
 
     try:
@@ -64,39 +81,35 @@ def interruptible(then: str = "every process of the run has been ended") -> Iter
         raise typer.Exit(128 + end.number) from None
 
 
-@contextlib.contextmanager
-def counting() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar for things that can be counted: (how many are done, of how many, which)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("")
-        yield lambda done, of, what: progress.update(bar, completed=done, total=of, description=what)
-
-
 def read_numbers(name: str, text: str | None) -> list[float] | None:
-    """1,1,1,3. Raises `ConfigurationError`, with the option's name, for anything else."""
+    """Parse numbers separated by commas, for example 1,1,1,3.
+
+    Raises:
+        ConfigurationError: the text is something else. The message contains `name`, the name of the option.
+    """
     if text is None:
         return None
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigurationError(
-            f"{name} is {text!r}, expected numbers with commas between, as in 1,1,1,3."
+            f"{name} is {text!r}, expected numbers separated by commas, for example 1,1,1,3."
         ) from None
 
 
 def read_whole(name: str, number: float) -> int:
-    """One of them that must be whole."""
+    """Convert a whole number to an integer.
+
+    Raises:
+        ConfigurationError: the number is not whole.
+    """
     if not number.is_integer():
         raise ConfigurationError(f"{name} is {number:g}, expected a whole number >= 1.")
     return int(number)
 
 
 def print_json(value: object) -> None:
-    """What `--json` prints. A program that reads it learns by the exit code if it is not whole."""
+    """Print a value as JSON, for `--json`. Exits with code 1 if not all of it could be written."""
     import msgspec
 
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode(), flush=True)

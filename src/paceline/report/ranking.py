@@ -21,7 +21,7 @@ COMPUTING, WAITING, MOVING, WASTED = "#56B4E9", "#D55E00", "#999999", "#F0E442"
 
 
 class Ranked(Protocol):
-    """The figures that are shown for one model. See `paceline.workloads.ranking.Figures`."""
+    """The figures that are shown for one model. See `paceline.rehearsal.ranking.Figures`."""
 
     @property
     def sync(self) -> str: ...

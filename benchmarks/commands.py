@@ -1,0 +1,225 @@
+"""The commands of `python -m benchmarks`: they read options, measure, and print tables or JSON."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from paceline.cli.options import AsJson
+from paceline.cli.progress import shown_progress
+from paceline.cli.terminal import interruptible, print_json, read_numbers, read_whole, run_app
+from paceline.errors import ConfigurationError
+
+__all__ = ["NOTHING_LEFT", "app", "main"]
+
+NOTHING_LEFT = "there are no results, and every process has been ended"
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Measure Paceline on this machine. Run the benchmarks on an otherwise idle machine.",
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    run_app(app)
+
+
+class _SpacedLists(TyperCommand):
+    """A command without arguments whose list options also accept spaces: `--sizes 1 25` means `--sizes 1,25`."""
+
+    LISTS = ("--sizes", "--workers", "--systems")
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        joined: list[str] = []
+        for arg in args:
+            if len(joined) >= 2 and joined[-2] in self.LISTS and not arg.startswith("-"):
+                joined[-1] += f",{arg}"
+            else:
+                joined.append(arg)
+        return super().parse_args(ctx, joined)
+
+
+@app.command("transport", cls=_SpacedLists)
+def transport(
+    as_json: AsJson = False,
+    sizes: Annotated[
+        str, typer.Option("--sizes", metavar="MB ...", help="Model sizes, in MB of 2**20 bytes.")
+    ] = "0.004,1,25,100",
+    workers: Annotated[str, typer.Option("--workers", metavar="N ...", help="Numbers of workers.")] = "2,4",
+    servers: Annotated[int, typer.Option("--servers", help="Number of servers.")] = 2,
+    rounds: Annotated[
+        int, typer.Option("--rounds", help="Number of rounds. Each figure is the median over the rounds.")
+    ] = 3,
+    systems: Annotated[
+        str,
+        typer.Option(
+            "--systems",
+            metavar="NAME ...",
+            help="Systems to measure: floor, socket, gloo, paceline, optimizer.",
+        ),
+    ] = "floor,socket,gloo,paceline,optimizer",
+) -> None:
+    """Time a training step over shared memory and TCP, compared with plain copies, plain sockets and gloo.
+
+    Takes about 11 minutes.
+    """
+    from . import transport as benchmark
+
+    plan = benchmark.Plan(
+        sizes_mb=tuple(read_numbers("sizes", sizes) or ()),
+        workers=tuple(read_whole("workers", number) for number in read_numbers("workers", workers) or ()),
+        servers=servers,
+        rounds=rounds,
+        systems=tuple(systems.split(",")),
+    )
+    plan.require_sound()
+    console = Console(stderr=True)
+    _announce(console, benchmark.estimate_s(plan))
+    with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
+        rows = benchmark.measure(plan, tell)
+    if as_json:
+        print_json(rows)
+        return
+    for table in benchmark.tables(rows, rounds):
+        Console().print(table, "")
+
+
+@app.command("overlap")
+def overlap(
+    as_json: AsJson = False,
+    rate: Annotated[
+        str, typer.Option("--rate", help="Rate of each link in each direction, for example 250mbit.")
+    ] = "1gbit",
+    rounds: Annotated[
+        int, typer.Option("--rounds", help="Number of rounds. Each figure is the median over the rounds.")
+    ] = 3,
+    iterations: Annotated[int, typer.Option("--iterations", help="Iterations of each run.")] = 8,
+    shards: Annotated[
+        int, typer.Option("--shards", help="Number of shards in the setting with even slices.")
+    ] = 16,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture",
+            metavar="PATH",
+            help="Also draw one iteration of each setting into this PNG file.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Measure how much time overlap synchronization and even slicing save on slow links, as in FluentPS.
+
+    Runs 4 workers and 4 servers, each in its own network namespace. Takes about 5 minutes.
+
+    Needs root and the commands ip and tc.
+    """
+    from paceline.report.canvas import new_figure, save
+
+    from .overlap import measurement as benchmark
+
+    plan = benchmark.Plan(rate=rate, rounds=rounds, iterations=iterations, shards=shards)
+    plan.require_sound()
+    if picture is not None:
+        new_figure(1.0, 1.0)  # raises now, before anything starts, if pictures cannot be drawn
+        if not picture.parent.is_dir():
+            raise ConfigurationError(
+                f"the picture {str(picture)!r} cannot be written: its folder does not exist."
+            )
+    console = Console(stderr=True)
+    _announce(console, benchmark.estimate_s(plan))
+    with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
+        report = benchmark.measure(plan, tell)
+    if as_json:
+        print_json(report)
+    else:
+        Console().print(benchmark.table(report))
+    if picture is not None:
+        save(benchmark.picture(report), picture)
+
+
+@app.command("sync")
+def sync(as_json: AsJson = False) -> None:
+    """Time a push and a pull under each sync model, with 10 and with 10,000 workers.
+
+    Takes a few seconds.
+    """
+    from . import sync as benchmark
+
+    console = Console(stderr=True)
+    with (
+        interruptible(NOTHING_LEFT),
+        console.status("measuring") if console.is_terminal else contextlib.nullcontext(),
+    ):
+        rows = benchmark.measure()
+    if as_json:
+        print_json(rows)
+    else:
+        Console().print(benchmark.cost_table(rows))
+
+
+@app.command("zipline")
+def zipline(
+    as_json: AsJson = False,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            "--rounds",
+            min=1,
+            help="Number of rounds. Each figure is the median over the rounds. Default: 3, or 1 with --quick.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure only small inputs, which takes a few seconds.")
+    ] = False,
+) -> None:
+    """Time the choice of a barrier: Tables 3 and 4 of the ElasticBSP paper, and this project's goals.
+
+    Takes about 3 minutes.
+    """
+    from .zipline import measurement as benchmark
+    from .zipline.tables import tables
+
+    with interruptible(NOTHING_LEFT), shown_progress(Console(stderr=True)) as tell:
+        report = benchmark.measure(rounds=rounds, quick=quick, tell=tell)
+    if as_json:
+        print_json(report)
+        return
+    console = Console()
+    for table in tables(report):
+        console.print(table, "")
+    for note in report.notes:
+        console.print(f"- {note}", highlight=False, markup=False)
+
+
+@app.command("simulator")
+def simulator(as_json: AsJson = False) -> None:
+    """Compare simulations with live runs under every sync model, and measure how fast they are.
+
+    Takes about 8 minutes.
+    """
+    from . import simulator as benchmark
+
+    console = Console(stderr=True)
+    _announce(console, benchmark.estimate_s())
+    with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
+        report = benchmark.measure(tell)
+    if as_json:
+        print_json(report)
+        return
+    for table in benchmark.tables(report):
+        Console().print(table, "")
+
+
+def _announce(console: Console, estimate_s: float) -> None:
+    minutes = estimate_s / 60
+    console.print(f"about {minutes:.0f} min on two cores" if minutes >= 1 else "about a minute or less")

@@ -1,0 +1,1 @@
+"""`python -m benchmarks overlap`: how much overlap synchronization and even slicing save on slow links."""

@@ -1,0 +1,244 @@
+"""Several virtual machines on one machine: network namespaces that are connected by links of a given rate.
+
+`network` creates the namespaces and their devices and always removes them again. Each machine has one link, a veth
+pair to a switch. The switch is a bridge in its own namespace, so the firewall of this system does not affect it. A
+token bucket (tc-tbf) limits each direction of a link, so a machine can send and receive at the full rate at the same
+time, as with a full-duplex cable. If the kernel has netem, everything that a machine sends is delayed as well. The
+launcher runs outside of the machines. It reaches the switch by a link without a limit, the only device outside the
+namespaces.
+
+The machines share the processors of the real machine.
+
+The names of namespaces and devices contain the process id of the launcher that created them. If a launcher was killed
+before it could remove them, the next one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from paceline.errors import ConfigurationError
+from paceline.launcher.local import HostMachine
+
+__all__ = ["Link", "Network", "network", "rate_bps", "why_not"]
+
+NAMESPACES = Path("/var/run/netns")  # where `ip netns` stores namespaces
+DEVICES = Path("/sys/class/net")
+# Names of namespaces and devices that this module creates. A process id has at most 7 digits, the name of a device
+# at most 15 characters.
+OURS = re.compile(r"paceline(\d+)(-.*)?")
+
+SUBNETS = 512  # in 198.18.0.0/15, which is reserved for benchmarks (RFC 2544)
+MOST_MACHINES = 250
+LAUNCHER = 254  # last part of the launcher's address
+
+UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+FASTEST_BPS = 100 * 10**9
+SLOWEST_BPS = 10**6
+
+BURST_S = 0.001  # size of a burst that may be sent immediately, as time at the rate of the link
+SMALLEST_BURST_BYTES = 128 * 1024  # two of the largest packets that TCP passes to a device
+QUEUE_S = 0.05  # length of the queue, as time at the rate of the link; further packets are dropped
+PACKETS = 100_000  # packets that may be delayed at the same time
+
+
+class Link(msgspec.Struct, frozen=True):
+    """The link of a machine.
+
+    Attributes:
+        rate: rate in each direction, in the notation of tc, for example "1gbit".
+        delay_s: delay of everything that the machine sends, if the kernel can delay packets.
+    """
+
+    rate: str = "1gbit"
+    delay_s: float = 0.001
+
+
+class Network(msgspec.Struct, frozen=True):
+    """A network of machines.
+
+    Attributes:
+        host: address of the launcher.
+        machines: the machines.
+        delayed: True if packets are delayed. False if no delay was asked for, or the kernel lacks netem.
+    """
+
+    host: str
+    machines: tuple[HostMachine, ...]
+    delayed: bool
+
+
+def rate_bps(rate: str) -> float:
+    """Convert a rate to bits per second.
+
+    Raises:
+        ConfigurationError: this is not a rate that a link can have.
+
+    >>> rate_bps("1gbit"), rate_bps("2.5mbit")
+    (1000000000.0, 2500000.0)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", rate)
+    bps = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not SLOWEST_BPS <= bps <= FASTEST_BPS:
+        raise ConfigurationError(
+            f"rate is {rate!r}, expected a number and kbit, mbit or gbit, from 1mbit to 100gbit, for example 1gbit."
+        )
+    return bps
+
+
+def why_not() -> str:
+    """Describe what is missing on this system to create machines. Return "" if nothing is missing."""
+    missing = [f"the command {name!r}" for name in ("ip", "tc") if shutil.which(name) is None]
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        missing.insert(0, "root (try sudo)")
+    return " and ".join(missing)
+
+
+@contextlib.contextmanager
+def network(count: int, link: Link) -> Iterator[Network]:
+    """Create machines with one link each, and remove them when the context exits.
+
+    A process can have only one network at a time.
+
+    Args:
+        count: number of machines.
+        link: link of each machine.
+
+    Raises:
+        ConfigurationError: an argument is invalid, a command or permission is missing, or a command failed.
+    """
+    bps = rate_bps(link.rate)
+    if not 1 <= count <= MOST_MACHINES:
+        raise ConfigurationError(
+            f"count is {count}, expected a number of machines from 1 to {MOST_MACHINES}."
+        )
+    if missing := why_not():
+        raise ConfigurationError(f"creating network namespaces needs {missing}.")
+    for owner in {int(match[1]) for name in _present() if (match := OURS.fullmatch(name))}:
+        if not Path(f"/proc/{owner}").exists():
+            _remove(owner)
+    try:
+        yield _make(f"paceline{os.getpid()}", count, link, bps)
+    finally:
+        with _uninterrupted():
+            _remove(os.getpid())
+
+
+def _make(name: str, count: int, link: Link, bps: float) -> Network:
+    subnet = _free_subnet()
+    switch = f"{name}-switch"
+    _do(f"ip netns add {switch}")
+    _do(f"ip -n {switch} link add bridge type bridge")
+    _do(f"ip -n {switch} link set bridge up")
+    _do(f"ip link add {name} type veth peer name launcher netns {switch}")
+    _do(f"ip -n {switch} link set launcher master bridge up")
+    _do(f"ip addr add {subnet}.{LAUNCHER}/24 dev {name}")
+    _do(f"ip link set {name} up")
+    delayed = link.delay_s > 0 and _has_netem(switch)
+    machines = []
+    for index in range(count):
+        machine, port, host = f"{name}-{index}", f"port{index}", f"{subnet}.{index + 1}"
+        _do(f"ip netns add {machine}")
+        _do(f"ip -n {machine} link set lo up")
+        _do(f"ip -n {machine} link add eth0 type veth peer name {port} netns {switch}")
+        _do(f"ip -n {machine} addr add {host}/24 dev eth0")
+        _limit(machine, "eth0", bps, link.delay_s if delayed else 0.0)
+        _limit(switch, port, bps, 0.0)
+        _do(f"ip -n {machine} link set eth0 up")
+        _do(f"ip -n {switch} link set {port} master bridge up")
+        machines.append(HostMachine(host, ("ip", "netns", "exec", machine)))
+    return Network(f"{subnet}.{LAUNCHER}", tuple(machines), delayed)
+
+
+def _limit(namespace: str, device: str, bps: float, delay_s: float) -> None:
+    """Limit the rate at which a device sends. Packets are delayed before the limit."""
+    parent = "root"
+    if delay_s:
+        delay_us = round(delay_s * 1e6)
+        _do(
+            f"tc -n {namespace} qdisc add dev {device} root handle 1: netem delay {delay_us}us limit {PACKETS}"
+        )
+        parent = "parent 1:"
+    burst_bytes = max(SMALLEST_BURST_BYTES, round(bps / 8 * BURST_S))
+    queue_bytes = burst_bytes + round(bps / 8 * QUEUE_S)
+    _do(
+        f"tc -n {namespace} qdisc add dev {device} {parent} tbf rate {bps:.0f}bit burst {burst_bytes} "
+        f"limit {queue_bytes}"
+    )
+
+
+def _has_netem(switch: str) -> bool:
+    """Return True if the kernel has netem. Tries it on a device that has no limit."""
+    tried = _run(f"tc -n {switch} qdisc add dev launcher root netem delay 1us")
+    if tried.returncode == 0:
+        _do(f"tc -n {switch} qdisc del dev launcher root")
+    return tried.returncode == 0
+
+
+def _free_subnet() -> str:
+    """Return the first three numbers of an unused subnet. Processes begin their search at different ones."""
+    known = _do("ip -4 route show table all")
+    for number in range(os.getpid(), os.getpid() + SUBNETS):
+        subnet = f"198.{18 + number % SUBNETS // 256}.{number % 256}"
+        if f"{subnet}." not in known:
+            return subnet
+    raise ConfigurationError("no subnet of 198.18.0.0/15 is free for the machines.")
+
+
+def _present() -> list[str]:
+    """Return the names of all namespaces and devices of this system."""
+    folders = [folder for folder in (NAMESPACES, DEVICES) if folder.is_dir()]
+    return sorted(path.name for folder in folders for path in folder.iterdir())
+
+
+def _remove(owner: int) -> None:
+    """Remove everything that a process has created so far. Removing a namespace removes its devices."""
+    for name in _present():
+        match = OURS.fullmatch(name)
+        if match is not None and int(match[1]) == owner:
+            _run(f"ip netns del {name}" if match[2] else f"ip link del {name}")
+
+
+def _do(command: str) -> str:
+    """Run a command and return what it printed. Raises `ConfigurationError` if it failed."""
+    done = _run(command)
+    if done.returncode != 0:
+        raise ConfigurationError(
+            f"creating network namespaces failed: {command!r} printed {done.stderr.strip()!r}."
+        )
+    return done.stdout
+
+
+def _run(command: str) -> subprocess.CompletedProcess[str]:
+    # In its own process group, so that only the launcher receives Ctrl-C and no command is interrupted midway.
+    return subprocess.run(
+        command.split(),
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+    )
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore Ctrl-C in this context. Only the main thread receives it, so other threads need not do anything."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,340 @@
+"""`python -m benchmarks simulator`: the accuracy and the speed of simulations.
+
+Accuracy: four unequal workers, emulated by sleeping, train live under every sync model. All simulations use the
+cluster that one run under BSP has recorded, and are compared with the other live runs.
+
+Speed: events per second, simulations with thousands of workers, and the overhead of training in virtual time over the
+computation of the gradients.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import msgspec
+import torch
+from rich import box
+from rich.table import Table
+from torch import nn
+
+from paceline.cli.progress import TellShare
+from paceline.frontend.optimizer import DistributedOptimizer
+from paceline.launcher.launch import launch
+from paceline.sim import Cluster, Uniform, simulate
+from paceline.sim.recorded import read_cluster_of_run
+
+__all__ = ["FIDELITY_GOALS", "MODELS", "FidelityRow", "Report", "SpeedRow", "estimate_s", "measure", "tables"]
+
+MODELS = (
+    "bsp",
+    "asp",
+    "ssp:staleness=2",
+    "ssp:staleness=2,execution=lazy",
+    "dssp:lower=1,upper=5",
+    "dsps:lower=1,upper=5",
+    "pssp:staleness=1,probability=0.5",
+    "dynamic-pssp:staleness=1",
+    "drop-stragglers:quorum=3",
+    "elastic-bsp:lookahead=5",
+    "spec-sync",
+    "spec-sync:base=ssp:staleness=2",
+    "naive-waiting:delay_s=0.05",
+)
+
+PACE_S = (0.10, 0.12, 0.15, 0.30)
+JITTER = 0.1
+LIVE_S = 15.0
+START_S = 12.0  # approximate time in which the processes of a live run start and end on a slow machine
+
+FIDELITY_GOALS = (0.10, 0.15)
+"""Largest relative errors of the updates per second and of the mean staleness."""
+
+
+class FidelityRow(msgspec.Struct, frozen=True):
+    """Updates per second and mean staleness under one sync model, live and simulated."""
+
+    sync: str
+    live_updates_per_s: float
+    simulated_updates_per_s: float
+    live_staleness: float
+    simulated_staleness: float
+
+    @property
+    def updates_off(self) -> float:
+        """Relative error of the simulated updates per second."""
+        return self.simulated_updates_per_s / self.live_updates_per_s - 1
+
+    @property
+    def staleness_off(self) -> float:
+        """Relative error of the simulated mean staleness."""
+        if not self.live_staleness:
+            return 0.0 if not self.simulated_staleness else float("inf")
+        return self.simulated_staleness / self.live_staleness - 1
+
+
+class SpeedRow(msgspec.Struct, frozen=True):
+    """A measurement of speed and its goal.
+
+    Attributes:
+        what: what was measured.
+        value: measured value.
+        goal: bound on the value.
+        unit: unit of the value and the goal.
+        at_least: True if the goal is a lower bound, False if it is an upper bound.
+    """
+
+    what: str
+    value: float
+    goal: float
+    unit: str
+    at_least: bool = False
+
+    @property
+    def reached(self) -> bool:
+        """True if the goal is reached."""
+        return self.value >= self.goal if self.at_least else self.value <= self.goal
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All measurements.
+
+    Attributes:
+        fidelity: accuracy, one row per sync model.
+        speed: speed, one row per measurement.
+    """
+
+    fidelity: list[FidelityRow]
+    speed: list[SpeedRow]
+
+
+def estimate_s(models: Sequence[str] = MODELS, live_s: float = LIVE_S) -> float:
+    """Estimate how long `measure` takes."""
+    return (len(models) + 1) * (live_s + START_S) + 150.0
+
+
+def measure(
+    tell: TellShare, models: Sequence[str] = MODELS, live_s: float = LIVE_S, *, speed: bool = True
+) -> Report:
+    """Measure accuracy and speed. Takes minutes.
+
+    Args:
+        tell: progress callback.
+        models: sync models to simulate.
+        live_s: duration of each live run.
+        speed: False to measure the accuracy only.
+    """
+    return Report(_fidelity(tell, models, live_s), _speed(tell) if speed else [])
+
+
+# -- accuracy --------------------------------------------------------------------------------------------------
+
+
+def train(duration_s: float) -> None:
+    """Train a small network on random data for a given time. It reads the clock, so it is for live runs only."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+    x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    end_s = time.monotonic() + duration_s
+    while time.monotonic() < end_s:
+        optimizer.step(closure)
+
+
+def _fidelity(tell: TellShare, models: Sequence[str], live_s: float) -> list[FidelityRow]:
+    rows = []
+    with TemporaryDirectory() as folder:
+        tell("live under bsp, to record the cluster", 0.0)
+        recorded = Path(folder, "recorded")
+        _live("bsp", live_s, seed=1, run_dir=recorded)
+        cluster = read_cluster_of_run(recorded)
+        for number, sync in enumerate(models):
+            tell(f"live and simulated under {sync}", (number + 1) / (len(models) + 4))
+            live = _live(sync, live_s, seed=2, run_dir=Path(folder, str(number)))
+            simulated = simulate(cluster, sync, None, seed=2, until_s=live["duration_s"])
+            rows.append(
+                FidelityRow(
+                    sync,
+                    live["updates_per_s"],
+                    simulated.updates / live["duration_s"],
+                    live["mean_staleness"],
+                    simulated.measures.mean_staleness,
+                )
+            )
+    return rows
+
+
+def _live(sync: str, live_s: float, seed: int, run_dir: Path) -> dict[str, float]:
+    result = launch(
+        train,
+        args=(live_s,),
+        workers=len(PACE_S),
+        servers=1,
+        sync=sync,
+        pace=PACE_S,
+        jitter=JITTER,
+        seed=seed,
+        run_dir=run_dir,
+        progress=False,
+    )
+    return result.summary
+
+
+# -- speed -----------------------------------------------------------------------------------------------------
+
+
+def jittery(workers: int) -> Cluster:
+    """Return a cluster whose iterations take about a second. Each worker is a little slower than the one before."""
+    return Cluster(
+        compute_s=[Uniform(low=0.9 + 0.3 * k / workers, high=1.1 + 0.3 * k / workers) for k in range(workers)]
+    )
+
+
+def _speed(tell: TellShare) -> list[SpeedRow]:
+    tell("events per second", 0.85)
+    few, many = (median(_cost_us(n, 200_000 // n) for _ in range(3)) for n in (100, 10_000))
+    tell("10,000 workers x 100 iterations under elastic-bsp:lookahead=15", 0.9)
+    took_s, peak_mib = _in_a_process(_ten_thousand)
+    tell("training in virtual time", 0.95)
+    lighter, heavier = (median(training_ratio(batch) for _ in range(3)) for batch in (128, 512))
+    return [
+        SpeedRow("events per second, 100 workers, asp", 1e6 / few, 100_000, "1/s", at_least=True),
+        # An event takes logarithmic time: log 10^4 / log 10^2 = 2.
+        SpeedRow("time of an event with 10,000 workers, compared with 100", many / few, 2.0, "x"),
+        SpeedRow("10,000 workers x 100 iterations, elastic-bsp:lookahead=15", took_s, 60.0, "s"),
+        SpeedRow("the same, peak memory", peak_mib, 1024.0, "MiB"),
+        SpeedRow("training, compared with a handwritten loop, gradients of 2 to 3 ms", lighter, 1.15, "x"),
+        SpeedRow("the same, gradients of about 10 ms", heavier, 1.15, "x"),
+    ]
+
+
+def _cost_us(workers: int, iterations: int) -> float:
+    begun_s = time.perf_counter()
+    result = simulate(jittery(workers), "asp", iterations)
+    return (time.perf_counter() - begun_s) / result.events * 1e6
+
+
+def _ten_thousand() -> tuple[float, float]:
+    """Simulate 10,000 workers. Return the seconds it took and the peak memory of this process in MiB."""
+    begun_s = time.perf_counter()
+    simulate(jittery(10_000), "elastic-bsp:lookahead=15", 100)
+    return time.perf_counter() - begun_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _in_a_process(function: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function)
+
+
+def training_ratio(batch: int, workers: int = 4, iterations: int = 60) -> float:
+    """Measure the time of an iteration in virtual time, divided by that of an iteration in a handwritten loop.
+
+    An iteration of the loop computes the gradient of one batch on the next replica of the model, applies it with the
+    optimizer, and copies the weights to the replica.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        bare_s = _by_hand(batch, workers, iterations)
+        times: list[float] = []
+        simulate(jittery(workers), "asp", train_fn=_timed, args=(batch, iterations, times))
+        return (times[-1] - times[0]) / bare_s
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _by_hand(batch: int, workers: int, iterations: int) -> float:
+    """Return the seconds that the handwritten loop takes, without its first round over the replicas."""
+    master, _, _ = _problem(batch)
+    replicas = [_problem(batch) for _ in range(workers)]
+    optimizer = torch.optim.SGD(master.parameters(), lr=0.01, momentum=0.9)
+    begun_s = 0.0
+    for iteration in range(iterations + 1):
+        if iteration == 1:
+            begun_s = time.perf_counter()
+        for model, x, y in replicas:
+            for parameter in model.parameters():
+                parameter.grad = None
+            nn.functional.cross_entropy(model(x), y).backward()
+            for own, parameter in zip(master.parameters(), model.parameters(), strict=True):
+                own.grad = parameter.grad
+            optimizer.step()
+            with torch.no_grad():
+                for own, parameter in zip(master.parameters(), model.parameters(), strict=True):
+                    parameter.copy_(own)
+    return time.perf_counter() - begun_s
+
+
+def _problem(batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return model, torch.randn(batch, 256), torch.randint(0, 10, (batch,))
+
+
+def _timed(batch: int, iterations: int, times: list[float]) -> None:
+    """Train as one worker in virtual time.
+
+    Appends to `times` the wall-clock time at which the first worker begins its second iteration, and the time at
+    which each worker ends.
+    """
+    model, x, y = _problem(batch)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model=model)
+    for iteration in range(iterations + 1):
+        if iteration == 1 and not times:
+            times.append(time.perf_counter())
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    times.append(time.perf_counter())
+
+
+# -- tables ----------------------------------------------------------------------------------------------------
+
+
+def tables(report: Report) -> list[Table]:
+    """Return a table of the accuracy and, if it was measured, one of the speed."""
+    updates_goal, staleness_goal = FIDELITY_GOALS
+    accuracy = Table(
+        title="accuracy: live runs, and simulations of the cluster that another run (under bsp) recorded",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        caption=f"goals: updates within {updates_goal:.0%}, staleness within {staleness_goal:.0%}; !: goal missed",
+        caption_justify="left",
+    )
+    accuracy.add_column("sync", overflow="fold")
+    for heading in ("updates/s\nlive", "simu-\nlated", "error", "staleness\nlive", "simu-\nlated", "error"):
+        accuracy.add_column(heading, justify="right", no_wrap=True)
+    for row in report.fidelity:
+        accuracy.add_row(
+            row.sync,
+            f"{row.live_updates_per_s:.2f}",
+            f"{row.simulated_updates_per_s:.2f}",
+            f"{row.updates_off:+.1%}{' !' * (abs(row.updates_off) > updates_goal)}",
+            f"{row.live_staleness:.2f}",
+            f"{row.simulated_staleness:.2f}",
+            f"{row.staleness_off:+.1%}{' !' * (abs(row.staleness_off) > staleness_goal)}",
+        )
+    speed = Table(title="speed", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    speed.add_column("what")
+    speed.add_column("measured", justify="right")
+    speed.add_column("goal", justify="right")
+    for measured in report.speed:
+        speed.add_row(
+            measured.what,
+            f"{measured.value:,.3g} {measured.unit}{'' if measured.reached else ' !'}",
+            f"{'>=' if measured.at_least else '<='} {measured.goal:,g} {measured.unit}",
+        )
+    return [accuracy, speed] if report.speed else [accuracy]

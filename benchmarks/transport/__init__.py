@@ -1,0 +1,32 @@
+"""`python -m benchmarks transport`: the time of a training step, compared with moving the same bytes by other means.
+
+The systems that are compared:
+
+- `floor`: as many processes as there are workers run at the same time. Each copies its gradients into a flat vector,
+  makes one pass of SGD over it, and copies the weights once. No step over shared memory can do less.
+- `socket`: servers echo the same bytes over TCP on loopback and apply SGD. There is no framing and no backward pass.
+- `gloo`: all-reduce of the flat gradient, then fused SGD. This is what DDP does on a CPU.
+- `paceline`: `zero_grad()`, backward and `step()` of a `DistributedOptimizer`, in processes started by `launch`.
+- `optimizer`: one update of a `Shard` in a single process, compared with the time its memory traffic takes at the
+  speed of a copy.
+
+From the times of gloo and Paceline, the time of `zero_grad()` and backward alone is subtracted. It is measured in the
+same processes while all of them compute, since cores that share a memory slow each other down.
+
+Each figure is the median over iterations, then the mean over workers, then the median over rounds. In each round the
+systems are measured one after another, so that a change in the machine's speed affects all of them. Every process has
+one thread.
+
+A model consists of 8 tensors of equal size, or of one tensor if it is smaller than 64 KB. An MB is 2**20 bytes; sizes
+are rounded to whole KB. A run of Paceline is measured under ASP and then changes to BSP, because starting its
+processes takes longer than the measurement. All other processes are forked from a fork server, which has imported
+torch but has computed nothing.
+"""
+
+from __future__ import annotations
+
+from .measurement import measure
+from .plan import Plan, Row, estimate_s
+from .tables import tables
+
+__all__ = ["Plan", "Row", "estimate_s", "measure", "tables"]

@@ -1,0 +1,142 @@
+"""A fork server: one process that has imported torch and computed nothing, from which measurements are forked."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from paceline.errors import RunFailedError
+
+from .plan import LR, Figures, Turn
+from .rendezvous import publish
+from .systems import SERVER_ROLES, WORKER_ROLES, launch_paceline
+
+__all__ = ["ForkServer", "fork_server", "main", "measure_turn", "one_thread_each"]
+
+LOG_LINES = 15  # shown of the log if a process fails
+ROOT = Path(__file__).resolve().parents[2]  # where `benchmarks` can be imported
+
+
+class ForkServer(NamedTuple):
+    """A running fork server. It reads a turn and a directory, and writes a line when the turn is measured.
+
+    Attributes:
+        process: the process of the fork server.
+        log: file to which it writes its standard error.
+    """
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def run(self, turn: Turn, out: Path) -> None:
+        """Run the processes of a turn.
+
+        Raises:
+            RunFailedError: a process failed.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(msgspec.json.encode((turn, str(out))) + b"\n")
+            self.process.stdin.flush()
+            done = self.process.stdout.readline()
+        except BrokenPipeError:
+            done = b""
+        if not done:
+            tail = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            raise RunFailedError(turn.name, "a process of the measurement ended", "\n".join(tail))
+
+
+@contextmanager
+def fork_server(home: Path) -> Iterator[ForkServer]:
+    """Start a fork server that writes its log into `home`. On exit, end it with all processes it has forked."""
+    log = home / "fork-server.log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            cwd=ROOT,
+            process_group=0,  # only the parent receives Ctrl-C; it ends the fork server
+        )
+    try:
+        yield ForkServer(process, log)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # the process has not been reaped, so the group still exists
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):  # unread input may still be buffered
+                pipe.close()
+
+
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Limit every process that is started in this context to one thread."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def measure_turn(turn: Turn, out: Path, server: ForkServer) -> Figures:
+    """Measure a turn. Return the means of the workers' figures."""
+    run = launch_paceline if turn.cases[0].system == "paceline" else server.run
+    run(turn, out)
+    found = [json.loads(path.read_text()) for path in out.glob("figures-*")]
+    assert len(found) == turn.workers, (
+        f"{turn.name}: {len(found)} of {turn.workers} workers have written their figures"
+    )
+    return {mode: fmean(figures[mode] for figures in found) for mode in found[0]}
+
+
+def main() -> None:
+    """Run as the fork server: fork the processes of each turn that arrives on standard input."""
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1)], lr=LR)  # imports half of torch here, once, and not in each process
+    for line in sys.stdin.buffer:
+        turn, out = msgspec.json.decode(line, type=tuple[Turn, str])
+        _fork(turn, Path(out))
+        print("done", flush=True)
+
+
+def _fork(turn: Turn, out: Path) -> None:
+    """Start the processes of a turn and wait until they end. If one fails, exit, which ends the others."""
+    fork = multiprocessing.get_context("fork")
+    system = turn.cases[0].system
+    servers = turn.servers if system in SERVER_ROLES else 0
+    roles = [*((_run_server, i) for i in range(servers)), *((_run_worker, i) for i in range(turn.workers))]
+    running = [fork.Process(target=role, args=(turn, index, out), daemon=True) for role, index in roles]
+    for process in running:
+        process.start()
+    while running:
+        connection.wait([process.sentinel for process in running])
+        if any(process.exitcode for process in running):
+            sys.exit(1)  # the traceback is in the log
+        running = [process for process in running if process.exitcode is None]
+
+
+def _run_server(turn: Turn, index: int, out: Path) -> None:
+    SERVER_ROLES[turn.cases[0].system](turn, index, out)
+
+
+def _run_worker(turn: Turn, index: int, out: Path) -> None:
+    publish(out, f"figures-{index}", json.dumps(WORKER_ROLES[turn.cases[0].system](turn, index, out)))

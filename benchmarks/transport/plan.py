@@ -1,0 +1,265 @@
+"""The plan of the measurements: systems, sizes, processes, iterations, and an estimate of the time they take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from paceline.core.layout import ALIGNMENT_BYTES, ITEM_BYTES
+from paceline.errors import ConfigurationError, unknown_name
+
+__all__ = [
+    "FEWEST",
+    "FLOOR",
+    "GLOO",
+    "LR",
+    "OPTIMIZER",
+    "OPTIMIZERS",
+    "OPTIMIZER_MB",
+    "SECONDS",
+    "SHM_ASP",
+    "SHM_BSP",
+    "SIZES_MB",
+    "SMALLEST_MB",
+    "SOCKET_ASP",
+    "SOCKET_BSP",
+    "SYSTEMS",
+    "TCP_ASP",
+    "TCP_BSP",
+    "TURNS",
+    "WARM_UP",
+    "WORKERS",
+    "Case",
+    "Figures",
+    "Plan",
+    "Row",
+    "Turn",
+    "elements",
+    "estimate_s",
+    "lengths",
+    "turns_of",
+    "work_s",
+]
+
+SIZES_MB = (0.004, 1.0, 25.0, 100.0)
+WORKERS = (2, 4)
+SERVERS = 2
+ROUNDS = 3
+
+TENSORS = 8  # tensors of a model: few models consist of a single tensor
+ONE_TENSOR_BELOW_KB = 64
+SMALLEST_MB = 0.001
+OPTIMIZER_MB = 100.0
+
+SECONDS = 0.5  # approximate time spent on iterations, per figure and round
+WARM_UP = 2  # iterations that are not measured
+FEWEST, MOST = 8, 1500  # limits on the number of iterations
+LR = 1e-3
+
+
+class Case(NamedTuple):
+    """What a figure measures: a system, its transport and its mode."""
+
+    system: str
+    transport: str
+    mode: str
+
+
+FLOOR = Case("floor", "shm", "asp")
+SOCKET_ASP, SOCKET_BSP = Case("socket", "tcp", "asp"), Case("socket", "tcp", "bsp")
+GLOO = Case("gloo", "tcp", "bsp")
+SHM_ASP, SHM_BSP = Case("paceline", "shm", "asp"), Case("paceline", "shm", "bsp")
+TCP_ASP, TCP_BSP = Case("paceline", "tcp", "asp"), Case("paceline", "tcp", "bsp")
+
+# Cases that are measured in the same processes are grouped.
+TURNS: tuple[tuple[Case, ...], ...] = (
+    (FLOOR,),
+    (SOCKET_ASP,),
+    (SOCKET_BSP,),
+    (GLOO,),
+    (SHM_ASP, SHM_BSP),
+    (TCP_ASP, TCP_BSP),
+)
+OPTIMIZER = Case("optimizer", "shm", "asp")
+SYSTEMS = (*dict.fromkeys(turn[0].system for turn in TURNS), OPTIMIZER.system)
+
+
+class Updated(NamedTuple):
+    """An optimizer, and the memory traffic of its updates.
+
+    Attributes:
+        make: creates the optimizer.
+        copies: number of copies of the vector that move as many bytes as one update. A copy reads one vector and
+            writes one. An update reads the gradient, and reads and writes the weights and the optimizer's state.
+    """
+
+    make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+    copies: float
+
+
+OPTIMIZERS: dict[str, Updated] = {
+    "SGD": Updated(lambda p: torch.optim.SGD(p, lr=LR), 1.5),
+    "SGD momentum": Updated(lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9), 2.5),
+    "Adam": Updated(lambda p: torch.optim.Adam(p, lr=LR), 3.5),
+    "AdamW": Updated(lambda p: torch.optim.AdamW(p, lr=LR), 3.5),
+}
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure. Call `require_sound` before anything starts.
+
+    Attributes:
+        sizes_mb: sizes of the model, in MB of 2**20 bytes.
+        workers: numbers of workers.
+        servers: number of servers.
+        rounds: number of rounds.
+        systems: names of the systems to measure, see `SYSTEMS`.
+    """
+
+    sizes_mb: tuple[float, ...] = SIZES_MB
+    workers: tuple[int, ...] = WORKERS
+    servers: int = SERVERS
+    rounds: int = ROUNDS
+    systems: tuple[str, ...] = SYSTEMS
+
+    def require_sound(self) -> None:
+        """Check the plan.
+
+        Raises:
+            ConfigurationError: a value is invalid. The message contains the value and what was expected.
+        """
+        for system in self.systems:
+            if system not in SYSTEMS:
+                raise unknown_name("system", system, SYSTEMS)
+        counts = [("servers", self.servers), ("rounds", self.rounds), *(("workers", n) for n in self.workers)]
+        for name, value in counts:
+            if value < 1:
+                raise ConfigurationError(f"{name} is {value}, expected a whole number >= 1.")
+        for size_mb in self.sizes_mb:
+            if not (math.isfinite(size_mb) and size_mb >= SMALLEST_MB):
+                raise ConfigurationError(
+                    f"size is {size_mb:g} MB, expected a number >= {SMALLEST_MB:g}, "
+                    f"for example {', '.join(f'{size:g}' for size in SIZES_MB)}."
+                )
+            most = elements(size_mb) * ITEM_BYTES["float32"] // ALIGNMENT_BYTES
+            if self.servers > most:
+                raise ConfigurationError(
+                    f"servers is {self.servers}, expected at most {most}: {size_mb:g} MB has no more slices."
+                )
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One measurement within a round: the cases measured by one set of processes. Sent to the fork server as JSON.
+
+    Attributes:
+        cases: cases to measure, one after another in the same processes.
+        size_mb: size of the model, in MB of 2**20 bytes.
+        workers: number of workers.
+        servers: number of servers.
+        iterations: number of measured iterations.
+        optimizer: key in `OPTIMIZERS` if an update is measured, else None.
+    """
+
+    cases: tuple[Case, ...]
+    size_mb: float
+    workers: int
+    servers: int
+    iterations: int
+    optimizer: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the measurement, for the progress and for errors."""
+        system, transport, _ = self.cases[0]
+        if self.optimizer is not None:
+            return f"update by {self.optimizer}, {self.size_mb:g} MB"
+        modes = " and ".join(case.mode for case in self.cases)
+        return f"{self.size_mb:g} MB, {self.workers} workers, {system} {transport} {modes}"
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One figure.
+
+    Attributes:
+        system: name of the system, see `SYSTEMS`.
+        transport: "shm" or "tcp".
+        mode: "asp" or "bsp".
+        size_mb: size of the model, in MB of 2**20 bytes.
+        workers: number of workers.
+        median_ms: time of a step or an update, the median over the rounds.
+        low_ms: smallest time of a round.
+        high_ms: largest time of a round.
+        optimizer: key in `OPTIMIZERS` if this is the time of an update.
+        traffic_ms: time that the memory traffic of the update takes at the speed of a copy.
+    """
+
+    system: str
+    transport: str
+    mode: str
+    size_mb: float
+    workers: int
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    optimizer: str | None = None
+    traffic_ms: float | None = None
+
+
+Figures = dict[str, float]
+"""Seconds by mode, or by "traffic"."""
+
+
+def estimate_s(plan: Plan) -> float:
+    """Estimate how long the measurements take on two cores."""
+    return plan.rounds * sum(work_s(turn) for turn in turns_of(plan))
+
+
+def turns_of(plan: Plan) -> list[Turn]:
+    """List the measurements of one round."""
+    turns = [
+        Turn(cases, size_mb, workers, plan.servers, _iterations(size_mb, workers))
+        for size_mb in dict.fromkeys(plan.sizes_mb)
+        for workers in dict.fromkeys(plan.workers)
+        for cases in TURNS
+        if cases[0].system in plan.systems
+    ]
+    if OPTIMIZER.system in plan.systems:
+        iterations = _iterations(OPTIMIZER_MB, 1)
+        turns += [Turn((OPTIMIZER,), OPTIMIZER_MB, 1, 1, iterations, name) for name in OPTIMIZERS]
+    return turns
+
+
+def _guess_s(size_mb: float, workers: int) -> float:
+    """Estimate the time of one step."""
+    return max(1.0, workers / 2) * (0.0003 + 0.002 * size_mb)
+
+
+def _iterations(size_mb: float, workers: int) -> int:
+    """Estimate how many iterations fit into `SECONDS`. All processes then run the same number."""
+    return max(FEWEST, min(MOST, int(SECONDS / _guess_s(size_mb, workers))))
+
+
+def work_s(turn: Turn) -> float:
+    """Estimate how long a measurement takes."""
+    system = turn.cases[0].system
+    series = len(turn.cases) + (system in ("gloo", "paceline"))  # one more for backward alone
+    steps_s = series * (WARM_UP + turn.iterations) * _guess_s(turn.size_mb, turn.workers)
+    # The processes import torch on two cores, and a run saves its weights at the end.
+    launching_s = 0.8 + (turn.workers + turn.servers) * (1.0 + turn.size_mb / 200)
+    start_s = launching_s if system == "paceline" else 0.2
+    return start_s + steps_s
+
+
+def elements(size_mb: float) -> int:
+    """Return the number of float32 elements in a model of this size."""
+    return round(size_mb * 1024) * (1024 // ITEM_BYTES["float32"])
+
+
+def lengths(size_mb: float) -> list[int]:
+    """Return the number of elements in each tensor of a model of this size."""
+    count = 1 if round(size_mb * 1024) < ONE_TENSOR_BELOW_KB else TENSORS
+    return [elements(size_mb) // count] * count

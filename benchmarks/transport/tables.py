@@ -1,0 +1,125 @@
+"""The results as tables: steps, updates and goals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from .goals import GoalRow, goal_rows, ratio_of, times_by_case
+from .plan import FLOOR, GLOO, SHM_ASP, SHM_BSP, SOCKET_ASP, SOCKET_BSP, TCP_ASP, TCP_BSP, Case, Row
+
+__all__ = ["tables"]
+
+# For each column, the rows that have a ratio in it and the two cases of the ratio.
+RATIOS: dict[str, dict[Case, tuple[Case, Case]]] = {
+    "x\nfloor": {SHM_ASP: (SHM_ASP, FLOOR)},
+    "gloo /\nthis": {SHM_BSP: (GLOO, SHM_BSP), TCP_BSP: (GLOO, TCP_BSP)},
+    "x\nsocket": {TCP_ASP: (TCP_ASP, SOCKET_ASP), TCP_BSP: (TCP_BSP, SOCKET_BSP)},
+}
+
+
+def tables(rows: Sequence[Row], rounds: int) -> list[Table]:
+    """Return tables of the steps, the updates and the goals that were measured."""
+    steps = [row for row in rows if row.optimizer is None]
+    updates = [row for row in rows if row.optimizer is not None]
+    goals = goal_rows(rows)
+    made = [_step_table(steps, rounds)] if steps else []
+    made += [_update_table(updates)] if updates else []
+    return [*made, _goal_table(goals)] if goals else made
+
+
+def _step_table(rows: Sequence[Row], rounds: int) -> Table:
+    table = _table("A step", ("MB", "workers", "ms", "low - high", *RATIOS), ("system", "", ""))
+    table.caption = (
+        f"medians of {rounds} round{'s' if rounds != 1 else ''}; low and high are of single rounds"
+    )
+    times_ms = times_by_case(rows)
+    before = None
+    for row in rows:
+        case, place = Case(row.system, row.transport, row.mode), (row.size_mb, row.workers)
+        if before not in (None, place):
+            table.add_section()
+        where = ("", "") if place == before else (f"{row.size_mb:g}", str(row.workers))
+        ratios = (
+            "" if case not in pairs else _text(ratio_of(times_ms, *pairs[case], *place))
+            for pairs in RATIOS.values()
+        )
+        table.add_row(*case, *where, _ms(row.median_ms), _span(row), *ratios)
+        before = place
+    return table
+
+
+def _update_table(rows: Sequence[Row]) -> Table:
+    table = _table(
+        f"An update of {rows[0].size_mb:g} MB",
+        ("ms", "low - high", "traffic ms", "x traffic"),
+        ("optimizer",),
+    )
+    for row in rows:
+        assert row.optimizer is not None
+        assert row.traffic_ms is not None
+        ratio = row.median_ms / row.traffic_ms
+        table.add_row(row.optimizer, _ms(row.median_ms), _span(row), _ms(row.traffic_ms), _text(ratio))
+    return table
+
+
+def _goal_table(goals: Sequence[GoalRow]) -> Table:
+    table = _table("Goals", ("MB", "workers", "measured", "goal", "met"), ("what",))
+    for row in goals:
+        goal = row.goal
+        unit = "us" if goal.bottom is None else "x"
+        table.add_row(
+            _short(goal.top) if goal.bottom is None else f"{_short(goal.top)} / {_short(goal.bottom)}",
+            f"{goal.size_mb:g}",
+            str(goal.workers),
+            f"{_text(row.figure)} {unit}",
+            f"{'>=' if goal.at_least else '<='} {goal.bound:g} {unit}",
+            "[green]yes[/]" if row.met else "[red]no[/]",
+        )
+    return table
+
+
+def _table(title: str, numbers: Sequence[str], names: Sequence[str]) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=0,
+    )
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for number in numbers:
+        table.add_column(number, justify="right", no_wrap=True)
+    return table
+
+
+def _short(case: Case) -> str:
+    """Return the parts of a case that distinguish it from the others.
+
+    >>> _short(Case("gloo", "tcp", "bsp")), _short(Case("paceline", "shm", "asp"))
+    ('gloo', 'paceline shm asp')
+    """
+    several = case.system in ("paceline", "socket")
+    return " ".join(case) if several else case.system
+
+
+def _ms(value: float) -> str:
+    """Format milliseconds with as many digits as make sense: short times to the microsecond.
+
+    >>> [_ms(value) for value in (0.0512, 12.346, 123.456, 45678.9)]
+    ['0.051', '12.35', '123.5', '45679']
+    """
+    return f"{value:.{max(0, 4 - len(f'{abs(value):.0f}'))}f}"
+
+
+def _span(row: Row) -> str:
+    return f"{_ms(row.low_ms)} - {_ms(row.high_ms)}"
+
+
+def _text(figure: float | None) -> str:
+    return "-" if figure is None else f"{figure:.2f}"

@@ -1,0 +1,1 @@
+"""`python -m benchmarks zipline`: waiting times and computation times of ZipLine's methods."""

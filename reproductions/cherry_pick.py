@@ -1,0 +1,133 @@
+"""A grid search for SpecSync's abort time and abort rate in live runs, which the paper calls cherry-picking.
+
+Reference: SpecSync (ICDCS 2018), sections VI-A and VI-E, Table II. Every trial is a whole training run. As in the
+paper, abort times are at most half of the iteration of the fast workers, and the step between them is longer than the
+communication time.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from paceline.demo.digits import load
+from paceline.demo.settings import Problem, Setting
+from paceline.demo.trial import run_trial
+from paceline.report.comparison import TrialOutcome
+from paceline.runtime.job import make_job
+
+__all__ = ["ABORT_RATES", "ABORT_TIMES_S", "Search", "cherry_pick"]
+
+ABORT_TIMES_S = (0.005, 0.01, 0.015)
+ABORT_RATES = (0.0, 0.25, 0.5)
+
+
+class Search(msgspec.Struct, frozen=True):
+    """The results of a search, and what it cost.
+
+    Attributes:
+        outcomes: the outcome of the adaptive variant, then those of the grid, the best first: smallest time to the
+            target, then highest final accuracy.
+        trials: number of points in the grid.
+        search_s: time the search took, without the run of the adaptive variant.
+    """
+
+    outcomes: tuple[TrialOutcome, ...]
+    trials: int
+    search_s: float
+
+
+def cherry_pick(
+    setting: Setting,
+    *,
+    console: Console,
+    run_dir: Path | None = None,
+    abort_times_s: Sequence[float] = ABORT_TIMES_S,
+    abort_rates: Sequence[float] = ABORT_RATES,
+    problem: Problem | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Search:
+    """Run the adaptive variant, then every pair of an abort time and an abort rate. Print a table and the cost.
+
+    Afterwards the run directory contains `cherry-pick.json`.
+
+    Args:
+        setting: SpecSync without abort time and rate, with a learning rate and momentum for all trials.
+        console: where the table is printed.
+        run_dir: directory for the results. By default, a new directory under ./runs.
+        abort_times_s: abort times of the grid.
+        abort_rates: abort rates of the grid.
+        problem: task to train; by default, that of the demo.
+        seed: random seed of all trials.
+        progress: True to show each trial live on standard error; None does so only if it is a terminal.
+
+    Raises:
+        ConfigurationError: an argument is invalid; nothing was started.
+        RunFailedError: a run failed.
+    """
+    problem = problem or Problem()
+    digits = load()
+    pairs = [(time_s, rate) for time_s in abort_times_s for rate in abort_rates]
+    join = "," if ":" in setting.sync else ":"
+    points = [f"{setting.sync}{join}abort_time_s={time_s:g},abort_rate={rate:g}" for time_s, rate in pairs]
+    settings = [setting, *(msgspec.structs.replace(setting, sync=sync) for sync in points)]
+    for each in settings:
+        make_job(workers=len(problem.pace_s), sync=each.sync, pace=problem.pace_s, dry_run=True)
+    home = Path(make_job(workers=len(problem.pace_s), pace=problem.pace_s, run_dir=run_dir).run_dir)
+    console.print(
+        f"{len(pairs)} trials of about {problem.duration_s:.0f} s plus their start, after the adaptive variant.",
+        highlight=False,
+    )
+    outcomes = []
+    begun_s = time.monotonic()
+    for number, each in enumerate(settings):
+        if number == 1:
+            begun_s = time.monotonic()
+        console.print(f"[bold]{number}/{len(pairs)}[/] {each}", soft_wrap=True, highlight=False)
+        with tempfile.TemporaryDirectory(dir=home, prefix="trial-") as scratch:
+            trial = run_trial(digits, problem, each, seed, run_dir=Path(scratch), progress=progress)
+        outcomes.append(trial.outcome)
+    adaptive, *grid = outcomes
+    found = Search((adaptive, *sorted(grid, key=_score)), len(pairs), time.monotonic() - begun_s)
+    (home / "cherry-pick.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    console.print(_table(found, problem))
+    console.print(
+        f"{found.trials} trials: {len(abort_times_s)} abort times x {len(abort_rates)} abort rates, "
+        f"{found.search_s / max(1, found.trials):.0f} s each, {found.search_s:.0f} s in all. "
+        "The adaptive variant needs no trial.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    return found
+
+
+def _score(outcome: TrialOutcome) -> tuple[float, float]:
+    reached_s = outcome.time_to_target_s
+    return (math.inf if reached_s is None else reached_s, -outcome.final_accuracy)
+
+
+def _table(found: Search, problem: Problem) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("abort time and rate", no_wrap=True)
+    for heading in (f"s to {problem.target_accuracy:.0%}", "final", "staleness", "aborts", "wasted"):
+        table.add_column(heading, justify="right")
+    for outcome in found.outcomes:
+        picked = outcome.sync.partition("abort_time_s=")[2].replace(",abort_rate=", " s, ")
+        reached_s = outcome.time_to_target_s
+        table.add_row(
+            picked or "adaptive",
+            "never" if reached_s is None else f"{reached_s:.2f}",
+            f"{outcome.final_accuracy:.1%}",
+            f"{outcome.mean_staleness:.2f}",
+            f"{outcome.restarts:g}",
+            f"{outcome.wasted_share:.1%}",
+        )
+    return table

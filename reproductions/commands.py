@@ -1,0 +1,125 @@
+"""The commands of `python -m reproductions`: exhibits of the papers, and searches for hyper-parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from paceline.cli.options import Out, RunDir
+from paceline.cli.output_folder import new_folder
+from paceline.cli.progress import shown_progress
+from paceline.cli.terminal import interruptible, run_app
+
+__all__ = ["app", "main"]
+
+
+class _ExhibitsByDefault(TyperGroup):
+    """A group that passes all arguments to `exhibits` unless the first one names another command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["exhibits", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_ExhibitsByDefault,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    subcommand_metavar="[NAME]... | COMMAND",
+    help="Reproduce tables and figures of the papers on this machine, and search for hyper-parameters.\n\n"
+    "NAME is the name of an exhibit. [bold]--list[/] lists the exhibits, [bold]exhibits --help[/] their options.",
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    run_app(app)
+
+
+@app.callback()
+def _reproductions() -> None:
+    pass
+
+
+@app.command("exhibits")
+def exhibits(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Exhibits to make, for example zipline-table3 or fluentps-fig9, or all.", show_default=False
+        ),
+    ] = None,
+    every: Annotated[bool, typer.Option("--list", help="List the exhibits.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Do only enough to check that the exhibit can be made. The figures are not meaningful.",
+        ),
+    ] = False,
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="Number of seeds. Each figure is the median over them.")
+    ] = 3,
+    out: Out = None,
+) -> None:
+    """Make exhibits: tables and figures of the papers, beside the papers' own numbers. This is the default command.
+
+    python -m reproductions fluentps-fig9 specsync-fig3
+    """
+    from .catalogue import chosen, list_table, make
+    from .exhibit import Options
+
+    if every or not names:
+        Console().print(list_table())
+        return
+    wanted = chosen(names)
+    folder = new_folder(out, "reproductions")
+    errors = Console(stderr=True)
+    errors.print(f"about {max(1.0, sum(exhibit.minutes for exhibit in wanted)):.0f} min on two cores")
+    for exhibit in wanted:
+        with interruptible("the exhibits made so far have been kept"), shown_progress(errors) as tell:
+            make(exhibit, Options(quick=quick, seeds=seeds), folder, Console(), tell)
+    print(f"plots and numbers: {folder}")
+
+
+@app.command("tune-demo")
+def tune_demo(
+    run_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--run-dir", help="Directory for measurements. Default: ./runs/tuning.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Search for the best learning rate and momentum of each sync model in the demo.
+
+    Takes about 45 minutes. The search may be stopped: started again, it continues from the measurements it has kept.
+    """
+    from .tune_demo import tune
+
+    with interruptible("all measurements are kept, and every process of the run has been ended"):
+        tune(console=Console(), run_dir=None if run_dir is None else Path(run_dir))
+
+
+@app.command("cherry-pick")
+def cherry_pick(run_dir: RunDir = None) -> None:
+    """Search a grid for the best abort time and abort rate of SpecSync in the demo, and report what the search cost.
+
+    Takes about 4 minutes.
+    """
+    from paceline.demo.settings import EVERY_SETTING
+    from paceline.runtime.job import require_usable
+
+    from .cherry_pick import cherry_pick as search
+
+    if run_dir is not None:
+        require_usable(run_dir)
+    [spec_sync] = [setting for setting in EVERY_SETTING if setting.sync == "spec-sync"]
+    with interruptible():
+        search(spec_sync, console=Console(), run_dir=None if run_dir is None else Path(run_dir))

@@ -1,0 +1,63 @@
+"""Plots of training runs over time, drawn in the same way in every figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from .training import LOSS_IMAGES, Outcome
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw_curves"]
+
+AXIS = {"accuracy": "accuracy on the test images", "loss": f"loss over {LOSS_IMAGES} training images"}
+WORST_LOSS = 2.6  # upper end of the axis; a network that guesses the digits has a loss of 2.3
+
+
+def draw_curves(
+    axes: Axes,
+    outcomes: Sequence[Outcome],
+    title: str,
+    *,
+    variants: int = 1,
+    along: Callable[[Outcome], Sequence[float]] = lambda outcome: outcome.times_s,
+    along_name: str = "virtual seconds",
+) -> None:
+    """Draw one line per run. Each label has its own color; the run with the first seed is drawn on top.
+
+    Args:
+        axes: axes to draw into.
+        outcomes: outcomes of runs with the same target.
+        title: title of the axes.
+        variants: number of consecutive labels that share a color and differ in their dashes.
+        along: returns the position of each evaluation on the x axis.
+        along_name: label of the x axis.
+    """
+    from paceline.report.canvas import COLOURS, DASHES
+
+    labels = list(dict.fromkeys(outcome.run.label for outcome in outcomes))
+    target = outcomes[0].run.target
+    for outcome in outcomes:
+        number, variant = divmod(labels.index(outcome.run.label), variants)
+        first = outcome.run.seed == 0
+        axes.plot(
+            along(outcome),
+            [
+                min(value, 2 * WORST_LOSS) for value in outcome.values
+            ],  # diverging runs leave the axes at the top
+            color=COLOURS[number % len(COLOURS)],
+            linestyle=DASHES[(variant + number // len(COLOURS)) % len(DASHES)],
+            alpha=1.0 if first else 0.25,
+            linewidth=1.6 if first else 0.8,
+            zorder=2 if first else 1,
+            label=outcome.run.label if first else None,
+        )
+    axes.axhline(target.value, color="black", linewidth=0.8, linestyle=":")
+    axes.set_ylim(0, WORST_LOSS if target.measure == "loss" else 1)
+    axes.set_xlabel(along_name)
+    axes.set_ylabel(AXIS[target.measure])
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=True, fontsize=7.5)

@@ -1,0 +1,115 @@
+"""An exhibit: a table or figure of a paper that is reproduced here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich import box
+from rich.table import Table
+
+from paceline.cli.progress import TellShare
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Exhibit", "Made", "Options", "beside", "ratio", "seconds"]
+
+
+class Options(msgspec.Struct, frozen=True):
+    """Options for making an exhibit.
+
+    Attributes:
+        quick: True to do only enough to check that the exhibit can be made. The figures are not meaningful.
+        seeds: number of seeds of the training runs. Figures are medians over them.
+    """
+
+    quick: bool = False
+    seeds: int = 3
+
+
+class Made(msgspec.Struct, frozen=True):
+    """An exhibit that was made.
+
+    Attributes:
+        tables: tables with the paper's numbers beside ours.
+        figure: draws the plot. Imports matplotlib only when it is called.
+        data: the numbers of the plot, for the JSON file.
+        notes: findings, as sentences.
+    """
+
+    tables: Sequence[Table]
+    figure: Callable[[], Figure]
+    data: Any
+    notes: Sequence[str] = ()
+
+
+class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
+    """One table or figure of a paper.
+
+    Attributes:
+        name: name on the command line.
+        source: paper, and number of the table or figure.
+        title: what the exhibit shows, in one line.
+        differs: differences from the paper, above all in the network and the data.
+        minutes: approximate time it takes.
+        make: makes the exhibit, given the options and a progress callback.
+    """
+
+    name: str
+    source: str
+    title: str
+    differs: str
+    minutes: float
+    make: Callable[[Options, TellShare], Made]
+
+
+def beside(title: str, rows: Mapping[str, Sequence[tuple[str, str]]], columns: Sequence[str]) -> Table:
+    """Return a table with the paper's figures beside ours.
+
+    Args:
+        title: title of the table.
+        rows: for each label, one pair (the paper's figure, our figure) per column. "-" means that the paper has no
+            such figure. If the paper has none in a column, the column shows only ours.
+        columns: headings of the columns.
+    """
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("", overflow="fold", vertical="bottom", min_width=8)
+    printed = [
+        any(pairs[index][0] not in ("-", "") for pairs in rows.values()) for index in range(len(columns))
+    ]
+    for heading, has_paper in zip(columns, printed, strict=True):
+        if has_paper:
+            table.add_column(f"{heading}\npaper", justify="right")
+        table.add_column("ours" if has_paper else heading, justify="right", vertical="bottom")
+    for label, pairs in rows.items():
+        cells = []
+        for (paper, ours), has_paper in zip(pairs, printed, strict=True):
+            cells += [paper, ours] if has_paper else [ours]
+        table.add_row(label, *cells)
+    return table
+
+
+def seconds(time_s: float) -> str:
+    """Format a time, which may be infinite, with three digits or to the second.
+
+    >>> seconds(7.25), seconds(1234.5), seconds(math.inf)
+    ('7.25', '1234', 'never')
+    """
+    if math.isinf(time_s):
+        return "never"
+    return f"{time_s:.3g}" if time_s < 100 else f"{time_s:.0f}"
+
+
+def ratio(one: float, other: float) -> str:
+    """Format the ratio of two times; "-" if one is infinite."""
+    return f"{one / other:.2f}" if math.isfinite(one) and math.isfinite(other) else "-"

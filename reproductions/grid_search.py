@@ -1,0 +1,121 @@
+"""A search for the best learning rate and momentum that needs few measurements.
+
+The learning rates are 0.1 * 2^(step/2) for integer steps, with a separate grid for each momentum. Each measurement is
+a whole run, so the search has three rounds:
+
+1. Coarse: learning rates a factor of 2 apart, with one seed. The grid is extended while the best point is on its
+edge. 2. Fine: the points between the best point and its neighbors. 3. Final: the best few points with all seeds,
+compared by the median. Then the neighbors of the winner, until a point
+   has won against both of its neighbors.
+
+So the winner is never on an edge of the grid, and never wins only because one seed was unlucky for its neighbor.
+
+The search does not run anything itself; its caller provides the function that measures a point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+__all__ = ["Point", "Score", "learning_rate", "search"]
+
+COARSE = 2  # steps between two points of the coarse round, a factor of 2
+FINALISTS = 3  # points in the final round
+
+
+class Point(NamedTuple):
+    """A point of the grid: a momentum, and the step of a learning rate."""
+
+    momentum: float
+    step: int
+
+
+class Score(NamedTuple):
+    """The score of a point. Smaller scores are better.
+
+    Attributes:
+        time_to_target_s: time to the target; infinity if it was not reached.
+        final_error: 1 - accuracy at the end, which decides between equal times.
+    """
+
+    time_to_target_s: float
+    final_error: float
+
+
+Measure = Callable[[Point, int], Score]
+"""Function that measures a point with a seed."""
+
+
+def learning_rate(step: int) -> float:
+    """Return the learning rate of a step, rounded to two digits.
+
+    >>> [learning_rate(step) for step in (-2, -1, 0, 1, 2)]
+    [0.05, 0.071, 0.1, 0.14, 0.2]
+    """
+    return float(f"{0.1 * 2 ** (step / 2):.2g}")
+
+
+def search(measure: Measure, starts: Mapping[float, int], seeds: Sequence[int]) -> dict[Point, Score]:
+    """Find the best point.
+
+    Args:
+        measure: function that measures a point, called at most once for each point and seed.
+        starts: step around which the grid begins, for each momentum.
+        seeds: seeds of the final round. The other rounds use the first of them.
+
+    Returns:
+        The points of the final round with their medians over all seeds, the best point first.
+    """
+    first: dict[Point, Score] = {}
+
+    def try_once(*points: Point) -> None:
+        for point in points:
+            if point not in first:
+                first[point] = measure(point, seeds[0])
+
+    for momentum, start in starts.items():
+        try_once(*(Point(momentum, start + offset) for offset in (-COARSE, 0, COARSE)))
+        while beyond := _beyond(_best(first, momentum), first):
+            try_once(beyond)
+        try_once(*_neighbors(_best(first, momentum)))
+
+    finals: dict[Point, Score] = {}
+    candidates = sorted(first, key=first.__getitem__)[:FINALISTS]
+    while candidates:
+        try_once(*candidates)
+        for point in candidates:
+            finals[point] = _median([first[point], *(measure(point, seed) for seed in seeds[1:])])
+        winner = min(finals, key=finals.__getitem__)
+        candidates = [neighbor for neighbor in _neighbors(winner) if neighbor not in finals]
+    return dict(sorted(finals.items(), key=lambda item: item[1]))
+
+
+def _best(scores: Mapping[Point, Score], momentum: float) -> Point:
+    """Return the best point of one momentum.
+
+    Ties go to the most central point, so that the search does not walk along a plateau.
+    """
+    points = [point for point in scores if point.momentum == momentum]
+    centre = sum(point.step for point in points) / len(points)
+    return min(points, key=lambda point: (scores[point], abs(point.step - centre)))
+
+
+def _beyond(point: Point, known: Mapping[Point, Score]) -> Point | None:
+    """Return the next point beyond this one if it is on an edge of the coarse grid, else None."""
+    steps = [other.step for other in known if other.momentum == point.momentum]
+    if point.step == min(steps):
+        return point._replace(step=point.step - COARSE)
+    if point.step == max(steps):
+        return point._replace(step=point.step + COARSE)
+    return None
+
+
+def _neighbors(point: Point) -> tuple[Point, Point]:
+    return point._replace(step=point.step - 1), point._replace(step=point.step + 1)
+
+
+def _median(scores: Sequence[Score]) -> Score:
+    times_s = median(score.time_to_target_s for score in scores)
+    return Score(times_s, median(score.final_error for score in scores))

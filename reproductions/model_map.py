@@ -1,0 +1,297 @@
+"""A map of the sync model that pays off on each kind of cluster, by the virtual time of training to a target.
+
+Each place of the map is a cluster. Places differ in the way and the degree in which workers are unequal, in the share
+of an iteration that transfers take under BSP, and in the number of workers. Every model trains the digits at each
+place with its own best learning rate. The figure of merit is the speed-up over BSP in the time to the target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich import box
+from rich.table import Table
+
+from paceline.cli.progress import TellShare
+from paceline.sim import Cluster, LogNormal, Occasional, Times, Uniform, simulate
+
+from .exhibit import Exhibit, Made, Options
+from .training import Run, Target, at_own_best, medians
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+__all__ = ["EXHIBITS", "PLACES", "Place"]
+
+TARGET = Target("accuracy", 0.93, in_a_row=2)
+
+MODELS = {
+    "bsp": "bsp",
+    "ssp": "ssp:staleness=3",
+    "elastic-bsp": "elastic-bsp:lookahead=15",
+    "spec-sync": "spec-sync",
+    "asp": "asp",
+}
+RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+LIKELY_RATE = (
+    0.4  # for means of gradients, as under bsp; for single gradients, divided by the number of workers
+)
+BSP_ITERATIONS = 200  # every run lasts at most as long as BSP takes for this many iterations
+BATCH = 16
+BANDWIDTH_BPS = 1e9
+NEAR = 1.1  # smaller factors are not significant, since seeds differ by as much
+
+
+class Place(msgspec.Struct, frozen=True):
+    """One place of the map.
+
+    Attributes:
+        kind: way in which workers are unequal.
+        degree: degree of the inequality, as text.
+        communication: share of an iteration that transfers take if workers are equal, from 0 to 1.
+        workers: number of workers.
+        times: compute times of each worker.
+    """
+
+    kind: str
+    degree: str
+    communication: float
+    workers: int
+    times: tuple[Times, ...]
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster. Its one server receives n gradients and sends n answers per iteration."""
+        transfer_s = self.communication / (1 - self.communication)
+        size_bytes = round(transfer_s * BANDWIDTH_BPS / 8 / (2 * self.workers))
+        return Cluster(
+            compute_s=self.times,
+            bandwidth_bps=BANDWIDTH_BPS if size_bytes else math.inf,
+            size_bytes=size_bytes,
+            name=f"{self.workers} workers, {self.kind}: {self.degree}",
+        )
+
+
+def near(mean_s: float) -> Uniform:
+    """Return times near a mean."""
+    return Uniform(low=0.97 * mean_s, high=1.03 * mean_s)
+
+
+def steady(factor: float) -> Callable[[int], tuple[Times, ...]]:
+    """Return times under which a quarter of the workers is always slower by `factor`."""
+    return lambda n: tuple(near(factor if worker >= n - n // 4 else 1.0) for worker in range(n))
+
+
+def jittery(sigma: float) -> Callable[[int], tuple[Times, ...]]:
+    """Return times that vary randomly, in the same way for all workers."""
+    return lambda n: (LogNormal(median=1.0, sigma=sigma),) * n
+
+
+def pausing(factor: float) -> Callable[[int], tuple[Times, ...]]:
+    """Return times under which every worker is slower by `factor` for a tenth of the time."""
+    return lambda n: (Occasional(base=near(1.0), factor=factor, lasting=10.0, every=100.0),) * n
+
+
+KINDS: tuple[tuple[str, str, Callable[[int], tuple[Times, ...]]], ...] = (
+    ("slow quarter", "1.2 x", steady(1.2)),
+    ("slow quarter", "2 x", steady(2.0)),
+    ("slow quarter", "4 x", steady(4.0)),
+    ("jitter", "sigma 0.1", jittery(0.1)),
+    ("jitter", "sigma 0.5", jittery(0.5)),
+    ("pauses", "3 x", pausing(3.0)),
+    ("pauses", "10 x", pausing(10.0)),
+)
+
+PLACES = tuple(
+    Place(kind, degree, communication, workers, times(workers))
+    for kind, degree, times in KINDS
+    for communication in (0.0, 0.5)
+    for workers in (4, 16)
+)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The results at one place.
+
+    Attributes:
+        place: kind, degree, share of communication and number of workers of the place.
+        seconds: virtual seconds to the target for each model; None if it did not reach the target.
+        rates: best learning rate of each model.
+        best: model that reached the target first.
+        speed_up: time of BSP divided by that of the best model; a lower bound if BSP did not reach the target.
+    """
+
+    place: tuple[str, str, float, int]
+    seconds: dict[str, float | None]
+    rates: dict[str, float]
+    best: str
+    speed_up: float
+
+    @property
+    def factor(self) -> str:
+        """The speed-up as text."""
+        return f"{'>' if self.seconds['bsp'] is None else ''}{self.speed_up:.1f} x"
+
+    def lead(self, label: str) -> float:
+        """Return the time of a model divided by that of the best; infinity if it did not reach the target."""
+        own, best = self.seconds[label], self.seconds[self.best]
+        return math.inf if own is None or best is None else own / best
+
+
+def survey(places: Sequence[Place], options: Options, tell: TellShare) -> list[Verdict]:
+    """Train under every model at every place. Return the results of each place."""
+    rates = RATES[2:5:2] if options.quick else RATES
+    patience_s = {}
+    runs = []
+    for place in places:
+        cluster = place.cluster
+        iterations = 10 if options.quick else BSP_ITERATIONS
+        patience_s[place] = simulate(cluster, "bsp", iterations).time_s
+        runs += [
+            Run(
+                label=_label(place, model),
+                cluster=cluster,
+                sync=sync,
+                target=TARGET,
+                likely_rate=LIKELY_RATE if model == "bsp" else LIKELY_RATE / place.workers,
+                batch_size=BATCH,
+                until_s=patience_s[place],
+                seed=seed,
+                every_s=2.0,
+            )
+            for model, sync in MODELS.items()
+            for seed in range(1 if options.quick else options.seeds)
+        ]
+    outcomes, best = at_own_best(runs, [(rate, 0.0) for rate in rates], tell)
+    reached_s = medians(outcomes, lambda o: o.reached_s)
+    verdicts = []
+    for place in places:
+        seconds = {model: reached_s[_label(place, model)] for model in MODELS}
+        first = min(seconds.items(), key=itemgetter(1))[0]
+        verdicts.append(
+            Verdict(
+                (place.kind, place.degree, place.communication, place.workers),
+                {model: time_s if math.isfinite(time_s) else None for model, time_s in seconds.items()},
+                {model: best[_label(place, model)][0] for model in MODELS},
+                first,
+                min(seconds["bsp"], patience_s[place]) / min(seconds[first], patience_s[place]),
+            )
+        )
+    return verdicts
+
+
+def _label(place: Place, model: str) -> str:
+    return f"{place.cluster.name}, transfers {place.communication:.0%}: {model}"
+
+
+def make_map(options: Options, tell: TellShare) -> Made:
+    """Make the map."""
+    places = PLACES[:2] if options.quick else PLACES
+    verdicts = survey(places, options, tell)
+    table = Table(
+        title=f"virtual seconds to {TARGET.value:.0%}, each model at its own best learning rate",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
+    table.add_column("unequal by")
+    for heading in ("transfers", "workers"):
+        table.add_column(heading, no_wrap=True)
+    for label in MODELS:
+        table.add_column(label.replace("-", "-\n"), justify="right", no_wrap=True)
+    table.add_column("first", no_wrap=True)
+    for verdict in verdicts:
+        kind, degree, communication, workers = verdict.place
+        cells = ["never" if s is None else f"{s:.0f}" for s in verdict.seconds.values()]
+        first = f"{verdict.best} {verdict.factor}" if verdict.best != "bsp" else "bsp"
+        first = first if verdict.seconds[verdict.best] is not None else "-"
+        table.add_row(f"{kind}, {degree}", f"{communication:.0%}", str(workers), *cells, first)
+    return Made(
+        tables=[table],
+        figure=lambda: draw_map(verdicts),
+        data=verdicts,
+        notes=[
+            "Transfers are given by the share that they take of an iteration of equal workers. Factors are speed-ups "
+            "over bsp. Workers that pause do so for a tenth of the time.",
+            *findings(verdicts),
+        ],
+    )
+
+
+def findings(verdicts: Sequence[Verdict]) -> list[str]:
+    """Summarize the map in sentences, for each model and for each kind and degree of inequality."""
+    found = []
+    for label in MODELS:
+        there = [verdict for verdict in verdicts if verdict.seconds[label] is not None]
+        first = sum(verdict.best == label for verdict in there)
+        close = sum(verdict.lead(label) <= NEAR for verdict in there)
+        found.append(
+            f"{label} is first in {first} of {len(verdicts)} clusters and within {NEAR - 1:.0%} of the first in "
+            f"{close}."
+            + (f" It does not reach the target in {len(verdicts) - len(there)}." if there != verdicts else "")
+        )
+    for row in dict.fromkeys(verdict.place[:2] for verdict in verdicts):
+        mine = [verdict for verdict in verdicts if verdict.place[:2] == row]
+        firsts = Counter(verdict.best for verdict in mine if verdict.seconds[verdict.best] is not None)
+        models = ", ".join(
+            f"{label} is first in {count} clusters" if number == 0 else f"{label} in {count}"
+            for number, (label, count) in enumerate(firsts.most_common())
+        )
+        factors = sorted(mine, key=lambda verdict: verdict.speed_up)
+        found.append(
+            f"{', '.join(row)}: {models or 'no model reaches the target'}; the first model is {factors[0].factor} to "
+            f"{factors[-1].factor} as fast as bsp."
+        )
+    return found
+
+
+def draw_map(verdicts: Sequence[Verdict]) -> Figure:
+    """Draw the map. Rows are kinds and degrees, columns are shares of communication and numbers of workers."""
+    from paceline.report.canvas import COLOURS, new_figure
+
+    rows = list(dict.fromkeys(verdict.place[:2] for verdict in verdicts))
+    columns = list(dict.fromkeys(verdict.place[2:] for verdict in verdicts))
+    figure = new_figure(10.0, 1.6 + 0.62 * len(rows))
+    axes = figure.subplots()
+    colors = dict(zip(MODELS, ("#DDDDDD", *COLOURS), strict=False))
+    for verdict in verdicts:
+        x, y = columns.index(verdict.place[2:]), rows.index(verdict.place[:2])
+        strength = min(1.0, 0.25 + 0.4 * math.log2(max(1.0, min(verdict.speed_up, 4.0))))
+        axes.add_patch(_square(x, y, colors[verdict.best], 0.6 if verdict.best == "bsp" else strength))
+        text = "bsp" if verdict.best == "bsp" else f"{verdict.best}\n{verdict.factor}"
+        axes.text(x, y, text, ha="center", va="center", fontsize=9)
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xticks(range(len(columns)), [f"transfers {share:.0%}\n{n} workers" for share, n in columns])
+    axes.set_yticks(range(len(rows)), [f"{kind}: {degree}" for kind, degree in rows])
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.set_title(f"first model at {TARGET.value:.0%}, and its speed-up over BSP", pad=14)
+    return figure
+
+
+def _square(x: int, y: int, color: str, alpha: float) -> Rectangle:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, facecolor=color, alpha=alpha)
+
+
+EXHIBITS = (
+    Exhibit(
+        name="map",
+        source="no paper",
+        title="the fastest model by kind and degree of inequality, communication and workers",
+        differs="Simulated: DigitsNet on scikit-learn's digits. Transfers take the stated share of an iteration.",
+        minutes=35,
+        make=make_map,
+    ),
+)

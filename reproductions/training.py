@@ -1,0 +1,345 @@
+"""Training runs for the papers' figures: digits on a simulated cluster, evaluated at regular virtual times.
+
+The papers' networks and data are not available here. DigitsNet on scikit-learn's digits replaces them. The compute
+times of the cluster, its network and the size of the messages are those of the papers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Literal
+
+import msgspec
+import torch
+from torch import nn
+
+from paceline.demo.digits import Digits, DigitsNet, Recipe, accuracy, load, train
+from paceline.rehearsal.process_pool import TellCount, on_all_cores
+from paceline.runtime.reader import WeightsSnapshot
+from paceline.sim import Cluster, simulate
+
+__all__ = [
+    "LOSS_IMAGES",
+    "Outcome",
+    "Run",
+    "Setting",
+    "Target",
+    "at_own_best",
+    "best_of_each",
+    "common_and_tuned",
+    "medians",
+    "run_all",
+    "with_setting",
+]
+
+FEW = 4  # this many runs are done in this process, since starting other processes takes longer
+
+LOSS_IMAGES = 256  # training images of the loss; evaluating all of them would take longer than the training
+
+NEVER_S = 1e6  # longer than any run here
+
+Setting = tuple[float, float]
+"""(learning rate, momentum)."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The target of a run.
+
+    Attributes:
+        measure: "accuracy" on the test images, from 0 to 1, or "loss" over the first `LOSS_IMAGES` training images.
+        value: smallest accuracy or largest loss that meets the target.
+        in_a_row: number of consecutive evaluations that must meet it.
+    """
+
+    measure: Literal["accuracy", "loss"]
+    value: float
+    in_a_row: int
+
+    def lack(self, value: float) -> float:
+        """Return by how much a value misses the target; 0 or less if it meets it."""
+        return self.value - value if self.measure == "accuracy" else value - self.value
+
+    def reached_at(self, values: Sequence[float]) -> int | None:
+        """Return the index of the evaluation at which the target was reached; None if it was not reached."""
+        row = 0
+        for index, value in enumerate(values):
+            row = row + 1 if self.lack(value) <= 0 else 0
+            if row == self.in_a_row:
+                return index
+        return None
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One training run.
+
+    Attributes:
+        label: name in figures. Runs with the same label differ only in seed or learning rate.
+        cluster: cluster to simulate.
+        sync: sync model.
+        target: target of the run, which also says what is evaluated.
+        learning_rate: learning rate of SGD; 0 if it is not chosen yet.
+        likely_rate: learning rate near which a search begins; None to begin in the middle of the grid.
+        momentum: momentum of SGD.
+        batch_size: images per worker and iteration.
+        iterations: number of iterations of each worker.
+        until_s: virtual seconds after which the run ends.
+        seed: random seed of weights, data and times.
+        every_s: virtual seconds between two evaluations.
+        until_target: True to end the run when it has reached the target.
+    """
+
+    label: str
+    cluster: Cluster
+    sync: str
+    target: Target
+    learning_rate: float = 0.0
+    likely_rate: float | None = None
+    momentum: float = 0.0
+    batch_size: int = 16
+    iterations: int = 1_000_000
+    until_s: float = math.inf
+    seed: int = 0
+    every_s: float = 1.0
+    until_target: bool = True
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of a run. All times are virtual.
+
+    Attributes:
+        run: the run.
+        times_s: times of the evaluations.
+        values: accuracy or loss at these times.
+        time_s: time at which the last worker finished.
+        gradients: number of gradients that were applied.
+        updates: number of optimizer steps.
+        restarts: number of computations that were aborted and restarted.
+        mean_staleness: mean staleness of the gradients, in versions.
+        bytes_by_kind: bytes sent, by kind of message.
+        pushes_s: times at which the pushes began, ascending.
+    """
+
+    run: Run
+    times_s: list[float]
+    values: list[float]
+    time_s: float
+    gradients: int
+    updates: int
+    restarts: int
+    mean_staleness: float
+    bytes_by_kind: dict[str, int]
+    pushes_s: list[float]
+
+    @property
+    def reached_s(self) -> float:
+        """Time at which the target was reached; infinity if it was not reached."""
+        index = self.run.target.reached_at(self.values)
+        return math.inf if index is None else self.times_s[index]
+
+    @property
+    def slowness(self) -> float:
+        """Time to the target or, if it was not reached, a far larger number that grows with the distance from it."""
+        lack = min(self.run.target.lack(self.values[-1]), NEVER_S)
+        return min(self.reached_s, NEVER_S * (1 + max(0.0, lack)))
+
+
+def run_all(runs: Sequence[Run], tell: TellCount = lambda done, of, what: None) -> list[Outcome]:
+    """Run all, on all cores. Return the outcomes in the order of the runs. Equal runs are computed once."""
+    wanted = list(dict.fromkeys(map(_key, runs)))
+    by_key = {_key(run): run for run in runs}
+    digits = load()
+    if len(wanted) <= FEW:
+        _prepare(digits)
+        found = {}
+        for done, key in enumerate(wanted, start=1):
+            found[key] = _run(by_key[key])
+            tell(done, len(wanted), by_key[key].label)
+        return [msgspec.structs.replace(found[_key(run)], run=run) for run in runs]
+    tasks = [by_key[key] for key in wanted]
+    outcomes = on_all_cores(_run, tasks, lambda run: run.label, tell, _prepare, (digits,))
+    by_task = dict(zip(wanted, outcomes, strict=True))
+    return [msgspec.structs.replace(by_task[_key(run)], run=run) for run in runs]
+
+
+def best_of_each(
+    runs: Sequence[Run],
+    grid: Sequence[Setting],
+    tell: TellCount = lambda done, of, what: None,
+) -> dict[str, Setting]:
+    """Find, for each label, the setting with the smallest median time to the target. Ties go to the earlier setting.
+
+    If each label has one run and the runs end at their target, the search begins at the likely setting and moves
+    outwards. Each run then ends at the latest after the time that the best setting so far has needed.
+
+    Args:
+        runs: one or more runs for each label, one per seed.
+        grid: settings to try.
+        tell: progress callback.
+    """
+    if len({run.label for run in runs}) == len(runs) and all(run.until_target for run in runs):
+        tasks = [(run, tuple(grid)) for run in runs]
+        found = on_all_cores(_tune, tasks, lambda task: task[0].label, tell, _prepare, (load(),))
+        return {run.label: setting for run, setting in zip(runs, found, strict=True)}
+    tried = [with_setting(run, setting) for run in runs for setting in grid]
+    scores: dict[str, dict[Setting, list[float]]] = {}
+    for outcome in run_all(tried, tell):
+        setting = outcome.run.learning_rate, outcome.run.momentum
+        scores.setdefault(outcome.run.label, {}).setdefault(setting, []).append(outcome.slowness)
+    return {
+        label: min(times, key=lambda setting: (median(times[setting]), grid.index(setting)))
+        for label, times in scores.items()
+    }
+
+
+def common_and_tuned(
+    runs: Sequence[Run],
+    grid: Sequence[Setting],
+    tell: Callable[[str, float], None],
+) -> tuple[list[Outcome], list[Outcome], dict[str, Setting]]:
+    """Run all with their own setting, as the papers do, and again with the best setting of a grid for each label.
+
+    Only the first seed decides which setting is the best.
+
+    Returns:
+        The outcomes with their own setting, the outcomes with the best settings, and the best setting of each label.
+    """
+    common = run_all(runs, lambda done, of, what: tell(what, 0.3 * done / max(1, of)))
+    tuned, best = at_own_best(runs, grid, lambda what, share: tell(what, 0.3 + 0.7 * share))
+    return common, tuned, best
+
+
+def at_own_best(
+    runs: Sequence[Run],
+    grid: Sequence[Setting],
+    tell: Callable[[str, float], None],
+) -> tuple[list[Outcome], dict[str, Setting]]:
+    """Run all with the best setting of a grid for each label.
+
+    Only the first seed decides which setting is the best.
+
+    Returns:
+        The outcomes, and the best setting of each label.
+    """
+    best = best_of_each(
+        [run for run in runs if run.seed == 0],
+        grid,
+        lambda done, of, what: tell(f"tuning {what}", 0.6 * done / max(1, of)),
+    )
+    outcomes = run_all(
+        [with_setting(run, best[run.label]) for run in runs],
+        lambda done, of, what: tell(what, 0.6 + 0.4 * done / max(1, of)),
+    )
+    return outcomes, best
+
+
+def with_setting(run: Run, setting: Setting) -> Run:
+    """Return the run with another learning rate and momentum."""
+    return msgspec.structs.replace(run, learning_rate=setting[0], momentum=setting[1])
+
+
+def medians(outcomes: Sequence[Outcome], measure: Callable[[Outcome], float]) -> dict[str, float]:
+    """Return the median of a measure over the runs of each label."""
+    found: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.run.label, []).append(measure(outcome))
+    return {label: median(values) for label, values in found.items()}
+
+
+def _key(run: Run) -> tuple[object, ...]:
+    """Return a key; runs with the same key have the same results."""
+    return (
+        id(run.cluster),
+        run.sync,
+        run.learning_rate,
+        run.momentum,
+        run.batch_size,
+        run.iterations,
+        run.until_s,
+        run.seed,
+        run.every_s,
+        run.target,
+        run.until_target,
+    )
+
+
+_digits: Digits  # set by `_prepare`, once in each process of the pool
+
+
+def _prepare(digits: Digits) -> None:
+    global _digits
+    _digits = digits
+
+
+def _tune(task: tuple[Run, tuple[Setting, ...]]) -> Setting:
+    """Return the setting that reaches the target first or, if none does, the one that comes nearest to it."""
+    run, grid = task
+    likely = len(grid) // 2
+    if (rate := run.likely_rate) is not None:
+        likely = min(range(len(grid)), key=lambda index: abs(math.log(grid[index][0] / rate)))
+    best = math.inf, likely
+    until_s = run.until_s
+    for index in sorted(range(len(grid)), key=lambda index: abs(index - likely)):
+        outcome = _run(msgspec.structs.replace(with_setting(run, grid[index]), until_s=until_s))
+        best = min(best, (outcome.slowness, index))
+        until_s = min(until_s, best[0])
+    return grid[best[1]]
+
+
+def _run(run: Run) -> Outcome:
+    recipe = Recipe(
+        learning_rate=run.learning_rate,
+        momentum=run.momentum,
+        batch_size=run.batch_size,
+        duration_s=math.inf,
+        iterations=run.iterations,
+        seed=run.seed,
+    )
+    times_s: list[float] = []
+    values: list[float] = []
+    measure = _accuracy if run.target.measure == "accuracy" else _loss
+
+    def evaluate(time_s: float, snapshot: WeightsSnapshot) -> bool:
+        times_s.append(time_s)
+        values.append(measure(snapshot.state_dict))
+        return run.until_target and run.target.reached_at(values[-run.target.in_a_row :]) is not None
+
+    result = simulate(
+        run.cluster,
+        run.sync,
+        seed=run.seed,
+        until_s=run.until_s,
+        train_fn=train,
+        args=(_digits, recipe),
+        on_nan="skip",
+        snapshot_every_s=run.every_s,
+        on_snapshot=evaluate,
+    )
+    measures = result.measures
+    return Outcome(
+        run=run,
+        times_s=times_s,
+        values=values,
+        time_s=result.time_s,
+        gradients=sum(measures.iterations.values()),
+        updates=measures.updates,
+        restarts=measures.restarts,
+        mean_staleness=measures.mean_staleness,
+        bytes_by_kind=result.bytes_by_kind,
+        pushes_s=[loss.time_s for loss in result.history or []],
+    )
+
+
+def _accuracy(state_dict: dict[str, torch.Tensor]) -> float:
+    return accuracy(state_dict, _digits)
+
+
+def _loss(state_dict: dict[str, torch.Tensor]) -> float:
+    """Return the loss over the first `LOSS_IMAGES` training images; infinity if it is not finite."""
+    model = DigitsNet()
+    model.load_state_dict(state_dict)
+    with torch.inference_mode():
+        images, labels = _digits.train_images[:LOSS_IMAGES], _digits.train_labels[:LOSS_IMAGES]
+        loss = float(nn.functional.cross_entropy(model(images), labels))
+    return loss if math.isfinite(loss) else math.inf

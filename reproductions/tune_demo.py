@@ -1,0 +1,198 @@
+"""The search for the best learning rate and momentum of each sync model in the demo.
+
+Each point is one whole run of the demo, which takes about half a minute. Measurements are appended to `tuning.jsonl`
+in the run directory, so the command can be stopped and started again.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from paceline.demo.digits import load
+from paceline.demo.settings import Problem, Setting
+from paceline.demo.trial import run_trial
+from paceline.errors import ConfigurationError
+
+from .grid_search import Measure, Point, Score, learning_rate, search
+
+__all__ = ["STARTS", "Journal", "Measured", "tune"]
+
+STARTS: dict[str, dict[float, int]] = {
+    "bsp": {0.0: 4, 0.9: -1},
+    "ssp:staleness=3": {0.0: 1, 0.9: -6},
+    "asp": {0.0: 1, 0.9: -6},
+    "elastic-bsp:lookahead=15": {0.0: 1, 0.9: -6},
+}
+"""Steps of the learning rate where the search begins, by sync model and momentum (see `grid_search`)."""
+
+DEFAULT_DIR = Path(
+    "runs", "tuning"
+)  # not a new directory, so that the next call continues from its measurements
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """A measurement: one line of the journal.
+
+    Attributes:
+        problem: task that was trained.
+        setting: setting that was measured.
+        seed: random seed of the run.
+        time_to_target_s: time to the target accuracy; None if it was not reached.
+        final_accuracy: accuracy at the end of the run.
+    """
+
+    problem: Problem
+    setting: Setting
+    seed: int
+    time_to_target_s: float | None
+    final_accuracy: float
+
+    @property
+    def score(self) -> Score:
+        """Score of the measurement, by which settings are compared."""
+        reached_s = self.time_to_target_s
+        return Score(math.inf if reached_s is None else reached_s, 1.0 - self.final_accuracy)
+
+
+class Journal:
+    """All measurements so far, in a file of JSON lines.
+
+    Args:
+        path: path of the file, which need not exist.
+        problem: task that is measured now.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or its measurements are of another task.
+    """
+
+    def __init__(self, path: Path, problem: Problem) -> None:
+        self._path = path
+        self._done: dict[tuple[Setting, int], Measured] = {}
+        try:
+            lines = path.read_bytes().splitlines() if path.exists() else []
+            records = [msgspec.json.decode(line, type=Measured) for line in lines]
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigurationError(f"{path} is not a journal of measurements: {error}") from error
+        for record in records:
+            if record.problem != problem:
+                raise ConfigurationError(
+                    f"{path} was measured with other paces, batches, times or target; move it elsewhere."
+                )
+            self._done[record.setting, record.seed] = record
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    def get(self, setting: Setting, seed: int) -> Measured | None:
+        """Return the measurement of a setting with a seed, or None."""
+        return self._done.get((setting, seed))
+
+    def add(self, record: Measured) -> None:
+        """Add a measurement and append it to the file."""
+        self._done[record.setting, record.seed] = record
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
+
+
+def tune(
+    *,
+    console: Console,
+    run_dir: Path | None = None,
+    seeds: Sequence[int] = (0, 1, 2),
+    starts: Mapping[str, Mapping[float, int]] = STARTS,
+    problem: Problem | None = None,
+) -> list[Setting]:
+    """Find the setting of each sync model with the smallest median time to the target, then the highest accuracy.
+
+    Takes about 25 runs of half a minute for each sync model, 45 minutes in all. Run it on an otherwise idle machine.
+
+    Args:
+        console: where results are printed.
+        run_dir: directory of the journal; by default ./runs/tuning. Points in the journal are not measured again.
+        seeds: random seeds. The search uses the first one; the best few points and their neighbors are measured with
+            all of them.
+        starts: step where the search begins, by sync model and momentum.
+        problem: task to train; by default, that of the demo.
+
+    Returns:
+        The best setting of each sync model.
+
+    Raises:
+        ConfigurationError: the journal or the run directory cannot be used.
+        RunFailedError: a run failed. All earlier measurements are kept.
+    """
+    problem = problem or Problem()
+    run_dir = run_dir or DEFAULT_DIR
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the run directory {run_dir} cannot be written: {error.strerror}."
+        ) from error
+    journal = Journal(run_dir / "tuning.jsonl", problem)
+    console.print(
+        f"Each point is a run of about {problem.duration_s:.0f} s plus its start; there are about 25 points for each "
+        f"of {len(starts)} sync models. {len(journal)} measurements are already in {run_dir / 'tuning.jsonl'}.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    begun_s = time.monotonic()
+    best = []
+    for sync, start in starts.items():
+        finals = search(_measure(sync, problem, journal, run_dir, console), start, seeds)
+        console.print(_finals_table(sync, finals, len(seeds), problem))
+        best.append(_setting(sync, next(iter(finals))))
+    console.print(f"After {(time.monotonic() - begun_s) / 60:.0f} minutes, the best settings:")
+    for setting in best:
+        console.print(f"    {setting!r},", soft_wrap=True, highlight=False)
+    return best
+
+
+def _measure(sync: str, problem: Problem, journal: Journal, run_dir: Path, console: Console) -> Measure:
+    digits = load()
+
+    def measure(point: Point, seed: int) -> Score:
+        setting = _setting(sync, point)
+        known = journal.get(setting, seed)
+        if known is None:
+            with tempfile.TemporaryDirectory(dir=run_dir, prefix="run-") as scratch:
+                trial = run_trial(digits, problem, setting, seed, run_dir=Path(scratch), progress=None)
+            known = Measured(
+                problem=problem,
+                setting=setting,
+                seed=seed,
+                time_to_target_s=trial.outcome.time_to_target_s,
+                final_accuracy=trial.outcome.final_accuracy,
+            )
+            journal.add(known)
+            console.print(f"{setting}, seed {seed}: {_words(known.score)}", soft_wrap=True, highlight=False)
+        return known.score
+
+    return measure
+
+
+def _setting(sync: str, point: Point) -> Setting:
+    return Setting(sync, learning_rate(point.step), point.momentum)
+
+
+def _words(score: Score) -> str:
+    time_s, error = score
+    return f"{f'{time_s:.2f} s' if math.isfinite(time_s) else 'never'}, {1 - error:.1%} at the end"
+
+
+def _finals_table(sync: str, finals: Mapping[Point, Score], seeds: int, problem: Problem) -> Table:
+    table = Table(title=f"{sync}: medians of {seeds} seeds", title_justify="left")
+    table.add_column("learning rate", justify="right")
+    table.add_column("momentum", justify="right")
+    table.add_column(f"to {problem.target_accuracy:.0%}, and at the end")
+    for point, score in finals.items():
+        table.add_row(f"{learning_rate(point.step):g}", f"{point.momentum:g}", _words(score))
+    return table

@@ -1,0 +1,42 @@
+"""The folder into which a command writes pictures and figures."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+from ..errors import ConfigurationError
+
+__all__ = ["new_folder"]
+
+
+def new_folder(out: Path | None, what: str) -> Path:
+    """Create the output folder and return it.
+
+    Args:
+        out: the folder the user chose, which must be empty or new. None creates a new folder under ./runs.
+        what: first part of the name of a folder under ./runs.
+
+    Raises:
+        ConfigurationError: the folder is not empty, it cannot be created, or matplotlib is not installed.
+    """
+    from ..report.canvas import new_figure
+
+    new_figure(1.0, 1.0)  # raises now, before any work is done, if pictures cannot be drawn
+    if out is None:
+        stamp = time.strftime(f"{what}-%Y%m%d-%H%M%S")
+        out = next(
+            folder
+            for number in itertools.count(1)
+            if not (folder := Path("runs", stamp if number == 1 else f"{stamp}-{number}")).exists()
+        )
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"{str(out)!r} is a file; choose a folder with --out.")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigurationError(f"the folder {str(out)!r} is not empty; choose another with --out.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"cannot create the folder {str(out)!r}: {error.strerror}.") from error
+    return out

@@ -1,0 +1,123 @@
+"""The comparison of sync models in the demo: four workers, one of them three times slower, learn handwritten digits.
+
+A table and a picture show how much time is lost by waiting for the slowest worker, and how much an elastic barrier
+saves. Each sync model runs with its own best setting. One setting for all would favor some of them, since asynchrony
+acts like momentum.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from ..errors import ConfigurationError
+from ..report.canvas import save
+from ..report.comparison import TrialOutcome, comparison_table, medians
+from ..report.picture import comparison_picture
+from ..report.timeline import Timeline, read_timeline
+from ..runtime.job import make_job
+from .digits import load
+from .settings import SETTINGS, Problem, Setting
+from .trial import Trial, run_trial
+
+__all__ = ["run_demo"]
+
+SHOWN_S = 2.0  # length of the timelines in the picture
+
+
+def run_demo(
+    *,
+    console: Console,
+    run_dir: Path | None = None,
+    seeds: Sequence[int] = (0,),
+    settings: Sequence[Setting] = SETTINGS,
+    problem: Problem | None = None,
+    progress: bool | None = True,
+) -> list[TrialOutcome]:
+    """Train with each setting and each seed, one run after another, then print and save the results.
+
+    Afterwards the run directory contains `summary.json` (one object per setting, with medians over the seeds),
+    `trials.json` (one object per run), `curves.csv`, `comparison.png`, and a directory for each run.
+
+    Args:
+        console: where the table and messages are printed.
+        run_dir: directory for the results. By default, a new directory under ./runs.
+        seeds: random seeds. Each determines the initial weights and the order of the data for all settings.
+        settings: settings to compare.
+        problem: task to train; by default, that of the demo.
+        progress: True to show each run live on standard error; None does so only if it is a terminal.
+
+    Returns:
+        One outcome per setting, with medians over the seeds.
+
+    Raises:
+        ConfigurationError: an argument is invalid; nothing was started.
+        RunFailedError: a run failed.
+    """
+    problem = problem or Problem()
+    if not seeds:
+        raise ConfigurationError("seeds is empty, expected at least one whole number, for example 0.")
+    digits = load()
+    workers = len(problem.pace_s)
+    home = Path(
+        make_job(workers=workers, servers=problem.servers, pace=problem.pace_s, run_dir=run_dir).run_dir
+    )
+    console.print(
+        f"{workers} workers, one {max(problem.pace_s) / min(problem.pace_s):g} times slower than the others "
+        f"(emulated), learn {len(digits.train_labels)} handwritten digits under {len(settings)} sync models, "
+        f"{problem.duration_s:g} s each.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    trials: list[Trial] = []
+    for seed in seeds:
+        for setting in settings:
+            count = f"[bold]{len(trials) + 1}/{len(seeds) * len(settings)}[/]"
+            console.print(f"{count} {setting}, seed {seed}", soft_wrap=True, highlight=False)
+            run = home / f"{re.sub('[^a-z0-9.]+', '-', setting.sync)}-seed-{seed}"
+            trials.append(run_trial(digits, problem, setting, seed, run_dir=run, progress=progress))
+    outcomes = [medians([t.outcome for t in trials if t.outcome.sync == s.sync]) for s in settings]
+    _save_json(home / "summary.json", outcomes)
+    _save_json(home / "trials.json", [trial.outcome for trial in trials])
+    _save_curves(home / "curves.csv", trials)
+    console.print(comparison_table(outcomes, every=len(settings) > len(SETTINGS)))
+    try:
+        _save_picture(home / "comparison.png", trials, problem)
+        console.print(f"picture: {home / 'comparison.png'}", soft_wrap=True, highlight=False)
+    except ConfigurationError as error:
+        console.print(f"no picture: {error}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"results: {home}", soft_wrap=True, highlight=False)
+    return outcomes
+
+
+def _save_json(path: Path, outcomes: Sequence[TrialOutcome]) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(outcomes), indent=2) + b"\n")
+
+
+def _save_curves(path: Path, trials: Sequence[Trial]) -> None:
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["sync", "seed", "time_s", "accuracy"])
+        for trial in trials:
+            for time_s, accuracy in zip(trial.curve.times_s, trial.curve.accuracies, strict=True):
+                rows.writerow([trial.outcome.sync, trial.outcome.seeds[0], time_s, accuracy])
+
+
+def _save_picture(path: Path, trials: Sequence[Trial], problem: Problem) -> None:
+    timelines: dict[str, Timeline] = {}
+    for trial in trials:
+        timelines.setdefault(trial.outcome.sync, read_timeline(trial.run_dir))  # keeps that of the first seed
+    figure = comparison_picture(
+        f"Handwritten digits, {len(timelines)} sync models, one slow worker",
+        f"the speeds of the workers were emulated: {trials[0].outcome.emulated}",
+        [trial.curve for trial in trials if trial.outcome.sync in {setting.sync for setting in SETTINGS}],
+        problem.target_accuracy,
+        timelines,
+        min(SHOWN_S, problem.duration_s),
+    )
+    save(figure, path)

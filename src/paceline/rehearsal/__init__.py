@@ -1,0 +1,1 @@
+"""Comparisons of sync models on simulated clusters: `paceline simulate` and `paceline advise`."""

@@ -1,0 +1,93 @@
+"""`paceline simulate`: comparisons of sync models on a cluster, with their tables, pictures and JSON files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from ..report.canvas import save
+from ..report.picture import timelines_picture
+from ..report.ranking import ranking_picture, ranking_table, sweep_picture
+from ..report.timeline import timeline_of
+from ..sim import Cluster, simulate
+from .clusters import describe
+from .process_pool import TellCount
+from .ranking import Figures, rank, sweep
+
+__all__ = ["STAR", "compare", "explore", "show_faults"]
+
+STAR = "*: no other model here has both more gradients per second and less staleness"
+MOST_DRAWN = 16  # no timelines are drawn of clusters with more workers
+SHOWN_ITERATIONS = 12  # length of the timelines, in iterations of the slowest worker
+
+
+def show_faults(rows: Iterable[Figures], console: Console) -> None:
+    """Print which conditions failed. The figures of these rows are those of the models that replaced them."""
+    for row in rows:
+        for fault in row.faults:
+            console.print(f"{row.sync}: {fault.splitlines()[0]}", style="red", markup=False, highlight=False)
+
+
+def compare(
+    cluster: Cluster,
+    syncs: Sequence[str],
+    *,
+    iterations: int,
+    seed: int,
+    shards: int | None,
+    out: Path,
+    console: Console,
+    tell: TellCount,
+) -> list[Figures]:
+    """Rank sync models: print a table, and save it as JSON with a picture of the ranking and one of the timelines."""
+    rows = rank(cluster, syncs, iterations=iterations, seed=seed, shards=shards, tell=tell)
+    until_s = rows[0].until_s
+    note = f"{describe(cluster)}; {until_s:.4g} virtual seconds, in which bsp does {iterations} iterations"
+    console.print(ranking_table(cluster.name, rows, f"{note}\n{STAR}"))
+    show_faults(rows, console)
+    _save_json(out / "ranking.json", rows)
+    save(ranking_picture(cluster.name, note, rows), out / "ranking.png")
+    if cluster.workers <= MOST_DRAWN:
+        slowest_s = max(cluster.compute(worker).typical_s for worker in range(cluster.workers))
+        shown_s = SHOWN_ITERATIONS * (slowest_s or 1.0)
+        timelines = {}
+        for sync in syncs:
+            result = simulate(cluster, sync, None, seed, until_s=2 * shown_s, shards=shards, record=True)
+            if any(result.records):  # otherwise no worker has finished an iteration
+                timelines[sync] = timeline_of(result.records, result.trace[0])
+        if timelines:
+            save(timelines_picture(timelines, shown_s), out / "timelines.png")
+    return rows
+
+
+def explore(
+    cluster: Cluster,
+    syncs: Sequence[str],
+    key: str,
+    values: Sequence[float],
+    *,
+    iterations: int,
+    seed: int,
+    shards: int | None,
+    out: Path,
+    console: Console,
+    tell: TellCount,
+) -> list[Figures]:
+    """Compare values of a parameter: print a table, and save it as JSON with a picture of the curves."""
+    points = sweep(cluster, syncs, key, values, iterations=iterations, seed=seed, shards=shards, tell=tell)
+    rows = [row for _, row in points]
+    console.print(ranking_table(cluster.name, rows, describe(cluster)))
+    show_faults(rows, console)
+    _save_json(out / "sweep.json", rows)
+    lines: dict[str, list[tuple[float, Figures]]] = {}
+    for value, row in points:
+        lines.setdefault(row.sync.partition(":")[0], []).append((value, row))
+    save(sweep_picture(f"{cluster.name}: {key}", key, lines), out / "sweep.png")
+    return rows
+
+
+def _save_json(path: Path, rows: Sequence[Figures]) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")

@@ -1,0 +1,82 @@
+"""A pool of processes for independent computations on all cores. The processes end when their parent does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from ..errors import RunFailedError
+from ..launcher.boot import end_with_parent
+
+__all__ = ["TellCount", "on_all_cores"]
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+TellCount = Callable[[int, int, str], None]
+"""Progress callback: takes the number of finished tasks, the number of all tasks, and the name of the last one."""
+
+
+def on_all_cores(
+    function: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    name_of: Callable[[Task], str],
+    tell: TellCount = lambda done, of, what: None,
+    prepare: Callable[..., object] = tuple,
+    prepare_args: tuple[Any, ...] = (),
+    *,
+    fresh: bool = False,
+) -> list[Result]:
+    """Apply a function to each task in a pool of processes. Return the results in the order of the tasks.
+
+    Args:
+        function: function of one task. It must be importable; tasks and results must be picklable.
+        tasks: tasks to process.
+        name_of: returns the name of a task, for the progress.
+        tell: progress callback.
+        prepare: importable function that every process calls first. The default does nothing.
+        prepare_args: arguments of `prepare`.
+        fresh: True to run each task in a new process.
+
+    Raises:
+        RunFailedError: a process ended without returning a result.
+    """
+    tell(0, len(tasks), "")
+    if not tasks:
+        return []
+    pool = ProcessPoolExecutor(
+        min(len(tasks), os.cpu_count() or 1),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin,
+        initargs=(os.getpid(), prepare, prepare_args),
+        max_tasks_per_child=1 if fresh else None,
+    )
+    try:
+        futures = {pool.submit(function, task): task for task in tasks}
+        for done, future in enumerate(as_completed(futures), start=1):
+            future.result()  # raises the exception of a task that failed
+            tell(done, len(tasks), name_of(futures[future]))
+        return [future.result() for future in futures]
+    except BrokenProcessPool as error:
+        raise RunFailedError(
+            "a process",
+            "it ended without an error message: it was killed, ran out of memory, or called os._exit()",
+        ) from error
+    except BaseException:
+        for process in list((pool._processes or {}).values()):  # their results are no longer needed
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(parent: int, prepare: Callable[..., object], prepare_args: tuple[Any, ...]) -> None:
+    """Prepare a process of the pool. It ends with its parent and leaves Ctrl-C to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(parent)
+    prepare(*prepare_args)

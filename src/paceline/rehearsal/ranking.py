@@ -1,0 +1,345 @@
+"""Rankings of sync models on a cluster. Each model, or each value of a model's parameter, is simulated for the same
+time.
+
+The simulations cover timing only: how many gradients are computed, how stale they are, and how long workers wait. How
+staleness affects a loss takes training, see `training` in this package.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+import msgspec
+
+from ..errors import ConfigurationError
+from ..sim import Cluster, SimResult, simulate
+from ..sync import MODELS
+from ..sync.schedule import read_schedule
+from .process_pool import TellCount, on_all_cores
+
+__all__ = [
+    "EVERY_MODEL",
+    "Figures",
+    "Task",
+    "figures_of",
+    "rank",
+    "read_syncs",
+    "require_runnable",
+    "run_tasks",
+    "sweep",
+    "sweep_values",
+    "variants",
+]
+
+EVERY_MODEL = (
+    "bsp",
+    "asp",
+    "ssp:staleness=3",
+    "ssp:staleness=3,execution=lazy",
+    "dssp:lower=3,upper=15",
+    "dsps:lower=1,upper=15",
+    "pssp:staleness=3,probability=0.1",
+    "dynamic-pssp:staleness=3",
+    "elastic-bsp:lookahead=15",
+    "spec-sync",
+)
+"""The models that are compared by default, with the parameters of their papers."""
+
+
+MOST_VALUES = 1000
+"""Largest number of values in a sweep."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """The arguments of one simulation.
+
+    Attributes:
+        cluster: cluster to simulate.
+        sync: sync model.
+        iterations: iterations of each worker; None for no limit.
+        until_s: virtual seconds after which the simulation ends.
+        seed: random seed.
+        shards: number of shards; None for one per server.
+    """
+
+    cluster: Cluster
+    sync: str
+    iterations: int | None
+    until_s: float
+    seed: int
+    shards: int | None = None
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of one simulation. Shares are from 0 to 1.
+
+    Attributes:
+        sync: sync model.
+        until_s: virtual seconds that were simulated.
+        finished_s: virtual time at which a worker finished its last iteration, averaged over the workers.
+        gradients_per_s: pushes of all workers that were applied, per virtual second.
+        updates_per_s: optimizer steps per virtual second. Under BSP one step applies all gradients of a round.
+        mean_staleness: mean staleness of the gradients, in versions.
+        max_staleness: largest staleness of a gradient, in versions.
+        computing_share: share of the workers' time spent on gradients that were pushed.
+        waiting_share: share of the workers' time spent waiting for other workers.
+        wasted_share: share of the workers' time spent on aborted computations and the pulls after them.
+        delayed_share: share of the pulls that were not answered on arrival.
+        restarts: number of computations that were aborted and restarted.
+        bytes_sent: bytes sent by all processes.
+        faults: descriptions of conditions that failed, and of the models that replaced them. If there are any, the
+            figures are not those of `sync` alone.
+        front: True if no other model of the comparison has both more gradients per second and less staleness.
+    """
+
+    sync: str
+    until_s: float
+    finished_s: float
+    gradients_per_s: float
+    updates_per_s: float
+    mean_staleness: float
+    max_staleness: int
+    computing_share: float
+    waiting_share: float
+    wasted_share: float
+    delayed_share: float
+    restarts: int
+    bytes_sent: int
+    faults: list[str] = []
+    front: bool = False
+
+    @property
+    def moving_share(self) -> float:
+        """Share of the workers' time spent on transfers, from 0 to 1."""
+        return max(0.0, 1.0 - self.computing_share - self.waiting_share - self.wasted_share)
+
+
+def figures_of(sync: str, result: SimResult) -> Figures:
+    """Compute the figures of a simulation from its result."""
+    measures = result.measures
+    pushes = sum(measures.iterations.values())
+    duration_s = measures.duration_s or 1.0
+    present_s = measures.present_s or 1.0
+    return Figures(
+        sync=sync,
+        until_s=measures.duration_s,
+        finished_s=fmean(result.finished_s),
+        gradients_per_s=(pushes - measures.dropped_pushes / result.shards) / duration_s,
+        updates_per_s=measures.updates_per_s,
+        mean_staleness=measures.mean_staleness,
+        max_staleness=measures.max_staleness,
+        computing_share=result.computed_s / present_s,
+        waiting_share=measures.waiting_share,
+        wasted_share=result.wasted_s / present_s,
+        delayed_share=measures.delayed_pulls / (pushes * result.shards) if pushes else 0.0,
+        restarts=measures.restarts,
+        bytes_sent=result.bytes_sent,
+        faults=result.faults,
+    )
+
+
+def run_task(task: Task) -> Figures:
+    """Run one simulation without recording traces."""
+    result = simulate(
+        task.cluster,
+        task.sync,
+        task.iterations,
+        task.seed,
+        until_s=task.until_s,
+        shards=task.shards,
+    )
+    return figures_of(task.sync, result)
+
+
+def run_tasks(tasks: Sequence[Task], tell: TellCount = lambda done, of, what: None) -> list[Figures]:
+    """Run simulations on all cores. Return their figures in the order of the tasks."""
+    if len(tasks) > 1:
+        return on_all_cores(run_task, tasks, lambda task: task.sync, tell)
+    tell(0, len(tasks), "")
+    figures = [run_task(task) for task in tasks]
+    tell(len(tasks), len(tasks), "")
+    return figures
+
+
+def rank(
+    cluster: Cluster,
+    syncs: Sequence[str],
+    *,
+    iterations: int = 100,
+    seed: int = 0,
+    shards: int | None = None,
+    tell: TellCount = lambda done, of, what: None,
+) -> list[Figures]:
+    """Simulate each model for as long as BSP takes for `iterations` iterations. Sort by gradients per second,
+    descending.
+
+    Raises:
+        ConfigurationError: a model cannot run on this cluster, or BSP completes no iteration on it.
+    """
+    require_runnable(cluster, syncs, shards)
+    horizon_s = horizon(cluster, iterations, seed, shards)
+    tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for sync in syncs]
+    return mark_front(
+        sorted(run_tasks(tasks, tell), key=lambda row: (-row.gradients_per_s, row.mean_staleness))
+    )
+
+
+def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None) -> float:
+    """Return the virtual seconds that BSP takes.
+
+    Raises:
+        ConfigurationError: BSP completes no iteration on this cluster, or it takes no time.
+    """
+    time_s = simulate(cluster, "bsp", iterations, seed, shards=shards).time_s
+    if not time_s:
+        raise ConfigurationError(
+            "under bsp, no worker finishes an iteration on this cluster, or iterations take no time, so there is "
+            "nothing to compare. Check the compute times, and when workers are lost."
+        )
+    return time_s
+
+
+def mark_front(rows: Sequence[Figures]) -> list[Figures]:
+    """Set `front` in the rows that no other row exceeds in both gradients per second and freshness."""
+    return [
+        msgspec.structs.replace(
+            row,
+            front=not any(
+                other.gradients_per_s >= row.gradients_per_s
+                and other.mean_staleness <= row.mean_staleness
+                and (other.gradients_per_s, -other.mean_staleness)
+                != (row.gradients_per_s, -row.mean_staleness)
+                for other in rows
+            ),
+        )
+        for row in rows
+    ]
+
+
+def sweep(
+    cluster: Cluster,
+    syncs: Sequence[str],
+    key: str,
+    values: Sequence[float],
+    *,
+    iterations: int = 100,
+    seed: int = 0,
+    shards: int | None = None,
+    tell: TellCount = lambda done, of, what: None,
+) -> list[tuple[float, Figures]]:
+    """Simulate each model that has the parameter `key` with each value. Return pairs (value, figures)."""
+    pairs = variants(syncs, key, values)
+    require_runnable(cluster, [sync for _, sync in pairs], shards)
+    horizon_s = horizon(cluster, iterations, seed, shards)
+    tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for _, sync in pairs]
+    return [(value, row) for (value, _), row in zip(pairs, run_tasks(tasks, tell), strict=True)]
+
+
+def variants(syncs: Sequence[str], key: str, values: Sequence[float]) -> list[tuple[float, str]]:
+    """Return pairs (value, sync model) for each model that has the parameter `key`.
+
+    Raises:
+        ConfigurationError: no model has this parameter.
+    """
+    having = [sync for sync in syncs if _has_key(sync, key)]
+    if not having:
+        known = ", ".join(sorted({field for model in MODELS.values() for field in model.__struct_fields__}))
+        raise ConfigurationError(
+            f"none of the sync models {', '.join(syncs)} has a parameter {key!r}. Choices: {known}."
+        )
+    return [(value, _with_key(sync, key, value)) for sync in having for value in values]
+
+
+def require_runnable(cluster: Cluster, syncs: Sequence[str], shards: int | None = None) -> None:
+    """Raise `ConfigurationError` if one of the models cannot run on this cluster."""
+    for sync in syncs:
+        read_schedule(sync).require_runnable(cluster.workers, shards or cluster.servers)
+
+
+def sweep_values(text: str) -> tuple[str, list[float]]:
+    """Parse a sweep: `key=5..480` (doubling), `key=1..9:2` (steps of 2), or `key=1,5,20`.
+
+    >>> sweep_values("lookahead=5..40")
+    ('lookahead', [5.0, 10.0, 20.0, 40.0])
+    >>> sweep_values("staleness=1..7:3")
+    ('staleness', [1.0, 4.0, 7.0])
+
+    Raises:
+        ConfigurationError: the text has none of these forms.
+    """
+    key, equals, rest = text.partition("=")
+    number = r"([0-9.]+)"
+    try:
+        if match := re.fullmatch(rf"{number}\.\.{number}(?::{number})?", rest):
+            low, high = float(match[1]), float(match[2])
+            values = list(_steps(low, high, float(match[3]) if match[3] else None))
+        else:
+            values = [float(part) for part in rest.split(",")]
+    except ValueError:
+        values = []
+    if len(values) > MOST_VALUES:
+        raise ConfigurationError(f"sweep {text!r} has more than {MOST_VALUES} values; use larger steps.")
+    if not (key and equals and values):
+        raise ConfigurationError(
+            f"sweep is {text!r}, expected key=from..to, key=from..to:step or key=value,value, for example "
+            "lookahead=5..480."
+        )
+    return key, values
+
+
+def read_syncs(text: str) -> list[str]:
+    """Parse a list of sync models, for example `bsp,ssp:staleness=3,execution=lazy,elastic-bsp`.
+
+    "all" stands for `EVERY_MODEL`. A part of the form `key=value` belongs to the model before it. Parts with `@` are
+    the steps of one schedule.
+
+    >>> read_syncs("bsp,ssp:staleness=3,execution=lazy,bsp@0,asp@50,asp")
+    ['bsp', 'ssp:staleness=3,execution=lazy', 'bsp@0,asp@50', 'asp']
+
+    Raises:
+        ConfigurationError: one of the models is unknown or invalid.
+    """
+    if text.strip() == "all":
+        return list(EVERY_MODEL)
+    found: list[str] = []
+    for part in text.split(","):
+        when = part.rpartition("@")[2] if "@" in part else ""
+        belongs = bool(re.match(r"[a-z_]+=", part)) or when not in ("", "0")
+        if belongs and found:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    for sync in found:
+        read_schedule(sync)
+    return found
+
+
+def _steps(low: float, high: float, step: float | None) -> Iterator[float]:
+    if low > high or (low <= 0 if step is None else step <= 0):
+        return
+    if step is not None:
+        count = int((high - low) / step * (1 + 1e-9)) + 1
+        yield from (round(low + index * step, 12) for index in range(min(count, MOST_VALUES + 1)))
+        return
+    value = low
+    while value < high:
+        yield value
+        value *= 2
+    yield high
+
+
+def _plain(value: float) -> str:
+    return str(int(value)) if value.is_integer() else repr(value)
+
+
+def _has_key(sync: str, key: str) -> bool:
+    name = sync.partition(":")[0]
+    return "@" not in sync and "|" not in sync and name in MODELS and key in MODELS[name].__struct_fields__
+
+
+def _with_key(sync: str, key: str, value: float) -> str:
+    name, _, rest = sync.partition(":")
+    kept = [item for item in rest.split(",") if item and item.partition("=")[0] != key]
+    return f"{name}:{','.join([f'{key}={_plain(value)}', *kept])}"

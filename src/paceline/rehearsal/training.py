@@ -1,0 +1,162 @@
+"""`paceline simulate --script`: a user's training script on a simulated cluster, under several sync models.
+
+Unlike a ranking of timings, this shows how much staleness the loss of the script tolerates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import UsageError
+from ..report.canvas import save
+from ..report.loss import LossCurve, loss_picture
+from ..sim import Cluster, Loss, simulate
+from .clusters import describe
+from .comparison import show_faults
+from .process_pool import TellCount, on_all_cores
+from .ranking import Figures, figures_of
+
+__all__ = ["Trained", "smooth", "train_and_compare"]
+
+POINTS = 60  # largest number of points of a curve, roughly
+WINDOW = 0.05  # share of all pushes over which each point of a curve is averaged
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """The results of training under one model.
+
+    Attributes:
+        figures: figures of the simulation.
+        curve: smoothed losses, as pairs (virtual seconds, loss).
+        final_loss: last point of the curve.
+    """
+
+    figures: Figures
+    curve: list[tuple[float, float]]
+    final_loss: float
+
+    def reaches_s(self, loss: float) -> float | None:
+        """Return the virtual time at which the curve first reached a loss; None if it never did."""
+        return next((time_s for time_s, value in self.curve if value <= loss), None)
+
+
+class _Task(msgspec.Struct, frozen=True):
+    cluster: Cluster
+    sync: str
+    script: str
+    arguments: list[str]
+    seed: int
+    shards: int | None
+    log: str
+
+
+def train_and_compare(
+    cluster: Cluster,
+    syncs: Sequence[str],
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    seed: int,
+    shards: int | None,
+    out: Path,
+    console: Console,
+    tell: TellCount,
+) -> list[Trained]:
+    """Run the script under each model, print a table, and draw the losses over virtual time.
+
+    Raises:
+        RunFailedError: the script failed.
+        UsageError: the script trained, but its closures returned no loss.
+    """
+    tasks = [
+        _Task(cluster, sync, str(script), list(arguments), seed, shards, str(out / f"script-{number}.log"))
+        for number, sync in enumerate(syncs)
+    ]
+    # Each run gets a new process, since modules keep their state.
+    found = on_all_cores(_run, tasks, lambda task: task.sync, tell, fresh=True)
+    (out / "training.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    rows = [row for row in found if row.curve]
+    if len(rows) < len(found):
+        raise UsageError(
+            f"{script} returned no losses to compare: pass optimizer.step() a closure that returns the loss."
+        )
+    console.print(_table(cluster, rows, rows[0].final_loss, syncs[0]))
+    show_faults([row.figures for row in rows], console)
+    curves = [LossCurve(row.figures.sync, row.curve) for row in rows]
+    save(loss_picture(f"{script.name} on {cluster.name}", describe(cluster), curves), out / "training.png")
+    return found
+
+
+def smooth(history: Sequence[Loss]) -> list[tuple[float, float]]:
+    """Average the losses over windows of pushes. Each point has the time of the last push in its window.
+
+    >>> smooth([Loss(1.0, 0, 0, 4.0), Loss(2.0, 1, 0, 2.0)])
+    [(1.0, 4.0), (2.0, 2.0)]
+    """
+    width = max(1, round(len(history) * WINDOW))
+    stride = max(1, len(history) // POINTS)
+    ends = range(width, len(history) + 1, stride)
+    return [
+        (history[end - 1].time_s, fmean(loss.loss for loss in history[end - width : end])) for end in ends
+    ]
+
+
+def _run(task: _Task) -> Trained:
+    """Run the script in this process, which is a new one. Its standard output is written to a file."""
+    sys.argv = [task.script, *task.arguments]
+    sys.path.insert(0, str(Path(task.script).resolve().parent))
+    with open(task.log, "w") as log, contextlib.redirect_stdout(log):
+        result = simulate(
+            task.cluster,
+            task.sync,
+            seed=task.seed,
+            train_fn=runpy.run_path,
+            args=(task.script, None, "__main__"),
+            shards=task.shards,
+        )
+    curve = smooth(result.history or [])
+    figures = figures_of(task.sync, result)
+    return Trained(figures, curve, curve[-1][1] if curve else float("nan"))
+
+
+def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str) -> Table:
+    table = Table(
+        title=escape(cluster.name),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        caption=f"{escape(describe(cluster))}; losses are those of the training batches, smoothed. All models "
+        "use the script's learning rate. Models that average gradients, such as bsp, tolerate a larger one.",
+        caption_justify="left",
+    )
+    table.add_column("sync", overflow="fold")
+    for heading in (
+        "virtual s\nin all",
+        f"s to {target:.4g},\n{first}'s last loss",
+        "last\nloss",
+        "mean\nstaleness",
+        "waits",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        reached_s = row.reaches_s(target)
+        table.add_row(
+            row.figures.sync,
+            f"{row.figures.until_s:.4g}",
+            "never" if reached_s is None else f"{reached_s:.4g}",
+            f"{row.final_loss:.4g}",
+            f"{row.figures.mean_staleness:.1f}",
+            f"{row.figures.waiting_share:.1%}",
+        )
+    return table

@@ -1,0 +1,341 @@
+"""`python -m benchmarks transport`: what it measures, shows and refuses. No test checks how fast anything is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks import commands, transport
+from benchmarks.transport import Plan, Row, estimate_s, measure, plan, tables
+from benchmarks.transport.fork_server import fork_server
+from benchmarks.transport.goals import GOALS, goal_rows
+from benchmarks.transport.plan import (
+    FLOOR,
+    GLOO,
+    OPTIMIZERS,
+    SHM_ASP,
+    SHM_BSP,
+    SOCKET_ASP,
+    SOCKET_BSP,
+    SYSTEMS,
+    TCP_ASP,
+    TCP_BSP,
+    TURNS,
+    Case,
+    Turn,
+)
+from benchmarks.transport.systems import launch_paceline
+from paceline.cli import terminal
+from paceline.errors import RunFailedError
+
+KEYS = {"system", "transport", "mode", "size_mb", "workers", "median_ms", "low_ms", "high_ms"}
+CASES = [case for turn in TURNS for case in turn]
+DEADLINE_S = 120.0  # only reached if something hangs
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure few iterations and small optimizers."""
+    monkeypatch.setattr(plan, "SECONDS", 0.001)
+    monkeypatch.setattr(plan, "OPTIMIZER_MB", 0.1)
+
+
+def row(case: Case, size_mb: float, workers: int, median_ms: float) -> Row:
+    return Row(
+        **case._asdict(),
+        size_mb=size_mb,
+        workers=workers,
+        median_ms=median_ms,
+        low_ms=median_ms,
+        high_ms=median_ms,
+    )
+
+
+def update(optimizer: str, median_ms: float, traffic_ms: float) -> Row:
+    return Row(
+        system="optimizer",
+        transport="shm",
+        mode="asp",
+        size_mb=100.0,
+        workers=1,
+        median_ms=median_ms,
+        low_ms=median_ms,
+        high_ms=median_ms,
+        optimizer=optimizer,
+        traffic_ms=traffic_ms,
+    )
+
+
+def full(median_ms: float = 10_000.0) -> list[Row]:
+    """Return rows for everything that is measured by default."""
+    sizes = [(size_mb, n) for size_mb in plan.SIZES_MB for n in plan.WORKERS]
+    steps = [row(case, size_mb, n, median_ms) for size_mb, n in sizes for case in CASES]
+    return steps + [update(name, median_ms, median_ms) for name in OPTIMIZERS]
+
+
+def shown(rows: Sequence[Row], most: int = 3) -> str:
+    """Return the tables as text, 80 columns wide."""
+    console = Console(file=StringIO(), width=80, color_system=None)
+    for table in tables(rows, 3)[:most]:
+        console.print(table)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+# -- a real run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("few")
+def test_a_small_run_ends_with_a_row_for_everything_there_is() -> None:
+    arguments = ["transport", "--json", "--sizes", "0.004", "--workers", "2", "--rounds", "1"]
+    result = CliRunner().invoke(commands.app, arguments)
+
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    steps = [found for found in rows if found["system"] != "optimizer"]
+    updates = [found for found in rows if found["system"] == "optimizer"]
+    assert [(found["system"], found["transport"], found["mode"]) for found in steps] == CASES
+    assert all(set(found) == KEYS for found in steps)
+    assert all((found["size_mb"], found["workers"]) == (0.004, 2) for found in steps)
+    assert [found["optimizer"] for found in updates] == ["SGD", "SGD momentum", "Adam", "AdamW"]
+    assert all(set(found) == {*KEYS, "optimizer", "traffic_ms"} for found in updates)
+    assert all(
+        (found["transport"], found["mode"], found["workers"]) == ("shm", "asp", 1) for found in updates
+    )
+    assert "0%, round 1 of 1, 0.004 MB, 2 workers, floor shm asp" in result.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("few")
+def test_any_number_of_workers_and_servers_is_measured() -> None:
+    """One of the sizes fits into the buffer of a socket, the other does not."""
+    systems = ("floor", "socket", "gloo")
+    plan = Plan(sizes_mb=(0.004, 3.0), workers=(3,), servers=2, rounds=2, systems=systems)
+    rows = measure(plan)
+    assert [Case(r.system, r.transport, r.mode) for r in rows] == 2 * [
+        c for c in CASES if c.system in systems
+    ]
+    assert all(r.low_ms <= r.median_ms <= r.high_ms for r in rows)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("few")
+def test_a_run_changes_to_bsp_in_every_shard(tmp_path: Path) -> None:
+    turn = Turn((SHM_ASP, SHM_BSP), 0.004, 2, 2, 10)
+    launch_paceline(turn, tmp_path)
+    for index in range(2):
+        trace = (tmp_path / "run" / f"trace-shard-{index}.jsonl").read_text()
+        assert trace.count("ApplyPush") >= 2 * turn.iterations
+        assert trace.count("ApplyMean") >= turn.iterations
+
+
+@pytest.mark.processes
+def test_a_process_that_fails_ends_all_with_its_traceback(tmp_path: Path) -> None:
+    turn = Turn((Case("floor", "shm", "asp"),), 0.004, 2, 2, 10)
+    with fork_server(tmp_path) as server:
+        with pytest.raises(RunFailedError, match="FileNotFoundError"):
+            server.run(turn, tmp_path / "nowhere")
+        group = server.process.pid
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_every_process_and_says_so() -> None:
+    arguments = ["-m", "benchmarks", "transport", "--systems", "floor", "--rounds", "50"]
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as program:
+        assert program.stderr is not None
+        while "round 1" not in program.stderr.readline():
+            assert program.poll() is None
+        program.send_signal(signal.SIGINT)
+        stdout, stderr = program.communicate(timeout=DEADLINE_S)
+    assert (program.returncode, stdout) == (terminal.EXIT_INTERRUPTED, "")
+    assert stderr.splitlines()[-1] == f"interrupted: {commands.NOTHING_LEFT}"
+    assert "Traceback" not in stderr
+
+
+# -- the goals -----------------------------------------------------------------------------------------------
+
+
+def test_the_goals_are_these() -> None:
+    assert [tuple(goal) for goal in GOALS if goal.size_mb != 100.0] == [
+        (SHM_ASP, FLOOR, 25.0, 2, 1.3, False),
+        (GLOO, SHM_BSP, 25.0, 2, 4.0, True),
+        (GLOO, SHM_BSP, 25.0, 4, 4.0, True),
+        (SHM_ASP, None, 0.004, 2, 60.0, False),
+        (TCP_BSP, SOCKET_BSP, 25.0, 2, 1.15, False),
+        (TCP_BSP, SOCKET_BSP, 25.0, 4, 1.15, False),
+        (GLOO, TCP_BSP, 25.0, 2, 0.8, True),
+        (GLOO, TCP_BSP, 25.0, 4, 1.0, True),
+    ]
+    large = [(*goal[:2], *goal[3:]) for goal in GOALS if goal.size_mb == 25.0]
+    assert [(*goal[:2], *goal[3:]) for goal in GOALS if goal.size_mb == 100.0][:-1] == large
+    assert GOALS[-1].bound == 1.5
+
+
+@pytest.mark.parametrize(
+    ("rows", "figure", "met"),
+    [
+        ([row(SHM_ASP, 25.0, 2, 13.0), row(FLOOR, 25.0, 2, 10.0)], 1.3, True),
+        ([row(SHM_ASP, 25.0, 2, 14.0), row(FLOOR, 25.0, 2, 10.0)], 1.4, False),
+        ([row(GLOO, 100.0, 4, 40.0), row(SHM_BSP, 100.0, 4, 10.0)], 4.0, True),
+        ([row(GLOO, 100.0, 4, 39.0), row(SHM_BSP, 100.0, 4, 10.0)], 3.9, False),
+        ([row(SHM_ASP, 0.004, 2, 0.05)], 50.0, True),
+        ([row(SHM_ASP, 0.004, 2, 0.07)], 70.0, False),
+        ([row(TCP_BSP, 25.0, 4, 11.0), row(SOCKET_BSP, 25.0, 4, 10.0)], 1.1, True),
+        ([row(TCP_BSP, 25.0, 4, 12.0), row(SOCKET_BSP, 25.0, 4, 10.0)], 1.2, False),
+        ([row(TCP_BSP, 25.0, 2, 10.0), row(GLOO, 25.0, 2, 9.0)], 0.9, True),
+        ([row(TCP_BSP, 25.0, 4, 10.0), row(GLOO, 25.0, 4, 9.0)], 0.9, False),
+        ([update("Adam", 15.0, 10.0)], 1.5, True),
+        ([update("Adam", 16.0, 10.0)], 1.6, False),
+    ],
+)
+def test_a_goal_is_met_if_its_figure_keeps_to_the_bound(rows: list[Row], figure: float, met: bool) -> None:
+    [found] = goal_rows(rows)
+    assert found.figure == pytest.approx(figure)
+    assert found.met == met
+
+
+def test_goals_that_were_not_measured_are_left_out() -> None:
+    assert goal_rows([]) == []
+    assert goal_rows([row(SHM_ASP, 25.0, 2, 1.0), row(FLOOR, 25.0, 4, 1.0), row(FLOOR, 24.0, 2, 1.0)]) == []
+    assert goal_rows([update("SGD", 1.0, 1.0), update("AdamW", 1.0, 1.0)]) == []
+    assert [found.goal for found in goal_rows(full())] == list(GOALS)
+
+
+def test_a_negative_time_has_no_ratio() -> None:
+    """The time of the backward pass is subtracted, so the time of a short step may be negative."""
+    assert goal_rows([row(SHM_BSP, 25.0, 2, -0.1), row(GLOO, 25.0, 2, 1.0)]) == []
+    assert "-0.100" in shown([row(SHM_BSP, 25.0, 2, -0.1)])
+
+
+# -- what is shown -------------------------------------------------------------------------------------------
+
+
+def test_the_tables_fit_80_columns() -> None:
+    text = shown(full())
+    assert "…" not in text
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
+    assert sum(line.rstrip().endswith((" yes", " no")) for line in text.splitlines()) == len(GOALS)
+
+
+def test_each_row_has_the_ratios_that_matter() -> None:
+    times_ms = {
+        FLOOR: 2,
+        SOCKET_ASP: 4,
+        SOCKET_BSP: 5,
+        GLOO: 30,
+        SHM_ASP: 3,
+        SHM_BSP: 6,
+        TCP_ASP: 8,
+        TCP_BSP: 15,
+    }
+    text = shown([row(case, 25.0, 2, float(ms)) for case, ms in times_ms.items()], most=1)
+    ends = {tuple(words[:3]): words[-2:] for line in text.splitlines() if (words := line.split())}
+    assert ends["paceline", "shm", "asp"] == ["3.000", "1.50"]
+    assert ends["paceline", "shm", "bsp"] == ["6.000", "5.00"]
+    assert ends["paceline", "tcp", "asp"] == ["8.000", "2.00"]
+    assert ends["paceline", "tcp", "bsp"] == ["2.00", "3.00"]
+
+
+def test_what_was_not_measured_has_no_table() -> None:
+    assert tables([], 1) == []
+    assert [table.title for table in tables([update("SGD", 1.0, 1.0)], 1)] == ["An update of 100 MB"]
+    assert [table.title for table in tables([row(FLOOR, 1.0, 2, 1.0)], 1)] == ["A step"]
+
+
+# -- the plan ------------------------------------------------------------------------------------------------
+
+
+def test_small_models_are_one_tensor_and_sizes_are_whole_kilobytes() -> None:
+    lengths = plan.lengths
+    assert lengths(0.004) == [1024]
+    assert lengths(0.0625) == [2048] * 8
+    assert lengths(100.0) == [100 * 2**20 // 4 // 8] * 8
+    assert lengths(plan.SMALLEST_MB) == [256]
+
+
+def test_all_processes_of_a_turn_do_equally_many_iterations_fewer_of_the_slow() -> None:
+    turns = plan.turns_of(Plan())
+    assert len(turns) == 4 * 2 * len(TURNS) + len(OPTIMIZERS)
+    counts = [turn.iterations for turn in turns if turn.cases[0] == FLOOR and turn.workers == 2]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] >= plan.FEWEST
+    assert estimate_s(Plan(rounds=2)) == pytest.approx(2 * estimate_s(Plan(rounds=1)))
+
+
+# -- what it refuses -----------------------------------------------------------------------------------------
+
+BAD_INPUT = {
+    "--sizes 0": "error: size is 0 MB, expected a number >= 0.001, for example 0.004, 1, 25, 100.",
+    "--sizes -1": "error: size is -1 MB, expected",
+    "--sizes 1,nan": "error: size is nan MB, expected",
+    "--sizes inf": "error: size is inf MB, expected",
+    "--sizes 1 big": "error: sizes is '1,big', expected numbers separated by commas",
+    "--workers 0": "error: workers is 0, expected a whole number >= 1.",
+    "--workers 2 2.5": "error: workers is 2.5, expected a whole number >= 1.",
+    "--servers 0": "error: servers is 0, expected a whole number >= 1.",
+    "--servers 65 --sizes 1 0.004": "error: servers is 65, expected at most 64",
+    "--rounds 0": "error: rounds is 0, expected a whole number >= 1.",
+    "--systems floor glo": "error: unknown system 'glo'; did you mean 'gloo'? Choices: floor, gloo, optimizer, ",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_INPUT)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "transport", *arguments.split()])
+    with pytest.raises(SystemExit) as end:
+        commands.main()
+    stdout, stderr = capsys.readouterr()
+    assert (end.value.code, stdout) == (terminal.EXIT_BAD_INPUT, "")
+    assert stderr.startswith(BAD_INPUT[arguments])
+    assert stderr.count("\n") == 1
+
+
+def kept_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Return a list that receives the plans that would be measured."""
+    plans: list[Plan] = []
+
+    def keep(plan: Plan, tell: object) -> list[Row]:
+        plans.append(plan)
+        return []
+
+    monkeypatch.setattr(transport, "measure", keep)
+    return plans
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--sizes 1 25 --workers 3 5 --systems floor gloo", "--sizes 1,25 --workers 3,5 --systems floor,gloo"],
+)
+def test_lists_have_spaces_or_commas_between(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = kept_plans(monkeypatch)
+    result = CliRunner().invoke(commands.app, ["transport", *arguments.split(), "--json"])
+    assert (result.exit_code, result.stdout) == (0, "[]\n")
+    assert plans == [Plan(sizes_mb=(1.0, 25.0), workers=(3, 5), systems=("floor", "gloo"))]
+
+
+def test_the_defaults_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = kept_plans(monkeypatch)
+    assert CliRunner().invoke(commands.app, ["transport"]).exit_code == 0
+    assert plans == [Plan()]
+    assert plans[0].systems == SYSTEMS

@@ -1,0 +1,143 @@
+"""Exhibits: each can be made, states what differs from the paper, and saves its numbers and its plot."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paceline.errors import ConfigurationError
+from paceline.sim import Cluster, simulate
+from reproductions.catalogue import EXHIBITS, chosen, make
+from reproductions.commands import main
+from reproductions.exhibit import Options
+from reproductions.fluent_ps import resnet_56
+from reproductions.spec_sync import pushes_after_pulls
+from reproductions.training import Run, Target, best_of_each, run_all
+
+PROMISED = {
+    "zipline-table3",
+    "zipline-table4",
+    "zipline-fig4",
+    "zipline-fig6",
+    "zipline-fig7",
+    "zipline-fig10",
+    "elasticbsp-fig14",
+    "specsync-fig3",
+    "specsync-fig5",
+    "specsync-fig8",
+    "specsync-fig9",
+    "specsync-fig12",
+    "specsync-table2",
+    "fluentps-fig6",
+    "fluentps-fig9",
+    "fluentps-fig10",
+    "fluentps-table4",
+}
+
+FAST = [name for name in sorted(PROMISED) if EXHIBITS[name].minutes <= 1]
+
+
+LOSS = Target("loss", 0.1, in_a_row=2)
+
+
+def silent(what: str, share: float, slow: bool = False) -> None:
+    """Ignore the progress."""
+
+
+def test_there_is_everything_that_is_promised() -> None:
+    assert set(EXHIBITS) >= PROMISED
+    for exhibit in EXHIBITS.values():
+        assert exhibit.differs.endswith(".")
+        assert exhibit.minutes > 0
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_what_takes_no_training_is_made_with_its_numbers_and_its_plot(name: str, tmp_path: Path) -> None:
+    console = Console(record=True, width=200)
+    make(EXHIBITS[name], Options(quick=True, seeds=1), tmp_path, console, silent)
+    printed = console.export_text()
+    assert EXHIBITS[name].source in printed
+    assert "What differs" in printed
+    assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+    assert json.loads((tmp_path / f"{name}.json").read_text())["data"]
+
+
+def test_an_exhibit_with_training_is_made(tmp_path: Path) -> None:
+    make(EXHIBITS["specsync-fig9"], Options(quick=True, seeds=1), tmp_path, Console(quiet=True), silent)
+    kept = json.loads((tmp_path / "specsync-fig9.json").read_text())
+    assert {row["label"] for row in kept["data"]} == {"Original", "Adaptive"}
+
+
+def test_training_runs_come_out_the_same_in_any_process() -> None:
+    cluster = Cluster(compute_s=[1.0, 1.0, 2.0])
+    runs = [
+        Run(
+            label=label, cluster=cluster, sync=sync, target=LOSS, learning_rate=0.1, iterations=6, every_s=2.0
+        )
+        for label, sync in (("a", "bsp"), ("b", "asp"), ("again", "bsp"))
+    ]
+    first, second, third = run_all(runs)
+    assert first.values == third.values != second.values
+    assert first.time_s == 12.0
+    assert first.values[-1] < first.values[0]
+
+
+def test_each_label_gets_its_best_learning_rate() -> None:
+    cluster = Cluster(compute_s=[1.0, 1.0])
+    run = Run(label="bsp", cluster=cluster, sync="bsp", target=LOSS, iterations=8, every_s=4.0)
+    assert best_of_each([run], [(1e-5, 0.0), (0.1, 0.0)]) == {"bsp": (0.1, 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("target", "values", "index"),
+    [
+        (Target("accuracy", 0.9, 2), [0.91, 0.89, 0.9, 0.95, 0.5], 3),
+        (Target("accuracy", 0.9, 1), [0.1, 0.9], 1),
+        (Target("loss", 0.5, 3), [0.5, 0.4, 0.6, 0.4, 0.4], None),
+        (Target("loss", 0.5, 2), [0.6, math.inf, 0.4, 0.5], 3),
+    ],
+)
+def test_a_target_is_reached_by_so_many_evaluations_in_a_row(
+    target: Target, values: list[float], index: int | None
+) -> None:
+    assert target.reached_at(values) == index
+
+
+def test_pushes_after_a_pull_are_counted_by_second() -> None:
+    result = simulate(Cluster(compute_s=[4.1, 0.7]), "asp", iterations=8, record=True)
+    counts = pushes_after_pulls(result.trace[0], 2, 1.0)
+    # After worker 0's first pull, at 4.1 s, worker 1 pushes at 4.2, 4.9 and 5.6 s. Its own pushes do not count.
+    assert max(counts[0]) == 2
+    assert max(counts[1]) == 1
+
+
+def test_resnet_56_has_the_parameters_of_the_paper() -> None:
+    size = sum(parameter.size for parameter in resnet_56().parameters)
+    assert 0.84e6 < size < 0.87e6
+
+
+def test_the_clusters_of_the_papers_are_as_many_as_they_say() -> None:
+    assert [Cluster.preset(f"fluent-ps-{n}").workers for n in (32, 64, 128)] == [32, 64, 128]
+    assert [Cluster.preset(f"spec-sync-{n}").workers for n in (1, 2)] == [40, 40]
+
+
+def test_an_exhibit_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unknown exhibit 'fluentps-fig99'"):
+        chosen(["fluentps-fig99"])
+
+
+def test_the_command_lists_and_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["--list"], ["zipline-fig6", "--quick", "--out", str(tmp_path / "out")]):
+        monkeypatch.setattr("sys.argv", ["reproductions", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "fluentps-table4" in printed
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"zipline-fig6.json", "zipline-fig6.png"}
