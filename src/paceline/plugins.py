@@ -19,7 +19,7 @@ from importlib.metadata import entry_points
 from .errors import ConfigurationError
 from .sync import MODELS, SyncModel
 
-__all__ = ["import_modules", "load_models", "modules_of"]
+__all__ = ["imported_modules", "load_models", "modules_of"]
 
 GROUP = "paceline.sync"
 
@@ -37,24 +37,33 @@ def load_models(sync: object, imports: Iterable[str] = ()) -> None:
     Raises:
         ConfigurationError: a module, or an installed model, cannot be imported.
     """
-    import_modules(imports)
+    _import(imports)
     unknown = set(NAME.findall(sync)) - MODELS.keys() if isinstance(sync, str) else set()
     if unknown:
         for point in entry_points(group=GROUP):
             if point.name in unknown:
                 try:
                     point.load()
+                    _imported[point.module] = None
                 except Exception as error:  # a module may raise anything
                     raise ConfigurationError(
                         f"the installed sync model {point.name!r} cannot be imported from {point.value}: {error!r}."
                     ) from error
 
 
-def import_modules(names: Iterable[str]) -> None:
-    """Import modules by their names. Raises `ConfigurationError`."""
+def imported_modules() -> tuple[str, ...]:
+    """Return the modules that were imported by name, for other processes that need the same models."""
+    return tuple(_imported)
+
+
+_imported: dict[str, None] = {}
+
+
+def _import(names: Iterable[str]) -> None:
     for name in names:
         try:
             import_module(name)
+            _imported[name] = None
         except Exception as error:  # a module may raise anything
             raise ConfigurationError(
                 f"the module {name!r} cannot be imported: {error!r}. Name a module that Python finds beside the "

@@ -18,9 +18,10 @@ import typer
 from rich.console import Console
 
 from .. import __version__
+from .options import ModelImports
 from .rehearsing import advise, simulate
 from .running import RunCommand, demo, run
-from .terminal import run_app
+from .terminal import load_named_models, run_app
 
 __all__ = ["app", "main"]
 
@@ -58,6 +59,7 @@ def sync(
         str | None, typer.Argument(help="Synchronization model to describe.", show_default=False)
     ] = None,
     every: Annotated[bool, typer.Option("--list", help="List all models with their parameters.")] = False,
+    imports: ModelImports = None,
 ) -> None:
     """List the synchronization models, or describe one of them.
 
@@ -65,6 +67,7 @@ def sync(
     """
     from ..report.models import describe, models_table, page_text, pages
 
+    load_named_models(name or "", imports)
     if name is None or every:
         Console().print(models_table(pages()), highlight=False, markup=False)
     else:

@@ -66,10 +66,20 @@ Imports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Module whose functions the script may use as conditions during the run "
-        "(conditions:pull=MODULE:function). Can be repeated.",
+        help="Module to import: one with synchronization models of your own, or with conditions to which the run may "
+        "change. Can be repeated.",
         show_default=False,
         rich_help_panel="Run",
+    ),
+]
+ModelImports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        help="Module to import, with synchronization models of your own; found in the current directory, too. Can be "
+        "repeated.",
+        show_default=False,
     ),
 ]
 Shards = Annotated[

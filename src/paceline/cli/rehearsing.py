@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 
 from ..errors import ConfigurationError
-from .options import AsJson, Out
+from .options import AsJson, ModelImports, Out
 from .output_folder import new_folder
 from .progress import counting
-from .terminal import interruptible, print_json
+from .terminal import interruptible, load_named_models, print_json
 
 __all__ = ["advise", "simulate"]
 
@@ -70,6 +70,7 @@ def simulate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = 0,
+    imports: ModelImports = None,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,6 +92,7 @@ def simulate(
     if script is not None and not Path(path).is_file():
         raise ConfigurationError(f"the script {path!r} is not a file; give the path of a Python file.")
     machines = load_cluster(cluster)
+    load_named_models(sync, imports)
     syncs = ranking.read_syncs(sync)
     swept = ranking.sweep_values(sweep) if sweep is not None else None
     asked = syncs if swept is None else [name for _, name in ranking.variants(syncs, *swept)]
@@ -154,6 +156,7 @@ def advise(
             help="Sync models to compare, separated by commas. 'all' compares ten models.",
         ),
     ] = "all",
+    imports: ModelImports = None,
     as_json: AsJson = False,
 ) -> None:
     """Recommend a sync model for the machines of a run, by replaying what it recorded under every model.
@@ -164,6 +167,7 @@ def advise(
     from ..rehearsal.ranking import read_syncs
     from ..sim.recorded import read_cluster_of_run
 
+    load_named_models(sync, imports)
     with interruptible("every process has been ended"), counting() as tell:
         report = advice.advise(run_dir, read_syncs(sync), tell)
     if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO, cast
 
 import typer
@@ -20,6 +20,7 @@ __all__ = [
     "EXIT_NOT_ALL_WELL",
     "interruptible",
     "keep_streams_usable",
+    "load_named_models",
     "print_json",
     "read_numbers",
     "read_whole",
@@ -106,6 +107,15 @@ def read_whole(name: str, number: float) -> int:
     if not number.is_integer():
         raise ConfigurationError(f"{name} is {number:g}, expected a whole number >= 1.")
     return int(number)
+
+
+def load_named_models(sync: str, imports: Sequence[str] | None) -> None:
+    """Import the modules that the user names, from the current directory too, and the installed models in `sync`."""
+    from ..plugins import load_models
+
+    if imports and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    load_models(sync, imports or ())
 
 
 def print_json(value: object) -> None:

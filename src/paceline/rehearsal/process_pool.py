@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ..errors import RunFailedError
 from ..launcher.boot import end_with_parent
+from ..plugins import imported_modules, load_models
 
 __all__ = ["TellCount", "on_all_cores"]
 
@@ -53,7 +54,7 @@ def on_all_cores(
         min(len(tasks), os.cpu_count() or 1),
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin,
-        initargs=(os.getpid(), prepare, prepare_args),
+        initargs=(os.getpid(), imported_modules(), prepare, prepare_args),
         max_tasks_per_child=1 if fresh else None,
     )
     try:
@@ -75,8 +76,11 @@ def on_all_cores(
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(parent: int, prepare: Callable[..., object], prepare_args: tuple[Any, ...]) -> None:
+def _begin(
+    parent: int, imports: Sequence[str], prepare: Callable[..., object], prepare_args: tuple[Any, ...]
+) -> None:
     """Prepare a process of the pool. It ends with its parent and leaves Ctrl-C to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
+    load_models("", imports)
     prepare(*prepare_args)
