@@ -20,8 +20,8 @@ import torch
 import paceline
 from paceline.errors import RunFailedError
 from paceline.sync.actions import ApplyMean, PublishPlan
+from paceline.trace import replay
 from paceline.trace.measures import measure
-from paceline.trace.recording import replay
 
 from .live import (
     DEADLINE_S,

@@ -9,7 +9,6 @@ import torch
 
 from paceline import DistributedOptimizer
 from paceline.core import shard as core
-from paceline.core.shard_sync import ShardSync
 from paceline.sim import Cluster, Presence, Uniform, simulate
 from paceline.sync import ASP, BSP, DropStragglers, SyncModel
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
@@ -23,8 +22,8 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from paceline.trace import Entry, Header, Memory, Replay, Trace
 from paceline.trace.measures import Wait, measure, waits
-from paceline.trace.recording import Entry, Header, Memory, Trace, new_machine
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -279,14 +278,8 @@ def test_a_restart_of_a_worker_is_measured_like_the_start_before_it() -> None:
 
 def largest_gap(trace: Trace) -> int:
     """The largest c_p - min c of a worker whose pull was answered, by the counts of a machine told the same."""
-    machine = new_machine(trace.header)
-    assert isinstance(machine, ShardSync)
-    largest = 0
-    for entry in trace.entries:
-        for action in machine.handle(entry.event):
-            if isinstance(action, AnswerPull):
-                largest = max(largest, machine.counts.gap(action.worker))
-    return largest
+    host = Replay(trace.header)
+    return max((host.take(entry.event).gap for entry in trace.entries), default=0)
 
 
 MOVED_ON = "drop-stragglers:quorum=1"

@@ -144,8 +144,8 @@ def test_benchmarks_do_not_import_reproductions() -> None:
 def test_imports_are_seen_in_every_form() -> None:
     file = ROOT / "sync" / "elastic_bsp.py"
     assert "paceline.zipline" in {name for _, name in imports(file)}
-    names = {name for _, name in imports(ROOT / "trace" / "recording.py")}
-    assert {"paceline.errors", "paceline.sync", "paceline.sync.actions", "msgspec"} <= names
+    names = {name for _, name in imports(ROOT / "core" / "shard.py")}
+    assert {"paceline.errors", "paceline.sync", "paceline.sync.actions", "paceline.core.entry"} <= names
 
 
 def in_a_fresh_interpreter(program: str) -> str:

@@ -26,8 +26,8 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from paceline.trace import Header, Recorder, read, replay
 from paceline.trace.measures import measure
-from paceline.trace.recording import Header, Recorder, read, replay
 
 SHAPES = [(7, 5), (5,), (), (3, 4, 2), (40,)]  # a scalar among them; 104 elements on 3 shards cut across them
 

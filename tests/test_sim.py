@@ -36,7 +36,7 @@ from paceline.sim.kernel import MESSAGE, TIMER, Kernel, nanoseconds
 from paceline.sync import Conditions, PullState
 from paceline.sync.actions import ApplyMean, ApplyPush, DropPush, PublishPlan, ReportFault
 from paceline.sync.events import PullRepeated, PullRequested, PushReceived, WorkerJoined, WorkerLost
-from paceline.trace.recording import Trace, read_run, replay
+from paceline.trace import Trace, read_run, replay
 from paceline.trace.records import read_records
 
 MODELS = [

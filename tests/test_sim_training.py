@@ -22,7 +22,7 @@ from paceline.errors import ConfigurationError, NonFiniteGradientError, RunFaile
 from paceline.frontend.session import current
 from paceline.sim import Cluster, Presence, SimResult, Uniform, simulate
 from paceline.sim.training import VirtualSession
-from paceline.trace.recording import replay
+from paceline.trace import replay
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads

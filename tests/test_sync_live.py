@@ -23,8 +23,8 @@ from paceline.sim import Cluster, simulate
 from paceline.sync import Conditions, PullState
 from paceline.sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, ReportFault, RestartWorker
 from paceline.sync.events import IterationStarted, PullRepeated, PushReceived
+from paceline.trace import Trace, read_run, replay
 from paceline.trace.measures import Measures, measure
-from paceline.trace.recording import Trace, read_run, replay
 from paceline.trace.records import read_records
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-from paceline.trace.recording import Entry, Header, Recorder, Trace, new_machine, read, replay
+from paceline.trace import Entry, Header, Recorder, Replay, Trace, read, replay
 
 
 def near(state: PullState) -> bool:
@@ -167,7 +167,7 @@ def test_a_shards_trace_reads_back_equal_and_replays_identically(
 
 def test_the_coordinators_trace_reads_back_equal_and_replays_identically(tmp_path: Path) -> None:
     header = Header(sync="elastic-bsp:lookahead=4", host="coordinator")
-    machine = new_machine(header)
+    machine = JobSync(header.sync)
     draw = random.Random(0)
     entries = live(machine, [WorkerJoined(now_s=0.0, worker=worker) for worker in range(3)])
     now_s = 0.0
@@ -245,14 +245,13 @@ def test_the_header_reads_back_whatever_the_model(sync: SyncModel, tmp_path: Pat
     header = Header(sync=str(sync), host="shard", index=1)
     trace = read(recorded(tmp_path / "trace.jsonl", header, []))
     assert trace.header == header
-    machine = new_machine(trace.header)
-    assert isinstance(machine, ShardSync)
-    assert machine.sync == sync
+    entry = Replay(trace.header).take(WorkerJoined(now_s=0.0, worker=0))
+    assert entry.refused is None
 
 
 def test_the_coordinator_of_a_job_whose_shards_differ_has_a_trace_too(tmp_path: Path) -> None:
     header = Header(sync="bsp|ssp:staleness=1", host="coordinator")
-    machine = new_machine(header)
+    machine = JobSync(header.sync)
     events: list[AnyEvent] = [
         WorkerJoined(now_s=0.0, worker=0),
         SyncRequested(now_s=1.0, worker=0, source="schedule", number=0, sync="elastic-bsp:lookahead=1"),

@@ -22,8 +22,8 @@ from paceline.shard.optimizers import ELEMENTWISE
 from paceline.sync import ASP, BSP, SSP, ElasticBSP, SyncModel
 from paceline.sync.actions import AnswerPull, ApplyMean, PublishPlan
 from paceline.sync.events import PullRequested, WorkerFinished
+from paceline.trace import Trace, replay
 from paceline.trace.measures import measure
-from paceline.trace.recording import Trace, replay
 from paceline.wire.memory import StreamedInbox
 
 if TYPE_CHECKING:

@@ -210,7 +210,7 @@ class Coordinator:
 
     def fire(self, timer: Timer, now_s: float) -> list[Request]:
         """A timer is due."""
-        return self._tell(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
+        return self.take(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
 
     def admit(self, worker: int, iteration: int, count: int | None, now_s: float) -> list[Request]:
         """Let a worker join a run in progress. Every server must know of it before it begins.
@@ -237,7 +237,7 @@ class Coordinator:
         worker = sender.index
         match message:
             case messages.IterationFinished():
-                return self._tell(
+                return self.take(
                     IterationFinished(
                         now_s=now_s,
                         worker=worker,
@@ -247,7 +247,7 @@ class Coordinator:
                     )
                 )
             case messages.IterationStarted():
-                return self._tell(IterationStarted(now_s=now_s, worker=worker, iteration=message.iteration))
+                return self.take(IterationStarted(now_s=now_s, worker=worker, iteration=message.iteration))
             case messages.SyncRequested():
                 return self._request_sync(worker, message, now_s)
             case AllCommitted() if not self._overlap and worker in self.present:
@@ -369,7 +369,7 @@ class Coordinator:
 
     def _join(self, event: WorkerJoined) -> list[Request]:
         self.present.add(event.worker)
-        return self._tell(event)
+        return self.take(event)
 
     def _leave(
         self, worker: int, kind: type[WorkerFinished] | type[WorkerLost], now_s: float
@@ -390,7 +390,7 @@ class Coordinator:
             self.finished.append(worker)
         if worker in self.present:
             self.present.remove(worker)
-            requests += self._tell(kind(now_s=now_s, worker=worker))
+            requests += self.take(kind(now_s=now_s, worker=worker))
         return requests + self._begin_if_complete(now_s) + self._allow_pulls()
 
     def _allow_pulls(self) -> list[Request]:
@@ -407,7 +407,7 @@ class Coordinator:
             self._read_sync(message.sync)
         except ConfigurationError as error:
             raise ProtocolError(f"it asks for a sync model that cannot run here: {error}") from error
-        return self._tell(
+        return self.take(
             SyncRequested(
                 now_s=now_s,
                 worker=worker,
@@ -417,7 +417,7 @@ class Coordinator:
             )
         )
 
-    def _tell(self, event: AnyEvent) -> list[Request]:
+    def take(self, event: AnyEvent) -> list[Request]:
         """Hand an event to the sync model's part at the coordinator; return what follows from it."""
         try:
             actions = self._sync.handle(event)

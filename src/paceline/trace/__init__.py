@@ -9,11 +9,10 @@ from .recording import (
     Memory,
     Recorder,
     Trace,
-    new_machine,
     read,
     read_run,
-    replay,
 )
+from .replay import Replay, replay
 
 __all__ = [
     "Entry",
@@ -21,8 +20,8 @@ __all__ = [
     "Header",
     "Memory",
     "Recorder",
+    "Replay",
     "Trace",
-    "new_machine",
     "read",
     "read_run",
     "replay",

@@ -1,4 +1,4 @@
-"""Recording, reading and replaying the events and actions of a state machine.
+"""Recording and reading the events and actions of a state machine.
 
 A trace is a text file of JSON lines. There is one for each state machine: one per shard, and one for the coordinator.
 The first line is the header, with the initial sync model, the host of the machine and the version of the format. Each
@@ -9,9 +9,8 @@ staleness of each push that it applied, and how far ahead the workers were whose
 Traces of other versions of the format are rejected. Version 2 does not contain how far ahead the workers were, which
 only the state machine can compute, so all statistics that depend on it would be wrong without any warning.
 
-**Replay.** `replay(trace)` passes the events to a new state machine of the same model and compares the actions. It
-returns the differences, if there are any. Times are stored exactly, as the shortest decimal number that is read back
-as the same float.
+Times are stored exactly, as the shortest decimal number that is read back as the same float. See `replay` for what
+traces are for.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from typing import Protocol
 import msgspec
 
 from ..core.entry import Entry, EntryRecorder
-from ..core.job_sync import JobSync
-from ..core.shard_sync import ShardSync
-from ..errors import ConfigurationError, InvalidEventError
-from ..sync import Machine, parse
-from ..sync.actions import AnyAction
+from ..errors import ConfigurationError
 
 __all__ = [
     "Entry",
@@ -36,10 +31,8 @@ __all__ = [
     "Memory",
     "Recorder",
     "Trace",
-    "new_machine",
     "read",
     "read_run",
-    "replay",
 ]
 
 FORMAT = 3
@@ -153,35 +146,6 @@ def read_run(run_dir: Path) -> list[Trace]:
     """Read the traces in a run directory: those of all shards, in order, then that of the coordinator. See `read`."""
     shards = sorted(run_dir.glob("trace-shard-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
     return [read(path) for path in [*shards, *run_dir.glob("trace-coordinator.jsonl")]]
-
-
-def new_machine(header: Header) -> Machine:
-    """Return a new state machine of the kind from which the trace was recorded."""
-    if header.host == "shard":
-        return ShardSync(parse(header.sync), header.seed, header.index)
-    return JobSync(header.sync, header.seed)
-
-
-def replay(trace: Trace) -> list[str]:
-    """Pass the events of a trace to a new state machine and return a description of each difference.
-
-    The list is empty if the actions are identical.
-    """
-    machine = new_machine(trace.header)
-    differences = []
-    for number, entry in enumerate(trace.entries):
-        actions: list[AnyAction] = []
-        refused = None
-        try:
-            actions = machine.handle(entry.event)
-        except InvalidEventError as error:
-            refused = str(error)
-        if actions != entry.actions or refused != entry.refused:
-            differences.append(
-                f"entry {number}: {entry.event}: recorded {entry.refused or entry.actions}, "
-                f"replayed {refused or actions}"
-            )
-    return differences
 
 
 def _entries(lines: Iterable[bytes]) -> Iterator[Entry]:
