@@ -20,7 +20,7 @@ CORES = {
         {"runtime/coordinator.py", "sim/job.py", "testing/cluster.py", "trace/replay.py"},
     ),
     "Shard": ("core.shard", {"core/server.py", "trace/replay.py"}),
-    "ShardSync": ("core.shard_sync", {"core/shard.py"}),
+    "ShardSync": ("core.shard_sync", {"core/shard.py", "testing/cluster.py"}),
     "JobSync": ("core.job_sync", {"core/coordinator.py"}),
     "PushReceived": ("sync.events", {"core/server.py"}),
     "PullRequested": ("sync.events", {"core/server.py", "sync/model.py"}),

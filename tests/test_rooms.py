@@ -39,7 +39,10 @@ EXEMPT = {"__init__", "__main__"}  # the lazy table of public names; `python -m 
 
 PURE = ["errors", "zipline", "sync", "core"]
 
+FACES = {"sync/__init__.py": {"plugins"}}  # it shows `Conditions`, which users know as one of the models
+
 IMPURE = {
+    "importlib",
     "torch",
     "socket",
     "socketserver",
@@ -97,7 +100,7 @@ def test_a_room_imports_only_from_rooms_above_it(file: Path) -> None:
     for line, name in imports(file):
         if name.split(".")[0] == "paceline" and name != "paceline.__version__":
             other = name.split(".")[1] if "." in name else ""
-            assert other in above, (
+            assert other in above | FACES.get(str(file.relative_to(ROOT)), set()), (
                 f"{file.relative_to(ROOT)}:{line} imports {name}, which is not above {room}"
             )
 

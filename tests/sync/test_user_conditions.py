@@ -10,6 +10,7 @@ import pytest
 
 from paceline.core.shard_sync import ShardSync
 from paceline.errors import ConfigurationError
+from paceline.plugins.conditions import local_conditions, require_named
 from paceline.sync import (
     ASP,
     BSP,
@@ -35,7 +36,6 @@ from paceline.sync.actions import (
     SetTimer,
 )
 from paceline.sync.events import Change
-from paceline.sync.user_conditions import local_conditions, require_named
 
 from .world import Life
 
@@ -117,7 +117,7 @@ def test_a_pull_condition_that_raises_is_reported_with_the_users_own_traceback()
     assert fault.reason == f"the pull condition {HERE}:raises raised ZeroDivisionError: of all things"
     assert "in raises\n" in fault.traceback
     assert 'raise ZeroDivisionError("of all things")' in fault.traceback
-    assert "user_conditions.py" not in fault.traceback.replace(__file__, "")
+    assert "plugins/conditions.py" not in fault.traceback.replace(__file__, "")
     assert fault.sync == "bsp"
     assert rest == []  # under BSP it waits for worker 1
     assert hosted(life).sync == BSP()
@@ -478,7 +478,7 @@ def test_what_lies_in_another_module_than_the_one_that_is_named_is_refused() -> 
     with pytest.raises(
         ConfigurationError, match="'itertools' is a module of its own; name it before the colon"
     ):
-        Conditions(pull="paceline.sync.user_conditions:itertools.count").require_runnable(2)
+        Conditions(pull="paceline.plugins.conditions:itertools.count").require_runnable(2)
 
 
 def test_only_conditions_of_modules_that_were_named_at_the_launch_may_be_changed_to() -> None:

@@ -21,10 +21,10 @@ import msgspec
 from ..errors import PeerLostError, first_line
 from ..frontend import session as sessions
 from ..plugins import load_models
+from ..plugins.conditions import local_conditions
 from ..runtime.job import JOB_VARIABLE, Assignment
 from ..runtime.server import serve
 from ..runtime.worker import WorkerSession
-from ..sync.user_conditions import local_conditions
 from .endings import EXIT_PEER_LOST
 
 __all__ = ["main"]

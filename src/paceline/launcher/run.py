@@ -20,11 +20,11 @@ import cloudpickle
 from rich.console import Console
 
 from ..errors import ConfigurationError, PacelineError, RunFailedError
+from ..plugins.conditions import local_conditions
 from ..runtime.coordinator import Coordinator
 from ..runtime.job import Job, claim_run_dir
 from ..runtime.reader import Reader, WeightsSnapshot
 from ..sync import Conditions
-from ..sync.user_conditions import local_conditions
 from .interruption import Interruption
 from .local import LocalEngine, Placement
 from .progress import Progress

@@ -19,10 +19,10 @@ import msgspec
 
 from ..errors import ConfigurationError, unknown_name
 from ..plugins import load_models, modules_of
+from ..plugins.conditions import require_named
 from ..sync import SyncModel
 from ..sync.notation import parse_shards, require_shards
 from ..sync.schedule import Schedule, read_schedule
-from ..sync.user_conditions import require_named
 from ..wire.addresses import listen_tcp
 from ..wire.memory import shared_memory_available
 from .footprint import (

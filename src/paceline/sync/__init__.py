@@ -24,7 +24,6 @@ from .notation import MODELS, parse, register
 from .pssp import PSSP, DynamicPSSP
 from .spec_sync import SpecSync
 from .ssp import SSP
-from .user_conditions import Conditions
 
 __all__ = [
     "ASP",
@@ -49,6 +48,9 @@ __all__ = [
     "parse",
     "register",
 ]
+
+# The conditions of users are looked up by name, so they live in `plugins`; here is the name that users know.
+from ..plugins.conditions import Conditions
 
 for _model in (
     BSP,

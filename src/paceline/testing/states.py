@@ -19,9 +19,9 @@ from ..core.server import Server
 from ..core.shard_sync import ShardSync
 from ..core.worker import Worker
 from ..errors import InternalError
+from ..plugins.conditions import UserMachine
 from ..sync.events import Change, Stop
 from ..sync.spec_sync import Speculator
-from ..sync.user_conditions import UserMachine
 from .admission import ShardView
 
 __all__ = [

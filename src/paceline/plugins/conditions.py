@@ -32,8 +32,8 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, PullState, PushState, everybody
-from .model import Fault
+from ..sync.conditions import EXECUTIONS, ConditionMachine, ConditionModel, PullState, PushState, everybody
+from ..sync.model import Fault
 
 __all__ = ["Conditions", "UserMachine", "local_conditions", "require_named"]
 

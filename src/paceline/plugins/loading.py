@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from .errors import ConfigurationError
-from .sync import MODELS, SyncModel
+from ..errors import ConfigurationError
+from ..sync import MODELS, SyncModel
 
 __all__ = ["imported_modules", "load_models", "modules_of"]
 

@@ -1,0 +1,7 @@
+"""What users bring: sync models in modules of their own, and functions that serve as conditions."""
+
+from __future__ import annotations
+
+from .loading import imported_modules, load_models, modules_of
+
+__all__ = ["imported_modules", "load_models", "modules_of"]
