@@ -173,6 +173,11 @@ class Coordinator:
         if peer.role not in ("worker", "server") or not 0 <= peer.index < count or peer.index in known:
             raise ProtocolError(f"{peer} is not expected")
 
+    def expects_model(self, peer: Peer) -> bool:
+        """Return True if this is a connected worker that has not registered, and the run has not begun."""
+        unregistered = peer.index in self._connected and self._connected[peer.index] is None
+        return peer.role == "worker" and unregistered and self.model is None
+
     def connected(self, peer: Peer, now_s: float, address: str = "") -> list[Request]:
         """A worker, or a server that listens at `address`, has connected."""
         self.require_expected(peer)
@@ -256,7 +261,7 @@ class Coordinator:
             case Status():
                 self.started = True
                 self.board[worker] = message
-            case Register() if self._connected.get(worker, message) is None and self.model is None:
+            case Register() if self.expects_model(sender):
                 self._connected[worker] = message.model
                 return self._begin_if_complete(now_s)
             case messages.WorkerFinished():

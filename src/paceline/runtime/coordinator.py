@@ -284,9 +284,9 @@ class Coordinator:
             self._collection.arrived(message)
             self._collect_from(peer.index)
             return
-        if isinstance(message, Register):
-            require_sound(message.model)
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
+        if isinstance(message, Register) and self.core.expects_model(party):
+            require_sound(message.model)
         self._perform(self.core.handle(party, message, self.job.now_s()))
         match message:
             case Register():
