@@ -111,10 +111,9 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
         outcome = ThreadedRun({}, [], Path(job.run_dir))
         crashes: list[BaseException] = []  # of servers: nothing that a worker does may cause one
 
-        def serve(index: int) -> None:
-            place = Assignment(job=job, role="server", index=index, coordinator=coordinator.address)
+        def serve(server: Server) -> None:
             try:
-                Server.connect(place).run()
+                server.run()
             except BaseException as error:
                 crashes.append(error)
 
@@ -130,7 +129,13 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
             finally:
                 session.close()
 
-        servers = [threading.Thread(target=serve, args=(i,), daemon=True) for i in range(job.servers)]
+        # Servers connect first: a worker that fails at once must not end the run before they are there.
+        places = [
+            Assignment(job=job, role="server", index=i, coordinator=coordinator.address)
+            for i in range(job.servers)
+        ]
+        connected = [Server.connect(place) for place in places]
+        servers = [threading.Thread(target=serve, args=(server,), daemon=True) for server in connected]
         workers = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(job.workers)]
         for thread in [*servers, *workers]:
             thread.start()
