@@ -99,7 +99,7 @@ TINY = Problem(
     pace_s=(0.01, 0.03),
     servers=1,
     batch_size=16,
-    duration_s=1.5,
+    duration_s=3.0,
     snapshot_every_s=0.25,
     target_accuracy=0.2,
 )

@@ -183,3 +183,11 @@ paceline.zipline.solve([[1.0, 2.0], [1.5, 3.0]])
 import paceline.core.layout
 """
     assert in_a_fresh_interpreter(program + HEAVY) == "['numpy']"
+
+
+def test_a_simulation_of_times_runs_without_torch() -> None:
+    program = """
+import paceline
+paceline.simulate(paceline.Cluster(compute_s=[1.0, 2.0], servers=2), "bsp@0,elastic-bsp@2,spec-sync@4", 6)
+"""
+    assert in_a_fresh_interpreter(program + HEAVY) == "['numpy']"
