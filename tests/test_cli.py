@@ -261,7 +261,7 @@ BAD_INPUT = {
     "a negative staleness": (["--sync", "ssp:staleness=-1", "train.py"], "staleness is -1, expected"),
     "a schedule that does not begin at 0": (
         ["--sync", "bsp@5,asp@9", "train.py"],
-        "the first model begins at 0",
+        "the first model must begin at 0",
     ),
     "a schedule without a time": (["--sync", "bsp@0,asp", "train.py"], "'asp' does not say when"),
     "a time that is none": (["--sync", "bsp@0,asp@noon", "train.py"], "'noon' is no time"),
@@ -387,7 +387,7 @@ BAD_INPUT = {
     ),
     "no overlap under a model of other waits": (
         ["--overlap", "off", "--sync", "asp", "train.py"],
-        "error: overlap is 'off', where nobody pulls until everybody has pushed: that is for the sync model bsp, ",
+        "error: overlap is 'off', which requires the sync model bsp, but the sync model is asp.",
     ),
     "a stall timeout of 0": (
         ["--stall-timeout", "0", "train.py"],

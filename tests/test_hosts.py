@@ -459,7 +459,7 @@ def test_a_second_pull_after_one_push_is_refused_and_the_push_counts(
 
 def test_more_shards_than_parameters_are_refused_if_sliced_by_parameter(run_on_threads: RunOnThreads) -> None:
     run = run_on_threads(training(), workers=2, servers=1, shards=3, slicing="by-parameter", keep_errors=True)
-    assert "3 shards for 2 parameters" in str(run.errors[0])
+    assert "shards is 3, but the model has 2 parameters" in str(run.errors[0])
     assert isinstance(run.errors[0], ConfigurationError)
 
 
@@ -818,27 +818,27 @@ DIFFERENCES: dict[str, tuple[Setup, Setup, str]] = {
     "shape": (
         setup(linear),
         setup(lambda: linear(5)),
-        "0.weight float32[3, 5] where the other has 0.weight float32[3, 4]",
+        "0.weight float32[3, 5] instead of 0.weight float32[3, 4]",
     ),
     "name": (
         setup(linear),
         setup(lambda: nn.Sequential(nn.ReLU(), *linear())),
-        "1.weight float32[3, 4] where the other has 0.weight float32[3, 4]",
+        "1.weight float32[3, 4] instead of 0.weight float32[3, 4]",
     ),
     "dtype": (
         setup(linear),
         setup(lambda: linear(dtype=torch.float64)),
-        "0.weight float64[3, 4] where the other has 0.weight float32[3, 4]",
+        "0.weight float64[3, 4] instead of 0.weight float32[3, 4]",
     ),
     "more parameters": (
         setup(linear),
         setup(lambda: nn.Sequential(*linear(), nn.Linear(2, 2))),
-        "6 parameters where the other has 4",
+        "6 parameters instead of 4",
     ),
     "fewer parameters": (
         setup(linear),
         setup(lambda: linear()[:1]),
-        "2 parameters where the other has 4",
+        "2 parameters instead of 4",
     ),
     "a second name": (
         setup(lambda: nn.Sequential(nn.Linear(3, 3, bias=False), nn.Identity())),
@@ -848,12 +848,12 @@ DIFFERENCES: dict[str, tuple[Setup, Setup, str]] = {
     "optimizer": (
         setup(linear),
         setup(linear, lambda model: torch.optim.Adam(model.parameters())),
-        "optimizer Adam where the other has SGD",
+        "optimizer Adam instead of SGD",
     ),
     "groups": (
         setup(linear, lambda model: grouped(model, 1)),
         setup(linear, lambda model: grouped(model, 2)),
-        "its parameter groups are made of other parameters",
+        "its parameter groups contain different parameters",
     ),
     "an empty group": (
         setup(linear, lambda model: grouped(model, 4)),
@@ -863,22 +863,22 @@ DIFFERENCES: dict[str, tuple[Setup, Setup, str]] = {
     "more buffers": (
         setup(linear),
         setup(lambda: with_buffer("seen", torch.zeros(3))),
-        "1 buffers where the other has 0",
+        "1 buffers instead of 0",
     ),
     "a buffer's shape": (
         setup(lambda: with_buffer("seen", torch.zeros(3))),
         setup(lambda: with_buffer("seen", torch.zeros(3, 1))),
-        "buffer 1.seen float32[3, 1] where the other has 1.seen float32[3]",
+        "buffer 1.seen float32[3, 1] instead of 1.seen float32[3]",
     ),
     "a buffer's name": (
         setup(lambda: with_buffer("seen", torch.zeros(3))),
         setup(lambda: with_buffer("kept", torch.zeros(3))),
-        "buffer 1.kept float32[3] where the other has 1.seen float32[3]",
+        "buffer 1.kept float32[3] instead of 1.seen float32[3]",
     ),
     "a buffer's dtype": (
         setup(lambda: with_buffer("seen", torch.zeros(3))),
         setup(lambda: with_buffer("seen", torch.zeros(3, dtype=torch.int64))),
-        "buffer 1.seen int64[3] where the other has 1.seen float32[3]",
+        "buffer 1.seen int64[3] instead of 1.seen float32[3]",
     ),
 }
 

@@ -202,7 +202,8 @@ def test_sliced_by_parameter_a_shard_with_the_largest_layer_holds_most() -> None
 def test_more_shards_than_parameters_are_refused(layout: Layout, more: int) -> None:
     count = len(layout.parameters)
     with pytest.raises(
-        ConfigurationError, match=rf"^{count + more} shards for {count} parameters.*even slicing"
+        ConfigurationError,
+        match=rf"^shards is {count + more}, but the model has {count} parameters.*slicing 'even'",
     ):
         layout.slice_by_parameter(count + more)
 

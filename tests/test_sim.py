@@ -519,11 +519,11 @@ PAIR = Cluster(compute_s=[1.0, 1.0])
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda: simulate(PAIR, "asp", None), "give iterations, or until_s"),
+        (lambda: simulate(PAIR, "asp", None), "iterations is None and until_s is not given"),
         (lambda: simulate(PAIR, "asp", 0), "iterations is 0, expected a whole number >= 1"),
         (lambda: simulate([1.0], "asp"), "expected a paceline.Cluster"),  # type: ignore[arg-type]
         (lambda: simulate(PAIR, "asb"), "asb"),
-        (lambda: simulate(PAIR, "asp", shards=0), "shards is 0 and servers 1"),
+        (lambda: simulate(PAIR, "asp", shards=0), "shards is 0 and servers is 1, but each server needs"),
         (lambda: simulate(PAIR, "asp", shard_bytes=[1, 2], shards=3), "shard_bytes has 2 sizes for 3 shards"),
         (lambda: simulate(PAIR, "asp", overlap="off"), "overlap is 'off'"),
         (lambda: simulate(PAIR, "asp", overlap="of"), "unknown overlap 'of'"),

@@ -359,7 +359,7 @@ def test_without_overlap_a_script_may_not_ask_for_asp_neither_simulated_nor_live
     run_on_threads(asking, workers=3, servers=2, sync="bsp", overlap="off")
     assert len(refused) == 2 * 2 * 3
     [reason] = set(refused)
-    assert reason.startswith("overlap is 'off', where nobody pulls until everybody has pushed")
+    assert reason.startswith("overlap is 'off', which requires the sync model bsp, but the sync model is asp")
 
 
 # -- what is left of a run -----------------------------------------------------------------------------------

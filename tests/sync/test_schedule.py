@@ -107,23 +107,23 @@ def test_whatever_is_written_reads_back(steps: list[tuple[list[SyncModel], bool]
         ("", "unknown sync model ''"),
         ("bps", "did you mean 'bsp'?"),
         ("bsp|", "unknown sync model ''"),
-        ("bsp@0,asp", "'asp' does not say when, as in 'bsp@0,asp@100'"),
+        ("bsp@0,asp", "'asp' does not say when it begins, as in 'bsp@0,asp@100'"),
         ("bsp,asp@100", "unknown sync model 'bsp,asp'; did you mean 'bsp'?"),
-        ("bsp@1,asp@100", "the first model begins at 0, as in 'bsp@0,asp@100'"),
-        ("bsp@epoch:0,asp@100", "the first model begins at 0"),
+        ("bsp@1,asp@100", "the first model must begin at 0, as in 'bsp@0,asp@100'"),
+        ("bsp@epoch:0,asp@100", "the first model must begin at 0"),
         ("bsp@0,asp@0", "iteration 0 does not come after 0"),
         ("bsp@0,asp@10,bsp@10", "iteration 10 does not come after 10"),
         ("bsp@0,asp@10,bsp@5", "iteration 5 does not come after 10"),
         ("bsp@0,asp@epoch:2,bsp@epoch:1", "epoch 1 does not come after 2"),
-        ("bsp@0,asp@", "'' is no time, expected an iteration ('@100') or an epoch ('@epoch:5')"),
-        ("bsp@0,asp@soon", "'soon' is no time"),
-        ("bsp@0,asp@-5", "'-5' is no time"),
-        ("bsp@0,asp@1.5", "'1.5' is no time"),
-        ("bsp@0,asp@step:5", "'step:5' is no time"),
-        ("bsp@0,asp@epoch:", "'epoch:' is no time"),
-        ("bsp@0,asp@:5", "':5' is no time"),
-        ("bsp@0,asp@\u0665", "is no time"),
-        ("bsp@0,asp@\u00b2", "is no time"),
+        ("bsp@0,asp@", "'' is not a valid time, expected an iteration ('@100') or an epoch ('@epoch:5')"),
+        ("bsp@0,asp@soon", "'soon' is not a valid time"),
+        ("bsp@0,asp@-5", "'-5' is not a valid time"),
+        ("bsp@0,asp@1.5", "'1.5' is not a valid time"),
+        ("bsp@0,asp@step:5", "'step:5' is not a valid time"),
+        ("bsp@0,asp@epoch:", "'epoch:' is not a valid time"),
+        ("bsp@0,asp@:5", "':5' is not a valid time"),
+        ("bsp@0,asp@\u0665", "is not a valid time"),
+        ("bsp@0,asp@\u00b2", "is not a valid time"),
         ("bsp@0,ssp:staleness=-1@5", "staleness is -1"),
         ("@0", "unknown sync model ''"),
         ("bsp@0,@5", "unknown sync model ''"),
@@ -143,7 +143,7 @@ def test_epochs_and_iterations_are_compared_with_all_steps_before() -> None:
 @pytest.mark.parametrize(
     ("sync", "complaint"),
     [
-        ([], "sync is empty, expected a sync model or one for each shard"),
+        ([], "sync is empty, expected one sync model, or one for each shard"),
         ((), "sync is empty"),
         ([BSP(), "asp"], "sync is 'asp', expected a sync model such as paceline.sync.SSP(staleness=3)"),
         ([BSP], "expected a sync model such as"),
@@ -226,5 +226,7 @@ def test_every_step_is_to_be_runnable() -> None:
 def test_without_overlap_every_step_is_to_go_in_lockstep() -> None:
     read_schedule("bsp@0,asp@5").require_overlap("shards")
     read_schedule("bsp").require_overlap("off")
-    with pytest.raises(ConfigurationError, match="that is for the sync model bsp, not bsp@0,asp@5"):
+    with pytest.raises(
+        ConfigurationError, match="requires the sync model bsp, but the sync model is bsp@0,asp@5"
+    ):
         read_schedule("bsp@0,asp@5").require_overlap("off")

@@ -1,1 +1,1 @@
-"""The protocol without I/O: messages and the time go in, messages and requests to the host come out."""
+"""The protocol of a run, without I/O: the cores take messages and the time, and return requests to their hosts."""

@@ -1,13 +1,13 @@
-"""The protocol of the coordinator: membership, the beginning and the end of a run, plans, restarts, changes. No I/O.
+"""The protocol of the coordinator: membership, start and end of a run, plans, restarts and changes. No I/O.
 
-    the beginning   servers connect, workers register; when all are here, CreateShards to every server; when all
-                    servers are Ready, Started to every worker
-    the run         IterationFinished, IterationStarted and SyncRequested go to the sync model's part at the
-                    coordinator, whose plans, restarts and changes go to the workers. Without overlap, the coordinator
-                    also tells workers when they may pull
-    the end         WorkerFinished, or a lost connection; every server is told of a lost worker
+    start     servers connect and workers register; when all have, CreateShards to every server; when all servers are
+              Ready, Started to every worker
+    run       IterationFinished, IterationStarted and SyncRequested go to the sync model's part at the coordinator;
+    its plans, restarts and changes go to the workers; without overlap, the coordinator also notifies workers
+              when they may pull
+    end       WorkerFinished, or a lost connection; every server is notified of a lost worker
 
-The coordinator is never on the path of a push or a pull.
+No push or pull goes through the coordinator.
 """
 
 from __future__ import annotations
@@ -67,30 +67,31 @@ class Coordinator:
     Args:
         schedule: the sync models of the job, and when they change.
         workers: number of workers.
-        servers: number of servers; shard k is at server k modulo their number.
+        servers: number of servers. Shard k is at server k modulo the number of servers.
         shards: number of shards.
         slicing: how the parameters are sliced: "even" or "by-parameter".
-        overlap: False if no worker pulls until all workers have pushed everything.
-        seed: seed of the run, from which sync models draw.
-        read_sync: reads a sync model that a worker requests; raises `ConfigurationError` if the run cannot have it.
-        late: workers that join later, by `admit`.
-        shortage: given the model and the number of workers, says why the run cannot begin here; "" if it can.
-        recorder: receives each event of the sync model and its actions; None for none.
+        overlap: False if no worker pulls until all workers have pushed to all shards.
+        seed: random seed of the run, for the sync models.
+        read_sync: parses a sync model that a worker requests; raises `ConfigurationError` if the run cannot use it.
+        late: workers that join later, through `admit`.
+        shortage: given the model and the number of workers, returns why the run cannot begin on this machine; "" if
+            it can.
+        recorder: receives each event of the sync model and its actions; None to record nothing.
 
     Attributes:
-        model: what is trained, once the shards are created.
-        slices: the slices of the parameters, likewise.
-        addresses: for each shard, where its server listens, likewise.
-        publisher: the worker whose weights the shards start with; -1 before the shards are created.
-        started: True once a worker has its first weights, by its own report.
+        model: the model to train; None before the shards are created.
+        slices: the slices of the parameters; () before the shards are created.
+        addresses: for each shard, the address of its server; () before the shards are created.
+        publisher: the worker that sends the initial weights; -1 before the shards are created.
+        started: True once a worker has reported that it has its first weights.
         present: the workers that take part and have not left.
-        finished: workers that have done their work, in order.
+        finished: workers that have finished their work, in order.
         lost: workers that were lost, in order.
-        cut_off: workers that were lost because, as they say, another process is gone.
-        endings: worker that was lost -> how, as far as it has said.
-        faults: what went wrong without ending the run, in order.
+        cut_off: workers that were lost because another process has ended, as they reported.
+        endings: worker that was lost -> the reason, if the worker has reported one.
+        faults: descriptions of the problems that did not end the run, in order.
         board: worker -> its last status.
-        waits: server -> its last answer to the question who waits there.
+        waits: server -> its last list of waiting workers.
     """
 
     def __init__(
@@ -131,13 +132,15 @@ class Coordinator:
         self._recorder = recorder
         self._first = notation(schedule.first)
         self._sync = JobSync(self._first, seed)
-        self._connected: dict[int, ModelSpec | None] = {}  # worker -> what it has registered
-        self._addresses: dict[int, str] = {}  # connected server -> where it listens
-        self._ready: set[int] = set()  # servers that know their shards
-        self._left = set(late)  # workers that are not there: finished, lost, or yet to join
-        # Workers that join a run in progress, with the servers that do not know of them yet.
+        # connected worker -> the model that it has registered
+        self._connected: dict[int, ModelSpec | None] = {}
+        self._addresses: dict[int, str] = {}  # connected server -> its address
+        self._ready: set[int] = set()  # servers that have received their shards
+        self._left = set(late)  # workers that are not present: finished, lost, or joining later
+        # Worker that joins a run in progress -> its event, and the servers that have not acknowledged it yet.
         self._admitted: dict[int, tuple[messages.WorkerJoined, set[int]]] = {}
-        self._committed: dict[int, int] = {}  # without overlap: worker -> the iteration that it waits to pull
+        # without overlap: worker -> iteration after which it waits to pull
+        self._committed: dict[int, int] = {}
 
     @property
     def everybody_left(self) -> bool:
@@ -151,16 +154,16 @@ class Coordinator:
 
     @property
     def awaiting_turn(self) -> set[int]:
-        """Without overlap: the workers that have pushed and wait for the pushes of the others before they pull."""
+        """The workers that have pushed and wait for the pushes of the others before they pull, without overlap."""
         return set(self._committed)
 
     @property
     def sync(self) -> str:
-        """The sync model in force, or the next one while it is being changed; "" if it is not known."""
+        """The sync model in force, or the next one while a change is in progress; "" if unknown."""
         return self._sync.sync
 
     def fate(self, worker: int) -> str:
-        """Return "finished" or "lost" for a worker that has left; "" for one that has not."""
+        """Return "finished" or "lost" for a worker that has left, and "" for any other worker."""
         return "lost" if worker in self.lost else "finished" if worker in self._left else ""
 
     # -- connections --------------------------------------------------------------------------------------
@@ -179,7 +182,7 @@ class Coordinator:
         return peer.role == "worker" and unregistered and self.model is None
 
     def connected(self, peer: Peer, now_s: float, address: str = "") -> list[Request]:
-        """A worker, or a server that listens at `address`, has connected."""
+        """Handle a worker that has connected, or a server that has connected and listens at `address`."""
         self.require_expected(peer)
         if peer.role == "worker":
             self._connected[peer.index] = None
@@ -188,7 +191,7 @@ class Coordinator:
         return self._begin_if_complete(now_s)
 
     def disconnected(self, peer: Peer, now_s: float) -> list[Request]:
-        """The connection of a worker or a server has ended. A worker that has not finished is lost."""
+        """Handle the end of the connection of a worker or a server. A worker that has not finished is lost."""
         if peer.role == "worker":
             self._connected.pop(peer.index, None)
             return self._leave(peer.index, WorkerLost, now_s)
@@ -196,16 +199,16 @@ class Coordinator:
         return []
 
     def ended(self, worker: int, now_s: float) -> list[Request]:
-        """The process of a worker that is not connected has ended."""
+        """Handle the end of the process of a worker that is not connected."""
         return self._leave(worker, WorkerLost, now_s)
 
     # -- messages -----------------------------------------------------------------------------------------
 
     def handle(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
-        """Take a message; return what the host must do.
+        """Process a message and return the requests to the host.
 
         Raises:
-            ProtocolError: the message is not allowed now; nothing has changed.
+            ProtocolError: the message is not allowed now. The state is unchanged.
         """
         return (
             self._handle_worker(sender, message, now_s)
@@ -214,17 +217,18 @@ class Coordinator:
         )
 
     def fire(self, timer: Timer, now_s: float) -> list[Request]:
-        """A timer is due."""
+        """Process a timer that is due, and return the requests to the host."""
         return self.take(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
 
     def admit(self, worker: int, iteration: int, count: int | None, now_s: float) -> list[Request]:
-        """Let a worker join a run in progress. Every server must know of it before it begins.
+        """Let a worker join a run in progress. It begins when every server has acknowledged it.
 
         Args:
-            worker: index of the worker; it may have been part of the run before.
+            worker: index of the worker, which may have been part of the run before.
             iteration: label of its first iteration.
-            count: its c_p, the same at every shard, near the slowest live worker's; None for a single shard.
-            now_s: the time.
+            count: its c_p, which is equal at all shards and near the c_p of the slowest live worker; None if there is
+                only one shard.
+            now_s: current time.
         """
         superstep, change = self._sync.next_superstep, self._sync.changes
         joined = messages.WorkerJoined(worker, iteration, count, superstep, change)
@@ -233,7 +237,7 @@ class Coordinator:
         return [Send(server_peer(server), joined) for server in range(self._servers)]
 
     def validate(self) -> None:
-        """Cross-check what is kept of the members; raise `InternalError` where two collections disagree."""
+        """Check the collections of workers against each other; raise `InternalError` if two disagree."""
         self._sync.validate()
         if self.present & self._left or not self._committed.keys() <= self.present:
             raise InternalError(f"{self.present} are present, {self._left} have left, {self._committed} wait")
@@ -293,7 +297,7 @@ class Coordinator:
     def _handle_any(self, sender: Peer, message: Message) -> list[Request]:
         match message:
             case Warned():
-                if len(self.faults) < MOST_WARNINGS:  # a sender of more has been heard
+                if len(self.faults) < MOST_WARNINGS:  # limits the memory that a faulty sender can use
                     self.faults.append(f"{sender}: {message.words}")
                 return []
             case Failed():
@@ -301,10 +305,10 @@ class Coordinator:
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not expected from {sender} now")
 
-    # -- the beginning ------------------------------------------------------------------------------------
+    # -- start of the run ---------------------------------------------------------------------------------
 
     def _begin_if_complete(self, now_s: float) -> list[Request]:
-        """When all servers are here and every worker has registered or left, give the servers their shards."""
+        """Send the servers their shards if all servers are connected and every worker has registered or left."""
         registered = {w: self._connected[w] for w in sorted(self._connected) if w not in self._left}
         models = {worker: model for worker, model in registered.items() if model is not None}
         absent = self._workers - len(models) - len(self._left)
@@ -321,7 +325,7 @@ class Coordinator:
         except ConfigurationError as error:
             return self._refuse([publisher], str(error), f"worker {publisher}")
         if reason := self._shortage(model, len(models)):
-            # If only some workers were refused, the others would begin when those have left.
+            # Refuse all workers: if only some were refused, the others would begin when these have left.
             self._connected.update(dict.fromkeys(models))
             return self._refuse(list(models), reason, "the run")
         self.model, self.slices, self.publisher = model, slices, publisher
@@ -354,10 +358,10 @@ class Coordinator:
     # -- members ------------------------------------------------------------------------------------------
 
     def _welcome(self, server: int, worker: int, now_s: float) -> list[Request]:
-        """A server knows of a worker that joins; when all do, the worker begins."""
-        joined, unaware = self._admitted[worker]
-        unaware.discard(server)
-        if unaware:
+        """Handle a server's acknowledgement of a worker that joins. After the last one, the worker begins."""
+        joined, unacknowledged = self._admitted[worker]
+        unacknowledged.discard(server)
+        if unacknowledged:
             return []
         del self._admitted[worker]
         iteration, sync = joined.iteration, self._sync.sync
@@ -379,7 +383,7 @@ class Coordinator:
     def _leave(
         self, worker: int, kind: type[WorkerFinished] | type[WorkerLost], now_s: float
     ) -> list[Request]:
-        """A worker has left. That may be reported twice: the first report counts."""
+        """Handle a worker that has left. This may be reported twice; the second report has no effect."""
         if worker in self._left:
             return []
         self._left.add(worker)
@@ -389,7 +393,9 @@ class Coordinator:
         if kind is WorkerLost:
             self.lost.append(worker)
             if worker == self.publisher and not self.started:
-                requests.append(Fail(f"worker {worker}", "it was lost before it had sent the first weights"))
+                requests.append(
+                    Fail(f"worker {worker}", "it was lost before it had sent the initial weights")
+                )
             requests += [Send(server_peer(k), messages.WorkerLost(worker)) for k in sorted(self._addresses)]
         else:
             self.finished.append(worker)
@@ -399,7 +405,7 @@ class Coordinator:
         return requests + self._begin_if_complete(now_s) + self._allow_pulls()
 
     def _allow_pulls(self) -> list[Request]:
-        """Without overlap: when every shard has received the push of every worker, all may pull."""
+        """Let all workers pull if every shard has received the push of every worker, without overlap."""
         if not self.present or self._committed.keys() != self.present:
             return []
         committed, self._committed = self._committed, {}
@@ -411,7 +417,9 @@ class Coordinator:
         try:
             self._read_sync(message.sync)
         except ConfigurationError as error:
-            raise ProtocolError(f"it asks for a sync model that cannot run here: {error}") from error
+            raise ProtocolError(
+                f"it requests a sync model that cannot be used in this run: {error}"
+            ) from error
         return self.take(
             SyncRequested(
                 now_s=now_s,
@@ -423,7 +431,7 @@ class Coordinator:
         )
 
     def take(self, event: AnyEvent) -> list[Request]:
-        """Hand an event to the sync model's part at the coordinator; return what follows from it."""
+        """Pass an event to the sync model's part at the coordinator, and return the resulting requests."""
         try:
             actions = self._sync.handle(event)
         except ProtocolError as error:
@@ -445,7 +453,7 @@ class Coordinator:
                 case SetTimer():
                     requests.append(Timer(action.due_s, action.worker, action.iteration))
                 case _:
-                    raise InternalError(f"a coordinator cannot {action}")
+                    raise InternalError(f"a coordinator does not carry out {action}")
         return requests
 
     def _record(self, entry: Entry) -> None:
@@ -454,6 +462,6 @@ class Coordinator:
 
 
 def fault_report(message: FaultReported) -> str:
-    """Describe a user's condition that has failed."""
+    """Return a description of a user's condition that has failed."""
     report = f"shard {message.shard}: {message.reason}. It goes on with {message.sync}."
     return f"{report}\n{message.traceback}".strip()

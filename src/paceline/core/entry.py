@@ -1,4 +1,4 @@
-"""One line of a trace: what a machine was told, and what it answered."""
+"""An entry of a trace: one event, and the actions that the sync model returned for it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["Entry", "EntryRecorder"]
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event and what followed.
+    """One event and its actions: one line of a trace.
 
     Attributes:
-        event: what the machine was told.
-        actions: what it asked for, in order.
+        event: the event.
+        actions: the actions that the sync model returned for it, in order.
         refused: why the event was refused; None if it was not.
-        version: how many updates the shard had applied afterwards; None at the coordinator.
-        staleness: for each push that this event had applied, in order: (worker, iteration, updates applied
-            between that worker's last pull and this application).
-        gap: the largest c_p - min c among the workers whose pulls this event had answered, by the ledger of the
+        version: number of updates that the shard had applied after the event; None at the coordinator.
+        staleness: for each push that was applied because of this event, in order: (worker, iteration, number of
+            updates between that worker's last pull and the application of this push).
+        gap: largest c_p - min c among the workers whose pulls were answered because of this event, as counted by the
             model in force; 0 at the coordinator.
     """
 
@@ -35,6 +35,6 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EntryRecorder(Protocol):
-    """Takes the entries of one trace as they come."""
+    """Receives the entries of one trace, in order."""
 
     def record(self, entry: Entry) -> None: ...

@@ -1,9 +1,10 @@
 """The coordinator's part of the sync model: the machine of the model in force, and the order of changes.
 
-Changes are made one at a time: the next one is published when this one is complete everywhere. A worker that has
-passed the boundary and starts its next iteration shows that: every shard has answered it. If all workers that had
-passed are lost before that, it is not known which shards have changed; if a worker has joined meanwhile, it does not
-know of the change. In both cases the change is published again, to all. See `shard_sync` for what a change is.
+Changes are made one at a time: the next one is published when the current one is complete at all shards. This is
+certain once a worker that has passed the boundary starts its next iteration, because every shard has answered it
+then. If all workers that have passed are lost before that, it is unknown which shards have changed. If a worker has
+joined in the meantime, it has not received the change. In both cases, the change is published again to all workers.
+`shard_sync` explains how a change works.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from .order import ReportOrder
 
 __all__ = ["JobSync"]
 
-MOST_REQUESTED = 1000  # changes that have yet to be made
+MOST_REQUESTED = 1000  # maximum number of requested changes that have not been published yet
 
 
 class JobSync:
-    """The coordinator's part of the sync model, through all changes.
+    """The coordinator's part of the sync model, which persists when the model changes.
 
     Args:
-        sync: what the job begins with, in the notation of the command line: one model, or one for each shard.
-        seed: seed of the run.
+        sync: the first model in the notation of the command line, or one for each shard.
+        seed: random seed of the run.
 
     Attributes:
         sync: the model in force, or the next one while a change is in progress; "" if it is not known.
@@ -51,22 +52,28 @@ class JobSync:
         self._machine: JobMachine | None = self._new_machine(sync)
         self._order = ReportOrder()
         self._seen = {"schedule": -1, "script": -1}  # number of the last request of each source
-        self._requested: deque[str] = deque()  # requested and not yet published
-        self._change: Change | None = None  # in progress
-        self._certain = False  # True if it is known that every shard makes the change in progress
-        self._remaining: set[int] = set()  # its members that have yet to pass
-        self._passed: dict[int, WorkerJoined] = {}  # the other members: as what they join the new model
-        self._early: list[AnyEvent] = []  # reports of these under the new model, until it begins
-        self._joined: set[int] = set()  # live workers that are no members
-        self._to_start: set[int] = set()  # have passed a change and have yet to report their first start
+        self._requested: deque[str] = deque()  # models that were requested but not published yet
+        self._change: Change | None = None  # the change in progress
+        self._certain = False  # True if every shard is known to make the change in progress
+        self._remaining: set[int] = set()  # members of the change that have not passed yet
+        # member that has passed -> the event by which it joins the new model
+        self._passed: dict[int, WorkerJoined] = {}
+        self._early: list[AnyEvent] = []  # events of these members under the new model, kept until it begins
+        self._joined: set[int] = set()  # live workers that are not members of the change
+        # workers that passed a change and have not reported their first start yet
+        self._to_start: set[int] = set()
 
     @property
     def next_superstep(self) -> int:
-        """First superstep of a worker that joins now; 0 where no barriers are planned."""
+        """First superstep of a worker that joins now; 0 if the model plans no barriers."""
         return self._machine.next_superstep if self._machine is not None else 0
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one event; return what follows from it. Raises `InvalidEventError`, state unchanged."""
+        """Process one event and return the resulting actions.
+
+        Raises:
+            InvalidEventError: the event is not allowed; the state is unchanged.
+        """
         self._require(event)
         match event:
             case IterationFinished():
@@ -77,9 +84,8 @@ class JobSync:
                     return self._start_first(event)
                 return self._tell(event)
             case TimerFired():
-                return (
-                    [] if self._change is not None else self._tell(event)
-                )  # in a change, it is the old model's
+                # During a change, the timer was set by the old model.
+                return [] if self._change is not None else self._tell(event)
             case SyncRequested():
                 return self._request(event)
             case WorkerJoined():
@@ -90,7 +96,7 @@ class JobSync:
                 raise InternalError(f"a coordinator does not take a {type(event).__name__}", (event,))
 
     def validate(self) -> None:
-        """Cross-check the collections derived from one another."""
+        """Check the derived collections against each other; raise `InternalError` if two disagree."""
         live = self._order.live
         if self._machine is not None:
             self._machine.validate()
@@ -108,7 +114,8 @@ class JobSync:
     # -- one event ----------------------------------------------------------------------------------------
 
     def _require(self, event: AnyEvent) -> None:
-        """Refuse an event that the order, the change in progress or the model does not allow; change nothing."""
+        """Raise `InvalidEventError` for an event that the order, the change in progress or the model does not
+        allow."""
         self._order.require(event)
         worker = event.worker
         if isinstance(event, SyncRequested):
@@ -141,7 +148,7 @@ class JobSync:
         return self._tell(event)
 
     def _tell(self, event: AnyEvent) -> list[AnyAction]:
-        """Hand an event to the machine of the model that the worker runs under; keep it if that has yet to begin."""
+        """Pass an event to the machine of the worker's model, or keep it until that model begins."""
         if event.worker in self._passed:
             self._early.append(event)
             return []
@@ -193,11 +200,11 @@ class JobSync:
         self._change = Change(number=self.changes, members=tuple(sorted(live)), sync=sync)
         self._remaining = set(live)
         self._certain = False
-        self._machine = None  # whatever it still plans comes too late
+        self._machine = None  # plans that it would make from now on come too late
         return [PublishChange(self._change)]
 
     def _pass(self, event: IterationFinished) -> list[AnyAction]:
-        """A member has sent its last push under the old model."""
+        """Handle the last push of a member under the old model."""
         worker = event.worker
         self._order.finished(event, parse_shards(self.sync))
         self._remaining.remove(worker)
@@ -206,16 +213,18 @@ class JobSync:
         return self._complete()
 
     def _start_first(self, event: IterationStarted) -> list[AnyAction]:
-        """A worker has been answered by every shard after it passed a change. The new model does not receive this:
-        for it, the worker has joined with that iteration."""
+        """Handle the first start of a worker after a change, which shows that every shard has answered it.
+
+        The new model does not receive this event, because the worker joins it with that iteration.
+        """
         self._to_start.remove(event.worker)
-        if event.worker not in self._passed:  # of an earlier change
+        if event.worker not in self._passed:  # it passed an earlier change
             return []
         self._certain = True
         return self._complete()
 
     def _complete(self) -> list[AnyAction]:
-        """Begin with the new model, if every member has passed or left and it is certain that every shard changes."""
+        """Begin the new model if every member has passed or left and every shard is known to make the change."""
         if self._remaining or (self._passed and not self._certain):
             return []
         passed, early = self._passed, self._early

@@ -1,9 +1,10 @@
-"""Parameters as flat vectors, and the even slicing of those vectors over shards.
+"""The layout of parameters in flat vectors, and the slicing of those vectors into shards.
 
-Owns the arithmetic and nothing else: no tensor, no torch. A model's parameters are laid one after another
-into one flat vector per dtype, each parameter starting on a 64-byte boundary. Elastic Parameter Slicing
-(EPS; FluentPS, section III) then cuts each vector into equal parts, whatever the sizes of the layers: every shard
-gets the same number of elements, and a layer may lie on several shards. A slice of the vector *is* the message.
+This module contains only the arithmetic, without tensors or torch. The parameters of a model are placed one after
+another in one flat vector per dtype, each of them beginning at a 64-byte boundary. Elastic Parameter Slicing (EPS;
+FluentPS, section III) then cuts each vector into equal parts, whatever the sizes of the layers: every shard gets the
+same number of elements, and a layer may be spread over several shards. A push or a pull transfers slices of these
+vectors without conversion.
 
 >>> layout = Layout.of([Parameter(("w",), (4, 5), "float32"), Parameter(("b",), (4,), "float32")])
 >>> layout.sizes, layout.offsets  # 20 elements, padded to 32; then 4, padded to 16
@@ -36,16 +37,16 @@ __all__ = [
 ALIGNMENT_BYTES = 64
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""dtypes that a parameter may have, by torch's names, with the size of one element."""
+"""Size of one element in bytes, for each dtype that a parameter may have. The names are torch's."""
 
 
 class Parameter(msgspec.Struct, frozen=True):
     """One trainable tensor.
 
     Attributes:
-        names: every name that the model's `state_dict` has for it; more than one if it is tied.
-        shape: its shape.
-        dtype: torch's name of its dtype, for example "float32".
+        names: all names of the tensor in the model's `state_dict`; more than one if the parameter is tied.
+        shape: shape of the tensor.
+        dtype: torch's name of the dtype, for example "float32".
     """
 
     names: tuple[str, ...]
@@ -66,10 +67,10 @@ class Segment(msgspec.Struct, frozen=True):
 
     Attributes:
         parameter: index of the parameter.
-        dtype: of the vector it lies in.
-        start: first element, counted within the shard's slice of that vector.
-        stop: one past the last.
-        offset: the element of the parameter, flattened, at which the segment starts.
+        dtype: dtype of the vector that contains the segment.
+        start: first element, counted from the beginning of the shard's slice of that vector.
+        stop: one past the last element.
+        offset: element of the flattened parameter at which the segment begins.
     """
 
     parameter: int
@@ -80,7 +81,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Piece(NamedTuple):
-    """[start, stop) of a shard's slice of one vector, in elements, and the parameters that lie in it."""
+    """The elements [start, stop) of a shard's slice of one vector, and the parameters that they belong to."""
 
     dtype: str
     start: int
@@ -89,7 +90,7 @@ class Piece(NamedTuple):
 
 
 class ShardSlice(msgspec.Struct, frozen=True):
-    """What one shard holds: [start, stop) of the vector of each dtype, in elements, and the segments in it."""
+    """The slice of one shard: the elements [start, stop) of the vector of each dtype, and the segments in them."""
 
     index: int
     bounds: dict[str, tuple[int, int]]
@@ -97,12 +98,12 @@ class ShardSlice(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of one push or pull of this shard."""
+        """Size in bytes of one push or pull of this shard."""
         return sum((stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in self.bounds.items())
 
     def pieces(self, size_bytes: int) -> tuple[Piece, ...]:
-        """The slice in pieces of at most so many bytes, in order: what is sent as soon as it is there."""
-        made = []
+        """Return the slice in pieces of at most `size_bytes`, in order. A piece is sent as soon as it is computed."""
+        pieces = []
         for dtype, (low, high) in self.bounds.items():
             step = max(1, size_bytes // ITEM_BYTES[dtype])
             for start in range(0, high - low, step):
@@ -112,17 +113,17 @@ class ShardSlice(msgspec.Struct, frozen=True):
                     for s in self.segments
                     if s.dtype == dtype and s.start < stop and start < s.stop
                 }
-                made.append(Piece(dtype, start, stop, frozenset(inside)))
-        return tuple(made)
+                pieces.append(Piece(dtype, start, stop, frozenset(inside)))
+        return tuple(pieces)
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Where each parameter lies.
+    """The position of each parameter in the flat vectors.
 
     Attributes:
-        parameters: in the order of the optimizer's groups.
-        offsets: for each parameter, its first element in the vector of its dtype.
-        sizes: dtype -> elements of its vector, padding included.
+        parameters: the parameters, in the order of the optimizer's groups.
+        offsets: for each parameter, the index of its first element in the vector of its dtype.
+        sizes: dtype -> number of elements of its vector, with padding.
     """
 
     parameters: tuple[Parameter, ...]
@@ -131,10 +132,10 @@ class Layout(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, parameters: Sequence[Parameter]) -> Layout:
-        """Lay parameters out in the order given.
+        """Return the layout of parameters in the order given.
 
         Raises:
-            ConfigurationError: there are none, or one has a dtype that cannot be trained.
+            ConfigurationError: there are no parameters, or one has a dtype that cannot be trained.
         """
         if not any(parameter.size for parameter in parameters):
             raise ConfigurationError("The optimizer has no parameters to train.")
@@ -143,7 +144,7 @@ class Layout(msgspec.Struct, frozen=True):
         for parameter in parameters:
             if parameter.dtype not in ITEM_BYTES:
                 raise ConfigurationError(
-                    f"Parameter {parameter} has a dtype that cannot be trained here; "
+                    f"Parameter {parameter} has a dtype that Paceline cannot train; "
                     f"expected one of {', '.join(ITEM_BYTES)}."
                 )
             offsets.append(sizes.get(parameter.dtype, 0))
@@ -152,11 +153,11 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of one whole push or pull."""
+        """Size in bytes of one push or pull of all shards together."""
         return sum(size * ITEM_BYTES[dtype] for dtype, size in self.sizes.items())
 
     def sliced(self, shards: int, slicing: str) -> tuple[ShardSlice, ...]:
-        """Return the slices for `slicing` "even" or "by-parameter". Raises as the methods below."""
+        """Return the slices for `slicing` "even" or "by-parameter". See the two methods below."""
         return {"even": self.slice_evenly, "by-parameter": self.slice_by_parameter}[slicing](shards)
 
     def slice_evenly(self, shards: int) -> tuple[ShardSlice, ...]:
@@ -171,10 +172,10 @@ class Layout(msgspec.Struct, frozen=True):
         return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
 
     def slice_by_parameter(self, shards: int) -> tuple[ShardSlice, ...]:
-        """Give every shard an equal number of neighbouring parameters, whatever their sizes.
+        """Give every shard an equal number of adjacent parameters, whatever their sizes.
 
-        This is the default slicing of PS-Lite, which divides the range of keys: a shard with the largest layer holds
-        most of the model (FluentPS, section III). Here to be compared with.
+        This is the default slicing of PS-Lite, which divides the range of keys: the shard with the largest layer
+        holds most of the model (FluentPS, section III). It is provided for comparison.
 
         Raises:
             ConfigurationError: there are fewer parameters than shards.
@@ -182,8 +183,8 @@ class Layout(msgspec.Struct, frozen=True):
         count = len(self.parameters)
         if shards > count:
             raise ConfigurationError(
-                f"{shards} shards for {count} parameters: sliced by parameter, each shard needs one at least. Ask "
-                f"for {count} shards or fewer, or for even slicing."
+                f"shards is {shards}, but the model has {count} parameters, and each shard needs at least one with "
+                f"slicing 'by-parameter'. Use at most {count} shards, or slicing 'even'."
             )
         bounds: list[dict[str, tuple[int, int]]] = []
         ends = dict.fromkeys(self.sizes, 0)
@@ -210,7 +211,7 @@ def _block(dtype: str) -> int:
 
 
 def aligned(size: int, dtype: str) -> int:
-    """So many elements, rounded up to where the next parameter may start."""
+    """Return a number of elements, rounded up to the next position at which a parameter may begin."""
     block = _block(dtype)
     return -(-size // block) * block
 

@@ -1,11 +1,11 @@
-"""Every message between two processes of a run, as a value.
+"""The messages between the processes of a run.
 
-On a connection, a message is a small MessagePack header, and bulk data (slices of weights and gradients) follows it
-raw. Each side decodes only the messages that its peer may send: see the unions at the end. In virtual time, the same
-values travel without being encoded. Indices and counts that come from a less trusted peer are of type `Number`.
+On a connection, a message is a small MessagePack header, followed by raw bulk data (slices of weights and gradients).
+Each side decodes only the messages that its peer may send; see the unions at the end of this module. In virtual time,
+the same values are passed without encoding. Indices and counts from a less trusted peer have the type `Number`.
 
-A message that becomes an event at its receiver has the name of that event. A commit becomes two events, the push and
-the pull.
+A message that becomes an event at its receiver has the same name as the event. A commit becomes two events, a push
+and a pull.
 
     worker -> coordinator   Hello, Register, IterationFinished, IterationStarted, AllCommitted, SyncRequested, Status,
                             Warned, WorkerFinished, Failed
@@ -84,21 +84,21 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bell(Message, frozen=True, tag=True):
-    """There is something in the ring. Wakes a peer that sleeps; has no other meaning."""
+    """The ring contains data. This message wakes a sleeping peer and has no other meaning."""
 
 
 class Hello(Message, frozen=True, tag=True):
-    """The first message of every connection. Without the run's token, nothing else is read.
+    """The first message of every connection. Without the run's token, no further message is read.
 
     Attributes:
         token: the run's token.
         role: role of the caller.
         index: index of the worker or server; 0 for a reader.
-        address: where a server listens; "" for other roles.
-        memory_bytes: size of the shared memory whose descriptor comes with this message; 0 for none.
+        address: address on which a server listens; "" for other roles.
+        memory_bytes: size of the shared memory whose descriptor is attached to this message; 0 if there is none.
         channels: number of pairs of rings in that memory.
-        channel: index of the pair that is for this connection; -1 for none.
-        follows: True if a worker can read the weights where the servers keep them.
+        channel: index of the pair of rings for this connection; -1 if there is none.
+        follows: True if a worker can read the weights in the memory of the servers.
     """
 
     token: str
@@ -111,26 +111,26 @@ class Hello(Message, frozen=True, tag=True):
     follows: bool = False
 
 
-# -- the beginning ----------------------------------------------------------------------------------------
+# -- start of a run ---------------------------------------------------------------------------------------
 
 
 class Register(Message, frozen=True, tag=True):
-    """A worker is at its first step and trains this model."""
+    """A worker has reached its first step and trains this model."""
 
     model: ModelSpec
 
 
 class CreateShards(Message, frozen=True, tag=True):
-    """A server gets its shards. The publisher will send their weights.
+    """A server must create its shards. The publisher will send their weights.
 
-    Over shared memory, the descriptor of the weights' memory comes with this message and with `Started`.
+    With shared memory, the descriptor of the memory of the weights is attached to this message and to `Started`.
 
     Attributes:
-        model: what is trained.
+        model: the model to train.
         shards: the slices that this server holds.
-        sync: the sync model that the run begins with, or one for each shard, in the notation of the command line.
+        sync: the first sync model, or one for each shard, in the notation of the command line.
         workers: the workers that take part from the start, in ascending order.
-        publisher: the worker whose weights the shards start with.
+        publisher: the worker that sends the initial weights.
     """
 
     model: ModelSpec
@@ -141,18 +141,18 @@ class CreateShards(Message, frozen=True, tag=True):
 
 
 class Ready(Message, frozen=True, tag=True):
-    """A server knows its shards: workers may connect."""
+    """A server has received its shards. Workers may connect to it."""
 
 
 class Started(Message, frozen=True, tag=True):
     """Training begins for a worker.
 
     Attributes:
-        shards: the slices, in order.
-        addresses: for each shard, where its server listens.
-        publisher: the worker whose weights the shards start with.
+        shards: the slices of all shards, in order.
+        addresses: for each shard, the address on which its server listens.
+        publisher: the worker that sends the initial weights.
         iteration: label of the worker's first iteration.
-        sync: the sync model in force, in the notation of the command line; "" for the one that the run began with.
+        sync: the sync model in force, in the notation of the command line; "" for the first one of the run.
     """
 
     shards: tuple[ShardSlice, ...]
@@ -169,7 +169,7 @@ class Refused(Message, frozen=True, tag=True):
 
 
 class WorkerJoined(Message, frozen=True, tag=True):
-    """A worker joins a run in progress: see the event."""
+    """A worker joins a run in progress. See the event of the same name."""
 
     worker: int
     iteration: int
@@ -179,21 +179,25 @@ class WorkerJoined(Message, frozen=True, tag=True):
 
 
 class WorkerWelcomed(Message, frozen=True, tag=True):
-    """A server knows of a worker that joins a run in progress."""
+    """A server has received the `WorkerJoined` of a worker that joins a run in progress."""
 
     worker: int
 
 
 class InitialState(Message, frozen=True, tag=True):
-    """Payload: the optimizer state of a shard (safetensors), before its weights. Sent by the publisher on
-    resuming."""
+    """The optimizer state of a shard, sent by the publisher before the weights if a run is resumed.
+
+    The payload is in safetensors format.
+    """
 
     shard: Number
 
 
 class InitialWeights(Message, frozen=True, tag=True):
-    """Payload: the first weights of a shard and, for shard 0, the other tensors of the model. Sent by the
-    publisher."""
+    """The initial weights of a shard, sent by the publisher.
+
+    The payload is the weights and, for shard 0, the other tensors of the model.
+    """
 
     shard: Number
 
@@ -202,9 +206,10 @@ class InitialWeights(Message, frozen=True, tag=True):
 
 
 class Stage(Message, frozen=True, tag=True):
-    """Part of the gradient that is being computed, ahead of its commit. Payload: the pieces, in order.
+    """A part of the gradient that is still being computed, sent before the commit.
 
-    It has no effect until the commit. If a piece is sent twice, the later one counts.
+    The payload is the pieces, in order. They have no effect until the commit. If a piece is sent twice, the later one
+    is used.
     """
 
     shard: Number
@@ -212,12 +217,12 @@ class Stage(Message, frozen=True, tag=True):
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):
-    """What a push brings to one shard, besides the protocol.
+    """The content of a push for one shard.
 
     Attributes:
         present: for each parameter, 1 if it had a gradient, 0 if not.
-        groups: msgpack of the groups' hyper-parameters.
-        pieces: the pieces of the gradient that are in the payload.
+        groups: the hyper-parameters of the groups, encoded as MessagePack.
+        pieces: indices of the pieces of the gradient that are in the payload.
         buffers: for shard 0, the indices of the buffers that have changed and follow in the payload.
     """
 
@@ -228,21 +233,21 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Commit(Message, frozen=True, tag=True):
-    """A worker's finished iteration for one shard: a push, and usually the pull that follows it.
+    """A worker's finished iteration for one shard: a push and, usually, the pull that follows it.
 
-    Payload: the pieces of the gradient that were not staged (none over shared memory, where it lies already), then
-    the buffers.
+    The payload is the pieces of the gradient that were not staged (none with shared memory, which already contains
+    the gradient), followed by the buffers.
 
     Attributes:
         shard: index of the shard.
         iteration: label of the iteration.
-        content: what the push brings; None in virtual time.
+        content: content of the push; None in virtual time.
         empty: True if the gradient was left out; the payload then contains no gradient.
         stop: set if this is the worker's last push before the barrier of its superstep.
         change: set if this is the worker's last push before the sync model changes.
         significance: |g| / |w| over all parameters, if the sync model needs it.
-        progress: the round that the push is for, if a shard has told the worker to go on from a later one.
-        pulls: False if the pull comes later, in a `PullRequested`.
+        progress: the round that the push is for, if a shard has told the worker to continue from a later round.
+        pulls: False if the pull follows later, in a `PullRequested`.
     """
 
     shard: Number
@@ -257,12 +262,12 @@ class Commit(Message, frozen=True, tag=True):
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """The pieces of the gradient that are in the payload."""
+        """Indices of the pieces of the gradient that are in the payload."""
         return self.content.pieces if self.content is not None else ()
 
 
 class Committed(Message, frozen=True, tag=True):
-    """A shard has received a push whose pull comes later."""
+    """A shard has received a push whose pull follows later."""
 
     shard: int
     iteration: int
@@ -281,7 +286,7 @@ class PullAllowed(Message, frozen=True, tag=True):
 
 
 class PullRequested(Message, frozen=True, tag=True):
-    """The pull that a commit left out."""
+    """A pull that was not included in a commit."""
 
     shard: Number
     iteration: Number
@@ -295,14 +300,14 @@ class PullRepeated(Message, frozen=True, tag=True):
 
 
 class Answer(Message, frozen=True, tag=True):
-    """A pull is answered. Payload: the slice of the weights (not over shared memory).
+    """The answer to a pull. The payload is the slice of the weights (empty with shared memory).
 
     Attributes:
         shard: index of the shard.
-        iteration: label of the iteration that the worker has pushed; -1 for the first weights.
+        iteration: label of the iteration that the worker has pushed; -1 for the initial weights.
         version: version of the weights.
-        v_train: set if the worker's push came too late for its round; it goes on from this one.
-        in_place: True if the worker is to read the weights where the servers keep them, until its next commit.
+        v_train: set if the worker's push came too late for its round. The worker continues from this round.
+        in_place: True if the worker must read the weights in the memory of the servers until its next commit.
     """
 
     shard: int
@@ -333,7 +338,7 @@ class IterationStarted(Message, frozen=True, tag=True):
 
 
 class PlanPublished(Message, frozen=True, tag=True):
-    """The part of a plan that concerns one worker: stop with the first push at or past `iteration`."""
+    """The part of a plan for one worker: the worker must stop with its first push at or past `iteration`."""
 
     stop: Stop
     iteration: int
@@ -346,7 +351,7 @@ class RestartOrdered(Message, frozen=True, tag=True):
 
 
 class SyncRequested(Message, frozen=True, tag=True):
-    """A worker has reached a point at which the sync model is to change: see the event."""
+    """A worker has reached a point at which the sync model changes. See the event of the same name."""
 
     source: Literal["schedule", "script"]
     number: Number
@@ -354,13 +359,13 @@ class SyncRequested(Message, frozen=True, tag=True):
 
 
 class ChangePublished(Message, frozen=True, tag=True):
-    """A worker must flag its next push with this change. Plans made before are void."""
+    """A worker must flag its next push with this change. Earlier plans are no longer valid."""
 
     change: Change
 
 
 class FaultReported(Message, frozen=True, tag=True):
-    """A user's condition has failed at a shard, which goes on with `sync`."""
+    """A user's condition has failed at a shard, which continues with the sync model `sync`."""
 
     shard: int
     reason: str
@@ -368,7 +373,7 @@ class FaultReported(Message, frozen=True, tag=True):
     sync: str
 
 
-# -- reading ----------------------------------------------------------------------------------------------
+# -- reading a run's state --------------------------------------------------------------------------------
 
 
 class FetchState(Message, frozen=True, tag=True):
@@ -378,32 +383,35 @@ class FetchState(Message, frozen=True, tag=True):
 
 
 class State(Message, frozen=True, tag=True):
-    """Payload: the optimizer state of a shard (safetensors)."""
+    """The optimizer state of a shard. The payload is in safetensors format."""
 
     shard: int
 
 
 class FetchSnapshot(Message, frozen=True, tag=True):
-    """Request the weights of a shard as they are. Sent by readers, and by the coordinator at the end of a run."""
+    """Request the current weights of a shard. Sent by readers, and by the coordinator at the end of a run."""
 
     shard: Number
 
 
 class Snapshot(Message, frozen=True, tag=True):
-    """Payload: the weights of a shard at one version and, for shard 0, the other tensors of the model, pooled."""
+    """The weights of a shard at one version.
+
+    The payload is the weights and, for shard 0, the other tensors of the model, pooled over the workers.
+    """
 
     shard: int
     version: int
 
 
 class ShardWaits(msgspec.Struct, frozen=True):
-    """Which workers wait at one shard.
+    """The workers that wait at one shard.
 
     Attributes:
         shard: index of the shard.
         sync: the sync model in force there.
         pulls: (worker, iteration) of each delayed pull, in worker order.
-        reasons: for each of them, what it waits for.
+        reasons: for each of these pulls, what it waits for.
     """
 
     shard: int
@@ -413,26 +421,26 @@ class ShardWaits(msgspec.Struct, frozen=True):
 
 
 class FetchWaits(Message, frozen=True, tag=True):
-    """The coordinator asks a server which workers wait there. A server that does not answer hangs."""
+    """Request the list of workers that wait at a server. If the server does not answer, it hangs."""
 
 
 class Waits(Message, frozen=True, tag=True):
-    """Which workers wait at each shard of a server.
+    """The workers that wait at each shard of a server.
 
     Attributes:
         shards: one entry per shard.
-        timers: True if a timer is set, which may release a worker.
+        timers: True if a timer is set, because it may release a worker.
     """
 
     shards: tuple[ShardWaits, ...]
     timers: bool
 
 
-# -- status, and the end ----------------------------------------------------------------------------------
+# -- status and end of a run ------------------------------------------------------------------------------
 
 
 class Status(Message, frozen=True, tag=True):
-    """What a worker is doing, for the display."""
+    """The state of a worker, for the progress display."""
 
     iteration: Number
     loss: float | None
@@ -440,28 +448,28 @@ class Status(Message, frozen=True, tag=True):
 
 
 class Warned(Message, frozen=True, tag=True):
-    """Something has gone wrong that does not end the run, such as a log that cannot be written."""
+    """A problem that does not end the run, such as a log that cannot be written."""
 
     words: str
 
 
 class WorkerFinished(Message, frozen=True, tag=True):
-    """A worker has done its work and leaves."""
+    """A worker has finished its work and leaves."""
 
 
 class WorkerLost(Message, frozen=True, tag=True):
-    """A worker was lost. Its connection may still be open: a child process that it has forked may hold it."""
+    """A worker was lost. Its connection may still be open, because a child process of the worker may hold it."""
 
     worker: int
 
 
 class Failed(Message, frozen=True, tag=True):
-    """A worker's script, or a server, has raised.
+    """A worker's script or a server has raised an exception.
 
     Attributes:
         reason: the error in one line.
         traceback: traceback of the error.
-        consequence: True if the error only says that another process is gone: that process is then the cause.
+        consequence: True if the error is only a consequence of the end of another process, which is then the cause.
     """
 
     reason: str

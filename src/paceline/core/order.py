@@ -1,13 +1,15 @@
-"""The order of each worker's events: what is legal now, whatever the sync model.
+"""The legal order of each worker's events, which is the same for all sync models.
 
     at a shard            join -> push -> pull -> (answer) -> push -> ...      and at any time: lost, finished
     at the coordinator    join -> finished -> (started) -> finished -> ...
 
-This is the only place that knows it. A host of a model asks `require`, which refuses and changes nothing, before the
-model receives an event, and records the event when nothing can refuse it any more. So a model sees legal events only.
+Only this module checks the order. Before a model receives an event, its host calls `require`, which refuses illegal
+events and changes no state. The host calls `advance` when nothing can refuse the event any more. So a model receives
+legal events only.
 
-A worker's *label* is its own count of iterations. It rises by one with each push and is never used twice, not even
-after the worker was lost and has returned. The model's count of pushes, c_p, is another number (see `Counts`).
+A worker's *label* is its own count of iterations. It increases by one with each push, and no label is used twice, not
+even after the worker was lost and has joined again. c_p, the model's count of pushes, is a different number (see
+`Counts`).
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ from ..sync.model import SyncModel
 __all__ = ["Order", "Phase", "ReportOrder"]
 
 Phase = Literal["computing", "pushed", "waiting"]
-"""What a live worker is doing: computing its iteration, about to pull, or waiting for the answer to its pull."""
+"""The phase of a live worker: computing its iteration, about to pull, or waiting for the answer to its pull."""
 
 
-# Kind of event -> how a refusal names it, the phase that it needs, and how far its label is behind the next push's.
+# Type of event -> verb and preposition for refusals, the required phase, and the label of the next push minus the
+# required label.
 STEPS: dict[type[AnyEvent], tuple[str, str, Phase, int]] = {
     PushReceived: ("sent a push", "of", "computing", 0),
     PullRequested: ("sent a pull", "of", "pushed", 1),
@@ -48,16 +51,15 @@ class Order:
     """The phase and the label of every live worker at one shard.
 
     Attributes:
-        label: live worker -> the iteration that its next push carries, in order of joining.
-        phase: live worker -> what it is doing.
+        label: live worker -> label of its next push, in order of joining.
+        phase: live worker -> its phase.
     """
 
     def __init__(self) -> None:
         self.label: dict[int, int] = {}
         self.phase: dict[int, Phase] = {}
-        self._former: dict[
-            int, int
-        ] = {}  # worker that has left -> the smallest label that it may return with
+        # worker that has left -> the smallest label with which it may return
+        self._former: dict[int, int] = {}
 
     def require(self, event: AnyEvent) -> None:
         """Raise `InvalidEventError` if this event is not legal now."""
@@ -65,7 +67,7 @@ class Order:
         if step is None:
             self._require_other(event)
             return
-        verb, of, needed, behind = step
+        verb, preposition, needed, behind = step
         worker, iteration = event.worker, event.iteration  # type: ignore[union-attr]
         phase = self.phase.get(worker)
         if phase != needed:
@@ -73,7 +75,9 @@ class Order:
             raise InvalidEventError(f"worker {worker} {verb} while it was {phase!r} (expected {needed!r})")
         if iteration != self.label[worker] - behind:
             expected = self.label[worker] - behind
-            raise InvalidEventError(f"worker {worker} {verb} {of} iteration {iteration}, expected {expected}")
+            raise InvalidEventError(
+                f"worker {worker} {verb} {preposition} iteration {iteration}, expected {expected}"
+            )
 
     def advance(self, event: AnyEvent) -> None:
         """Record a legal event."""
@@ -91,13 +95,13 @@ class Order:
             del self.phase[worker]
 
     def answered(self, worker: int) -> None:
-        """Record that a worker's pull is answered."""
+        """Record that a worker's pull was answered."""
         if self.phase.get(worker) != "waiting":
             raise InternalError(f"the sync model answered a pull that worker {worker} had not requested")
         self.phase[worker] = "computing"
 
     def validate(self) -> None:
-        """Cross-check labels against phases; raise `InternalError` where they differ."""
+        """Check labels against phases; raise `InternalError` if they are of different workers."""
         if self.label.keys() != self.phase.keys():
             raise InternalError(f"labels {self.label} and phases {self.phase} are of different workers")
 
@@ -128,13 +132,13 @@ UNKNOWN = -1
 
 
 class Reporter:
-    """What a live worker reports to the coordinator, and how far it is.
+    """The state of a live worker, as far as it reports to the coordinator.
 
     Attributes:
-        label: the iteration that it finishes next; -1 if that is not known.
+        label: the iteration that it finishes next; -1 if unknown.
         computing: False if it must report the start of that iteration first.
         finishes: True if it reports every finished iteration.
-        starts: True if it reports the start of every iteration but its first.
+        starts: True if it reports the start of every iteration except its first one.
     """
 
     def __init__(self, models: Sequence[SyncModel]) -> None:
@@ -143,23 +147,23 @@ class Reporter:
         self.follow(models)
 
     def follow(self, models: Sequence[SyncModel]) -> None:
-        """Report as these models ask."""
+        """Set which reports these models need."""
         self.finishes = models[0].at_coordinator() is not None
         self.starts = any(model.needs_starts for model in models)
 
     def compute(self, iteration: int) -> None:
-        """Compute an iteration; the coordinator loses count of a worker that does not report every iteration."""
+        """Set the iteration that the worker computes. It is unknown unless the worker reports every iteration."""
         self.computing = True
         self.label = iteration if self.finishes else UNKNOWN
 
 
 class ReportOrder:
-    """What each live worker may report to the coordinator next.
+    """The reports to the coordinator that each live worker may send next.
 
         join -> finished -> (started) -> finished -> ...        and at any time: lost, finished its work
 
-    Whether starts are reported, and whether iterations are at all, depends on the model that the worker runs under.
-    The first start after a change of the model is always reported.
+    The model in force determines whether a worker reports starts, and whether it reports finished iterations at all.
+    It always reports the first start after a change of the model.
     """
 
     def __init__(self) -> None:
@@ -171,7 +175,7 @@ class ReportOrder:
         return self._reporters.keys()
 
     def label(self, worker: int) -> int:
-        """Return the iteration that a live worker finishes next; -1 if that is not known."""
+        """Return the iteration that a live worker finishes next; -1 if unknown."""
         return self._reporters[worker].label
 
     def require(self, event: AnyEvent) -> None:
@@ -202,12 +206,12 @@ class ReportOrder:
             raise InternalError(f"a coordinator does not take a {type(event).__name__}", (event,))
 
     def joined(self, event: WorkerJoined, models: Sequence[SyncModel]) -> None:
-        """Record a worker that joins under these models."""
+        """Record that a worker joins under these models."""
         reporter = self._reporters[event.worker] = Reporter(models)
         reporter.compute(event.iteration)
 
     def finished(self, event: IterationFinished, models: Sequence[SyncModel] = ()) -> None:
-        """Record a finished iteration; the last one before a change to these models, if there are any."""
+        """Record a finished iteration. If models are given, it is the last one before a change to these models."""
         reporter = self._reporters[event.worker]
         if models:
             reporter.follow(models)

@@ -1,7 +1,7 @@
-"""What a core asks of its host, in the order in which the host must do it.
+"""Requests of a core to its host.
 
-A core returns a finished list of these for every message. An update must be applied before a later answer is sent,
-since an answer carries the weights as they are at that point of the list.
+For every message, a core returns a list of requests, which the host must carry out in order. An update must be
+applied before a later answer is sent, because an answer carries the weights as they are at its position in the list.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = [
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """One party of a run.
+    """One process or connection of a run.
 
     Attributes:
-        role: what it is.
+        role: role of the peer.
         index: index of the worker, server or reader; 0 for the coordinator.
     """
 
@@ -62,19 +62,19 @@ def server_peer(index: int) -> Peer:
 
 
 class Send(NamedTuple):
-    """Send a message. With an `Answer` go the weights of its shard, as they are now."""
+    """Send a message. An `Answer` carries the current weights of its shard."""
 
     to: Peer
     message: Message
 
 
 class Timer(NamedTuple):
-    """Come back to the core's `fire` with this value when it is due.
+    """Call the core's `fire` with this value when the timer is due.
 
     Attributes:
-        due_s: on the clock of the events, in seconds.
-        worker: worker that the timer is about.
-        iteration: iteration that the timer is about.
+        due_s: due time in seconds, on the clock of the events.
+        worker: worker for which the timer was set.
+        iteration: iteration for which the timer was set.
         shard: index of the shard that has set it; -1 for the coordinator.
     """
 
@@ -85,12 +85,12 @@ class Timer(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Update a shard: one optimizer step with the sum of these pushes, in the order given, times `scale`.
+    """Update a shard: take one optimizer step with the sum of these pushes, in the order given, times `scale`.
 
     Attributes:
         shard: index of the shard.
         pushes: (worker, iteration) of each push.
-        scale: factor of the sum.
+        scale: factor by which the sum is multiplied.
     """
 
     shard: int
@@ -99,7 +99,7 @@ class Apply(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Forget a push, if there is one with a gradient."""
+    """Discard the gradient of a push, if it has one."""
 
     shard: int
     worker: int
@@ -107,7 +107,7 @@ class Discard(NamedTuple):
 
 
 class Preserve(NamedTuple):
-    """Copy a push that is held: its worker is answered next, and will write into the memory of its gradient."""
+    """Copy a held push, because its worker is answered next and will overwrite the memory of the gradient."""
 
     shard: int
     worker: int
@@ -115,28 +115,28 @@ class Preserve(NamedTuple):
 
 
 class Proceed(NamedTuple):
-    """The worker has all that it has waited for, and computes."""
+    """Let the worker compute: everything that it waited for has arrived."""
 
 
 class Abort(NamedTuple):
-    """The worker is to abort the computation of this iteration, if its host can, and pull again."""
+    """Abort the computation of this iteration if possible, and pull again."""
 
     iteration: int
 
 
 class Report(NamedTuple):
-    """Show the user something that has gone wrong without ending the run."""
+    """Report a problem to the user that does not end the run."""
 
     words: str
 
 
 class Fail(NamedTuple):
-    """The run has failed.
+    """End the run, because it has failed.
 
     Attributes:
-        where: where it has failed.
-        reason: one sentence.
-        traceback: traceback; "" for none.
+        where: the part of the run that has failed.
+        reason: what was wrong, in one sentence.
+        traceback: traceback of the failure; "" if there is none.
     """
 
     where: str

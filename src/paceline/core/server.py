@@ -1,12 +1,13 @@
-"""The protocol of a server: which workers it serves, and what each message means for its shards. No I/O.
+"""The protocol of a server: the workers that it serves, and the effect of each message on its shards. No I/O.
 
-    create      CreateShards from the coordinator; each shard begins when the publisher's first weights are here
-    iteration   Commit = push + pull; or Commit, Committed, PullRequested where nothing overlaps
+    create      CreateShards from the coordinator; each shard begins when the publisher's initial weights arrive
+    iteration   Commit = push + pull; without overlap: Commit, Committed, PullRequested
     restart     PullRepeated
-    the end     WorkerFinished from the worker, or WorkerLost from the coordinator or because its connection ended
+    end         WorkerFinished from the worker, or WorkerLost from the coordinator or because its connection ended
 
-The host of this class moves bytes and tensors: it stores what a message brings before it carries out the requests
-that `handle` returns, and reads the clock. A message that is not allowed raises `ProtocolError` and changes nothing.
+The host of this class moves bytes and tensors and reads the clock. It stores the payload of a message before it
+carries out the requests that `handle` returns. A message that is not allowed raises `ProtocolError` and does not
+change the state.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ from .shard import Shard
 __all__ = ["Server"]
 
 RecorderOf = Callable[[int], EntryRecorder | None]
-"""Shard -> what records its events."""
+"""Returns the recorder for the events of a shard, given its index."""
 
 
 class Server:
     """One server.
 
     Args:
-        seed: seed of the run, from which sync models draw.
-        read_sync: reads a sync model to which a worker wants to change; raises `ConfigurationError` if the run
-            cannot. recorder_of: called once for each shard, when it begins.
+        seed: random seed of the run, for the sync models.
+        read_sync: parses the sync model of a change; raises `ConfigurationError` if the run cannot change to it.
+        recorder_of: returns the recorder of a shard; called once for each shard, when it begins.
 
     Attributes:
         shards: the shards that have begun, by index.
         expected: the workers that take part and have not left.
-        publisher: the worker whose weights the shards start with; -1 before the shards are created.
+        publisher: the worker that sends the initial weights; -1 before the shards are created.
     """
 
     def __init__(
@@ -75,20 +76,20 @@ class Server:
         self._read_sync = read_sync
         self._recorder_of = recorder_of
         self._models: tuple[SyncModel, ...] = ()
-        self._to_begin: set[int] = set()  # shards that were created and have no weights yet
-        self._connected: set[int] = set()  # workers
-        self._readers: set[int] = set()  # those of them that can read the weights in place
+        self._to_begin: set[int] = set()  # shards that were created but have no weights yet
+        self._connected: set[int] = set()  # connected workers
+        self._readers: set[int] = set()  # connected workers that can read the weights in place
 
     def shard(self, index: int) -> Shard:
-        """Return a shard that has begun. Raises `ProtocolError` if it is not here, or has not."""
+        """Return a shard that has begun. Raise `ProtocolError` if it is not at this server or has no weights yet."""
         if index not in self.shards:
-            raise ProtocolError(f"shard {index} is not here, or has no weights yet")
+            raise ProtocolError(f"shard {index} is not at this server, or has no weights yet")
         return self.shards[index]
 
     def require_beginning(self, index: int) -> None:
         """Raise `ProtocolError` unless this shard was created and waits for its weights."""
         if index not in self._to_begin:
-            raise ProtocolError(f"first weights for shard {index} are not expected")
+            raise ProtocolError(f"initial weights for shard {index} are not expected")
 
     # -- connections --------------------------------------------------------------------------------------
 
@@ -97,10 +98,10 @@ class Server:
         if self.publisher < 0:
             raise ProtocolError("training has not begun")
         if worker not in self.expected or worker in self._connected:
-            raise ProtocolError(f"worker {worker} is not expected, or here already")
+            raise ProtocolError(f"worker {worker} is not expected, or is already connected")
 
     def connected(self, worker: int, *, reads_in_place: bool = False) -> list[Request]:
-        """A worker has connected: give it the weights that are here."""
+        """Handle a worker that has connected: send it the weights of the shards that have begun."""
         self.require_expected(worker)
         self._connected.add(worker)
         if reads_in_place:
@@ -108,7 +109,7 @@ class Server:
         return [shard.welcome(worker) for shard in self.shards.values()]
 
     def disconnected(self, worker: int, now_s: float) -> list[Request]:
-        """A worker's connection has ended: unless it has finished, it is lost."""
+        """Handle the end of a worker's connection. If the worker has not finished, it is lost."""
         self._connected.discard(worker)
         self._readers.discard(worker)
         return self._leave(worker, WorkerLost, now_s)
@@ -116,10 +117,10 @@ class Server:
     # -- messages -----------------------------------------------------------------------------------------
 
     def handle(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
-        """Take a message; return what the host must do.
+        """Process a message and return the requests to the host.
 
         Raises:
-            ProtocolError: the message is not allowed now; nothing has changed.
+            ProtocolError: the message is not allowed now. The state is unchanged.
         """
         worker = sender.index
         match message:
@@ -145,12 +146,12 @@ class Server:
                 raise ProtocolError(f"{type(message).__name__} is not expected from {sender}")
 
     def fire(self, timer: Timer, now_s: float) -> list[Request]:
-        """A timer is due."""
+        """Process a timer that is due, and return the requests to the host."""
         event = TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration)
         return self.shards[timer.shard].handle(event)
 
     def waits(self, *, timers: bool) -> Waits:
-        """Describe which workers wait at each shard. `timers` is True if the host has a timer set."""
+        """Return which workers wait at each shard. `timers` must be True if the host has a timer set."""
         described = []
         for index, shard in sorted(self.shards.items()):
             reasons = dict(sorted(shard.sync.waits().items()))
@@ -159,11 +160,11 @@ class Server:
         return Waits(tuple(described), timers)
 
     def validate(self) -> None:
-        """Cross-check what is kept of the workers; raise `InternalError` where two collections disagree."""
+        """Check the collections of workers against each other; raise `InternalError` if two disagree."""
         for shard in self.shards.values():
             shard.sync.validate()
             if shard.sync.order.phase.keys() != self.expected:
-                raise InternalError(f"shard {shard.index} has other workers than {self.expected}")
+                raise InternalError(f"the workers of shard {shard.index} are not {self.expected}")
         if not self._readers <= self._connected:
             raise InternalError(f"{self._readers} read in place, but {self._connected} are connected")
 
@@ -175,9 +176,11 @@ class Server:
         return [Send(COORDINATOR, Ready())]
 
     def _begin(self, worker: int, index: int, now_s: float) -> list[Request]:
-        """The first weights of a shard are here."""
+        """Begin a shard, whose initial weights have arrived."""
         if worker != self.publisher:
-            raise ProtocolError(f"first weights come from worker {self.publisher}, not from worker {worker}")
+            raise ProtocolError(
+                f"the initial weights come from worker {self.publisher}, not from worker {worker}"
+            )
         self.require_beginning(index)
         self._to_begin.remove(index)
         recorder = self._recorder_of(index)
@@ -189,10 +192,12 @@ class Server:
     def _commit(self, worker: int, commit: Commit, now_s: float) -> list[Request]:
         shard = self.shard(commit.shard)
         if commit.change is not None:
-            try:  # before the shard is halfway through the change
+            try:  # checked now, because the shard could not undo the change later
                 self._read_sync(commit.change.sync)
             except ConfigurationError as error:
-                raise ProtocolError(f"it changes to a sync model that cannot run here: {error}") from error
+                raise ProtocolError(
+                    f"it changes to a sync model that cannot be used in this run: {error}"
+                ) from error
         requests = shard.handle(
             PushReceived(
                 now_s=now_s,
@@ -212,7 +217,7 @@ class Server:
         return [*requests, Send(worker_peer(worker), Committed(commit.shard, commit.iteration))]
 
     def _join(self, message: messages.WorkerJoined, now_s: float) -> list[Request]:
-        """A worker joins a run in progress."""
+        """Handle a worker that joins a run in progress."""
         worker = message.worker
         event = WorkerJoined(
             now_s=now_s,
@@ -229,7 +234,7 @@ class Server:
     def _leave(
         self, worker: int, kind: type[WorkerFinished] | type[WorkerLost], now_s: float
     ) -> list[Request]:
-        """A worker has left. That may be reported twice: the first report counts."""
+        """Handle a worker that has left. This may be reported twice; the second report has no effect."""
         if worker not in self.expected:
             return []
         self.expected.remove(worker)

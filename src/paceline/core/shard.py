@@ -1,4 +1,4 @@
-"""One shard without its tensors: asks the sync model, counts versions, records, and says what its host must do."""
+"""One shard without its tensors: it runs the sync model, counts versions, records events, and returns requests."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Shard:
 
     Args:
         index: index of the shard.
-        models: the sync model that the run begins with, or one for each shard.
-        seed: seed of the run, from which the sync model draws.
+        models: the first sync model of the run, or one for each shard.
+        seed: random seed of the run, for the sync model.
         readers: the workers that can read the weights in place.
-        recorder: receives each event and its actions; None for none.
+        recorder: receives each event and its actions; None to record nothing.
 
     Attributes:
         index: index of the shard.
-        sync: the sync model through all its changes.
+        sync: the host of the sync model, which persists when the model changes.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Shard:
         return self._versions.version
 
     def handle(self, event: AnyEvent) -> list[Request]:
-        """Take one event; return what the host must do.
+        """Process one event and return the requests to the host.
 
         Raises:
-            InvalidEventError: the event is not allowed; nothing has changed, and the refusal is recorded.
+            InvalidEventError: the event is not allowed. The state is unchanged, and the refusal is recorded.
         """
         try:
             actions = self.sync.handle(event)
@@ -97,12 +97,12 @@ class Shard:
                 faulted = FaultReported(index, action.reason, action.traceback, action.sync)
                 requests.append(Send(COORDINATOR, faulted))
             else:
-                raise InternalError(f"a shard cannot {action}", (event,))
+                raise InternalError(f"a shard does not carry out {action}", (event,))
         self._record(Entry(event, actions, None, versions.version, staleness, gap))
         return requests
 
     def welcome(self, worker: int) -> Send:
-        """Return what gives a worker its first weights."""
+        """Return the request that sends a worker its first weights."""
         return Send(worker_peer(worker), self._answer(worker, -1, None))
 
     def _answer(self, worker: int, iteration: int, v_train: int | None) -> Answer:
@@ -111,10 +111,11 @@ class Shard:
 
     @property
     def _lockstep(self) -> bool:
-        """True if workers may read the weights in place, and need no copy.
+        """True if workers may read the weights in place, without a copy.
 
-        All shards answer alike, since a worker reads all or none in place: what counts is the models that all shards
-        were given, and not what one of them has fallen back to where a condition has failed.
+        All shards must answer in the same way, because a worker reads either all slices in place or none. Therefore
+        this depends on the models that were given for all shards, and not on the model to which one shard has fallen
+        back after a condition has failed.
         """
         return all(model.lockstep for model in self.sync.changed_to or self._first)
 

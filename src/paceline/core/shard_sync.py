@@ -1,26 +1,27 @@
-"""The sync model of one shard, through all changes of the model.
+"""The sync model of one shard, and its changes.
 
-A job may change its sync model in mid-run. All shards must change at one boundary: if two shards counted a worker's
-progress from different iterations, one of them could wait for worker 0 because of worker 1 and the other for worker
-1 because of worker 0. So the boundary is made by the workers. The coordinator publishes a change; each member flags
-its next push with it, identically to all shards, and has thereby ended the old model. Every live worker is in one of
-three places:
+A job may change its sync model during the run. All shards must change at the same boundary. If two shards counted a
+worker's progress from different iterations, one of them could wait for worker 0 because of worker 1, and the other
+one for worker 1 because of worker 0. Therefore the workers determine the boundary. The coordinator publishes a
+change. Each member flags its next push with the change, identically to all shards; this push ends the old model for
+the worker. Every live worker is in one of three states:
 
-    in the model     most of the time
-    passed           it has sent its flagged push. The old model has received that push and has then seen the worker
-                     leave, so the model waits for it no more. Its pull waits until every member has passed, has
-                     finished or is lost; then the passed workers join the new model with equal counts and are
-                     answered
-    guest            it joined while a change was in progress. It belongs to no model, waits for no worker and no
-                     worker waits for it, until it passes a change itself
+    in the model     the usual state
+    passed           it has sent its flagged push. The old model has received that push and then the departure of the
+                     worker, so it no longer waits for the worker. The pull of the worker waits until every member has
+                     passed, has finished or is lost. Then the passed workers join the new model with equal counts,
+                     and their pulls are answered
+    guest            it joined while a change was in progress. Until it passes a change, it belongs to no model, waits
+                     for no other worker, and no other worker waits for it
 
-A flagged push carries the boundary, so no two shards can disagree, however late the coordinator's message arrives,
-and the coordinator is on the path of no push or pull. `JobSync` is the coordinator's side.
+The flagged pushes carry the boundary, so the shards cannot disagree, however late the coordinator's message arrives,
+and no push or pull goes through the coordinator. `JobSync` is the coordinator's side of a change.
 
-A condition of a user that fails is dealt with here too: this shard alone falls back to the last model that worked,
-which takes over the counts as they are.
+If a condition of a user fails, this shard alone falls back to the last model that worked, which continues with the
+current counts.
 
-Guarantee: live if both models are; each push is applied, averaged or dropped exactly once.
+Guarantee: The run makes progress if it does under both models. Each push is applied, averaged or dropped exactly
+once.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ __all__ = ["ShardSync"]
 
 
 class ShardSync:
-    """One shard's sync model, through all changes.
+    """The host of one shard's sync model, which persists when the model changes.
 
     Args:
-        sync: the model to begin with.
-        seed: seed of the run.
+        sync: the first model.
+        seed: random seed of the run.
         shard: index of the shard.
 
     Attributes:
         sync: the model in force.
-        changed_to: the models of all shards, by the last change that was completed here; () before the first.
+        changed_to: the models of all shards after the last change that was completed here; () before the first one.
         order: phases and labels of all live workers.
     """
 
@@ -70,13 +71,14 @@ class ShardSync:
         self._shard = shard
         self._machine: ShardMachine = sync.at_shard(seed, shard)
         self._worked: SyncModel = BSP()  # replaces a model whose condition fails
-        self._change: Change | None = None  # in progress
+        self._change: Change | None = None  # the change in progress
         self._changed = 0  # number of the last change that was completed here
-        self._remaining: set[int] = set()  # live members of the change in progress that have yet to pass
-        self._joined_after: dict[int, int] = {}  # live worker -> the last change published before it joined
+        self._remaining: set[int] = set()  # live members of the change in progress that have not passed yet
+        self._joined_after: dict[int, int] = {}  # live worker -> last change published before it joined
         self._guests: set[int] = set()
         self._passed: set[int] = set()
-        self._to_pull: set[int] = set()  # passed a completed change and have yet to pull: answered at once
+        # passed a completed change but have not pulled yet: answered on arrival
+        self._to_pull: set[int] = set()
 
     @property
     def counts(self) -> Counts:
@@ -88,7 +90,7 @@ class ShardSync:
         return self.order.label[worker] - 1
 
     def waits(self) -> dict[int, str]:
-        """For each pull that is delayed, what it waits for: worker -> description."""
+        """Return what each delayed pull waits for, as worker -> description."""
         waits = dict(self._machine.waits())
         if self._change is not None:
             boundary = f"the change to {self._change.sync}, for workers {sorted(self._remaining)}"
@@ -96,7 +98,11 @@ class ShardSync:
         return waits
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one event; return what follows from it. Raises `InvalidEventError`, state unchanged."""
+        """Process one event and return the resulting actions.
+
+        Raises:
+            InvalidEventError: the event is not allowed; the state is unchanged.
+        """
         self.order.require(event)
         if type(event) is PushReceived and event.change is not None:
             self._require_boundary(event, event.change)
@@ -106,7 +112,7 @@ class ShardSync:
         return self._take(event)
 
     def validate(self) -> None:
-        """Cross-check the collections derived from one another."""
+        """Check the derived collections against each other; raise `InternalError` if two disagree."""
         self._machine.validate()
         self.order.validate()
         modelled, live = self.counts.count.keys(), self.order.phase.keys()
@@ -183,7 +189,7 @@ class ShardSync:
         return actions + self._complete(event.now_s)
 
     def _tell(self, event: AnyEvent) -> list[AnyAction]:
-        """Hand an event to the model. If a user's condition fails, fall back to the last model that worked."""
+        """Pass an event to the model. If a user's condition fails, fall back to the last model that worked."""
         actions = self._machine.handle(event)
         if (fault := self._machine.fault) is not None:
             self.sync = ASP() if self._worked.needs_plans else self._worked
@@ -199,12 +205,13 @@ class ShardSync:
     # -- a change -----------------------------------------------------------------------------------------
 
     def _pass(self, push: PushReceived, change: Change) -> list[AnyAction]:
-        """A worker has sent its last push under the old model."""
+        """Handle the last push of a worker under the old model."""
         if change.number <= self._changed:
-            return []  # completed without it: no worker waits for it any longer
+            return []  # the change was completed without the worker, so no worker waits for it
         worker = push.worker
         if self._change is None or self._change.number < change.number:
-            # A higher number: published again, since all members that passed the earlier one are gone.
+            # A higher number: the change was published again, because all members that passed the earlier one are
+            # lost.
             self._change = change
             self._remaining = {
                 m
@@ -216,18 +223,18 @@ class ShardSync:
         actions: list[AnyAction] = []
         if worker in self._guests:
             self._guests.remove(worker)
-        else:  # the old model sees it leave: it waits for it no more, and forgets none of its pushes
+        else:  # for the old model, the worker leaves: the model no longer waits for it, but keeps its pushes
             actions = self._tell(WorkerFinished(now_s=push.now_s, worker=worker))
         return actions + self._complete(push.now_s)
 
     def _complete(self, now_s: float) -> list[AnyAction]:
-        """Begin with the new model if every member has passed or has left."""
+        """Begin the new model if every member has passed or left."""
         change = self._change
         if change is None or self._remaining:
             return []
         updates: list[AnyAction] = []
-        answers: list[AnyAction] = []  # after all updates
-        for worker in list(self.counts.count):  # no members: they have joined since the change was published
+        answers: list[AnyAction] = []  # returned after all updates
+        for worker in list(self.counts.count):  # not members: they have joined since the change was published
             self._guests.add(worker)
             if self._waiting(worker):
                 answers.append(self._answer(worker))
@@ -250,6 +257,6 @@ class ShardSync:
         return self.order.phase[worker] == "waiting"
 
     def _answer(self, worker: int) -> AnyAction:
-        """Answer a worker that the model does not answer."""
+        """Answer a pull that the model does not answer."""
         self.order.answered(worker)
         return AnswerPull(worker, self.last_iteration(worker))

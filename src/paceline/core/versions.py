@@ -1,4 +1,4 @@
-"""How stale each push is: the version of a shard, and the version of the weights that each worker has."""
+"""The staleness of each push, from the version of a shard and the version of the weights that each worker has."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ class Versions:
     """Counts the updates of a shard.
 
     Attributes:
-        version: the number of updates.
+        version: number of updates.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self._pulled: dict[int, int] = {}  # live worker -> version of the weights that it has
-        self._computed_on: dict[
-            Key, int
-        ] = {}  # push that is neither applied nor dropped -> version of its weights
+        # push that is neither applied nor dropped yet -> version of the weights on which its gradient was computed
+        self._computed_on: dict[Key, int] = {}
 
     def note(self, event: AnyEvent) -> None:
-        """Take in an event that the model has accepted, before its actions."""
+        """Record an event that the model has accepted. Must be called before its actions are recorded."""
         if type(event) is PushReceived:
             self._computed_on[event.worker, event.iteration] = self._pulled[event.worker]
         elif type(event) is WorkerJoined:
@@ -36,15 +35,15 @@ class Versions:
             del self._pulled[event.worker]
 
     def answered(self, worker: int) -> None:
-        """A worker gets the weights as they are now."""
+        """Record that a worker receives the current weights."""
         self._pulled[worker] = self.version
 
     def drop(self, worker: int, iteration: int) -> None:
-        """A push is dropped."""
+        """Record that a push is dropped."""
         del self._computed_on[worker, iteration]
 
     def apply(self, pushes: Iterable[Key]) -> list[tuple[int, int, int]]:
-        """Apply one update; return for each of its pushes (worker, iteration, updates that its gradient missed)."""
-        missed = [(*key, self.version - self._computed_on.pop(key)) for key in pushes]
+        """Record one update; return (worker, iteration, staleness) for each of its pushes."""
+        staleness = [(*key, self.version - self._computed_on.pop(key)) for key in pushes]
         self.version += 1
-        return missed
+        return staleness

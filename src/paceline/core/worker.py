@@ -1,15 +1,15 @@
-"""The protocol of a worker: what it sends when, what it waits for, which flags its pushes carry. No I/O.
+"""The protocol of a worker: the messages that it sends and waits for, and the flags of its pushes. No I/O.
 
-    register      Register; then, when the coordinator says Started, the first weights of every shard
-    iteration     compute -> Commit to every shard -> Answer of every shard -> compute the next
-                  without overlap: Commit -> Committed of every shard -> AllCommitted -> PullAllowed -> PullRequested
-                  -> Answer
-    restart       RestartOrdered while it computes -> PullRepeated to every shard -> Answer of every shard -> compute
-                  again
-    the end       WorkerFinished to every server and to the coordinator
+    register      Register -> Started from the coordinator -> first weights from every shard
+    iteration     compute -> Commit to every shard -> Answer from every shard -> compute the next iteration
+                  without overlap: Commit -> Committed from every shard -> AllCommitted -> PullAllowed
+                  -> PullRequested -> Answer
+    restart       RestartOrdered during a computation -> PullRepeated to every shard -> Answer from every shard
+                  -> compute again
+    end           WorkerFinished to every server and to the coordinator
 
-The host of this class moves bytes and tensors, runs the training script and decides how long a computation takes. The
-class knows a sync model only by what it asks of workers, and not even the index of its own worker.
+The host of this class moves bytes and tensors, runs the training script and determines how long a computation takes.
+The class depends only on what a sync model requires of workers. It does not store the index of its worker.
 """
 
 from __future__ import annotations
@@ -56,16 +56,17 @@ class Worker:
         schedule: the sync models of the job, and when they change.
         workers: number of workers.
         shards: number of shards.
-        servers: number of servers; shard k is at server k modulo their number.
-        overlap: False if no worker pulls until all workers have pushed everything.
+        servers: number of servers. Shard k is at server k modulo the number of servers.
+        overlap: False if no worker pulls until all workers have pushed to all shards.
 
     Attributes:
         iteration: label of the iteration that it computes, or whose answers it waits for.
-        waiting_for: "start", "commits", "turn" or "answers", while it waits; "" while it computes or has left.
-        last_commit: the last commit that it has sent, as for shard 0; None before the first.
+        waiting_for: "start", "commits", "turn" or "answers" while it waits; "" while it computes or after it has
+            left.
+        last_commit: the last commit that it has sent to shard 0; None before the first commit.
         left: True if it has finished.
-        in_place: True if the weights are to be read where the servers keep them, by the latest answer.
-        started: what it was told at the start of its training; None before that.
+        in_place: True if the worker must read the weights in the memory of the servers, according to the last answer.
+        started: the message with which its training started; None before that.
         needs_significance: True if pushes must carry |g| / |w|.
         may_restart: True if a computation may be aborted and restarted.
     """
@@ -82,46 +83,47 @@ class Worker:
         self._schedule = schedule
         self._workers = workers
         self._shards = shards
-        self._servers = [server_peer(shard % servers) for shard in range(shards)]  # of each shard
+        self._servers = [server_peer(shard % servers) for shard in range(shards)]  # server of each shard
         self._overlap = overlap
-        self._awaited: set[int] = set()  # shards that have yet to send what it waits for
-        self._first = True  # until its first weights are there
-        self._pulls_again = False  # True if it waits for the weights with which to restart its computation
-        self._steps = list(enumerate(schedule.steps[1:]))  # of the schedule, that have yet to be requested
+        self._awaited: set[int] = set()  # shards that have not sent yet what it waits for
+        self._first = True  # True until its first weights have arrived
+        self._pulls_again = False  # True if it waits for the weights with which it restarts its computation
+        self._steps = list(enumerate(schedule.steps[1:]))  # steps of the schedule that were not requested yet
         self._epoch = 0
-        self._wanted = schedule.first  # the models of all shards after all changes that it has requested
-        self._asked = 0  # changes that the script has requested
-        self._early: list[Send] = []  # requests made before training has begun
-        self._change: Change | None = None  # to be flagged on the next push
-        self._flagged: Change | None = None  # flagged on the push that awaits its answers
-        self._plan: tuple[Stop, int] | None = None  # stop with the first push at or past this iteration
-        self._restart = -1  # the iteration that is to be restarted
-        self._progress: int | None = None  # the latest round that a shard has told it to go on from
+        self._wanted = schedule.first  # models of all shards after all changes that the worker has requested
+        self._asked = 0  # number of changes that the script has requested
+        self._early: list[Send] = []  # requests made before training began
+        self._change: Change | None = None  # change with which the next push must be flagged
+        self._flagged: Change | None = None  # change with which the push in flight is flagged
+        # the stop, and the iteration at or after which it takes place
+        self._plan: tuple[Stop, int] | None = None
+        self._restart = -1  # the iteration that must be restarted
+        self._progress: int | None = None  # latest round from which a shard has told the worker to continue
         self._follow(schedule.first)
 
     @property
     def restart_ordered(self) -> bool:
-        """True if the computation at hand is to be aborted."""
+        """True if the current computation must be aborted."""
         return self._restart == self.iteration
 
     @property
     def partly_served(self) -> bool:
-        """True if some shards, but not all, have sent what it waits for."""
+        """True if some but not all shards have sent what the worker waits for."""
         return bool(self.waiting_for) and 0 < len(self._awaited) < self._shards
 
     def awaits(self, shard: int) -> bool:
-        """Return True if the answer of this shard is awaited."""
+        """Return True if the worker waits for the answer of this shard."""
         return self.waiting_for == "answers" and shard in self._awaited
 
-    # -- what the script does -----------------------------------------------------------------------------
+    # -- actions of the script ----------------------------------------------------------------------------
 
     def register(self, model: ModelSpec) -> list[Request]:
-        """The script is at its first step and trains this model."""
+        """Register the model that the script trains, when it has reached its first step."""
         self.waiting_for = "start"
         return [Send(COORDINATOR, Register(model))]
 
     def publish(self) -> list[Request]:
-        """Send every shard its first weights; only the publisher does."""
+        """Send every shard its initial weights. Only the publisher does this."""
         return [Send(server, InitialWeights(shard)) for shard, server in enumerate(self._servers)]
 
     def push(
@@ -131,10 +133,10 @@ class Worker:
         empty: bool = False,
         significance: float | None = None,
     ) -> list[Request]:
-        """Commit the iteration at hand to every shard.
+        """Commit the current iteration to every shard.
 
         Args:
-            contents: for each shard, what its push brings; None in virtual time.
+            contents: content of the push for each shard; None in virtual time.
             empty: True if the gradient is left out.
             significance: |g| / |w|, if `needs_significance`.
         """
@@ -145,9 +147,8 @@ class Worker:
         if plan is not None and self._flagged is None and iteration >= plan[1]:
             stop, self._plan = plan[0], None
         progress, self._progress = self._progress, None
-        for shard in reversed(
-            range(self._shards)
-        ):  # the last layers' gradients are ready first, at every worker
+        # All workers send the last shard first, because the gradients of the last layers are ready first.
+        for shard in reversed(range(self._shards)):
             self.last_commit = commit = Commit(
                 shard,
                 iteration,
@@ -168,7 +169,7 @@ class Worker:
         return requests
 
     def pull_again(self) -> list[Request]:
-        """The computation at hand was aborted: pull, and restart it."""
+        """Pull again to restart the current computation, which was aborted."""
         self._restart = -1
         self._pulls_again = True
         self._await("answers")
@@ -177,36 +178,36 @@ class Worker:
         ]
 
     def finish(self) -> list[Request]:
-        """The script has done its work."""
+        """Leave the run, because the script has finished."""
         self.waiting_for, self.left = "", True
         goodbye = WorkerFinished()
         return [Send(peer, goodbye) for peer in [*dict.fromkeys(self._servers), COORDINATOR]]
 
     def reach_epoch(self, epoch: int) -> None:
-        """The script begins a pass over its part of the data, counted from 0."""
+        """Record that the script begins an epoch, a pass over its part of the data. Epochs are counted from 0."""
         self._epoch = max(self._epoch, epoch)
 
     def request_sync(self, models: Sequence[SyncModel], shard: int | None = None) -> list[Request]:
-        """The script requests a change of the sync model of all shards, or of one.
+        """Request a change of the sync model of all shards, or of one shard, for the script.
 
         Raises:
-            ConfigurationError: the job cannot have it.
+            ConfigurationError: the job cannot use this model.
         """
         if shard is not None:
             if not 0 <= shard < self._shards or len(models) != 1:
                 raise ConfigurationError(
-                    f"shard is {shard}, expected a number from 0 to {self._shards - 1}, and one sync model for it."
+                    f"shard is {shard}, expected a number from 0 to {self._shards - 1}, with one sync model for it."
                 )
-            every = list(self._wanted) * (self._shards if len(self._wanted) == 1 else 1)
-            every[shard] = models[0]
-            models = every
+            all_models = list(self._wanted) * (self._shards if len(self._wanted) == 1 else 1)
+            all_models[shard] = models[0]
+            models = all_models
         require_shards(models, self._shards)
         for model in models:
             model.require_runnable(self._workers)
             if "local:" in str(model):
                 raise ConfigurationError(
-                    f"{model} cannot be sent to the servers in mid-run: put its conditions into a module that they "
-                    "can import."
+                    f"{model} cannot be sent to the servers during the run. Put its conditions into a module that "
+                    "the servers can import."
                 )
         self._wanted = tuple(models)
         self._asked += 1
@@ -216,14 +217,14 @@ class Worker:
             return []
         return [request]
 
-    # -- what it receives ---------------------------------------------------------------------------------
+    # -- received messages --------------------------------------------------------------------------------
 
     def handle(self, message: Message) -> list[Request]:
-        """Take a message; return what the host must do.
+        """Process a message and return the requests to the host.
 
         Raises:
             ConfigurationError: the coordinator refuses this worker.
-            ProtocolError: the message is none that a worker receives.
+            ProtocolError: the message is not one that a worker receives.
         """
         match message:
             case Answer():
@@ -268,7 +269,7 @@ class Worker:
         self._awaited = set(range(self._shards))
 
     def _has_come(self, shard: int, what: str) -> bool:
-        """A shard has sent something; True if that is what was awaited, and it was the last one."""
+        """Record what a shard has sent. Return True if this completes what the worker waits for."""
         if self.waiting_for != what:
             return False
         self._awaited.discard(shard)
@@ -281,7 +282,7 @@ class Worker:
         ]
 
     def _answered(self) -> list[Request]:
-        """Every shard has answered: compute the next iteration, or the one that is restarted, or the first."""
+        """Continue after every shard has answered, with the first iteration, a restarted one, or the next one."""
         self.waiting_for = ""
         if self._first or self._pulls_again:
             self._first = self._pulls_again = False
@@ -297,14 +298,14 @@ class Worker:
     # -- the sync model -----------------------------------------------------------------------------------
 
     def _due(self) -> list[Send]:
-        """Request the steps of the schedule that this worker has reached, each once."""
+        """Return a request for each step of the schedule that this worker has reached since the last call."""
         requests = []
         while self._steps:
             number, step = self._steps[0]
-            reached, wanted = (
+            reached, begin = (
                 (self._epoch, step.epoch) if step.iteration is None else (self.iteration, step.iteration)
             )
-            if wanted is None or reached < wanted:
+            if begin is None or reached < begin:
                 break
             self._steps.pop(0)
             self._wanted = step.models
@@ -312,7 +313,7 @@ class Worker:
         return requests
 
     def _follow(self, models: Sequence[SyncModel]) -> None:
-        """Do from now on what these models ask of workers."""
+        """Set what these models require of workers."""
         self.needs_significance = any(model.needs_significance for model in models)
         self.may_restart = any(model.needs_starts for model in models)
         self._notifies = models[0].at_coordinator() is not None

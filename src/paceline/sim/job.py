@@ -1,8 +1,8 @@
-"""A job in virtual time: the cores of coordinator, servers and workers, hosted by a heap of events.
+"""A job in virtual time: it hosts the cores of the coordinator, the servers and the workers on a heap of events.
 
-The protocol is that of a live run (`paceline.core`). What is here is what carries the messages, as they are, through
-the network, and lets time pass. What a worker does between its messages is left to a `Driver`: it may only let time
-pass, or compute a gradient.
+The protocol is that of a live run (`paceline.core`). This module carries the messages through the simulated network,
+without encoding them, and lets time pass. A `Driver` determines what a worker does between its messages: it may only
+let time pass, or compute a gradient.
 """
 
 from __future__ import annotations
@@ -50,39 +50,39 @@ __all__ = ["Driver", "Job", "NullStore", "ShardStore"]
 
 log = logging.getLogger("paceline.sim")
 
-HEADER_BYTES = 64  # of any message, approximately as in a live run
+HEADER_BYTES = 64  # header of any message; approximately the size in a live run
 
 KINDS = ("push", "pull", "pull again", "control")
-"""Kinds of messages: "pull again" are answers after a restart, "control" are all small ones."""
+"""Kinds of messages. "pull again" is an answer after a restart; "control" is any small message."""
 
 COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES = range(4)
-"""What a worker's draws are for: the last part of their key but one."""
+"""The purposes of a worker's random draws. The purpose is the second to last part of the key of a draw."""
 
 
 class Driver(Protocol):
-    """What a worker does between its messages."""
+    """The actions of the workers between their messages. The job calls these methods."""
 
     def joined(self, worker: int) -> None:
-        """The worker takes part, and its weights are there."""
+        """Called when the worker has joined and its weights have arrived."""
 
     def computed(self, worker: int) -> None:
-        """The time of its computation is over."""
+        """Called when the time of its computation has passed."""
 
     def aborted(self, worker: int) -> None:
-        """Its computation must be aborted. `Job.pull_again` follows."""
+        """Called when its computation must be aborted. The driver must call `Job.pull_again`."""
 
     def answered(self, worker: int) -> None:
-        """Every shard has answered the last pull of the worker."""
+        """Called when every shard has answered the worker's last pull."""
 
     def sent(self, worker: int, shard: int) -> None:
-        """A shard sends the worker its weights, as they are now."""
+        """Called when a shard sends its current weights to the worker."""
 
     def lost(self, worker: int) -> None:
-        """The worker is lost; nothing that it does counts any longer."""
+        """Called when the worker is lost. Whatever it does afterwards has no effect."""
 
 
 class ShardStore(Protocol):
-    """The tensors of one shard: see `paceline.shard.store.Store`."""
+    """Interface to the tensors of one shard. See `paceline.shard.store.Store`."""
 
     def put(self, worker: int, iteration: int, push: Any) -> None: ...
 
@@ -115,19 +115,19 @@ class Job:
     Args:
         cluster: the machines.
         schedule: the sync model and its changes.
-        stores: the store of each shard, in order; shard k is at server k modulo their number.
-        shard_bytes: the size of each shard.
-        seed: seed of the run.
-        overlap: False if no worker pulls until all workers have pushed everything.
-        recorders: where the trace of each host and the record of every iteration go.
+        stores: the store of each shard, in order. Shard k is at server k modulo the number of servers.
+        shard_bytes: size of each shard in bytes.
+        seed: random seed of the run.
+        overlap: False if no worker pulls until all workers have pushed to all shards.
+        recorders: recorders for the trace of each host and the record of each iteration.
         slicing: how the parameters are sliced: "even" or "by-parameter".
 
     Attributes:
-        kernel: the clock.
+        kernel: the virtual clock and the pending events.
         coordinator: the core of the coordinator.
         workers: the state of each worker.
-        bytes_sent: bytes by kind of message.
-        cut_off_s: when the time was up; None if every worker has finished.
+        bytes_sent: number of bytes sent, by kind of message.
+        cut_off_s: virtual time at which the run was stopped; None if every worker has finished.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Job:
             Server(seed, recorder_of=recorders.shards.__getitem__) for _ in range(cluster.servers)
         ]
         interfaces = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
-        self._to_come = 0  # workers that will join
+        self._to_come = 0  # number of workers that will join
         self.workers = []
         for worker in range(cluster.workers):
             state = WorkerState()
@@ -186,15 +186,17 @@ class Job:
             self.workers.append(state)
 
     def run(self, driver: Driver, models: Callable[[int], ModelSpec], until_s: float) -> None:
-        """Run to the end, or until the time is up.
+        """Run until every worker has finished, or until the virtual time `until_s`.
 
         Args:
-            driver: what the workers do.
-            models: returns what a worker trains that is there from the beginning.
+            driver: determines what the workers do between their messages.
+            models: returns the model that a worker trains. It is called for the workers that are present from the
+                beginning.
             until_s: virtual time at which to stop.
 
         Raises:
-            RunFailedError: every worker waits and nothing will release any, or the models of workers differ.
+            RunFailedError: every worker waits and no condition will release any of them, or the models of the
+                workers differ.
         """
         self._driver = driver
         for worker in range(len(self.workers)):
@@ -208,7 +210,7 @@ class Job:
         self.kernel.run(until_s)
         if self.coordinator.present and self.kernel.idle:
             raise RunFailedError("the run", self._standstill())
-        if not self.kernel.idle:  # cut off: a computation in progress counts until then
+        if not self.kernel.idle:  # stopped early: computations in progress count up to the end
             end_ns = self.kernel.now_ns if self.kernel.stopped else nanoseconds(until_s)
             self.cut_off_s = end_ns / SECOND_NS
             for state in self.workers:
@@ -217,25 +219,27 @@ class Job:
 
     @property
     def goes_on(self) -> bool:
-        """True if a worker is there, or will join."""
+        """True if a worker is present or will join."""
         return bool(self.coordinator.present) or self._to_come > 0
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The version of each shard."""
+        """The current version of each shard."""
         count = len(self._servers)
         return tuple(self._servers[k % count].shards[k].version for k in range(len(self._stores)))
 
     @property
     def faults(self) -> list[str]:
-        """What went wrong without ending the run, in order."""
+        """Descriptions of the problems that did not end the run, in order."""
         return self.coordinator.faults
 
-    # -- what a driver has a worker do --------------------------------------------------------------------
+    # -- called by drivers --------------------------------------------------------------------------------
 
     def compute(self, worker: int, *, droppable: bool = True) -> None:
-        """Let the time of the iteration at hand pass; then call `Driver.computed`, or `Driver.aborted` if the
-        computation is droppable and is aborted."""
+        """Let the compute time of the current iteration pass, then call `Driver.computed`.
+
+        If the computation is droppable and is aborted before, call `Driver.aborted` instead.
+        """
         state = self.workers[worker]
         state.attempt += 1
         state.computing, state.droppable = True, droppable
@@ -252,14 +256,14 @@ class Job:
         significance: float | None = None,
         loss: float | None = None,
     ) -> None:
-        """Push to every shard, and pull; `Driver.answered` follows.
+        """Push to every shard, and pull. `Driver.answered` is called when every shard has answered.
 
         Args:
             worker: index of the worker.
-            pushes: for each shard, what its store is given; () where there are no tensors, or no gradient.
+            pushes: for each shard, the push for its store; () if there are no tensors, or no gradient.
             empty: True if the gradient is left out.
-            significance: |g| / |w|, if the model needs it.
-            loss: for the record.
+            significance: |g| / |w|, if the sync model needs it.
+            loss: loss of the iteration, for the record.
         """
         state = self.workers[worker]
         state.pushed_s = self.kernel.now_s
@@ -267,7 +271,7 @@ class Job:
         self._from_worker(worker, state.core.push(empty=empty, significance=significance), pushes)
 
     def pull_again(self, worker: int) -> None:
-        """Pull after a computation was aborted; `Driver.answered` follows."""
+        """Pull after a computation was aborted. `Driver.answered` is called when every shard has answered."""
         state = self.workers[worker]
         state.dropped_s = self.kernel.now_s
         self._from_worker(worker, state.core.pull_again())
@@ -277,7 +281,7 @@ class Job:
         self._from_worker(worker, self.workers[worker].core.request_sync(models, shard))
 
     def finish(self, worker: int) -> None:
-        """Have a worker leave."""
+        """Let a worker leave, because it has finished its work."""
         state = self.workers[worker]
         state.attempt += 1
         self._from_worker(worker, state.core.finish())
@@ -285,7 +289,7 @@ class Job:
     # -- joining and leaving ------------------------------------------------------------------------------
 
     def _begin(self, models: Callable[[int], ModelSpec]) -> None:
-        """Let the run begin with the workers that are there. Its messages take no time and are not counted."""
+        """Begin the run with the workers that are present. Messages take no time here and are not counted."""
         for index in range(len(self._servers)):
             self._at_once(server_peer(index), self.coordinator.connected(server_peer(index), 0.0))
         for worker in self._first:
@@ -305,10 +309,10 @@ class Job:
         self.kernel.at(due_ns, self._join, worker)
 
     def _join(self, worker: int) -> None:
-        """A worker joins, late or again. Its first weights come with it."""
+        """Let a worker join late or join again. It has its initial weights immediately."""
         self._to_come -= 1
         state = self.workers[worker]
-        iteration = state.core.iteration + 1 if state.life else 0  # a label is never used twice
+        iteration = state.core.iteration + 1 if state.life else 0  # labels are not reused
         shards = [shard for server in self._servers for shard in server.shards.values()]
         slowest = [shard.sync.counts.slowest for shard in shards if shard.sync.counts.live_count]
         count = max(slowest) if len(shards) > 1 and slowest else None
@@ -336,14 +340,14 @@ class Job:
             self._at_once(server_peer(index), server.connected(worker))
 
     def _at_once(self, sender: Peer, requests: Sequence[Request]) -> None:
-        """Deliver messages without a network: those of the beginning, of a join and of a loss."""
+        """Deliver messages without the network, at the beginning, for joins and for losses."""
         now_s = self.kernel.now_s
         for request in requests:
             match request:
                 case Fail(where, reason):
                     raise RunFailedError(where, reason)
                 case Proceed():
-                    pass  # the caller tells the driver
+                    pass  # the caller notifies the driver
                 case Send(to, message) if to is COORDINATOR:
                     self._at_once(to, self.coordinator.handle(sender, message, now_s))
                 case Send(to, message) if to.role == "server":
@@ -354,7 +358,7 @@ class Job:
                     self._from_coordinator([request])
 
     def _plan_absence(self, worker: int) -> None:
-        """Decide when a worker that has just joined is lost."""
+        """Schedule the loss of a worker that has just joined, if it will be lost."""
         presence: Presence | None = self._cluster.presence.get(worker)
         if presence is None:
             return
@@ -385,7 +389,7 @@ class Job:
         if back_after_s is not None:
             self._expect(self.kernel.now_ns + nanoseconds(back_after_s), worker)
 
-    # -- what happens -------------------------------------------------------------------------------------
+    # -- computations -------------------------------------------------------------------------------------
 
     def _computed(self, worker: int, attempt: int) -> None:
         state = self.workers[worker]
@@ -395,7 +399,7 @@ class Job:
             self._driver.computed(worker)
 
     def _proceed(self, worker: int) -> None:
-        """A worker has all that it has waited for."""
+        """Let a worker continue, after all the answers that it was waiting for have arrived."""
         state, now_s = self.workers[worker], self.kernel.now_s
         if state.dropped_s is not None:
             state.restarted, state.dropped_s = (state.dropped_s, now_s), None
@@ -417,7 +421,7 @@ class Job:
             state.computing = False
             self._driver.aborted(worker)
 
-    # -- messages arrive ----------------------------------------------------------------------------------
+    # -- arriving messages --------------------------------------------------------------------------------
 
     def _at_server(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
         if self.workers[worker].life != life:
@@ -452,7 +456,7 @@ class Job:
         now_s = max(self.kernel.now_s, timer.due_s)
         self._from_coordinator(self.coordinator.fire(timer, now_s))
 
-    # -- what the cores ask for ---------------------------------------------------------------------------
+    # -- requests of the cores ----------------------------------------------------------------------------
 
     def _from_worker(self, worker: int, requests: Sequence[Request], pushes: Sequence[object] = ()) -> None:
         state, sent = self.workers[worker], self.bytes_sent
@@ -480,7 +484,7 @@ class Job:
             if type(request) is Send:
                 if type(request.message) is Answer:
                     self._answer(server, request.to.index, request.message)
-                elif request.to is COORDINATOR:  # a report, which nothing depends on
+                elif request.to is COORDINATOR:
                     report = self.coordinator.handle(server_peer(server), request.message, self.kernel.now_s)
                     self._from_coordinator(report)
                 else:
@@ -495,7 +499,7 @@ class Job:
                 due_ns = nanoseconds(request.due_s)
                 self.kernel.at(due_ns, self._fire_at_server, server, request, priority=TIMER)
             else:
-                raise InternalError(f"a server cannot {request}")
+                raise InternalError(f"a server does not carry out {request}")
 
     def _answer(self, server: int, worker: int, answer: Answer) -> None:
         kind = "pull" if self.workers[worker].dropped_s is None else "pull again"
@@ -514,31 +518,31 @@ class Job:
                     self.bytes_sent["control"] += HEADER_BYTES
                     state = self.workers[to.index]
                     state.from_coordinator.send(0, self._at_worker, to.index, state.life, message)
-                case Send(to, message):  # of a loss, which the servers have seen themselves
+                case Send(to, message):  # the notice of a loss, which the servers have noticed, too
                     self._from_server(
                         to.index, self._servers[to.index].handle(COORDINATOR, message, self.kernel.now_s)
                     )
                 case Timer():
                     due_ns = nanoseconds(request.due_s)
                     self.kernel.at(due_ns, self._fire_at_coordinator, request, priority=TIMER)
-                case Report(words):
-                    log.error("%s", words)
+                case Report(text):
+                    log.error("%s", text)
                 case _:
-                    raise InternalError(f"a coordinator cannot {request}")
+                    raise InternalError(f"a coordinator does not carry out {request}")
 
-    # -- latencies, and the end ---------------------------------------------------------------------------
+    # -- latencies, and standstills -----------------------------------------------------------------------
 
-    def _delays(self, latency: Distribution, worker: int, what: int) -> int | Callable[[], int]:
-        """Return the latency of every message, in nanoseconds, or a function that draws that of the next one."""
+    def _delays(self, latency: Distribution, worker: int, purpose: int) -> int | Callable[[], int]:
+        """Return the constant latency of messages in nanoseconds, or a function that draws that of the next one."""
         if isinstance(latency, Constant):
             return nanoseconds(latency.seconds)
-        sample = latency.sampler(self._seed, worker, what)
-        which = 0
+        sample = latency.sampler(self._seed, worker, purpose)
+        drawn = 0
 
         def draw() -> int:
-            nonlocal which
-            which += 1
-            return nanoseconds(sample(which - 1, self.kernel.now_ns / SECOND_NS))
+            nonlocal drawn
+            drawn += 1
+            return nanoseconds(sample(drawn - 1, self.kernel.now_ns / SECOND_NS))
 
         return draw
 

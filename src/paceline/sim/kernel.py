@@ -23,7 +23,7 @@ LONGEST_S = 1e15
 """The longest permitted time, thirty million years."""
 
 STILL = 100_000
-"""The default number of events at one time from which on it is assumed that virtual time will never advance."""
+"""Default number of events at the same time above which virtual time is assumed never to advance."""
 
 
 def nanoseconds(seconds: float) -> int:
@@ -44,7 +44,7 @@ class Kernel:
     """A clock that advances from one event to the next. Events at the same time keep the order of their scheduling.
 
     Args:
-        most_at_once: maximum number of events at the same time. More are an error, since time would never advance.
+        most_at_once: maximum number of events at the same time. More are an error, because time does not advance.
 
     Attributes:
         now_ns: the virtual time in nanoseconds.
@@ -95,7 +95,7 @@ class Kernel:
             RunFailedError: virtual time does not advance.
         """
         heap, pop = self._heap, heapq.heappop
-        # A point in virtual time, and the number of events up to the first one at that time.
+        # The current time, and the number of events up to and including the first one at that time.
         moment_ns, begun = -1, 0
         self._until_ns = nanoseconds(until_s) if math.isfinite(until_s) else math.inf
         happened = 0

@@ -1,4 +1,4 @@
-"""Where what happens in a simulation goes: to the meter, and, if asked for, into memory or a run directory."""
+"""Recording of a simulation: by the meter and, if requested, in memory or in a run directory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ..trace.records import IterationRecord
 __all__ = ["Recorders", "Recording", "RunFolder", "TakeRecord"]
 
 TakeRecord = Callable[[int, IterationRecord], object]
-"""Takes what one iteration of a worker cost."""
+"""Receives the index of a worker and the record of one of its iterations."""
 
 PENDING_BYTES = 16 * 1024 * 1024
-"""Lines of all workers that wait to be written. Thousands of files cannot all be open, and to open one for each line
-takes longer than the simulation."""
+"""Size above which the buffered lines of all workers are written. Thousands of files cannot be open at the same time,
+and opening a file for each line would take longer than the simulation."""
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """What was kept of a simulation.
+    """The traces and records of a simulation that were kept in memory.
 
     Attributes:
-        trace: each shard's, then the coordinator's.
-        records: each worker's iterations.
+        trace: the traces of all shards, followed by that of the coordinator.
+        records: for each worker, the records of its iterations.
     """
 
     trace: list[Trace]
@@ -39,14 +39,14 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 class RunFolder:
-    """A run directory in the making: traces, each worker's iterations, and in the end a summary, as of a live run.
+    """Writes a run directory with the files of a live run: traces, the iterations of each worker, and a summary.
 
     Args:
-        path: of the directory.
-        workers: how many.
+        path: path of the directory.
+        workers: number of workers.
 
     Raises:
-        ConfigurationError: it cannot be written, or holds a run already.
+        ConfigurationError: the directory cannot be written, or it already contains a run.
     """
 
     def __init__(self, path: str | Path, workers: int) -> None:
@@ -62,17 +62,17 @@ class RunFolder:
                 self._log(worker).write_bytes(b"")
         except OSError as error:
             raise ConfigurationError(
-                f"the run directory {path} cannot be written: {error.strerror}. Choose another."
+                f"the run directory {path} cannot be written: {error.strerror}. Choose another one."
             ) from error
 
     def recorder(self, header: Header) -> Recorder:
-        """Begin the trace of one host."""
+        """Create the trace file of one host and return its recorder."""
         name = f"shard-{header.index}" if header.host == "shard" else header.host
         self._recorders.append(Recorder.to_path(self.path / f"trace-{name}.jsonl", header))
         return self._recorders[-1]
 
     def take(self, worker: int, record: IterationRecord) -> None:
-        """Add one iteration of a worker."""
+        """Add the record of one iteration of a worker."""
         line = self._encoder.encode(record) + b"\n"
         self._pending[worker] += line
         self._pending_bytes += len(line)
@@ -80,12 +80,12 @@ class RunFolder:
             self._write_pending()
 
     def summarize(self, summary: dict[str, Any]) -> None:
-        """Write the summary: the run has come to its end."""
+        """Write the summary, when the run has finished."""
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
         (self.path / "summary.json").write_bytes(text + b"\n")
 
     def close(self) -> None:
-        """Write what has yet to be written."""
+        """Write all buffered lines and close the traces."""
         self._write_pending()
         for recorder in self._recorders:
             recorder.close()
@@ -103,27 +103,27 @@ class RunFolder:
 
 
 class Recorders:
-    """Where the entries of each host of a job go, and the records of its workers.
+    """The recorders for the trace entries of each host of a job and for the records of its workers.
 
-    A context: on leaving it, everything has been written.
+    A context manager: all files are complete when it exits.
 
     Args:
-        schedule: of the job.
-        workers: how many.
-        shards: how many.
-        seed: of the run.
-        keep: keep everything in memory.
-        run_dir: where to write everything; None for nowhere.
+        schedule: schedule of the job.
+        workers: number of workers.
+        shards: number of shards.
+        seed: random seed of the run.
+        keep: True to keep everything in memory.
+        run_dir: directory to which everything is written; None to write nothing.
 
     Attributes:
-        meter: what measures the shards' entries.
-        recording: what is kept; None if nothing is.
-        takers: what takes the record of each iteration.
-        shards: each shard's, from `begin` on.
-        job: the coordinator's, likewise.
+        meter: measures the entries of all shards.
+        recording: traces and records in memory; None if they are not kept.
+        takers: functions that receive the record of each iteration.
+        shards: the recorder of each shard. Set by `begin`.
+        job: the recorder of the coordinator. Set by `begin`.
 
     Raises:
-        ConfigurationError: the directory cannot be written, or holds a run already.
+        ConfigurationError: the directory cannot be written, or it already contains a run.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Recorders:
             self._folder.close()
 
     def begin(self, computed_by: str = "") -> None:
-        """Write the header of each trace. For `computed_by` see `Header`."""
+        """Begin the trace of each host. `computed_by` is explained in `Header`."""
         for index in range(self._count):
             sync = str(self._schedule.at_shard(index))
             header = Header(sync=sync, host="shard", index=index, seed=self._seed, computed_by=computed_by)
@@ -168,7 +168,7 @@ class Recorders:
         self.job = _together(self._recorders(header))
 
     def summarize(self, summary: dict[str, Any]) -> None:
-        """Write the summary, if anything is written: the run has come to its end."""
+        """Write the summary to the run directory, if there is one, when the run has finished."""
         if self._folder is not None:
             self._folder.summarize(summary)
 
@@ -192,7 +192,7 @@ def _together(recorders: Sequence[EntryRecorder]) -> EntryRecorder:
 
 
 class Several:
-    """Hands entries to several recorders."""
+    """A recorder that passes each entry to several recorders."""
 
     def __init__(self, recorders: Sequence[EntryRecorder]) -> None:
         self._recorders = recorders
@@ -203,7 +203,7 @@ class Several:
 
 
 class Metered:
-    """Measures a shard's entries."""
+    """A recorder that passes the entries of a shard to the meter."""
 
     def __init__(self, meter: Meter, shard: int) -> None:
         self._meter = meter

@@ -1,4 +1,4 @@
-"""`simulate`: a run in virtual time, of whatever depth, and what came of it."""
+"""`simulate`, which runs a job in virtual time, with or without training, and returns the result."""
 
 from __future__ import annotations
 
@@ -49,37 +49,39 @@ def simulate(
     record: bool = False,
     run_dir: str | Path | None = None,
 ) -> SimResult:
-    """Run a job in virtual time, on a cluster that need not exist.
+    """Simulate a run in virtual time on a cluster, which does not have to exist.
 
-    Without `train_fn` nothing is computed: only times pass, each worker for so many iterations. With it, every
-    worker runs that function, as with `paceline.launch`, to its end: real gradients on real data, computed one after
-    another in the order in which virtual time says that they happen.
+    Without `train_fn`, nothing is computed: the workers only let the time of their iterations pass. With `train_fn`,
+    each worker runs this function to its end, as with `paceline.launch`. Gradients are then actually computed on the
+    real data, one after another in the order of virtual time.
 
     Args:
         cluster: the machines.
-        sync: as for `paceline.launch`.
-        iterations: of each worker, where nothing is trained; None to go on until the time is up.
-        seed: of the run: of all that chance decides.
-        until_s: virtual time at which to stop.
-        train_fn: trains, with a `DistributedOptimizer` and `distribute`.
-        args: what it is called with.
-        shards: how many slices the parameters are cut into; by default one for each server.
-        shard_bytes: the size of each, where they are not even; only where nothing is trained.
-        slicing: as for `paceline.launch`, with `train_fn`.
-        overlap: "shards": each answers for itself; "off": nobody pulls until everybody has pushed everything.
+        sync: sync model or schedule, as for `paceline.launch`.
+        iterations: number of iterations of each worker; None for no limit but `until_s`. No effect with `train_fn`.
+        seed: random seed of the run.
+        until_s: virtual time, in seconds, at which the run is stopped.
+        train_fn: training function, which uses `DistributedOptimizer` and `distribute`.
+        args: arguments of `train_fn`.
+        shards: number of slices into which the parameters are cut. Default: one per server.
+        shard_bytes: size of each shard in bytes. Default: equal sizes. Not allowed with `train_fn`.
+        slicing: as for `paceline.launch`. No effect without `train_fn`.
+        overlap: "shards" if each shard answers independently; "off" if no worker pulls until all workers have pushed
+            to all shards.
         on_nan: as for `paceline.launch`.
-        snapshot_every_s: with `train_fn`, keep the weights of every so many seconds.
-        on_snapshot: is given these instead, each with its virtual time, and none is kept; if it returns True, the run
-            ends there.
-        record: keep traces and records in memory, for `SimResult.trace`, `.records` and `.save`. They take about
-            a kilobyte per iteration, worker and shard; without them memory does not grow with the length of a run,
-            except for the losses and snapshots of a `train_fn`.
-        run_dir: a new directory to which traces and records are written while the run goes on, and a summary at its
-            end, as a live run does; `SimResult.trace` and `.records` then read them from there.
+        snapshot_every_s: interval, in seconds of virtual time, at which the weights are stored in
+            `SimResult.snapshots`. Only with `train_fn`.
+        on_snapshot: function that is called with the virtual time and the weights at each of these times instead of
+            storing them. If it returns True, the run ends.
+        record: True to keep traces and records in memory, for `SimResult.trace`, `.records` and `.save`. They take
+            about one kilobyte per iteration, worker and shard. Otherwise, memory does not grow with the length of
+            the run, except for the losses and snapshots of a `train_fn`.
+        run_dir: a new directory for the files that a live run writes: traces and records during the run, and a
+            summary at its end. `SimResult.trace` and `.records` then read these files.
 
     Raises:
-        ConfigurationError: bad input, or a run directory that cannot be written; nothing was computed.
-        RunFailedError: a training function failed, or everybody waits and nothing will release anybody.
+        ConfigurationError: an argument is not valid, or the run directory cannot be written. Nothing was computed.
+        RunFailedError: a training function failed, or every worker waits and no condition will release any of them.
 
     Example:
         >>> result = simulate(Cluster(compute_s=[1.0, 3.0]), "bsp", iterations=4)
@@ -89,7 +91,7 @@ def simulate(
     schedule, count = _checked(
         cluster, sync, iterations, seed, until_s, shards, shard_bytes, slicing, overlap, on_nan
     )
-    _require_apart(cluster, train_fn, shard_bytes, snapshot_every_s, on_snapshot)
+    _require_compatible(cluster, train_fn, shard_bytes, snapshot_every_s, on_snapshot)
     first = [worker for worker in range(cluster.workers) if not cluster.joins_late(worker)]
     history: list[Loss] = []
     snapshots: list[tuple[float, WeightsSnapshot]] = []
@@ -115,7 +117,7 @@ def simulate(
         else:
             from .training import Training, computed_by
 
-            recorders.takers.append(_historian(history))
+            recorders.takers.append(_loss_recorder(history))
             training = Training(
                 lambda: train_fn(*args),
                 workers=cluster.workers,
@@ -145,7 +147,7 @@ def simulate(
                 training.job = job
                 if snapshot_every_s is not None:
                     _take_snapshots(
-                        job, training.snapshot, snapshot_every_s, on_snapshot or _keeper(snapshots)
+                        job, training.snapshot, snapshot_every_s, on_snapshot or _snapshot_recorder(snapshots)
                     )
                 job.run(training, training.model_of, until_s)
                 final = training.snapshot()
@@ -173,7 +175,7 @@ def simulate(
 
 
 class _Clockwork:
-    """Workers that compute nothing: time passes, so many times. See `paceline.sim.job.Driver`."""
+    """Driver of workers that compute nothing and only let time pass. See `paceline.sim.job.Driver`."""
 
     def __init__(self, job: Job, iterations: float) -> None:
         self._job = job
@@ -201,7 +203,7 @@ class _Clockwork:
         pass
 
 
-def _historian(history: list[Loss]) -> TakeRecord:
+def _loss_recorder(history: list[Loss]) -> TakeRecord:
     """Return a function that appends the loss of every iteration that has one."""
 
     def take(worker: int, record: IterationRecord) -> None:
@@ -211,10 +213,10 @@ def _historian(history: list[Loss]) -> TakeRecord:
     return take
 
 
-def _keeper(
+def _snapshot_recorder(
     snapshots: list[tuple[float, WeightsSnapshot]],
 ) -> Callable[[float, WeightsSnapshot], bool]:
-    """What keeps snapshots, and never has enough."""
+    """Return a function that appends each snapshot to a list and never ends the run."""
 
     def keep(time_s: float, snapshot: WeightsSnapshot) -> bool:
         snapshots.append((time_s, snapshot))
@@ -229,7 +231,8 @@ def _take_snapshots(
     every_s: float,
     keep: Callable[[float, WeightsSnapshot], bool],
 ) -> None:
-    """Have the weights kept at every multiple of an interval, until the last worker has left or `keep` says True."""
+    """Pass the weights to `keep` at every multiple of an interval, until it returns True or the last worker
+    leaves."""
     ticks: Iterator[int] = itertools.count(1)
 
     def tick() -> None:
@@ -241,23 +244,25 @@ def _take_snapshots(
     job.kernel.at(0, tick)
 
 
-def _require_apart(
+def _require_compatible(
     cluster: Cluster,
     train_fn: object,
     shard_bytes: object,
     snapshot_every_s: float | None,
     on_snapshot: object,
 ) -> None:
-    """Refuse what does not go together with training, or with times only."""
+    """Raise `ConfigurationError` for arguments that require `train_fn`, or that cannot be combined with it."""
     if train_fn is None:
         if snapshot_every_s is not None or on_snapshot is not None:
             raise ConfigurationError(
-                "snapshots are asked for without train_fn: there are no weights to look at."
+                "snapshot_every_s or on_snapshot is given without train_fn, but without training there are no "
+                "weights to take."
             )
         return
     if shard_bytes is not None:
         raise ConfigurationError(
-            "shard_bytes is given, and train_fn too: what is trained has a size of its own."
+            "shard_bytes and train_fn are both given, but the trained model determines the sizes of its shards. Omit "
+            "shard_bytes."
         )
     if on_snapshot is not None and snapshot_every_s is None:
         raise ConfigurationError(
@@ -269,7 +274,8 @@ def _require_apart(
         )
     if all(cluster.joins_late(worker) for worker in range(cluster.workers)):
         raise ConfigurationError(
-            "every worker joins late: with train_fn, one must be there at the beginning, to give the first weights."
+            "every worker joins late, but with train_fn at least one worker must be present from the beginning, to "
+            "provide the initial weights."
         )
 
 
@@ -285,7 +291,7 @@ def _checked(
     overlap: str,
     on_nan: str,
 ) -> tuple[Schedule, int]:
-    """The schedule and the number of shards, when everything has been checked."""
+    """Check the arguments of `simulate`; return the schedule and the number of shards."""
     if not isinstance(cluster, Cluster):
         raise ConfigurationError(
             f"cluster is {cluster!r}, expected a paceline.Cluster, for example Cluster(compute_s=[1.0, 1.0, 3.0])."
@@ -295,14 +301,18 @@ def _checked(
     if not isinstance(until_s, int | float) or not until_s > 0:
         raise ConfigurationError(f"until_s is {until_s!r}, expected a number of seconds > 0.")
     if iterations is None and math.isinf(until_s):
-        raise ConfigurationError("give iterations, or until_s, or both: otherwise this never ends.")
+        raise ConfigurationError(
+            "iterations is None and until_s is not given, so the run would never end. Give at least one of them."
+        )
     count = shards if shards is not None else len(shard_bytes) if shard_bytes is not None else cluster.servers
     if isinstance(count, bool) or not isinstance(count, int) or count < cluster.servers:
         raise ConfigurationError(
-            f"shards is {count!r} and servers {cluster.servers}: each server needs one at least."
+            f"shards is {count!r} and servers is {cluster.servers}, but each server needs at least one shard."
         )
     if shard_bytes is not None and len(shard_bytes) != count:
-        raise ConfigurationError(f"shard_bytes has {len(shard_bytes)} sizes for {count} shards.")
+        raise ConfigurationError(
+            f"shard_bytes has {len(shard_bytes)} sizes for {count} shards, expected one for each."
+        )
     for size in shard_bytes or ():
         require_whole("a size in shard_bytes", size, 0)
     require_whole("seed", seed, 0)

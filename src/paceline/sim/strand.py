@@ -15,7 +15,7 @@ from ..errors import UsageError
 
 __all__ = ["Strand"]
 
-PATIENCE = 100  # maximum number of times that a function may pause although it was asked to end
+PATIENCE = 100  # maximum number of times that a function may pause although it was told to end
 CHECK_INTERVAL_S = 0.02  # time between two checks of whether it has ended
 
 
@@ -45,7 +45,7 @@ class Strand:
         self._back.acquire()
         self._message: Any = None
         self._ending = False
-        self._refusals = 0  # number of times that the function was asked to end and did not
+        self._refusals = 0  # number of times that the function was told to end but did not
         self._thread = threading.Thread(target=self._run, args=(function,), name=name, daemon=True)
         self._thread.start()
 
@@ -76,8 +76,8 @@ class Strand:
     def end(self) -> None:
         """End the function: an exception is raised in it at its current or next pause.
 
-        This works no matter which thread is running, which is unknown after Ctrl-C: resuming the strand once too
-        often does no harm here.
+        It does not matter which thread is running, which is unknown after Ctrl-C, because an additional resume of the
+        strand does no harm here.
 
         Raises:
             UsageError: the function does not end.

@@ -1,11 +1,11 @@
-"""Training in virtual time: real gradients, computed one after another in the order in which virtual time says.
+"""Training in virtual time: real gradients are computed one after another, in the order of virtual time.
 
-Each worker's function runs on a thread of its own, exactly one of them at a time (`Strand`), with random generators
-of its own. What it does between two calls of its session takes no virtual time; the session lets the time pass that
-the cluster says, and what the worker pushes and pulls are tensors of real shards.
+The training function of each worker runs on a thread of its own (`Strand`) and has random generators of its own. Only
+one of these threads runs at any time. Between two calls of its session, no virtual time passes. The session lets the
+times pass that the cluster describes, and pushes to and pulls from real shards.
 
-Shared by all workers, as threads of one process share everything else: modules and their globals, torch's default
-dtype and number of threads, the current directory, open files. What the wall clock says means nothing here.
+The workers share everything else that threads of one process share: modules and their globals, torch's default dtype
+and number of threads, the current directory, and open files. The wall clock has no effect on a simulation.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from .strand import Strand
 
 __all__ = ["Training", "computed_by"]
 
-GENERATORS = 1 << 16  # what the seeds of the workers' generators are drawn for
+GENERATORS = 1 << 16  # part of the key from which the seeds of the workers' generators are drawn
 
 
 class Training:
-    """The workers' functions of one job, and the weights that they train. The job's `Driver`.
+    """The training functions of the workers of one job, and the weights that they train. It is the job's `Driver`.
 
     Args:
-        function: what every worker runs.
-        workers: how many there are.
-        schedule: of the job.
-        seed: of the run.
+        function: training function that every worker runs.
+        workers: number of workers.
+        schedule: schedule of the job.
+        seed: random seed of the run.
         skips_nan: see `Session`.
         slicing: "even" or "by-parameter".
         overlap: "shards" or "off".
-        shards: how many.
+        shards: number of shards.
 
     Attributes:
-        job: the job, from `attach` on.
-        model: what is trained, from `register` on.
-        stores: the stores of the shards, from `make_stores` on.
+        job: the job. Must be set before `Job.run` is called.
+        model: description of the trained model. Set by `make_stores`.
+        stores: the store of each shard. Set by `make_stores`.
     """
 
     def __init__(
@@ -83,23 +83,24 @@ class Training:
         self._count = shards
         self._sessions: dict[int, VirtualSession] = {}
         self._lives = [0] * workers
-        self._slots: BufferSlots  # from `make_stores` on
+        self._slots: BufferSlots  # set by `make_stores`
         self._publisher = -1
-        self._running: VirtualSession | None = None  # whose generators are in place
-        self._outside: GeneratorStates | None = None
+        self._running: VirtualSession | None = None  # the session whose generators are installed
+        self._outside: GeneratorStates | None = None  # state of the caller's generators
 
     def __enter__(self) -> Training:
         self._outside = GeneratorStates()
         self._main = sys.modules["__main__"]
         self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # a pool for each worker's thread would be more threads than cores
+        # torch would create a thread pool for each worker, with more threads than cores
+        torch.set_num_threads(1)
         return self
 
     def __exit__(self, *_: object) -> None:
         for session in self._sessions.values():
             session.end()
-        # Whatever is large is free when its last user is gone, and need not wait for the garbage collector, which
-        # counts objects and knows nothing of their size.
+        # Release all large tensors now. The garbage collector might collect them late, because it counts objects and
+        # ignores their sizes.
         self._sessions.clear()
         self._running = None
         self.stores.clear()
@@ -108,13 +109,16 @@ class Training:
             self._outside.give_back()
         sys.modules["__main__"] = self._main
 
-    # -- the beginning ------------------------------------------------------------------------------------
+    # -- start --------------------------------------------------------------------------------------------
 
     def make_stores(self, first: Sequence[int]) -> list[Store]:
-        """Have the workers that are there from the beginning say what they train; make the stores of the shards.
+        """Run the functions of the initial workers until they register their models, and create the shards' stores.
+
+        Args:
+            first: the workers that are present from the beginning.
 
         Raises:
-            RunFailedError: a function failed, or trains nothing.
+            RunFailedError: a function failed, or no function trains anything.
         """
         for worker in first:
             self._start(worker)
@@ -130,13 +134,13 @@ class Training:
         self.model = model
         self.slices = model.layout.sliced(self._count, self._slicing)
         self._publisher = publisher
-        self._resume(self._sessions[publisher])  # it publishes, and pauses again
+        self._resume(self._sessions[publisher])  # calls `start_stores`
         return self.stores
 
     def start_stores(
         self, vectors: Vectors, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]
     ) -> None:
-        """The publisher's first weights are here."""
+        """Create the stores from the initial weights, buffers and optimizer state of the publisher."""
         self._slots = BufferSlots(self.model.buffers, [tensor.clone() for tensor in buffers])
         for bounds in self.slices:
             weights = {d: vectors[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
@@ -145,7 +149,7 @@ class Training:
             self.stores.append(store)
 
     def model_of(self, worker: int) -> ModelSpec:
-        """Return what a worker trains that is there from the beginning."""
+        """Return the model of a worker that is present from the beginning."""
         return self._sessions[worker].model or self.model
 
     # -- the driver ---------------------------------------------------------------------------------------
@@ -172,7 +176,7 @@ class Training:
         session = self._sessions[worker]
         if session.commit_waits is None:
             self._resume(session, True)
-        else:  # its function has nothing to say until it is answered
+        else:  # the function stays paused in `commit` until the push is answered
             session.commit_waits()
 
     def aborted(self, worker: int) -> None:
@@ -192,14 +196,14 @@ class Training:
         self._swap_generators(session)
         session.end()
 
-    # -- what sessions ask --------------------------------------------------------------------------------
+    # -- called by sessions -------------------------------------------------------------------------------
 
     def keep_buffers(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
-        """Some of a worker's buffers have come with its commit."""
+        """Store the buffers that a worker has sent with its commit."""
         self._slots.put(worker, {index: tensor.clone() for index, tensor in buffers.items()})
 
     def snapshot(self) -> WeightsSnapshot:
-        """The model as it is at the shards."""
+        """Return the current weights and buffers of all shards."""
         vectors = {
             dtype: torch.empty(size, dtype=torch_dtype(dtype))
             for dtype, size in self.model.layout.sizes.items()
@@ -215,7 +219,7 @@ class Training:
     # -- threads ------------------------------------------------------------------------------------------
 
     def _start(self, worker: int) -> None:
-        """Run a worker's function until it says what it trains, or is over."""
+        """Run a worker's function until it registers its model or ends."""
         seed = int(uniform(self.seed, worker, GENERATORS, self._lives[worker]) * 2**53)
         self._lives[worker] += 1
         session = VirtualSession(self, worker, seed)
@@ -229,7 +233,7 @@ class Training:
         self._resume(session)
 
     def _resume(self, session: VirtualSession, message: object = None) -> None:
-        """Let a worker's function go on until it next speaks to its session."""
+        """Resume a worker's function until its session pauses it again or it ends."""
         self._swap_generators(session)
         session.strand.resume(message)
         if session.strand.error is not None:
@@ -259,7 +263,7 @@ class Training:
 
 
 class VirtualSession:
-    """A worker's session. See `paceline.frontend.session.Session` for the contract."""
+    """The session of a simulated worker. See `paceline.frontend.session.Session`."""
 
     def __init__(self, training: Training, worker: int, generator_seed: int) -> None:
         self.worker = worker
@@ -271,23 +275,23 @@ class VirtualSession:
         self.on_moved: Callable[[], None] = lambda: None
         self.strand: Strand
         self.model: ModelSpec | None = None
-        self.joined = False  # does it take part in the job
+        self.joined = False  # True once the worker takes part in the job
         self.generators: GeneratorStates | None = None
         self.generator_seed = generator_seed
-        self.main = sys.modules["__main__"]  # a script of its own, where it is run as one
+        self.main = sys.modules["__main__"]  # replaced if the function runs a script
         self._training = training
         self._epoch = -1
-        self._requests: list[tuple[Sequence[SyncModel], int | None]] = []  # made before training has begun
-        self._passed = False  # is the time of this computation over
-        self._held_back = False  # it is computed, and not committed yet
-        self.commit_waits: Callable[[], None] | None = None  # sends what is committed when that time is over
+        self._requests: list[tuple[Sequence[SyncModel], int | None]] = []  # made before training began
+        self._passed = False  # True if the time of this computation has passed
+        self._held_back = False  # True from `hold_back` until `commit`
+        self.commit_waits: Callable[[], None] | None = None  # sends the commit when the time has passed
         self._groups = GroupsReader()
 
     @property
     def _core(self) -> Worker:
         return self._training.job.workers[self.worker].core
 
-    # -- the contract -------------------------------------------------------------------------------------
+    # -- the interface of a session -----------------------------------------------------------------------
 
     def begin(self, model: ModelSpec) -> bool:
         self.model = model
@@ -329,21 +333,24 @@ class VirtualSession:
         return self._core.may_restart
 
     def restart_ordered(self) -> bool:
-        """Asked before the first layer, too: all the time passes there, so a gradient that is to be dropped is
-        never computed."""
-        self._leave_refused()
+        """Return True if the current computation must be aborted.
+
+        The first call, before the first layer, lets the whole compute time pass. So a gradient that would be dropped
+        is never computed.
+        """
+        self._end_uncommitted()
         if not self._passed:
             self._passed = self._pass_time()
             return not self._passed
         return False
 
     def hold_back(self, *, droppable: bool) -> bool:
-        self._leave_refused()
+        self._end_uncommitted()
         if droppable and self.may_restart:
             self._passed = self._passed or self._pass_time()
             self._held_back = self._passed
         else:
-            self._held_back = True  # the time passes with the commit: the function pauses once and not twice
+            self._held_back = True  # the time passes in `commit`, so that the function pauses only once
         return self._held_back
 
     def pull_again(self) -> None:
@@ -359,7 +366,7 @@ class VirtualSession:
         schedule = read_schedule(sync)
         schedule.require_overlap(self._training.overlap)
         if self.weights:
-            self._ask(schedule.first, shard)
+            self._send_request(schedule.first, shard)
         else:
             self._requests.append((schedule.first, shard))
 
@@ -407,35 +414,35 @@ class VirtualSession:
         ]
 
     def finish(self) -> None:
-        pass  # the end of the function says it
+        pass  # the worker finishes when its function ends
 
-    # -- for the training ---------------------------------------------------------------------------------
+    # -- called by `Training` -----------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Have its function be over, and let go of what refers back to this session."""
+        """End the function, and release the callbacks that refer back to this session."""
         self.strand.end()
         self.on_moved = lambda: None
         self.commit_waits = None
 
     def allocate(self, model: ModelSpec) -> None:
-        """Make room for weights and gradients."""
+        """Allocate the vectors of weights and gradients."""
         for vectors in (self.weights, self.gradients):
             for dtype, size in model.layout.sizes.items():
                 vectors[dtype] = torch.zeros(size, dtype=torch_dtype(dtype))
 
     def _join(self) -> None:
-        """The first weights are here, and so is what was to wait for that."""
+        """Report the epoch and the requests for sync models that were made before the initial weights arrived."""
         if self._epoch >= 0:
             self._core.reach_epoch(self._epoch)
         for models, shard in self._requests:
-            self._ask(models, shard)
+            self._send_request(models, shard)
         self._requests = []
 
-    def _ask(self, models: Sequence[SyncModel], shard: int | None) -> None:
+    def _send_request(self, models: Sequence[SyncModel], shard: int | None) -> None:
         self._training.job.request_sync(self.worker, models, shard)
 
-    def _leave_refused(self) -> None:
-        """A computation begins. If `step()` has refused to commit the last one, that has taken its time as well."""
+    def _end_uncommitted(self) -> None:
+        """Begin a computation. If `step()` raised instead of committing the last one, let its time pass first."""
         if self._held_back:
             if not self._passed:
                 self._pass_time(droppable=False)
@@ -448,7 +455,8 @@ class VirtualSession:
 
 
 def computed_by() -> str:
-    """What the last bits of gradients depend on: the build of torch, what the processor can do, how many threads."""
+    """Return the build of torch, the CPU capability and the number of threads, which affect the last bits of
+    gradients."""
     threads = torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {capability}, {threads} thread{'s' * (threads > 1)}"

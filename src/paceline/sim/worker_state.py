@@ -1,4 +1,4 @@
-"""What a job in virtual time knows of one of its workers, besides the core of the worker."""
+"""The state of one worker in a simulated job, in addition to the worker's core."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ __all__ = ["WorkerState"]
 
 
 class WorkerState:
-    """Where one worker is, and what its iterations have cost.
+    """The state of one worker, and the time that its iterations have taken. All times are virtual.
 
     Attributes:
-        core: the protocol of the worker; another one after each return.
-        sample: draws the time of an iteration.
-        to_server: the connections to the servers.
-        from_server: the connections from the servers.
-        to_coordinator: the connection to the coordinator.
-        from_coordinator: the connection from the coordinator.
-        life: number of times that it was lost. What belongs to an earlier life is ignored.
-        attempt: number of computations that it has begun. The end of an earlier one is ignored.
-        computing: True while it computes.
-        droppable: True if the computation at hand may be aborted.
-        started_ns: when that computation started.
-        begun_s: when the weights for the iteration at hand were there.
-        pushed_s: when the last push was sent.
-        loss: of the last push.
-        dropped_s: when a computation was aborted, until the weights for its restart are there.
-        restarted: (aborted, restarted) of the iteration at hand.
-        finished_s: when its last iteration ended.
-        computed_ns: time of all computations that were not aborted.
-        wasted_s: time of the aborted computations, with the pulls after them.
+        core: the core of the worker. It is replaced each time the worker joins again.
+        sample: draws the compute time of an iteration.
+        to_server: connection to each server.
+        from_server: connection from each server.
+        to_coordinator: connection to the coordinator.
+        from_coordinator: connection from the coordinator.
+        life: number of times that the worker was lost. Messages and events of an earlier life are ignored.
+        attempt: number of computations that it has begun. The end of an earlier computation is ignored.
+        computing: True while the worker computes.
+        droppable: True if the current computation may be aborted.
+        started_ns: start of the current computation.
+        begun_s: time at which the weights for the current iteration arrived.
+        pushed_s: time at which the last push was sent.
+        loss: loss of the last push.
+        dropped_s: time at which the computation was aborted; None once the weights for its restart have arrived.
+        restarted: times at which the current iteration was aborted and restarted; None if it was not.
+        finished_s: end of the worker's last iteration.
+        computed_ns: total time of all computations that were not aborted.
+        wasted_s: total time of the aborted computations and the pulls after them.
     """
 
     __slots__ = (

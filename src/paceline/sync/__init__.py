@@ -1,7 +1,8 @@
-"""Synchronization models: who may go on, who waits. Pure: events in, actions out.
+"""Synchronization models: they decide which worker may continue and which one waits.
 
-One paper's model per file. `parse` reads the notation of the command line, `name:key=value,key=value`;
-`MODELS` is the table of all of them. No module here reads a clock, the environment or a global random source.
+Each model is in a file of its own and is a pure function of its events: it receives events and returns actions. No
+module here reads a clock, the environment or a global random source. `parse` reads the notation of the command line,
+`name:key=value,key=value`. `MODELS` holds all registered models by name.
 
 >>> parse("ssp:staleness=4")
 SSP(staleness=4)

@@ -1,7 +1,7 @@
-"""What a sync model asks its host to do: frozen requests, in the imperative.
+"""Actions: the requests that a sync model makes to its host. They are frozen values, named in the imperative.
 
-The host carries them out in the order given, each before the next: an update is applied before any pull that
-waits on it is answered.
+The host carries them out in the order given, each one completely before the next. For example, an update is applied
+before any pull that waits for it is answered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Action(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class ApplyPush(Action, frozen=True, tag=True):
-    """Apply this push now: one optimizer step with its gradient times `scale`."""
+    """Apply this push now: take one optimizer step with its gradient multiplied by `scale`."""
 
     worker: int
     iteration: int
@@ -40,33 +40,33 @@ class ApplyPush(Action, frozen=True, tag=True):
 
 
 class HoldPush(Action, frozen=True, tag=True):
-    """Keep this push; a later `ApplyMean` names it."""
+    """Keep this push until a later `ApplyMean` names it."""
 
     worker: int
     iteration: int
 
 
 class ApplyMean(Action, frozen=True, tag=True):
-    """Apply the mean of these held pushes, summed in the order given: one optimizer step.
+    """Take one optimizer step with the mean of these held pushes, summed in the order given.
 
-    `pushes` are (worker, iteration) pairs in worker order, so that the sum is the same number everywhere.
+    `pushes` are (worker, iteration) pairs in worker order, so that the sum is bit-identical everywhere.
     """
 
     pushes: tuple[tuple[int, int], ...]
 
 
 class DropPush(Action, frozen=True, tag=True):
-    """Forget this push. It counts as progress all the same."""
+    """Discard this push. It still counts as progress."""
 
     worker: int
     iteration: int
 
 
 class AnswerPull(Action, frozen=True, tag=True, repr_omit_defaults=True):
-    """Send the weights as they are now to this worker, which asked for them after `iteration`.
+    """Send the current weights to this worker, whose pull followed its push of `iteration`.
 
-    `v_train` is set where its push came too late for its round. It goes on from the latest such round that any shard
-    names, and says so with its next push, to all shards alike.
+    `v_train` is set if the worker's push came too late for its round. The worker then continues from the latest such
+    round that any shard has sent, and reports that round to all shards with its next push.
     """
 
     worker: int
@@ -75,12 +75,13 @@ class AnswerPull(Action, frozen=True, tag=True, repr_omit_defaults=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """When the next barrier falls, in iterations and never in times.
+    """The position of the next barrier, given in iterations and never in times.
 
     Attributes:
-        superstep: its number, from 0.
-        stops: (worker, iteration) for each member: it stops with its first push at or past that iteration.
-        wait_s: the predicted d_Z, seconds between the first and the last arrival.
+        superstep: number of the superstep, counted from 0.
+        stops: a pair (worker, iteration) for each member. The member stops with its first push at or past that
+            iteration.
+        wait_s: the predicted d_Z: the seconds between the first and the last arrival at the barrier.
         barrier_s: the predicted time of the last arrival, on the clock of the events.
     """
 
@@ -102,14 +103,15 @@ class PublishPlan(Action, frozen=True, tag=True):
 
 
 class RestartWorker(Action, frozen=True, tag=True):
-    """Tell this worker to drop its computation of `iteration`, pull, and start it anew; unless it has pushed it."""
+    """Tell this worker to abort its computation of `iteration`, pull, and restart it, unless it has already
+    pushed."""
 
     worker: int
     iteration: int
 
 
 class SetTimer(Action, frozen=True, tag=True):
-    """Come back with a `TimerFired` of this worker and iteration at `due_s`, on the clock of the events."""
+    """Send a `TimerFired` for this worker and iteration back at `due_s`, on the clock of the events."""
 
     worker: int
     iteration: int
@@ -117,17 +119,17 @@ class SetTimer(Action, frozen=True, tag=True):
 
 
 class PublishChange(Action, frozen=True, tag=True):
-    """Send this change to each of its members: each flags its next push with it."""
+    """Send this change to each of its members. Each member flags its next push with it."""
 
     change: Change
 
 
 class ReportFault(Action, frozen=True, tag=True):
-    """Tell the user that a condition of theirs has failed, and what decides from now on.
+    """Report to the user that one of their conditions has failed, and which model replaces it.
 
     Attributes:
-        reason: what was wrong, in a sentence.
-        traceback: the condition's own, or "" if it returned what it must not.
+        reason: what was wrong, in one sentence.
+        traceback: traceback of the condition, or "" if it returned an invalid value instead of raising.
         sync: the model in force from now on.
     """
 
@@ -148,4 +150,4 @@ AnyAction = (
     | RestartWorker
     | PublishChange
 )
-"""Every action there is: what a trace may hold."""
+"""Any action. A trace holds actions of these types only."""

@@ -1,8 +1,8 @@
-"""Exponential, logarithm and normal quantile out of + - * / and the square root alone.
+"""Exponential, logarithm and normal quantile, computed with + - * / and the square root alone.
 
-The C library's own differ in the last bit from one machine to the next. These do not: every step is an operation that
-IEEE 754 rounds in one way only. So what is computed with them in virtual time is the same, bit for bit, everywhere.
-They are within a few units in the last place of the true values (`normal_quantile`: 1.2e-9, relative).
+The functions of the C library differ in the last bit between machines. These do not, because IEEE 754 defines the
+rounding of every operation that they use. Simulations that use them give bit-identical results on every machine.
+The results are within a few units in the last place of the true values (`normal_quantile`: relative error 1.2e-9).
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import math
 
 __all__ = ["exp", "log", "normal_quantile"]
 
-LN2_HIGH = (
-    0.693147180369123816490  # the leading 32 bits of ln 2: a product with a small whole number is exact
-)
-LN2_LOW = 1.90821492927058770002e-10  # the rest
+LN2_HIGH = 0.693147180369123816490  # the leading 32 bits of ln 2: its product with a small integer is exact
+LN2_LOW = 1.90821492927058770002e-10  # ln 2 - LN2_HIGH
 SQRT_HALF = 0.7071067811865476
-MOST, LEAST = 709.0, -745.0  # beyond these, e^x is no float
-TERMS = 17  # of both series: more would change nothing
+MOST, LEAST = 709.0, -745.0  # beyond these, e^x overflows or underflows
+TERMS = 17  # number of terms of both series: further terms do not change the result
 
-# Acklam's rational approximation (2003): of the tails, and of what is between them.
+# Acklam's rational approximation (2003), with separate coefficients for the tails and for the middle.
 TAIL = 0.02425
 TAIL_OVER = (
     -7.784894002430293e-03,
@@ -55,7 +53,7 @@ MIDDLE_UNDER = (
 
 
 def exp(x: float) -> float:
-    """e^x; infinity where that is too large, 0 where it is too small.
+    """Return e^x: infinity if it overflows, 0 if it underflows.
 
     >>> round(exp(1.0), 12)
     2.718281828459
@@ -73,7 +71,7 @@ def exp(x: float) -> float:
 
 
 def log(x: float) -> float:
-    """The natural logarithm of a number > 0.
+    """Return the natural logarithm of `x`, a number > 0.
 
     >>> round(log(10.0), 12)
     2.302585092994
@@ -90,7 +88,7 @@ def log(x: float) -> float:
 
 
 def normal_quantile(p: float) -> float:
-    """The x below which a standard normal variable lies with probability `p`, in (0, 1).
+    """Return the x below which a standard normal variable lies with probability `p`, in (0, 1).
 
     >>> round(normal_quantile(0.975), 6)
     1.959964

@@ -54,12 +54,12 @@ __all__ = [
 
 
 class PushState:
-    """What a push condition may look at.
+    """The state that a push condition receives.
 
     Attributes:
-        v_train: V_train, the round whose completion is in question.
-        live: how many workers are live.
-        pushed: Count[V_train], how many of these have pushed that round.
+        v_train: V_train, the round that the condition decides about.
+        live: number of live workers.
+        pushed: Count[V_train], the number of live workers that have pushed that round.
         slowest: min c over the live workers.
         fastest: max c over the live workers.
     """
@@ -81,20 +81,22 @@ class PushState:
         return self._counts.fastest
 
     def count(self, iteration: int) -> int:
-        """Count[iteration]: how many live workers have pushed at least `iteration + 1` times. Scans the counts
-        that there are; `pushed` does not."""
+        """Return Count[iteration], the number of live workers that have pushed at least `iteration + 1` times.
+
+        Takes time linear in the number of distinct counts; `pushed` takes constant time.
+        """
         return self._counts.beyond(iteration)
 
 
 class PullState(PushState):
-    """What a pull condition may look at: all of the above and the worker that asks.
+    """The state that a pull condition receives: the attributes of `PushState`, and the worker that pulls.
 
     Attributes:
-        worker: who asks.
-        iteration: the label of the iteration it has pushed.
+        worker: the worker p that pulls.
+        iteration: label of the iteration that the worker has just pushed.
         progress: c_p - 1.
         gap: c_p - min c.
-        significance: |g| / |w| of its push, or None if it was not measured.
+        significance: |g| / |w| of the worker's push, or None if it was not measured.
     """
 
     __slots__ = ("iteration", "progress", "significance", "worker")
@@ -114,13 +116,13 @@ class PullState(PushState):
 
 
 PullCondition = Callable[[PullState], bool]
-"""True: answer the pull now."""
+"""Returns True if the pull is to be answered now."""
 
 PushCondition = Callable[[PushState], bool]
-"""True: the round V_train is complete."""
+"""Returns True if the round V_train is complete."""
 
 Execution = Callable[[int, int], int]
-"""(progress, V_train) -> the round, at least V_train, under which a delayed pull is filed."""
+"""Returns the round under which a delayed pull is filed, given progress and V_train. It is at least V_train."""
 
 EXECUTIONS: dict[str, Execution] = {
     "soft": lambda progress, v_train: v_train,
@@ -129,7 +131,7 @@ EXECUTIONS: dict[str, Execution] = {
 
 
 def everybody(state: PushState) -> bool:
-    """The push condition of all but one row of Table III: every live worker has pushed the round."""
+    """Return True if every live worker has pushed the round: the push condition of all but one row of Table III."""
     return state.pushed >= state.live
 
 
@@ -167,7 +169,7 @@ class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_default
             raise unknown_name(f"execution of {self.name}", self.execution, EXECUTIONS)
 
     def machine(self, pull_condition: PullCondition) -> ConditionMachine:
-        """A machine with this condition and the options above."""
+        """Return a machine with this pull condition and the options of this model."""
         return ConditionMachine(
             pull_condition, execution=EXECUTIONS[self.execution], scale_by_live=self.push_scale == "1/n"
         )
@@ -179,14 +181,14 @@ class ConditionMachine(ShardMachine):
     Args:
         pull_condition: evaluated once, when a pull arrives.
         push_condition: evaluated in a loop, after each push and each departure.
-        average: hold the pushes of a round and apply their mean when it is complete; a push of a round that is
-            complete already is dropped, and its worker told to go on from V_train. Otherwise each push is applied on
-            arrival.
-        execution: the round under which a delayed pull is filed.
-        scale_by_live: scale each push that is applied on arrival by 1 / live workers.
+        average: True to hold the pushes of a round and apply their mean when the round is complete. A push for a
+            round that is already complete is dropped, and its worker is told to continue from V_train. False to apply
+            each push on arrival.
+        execution: chooses the round under which a delayed pull is filed.
+        scale_by_live: True to divide each push that is applied on arrival by the number of live workers.
 
     Attributes:
-        v_train: V_train.
+        v_train: V_train, the number of complete rounds.
     """
 
     def __init__(
@@ -206,14 +208,17 @@ class ConditionMachine(ShardMachine):
         self._execution = execution
         self._scale_by_live = scale_by_live
         self._pushed = 0  # Count[V_train]: live workers with c_p > V_train
-        self._held: list[tuple[int, int]] = []  # (worker, iteration) of the pushes that await their mean
+        self._held: list[tuple[int, int]] = []  # (worker, iteration) of the pushes held for their mean
         self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of its delayed pull
         self._filed_under: dict[int, int] = {}  # worker -> the round that its delayed pull is filed under
         self._significance: dict[int, float] = {}  # worker -> |g| / |w| of its last push, if measured
 
     def check(self, event: AnyEvent) -> None:
-        """Refuse a push for a round that no shard can have closed: another shard closes a round earlier only by
-        pushes that are on their way to this one, of which each worker has one at most."""
+        """Raise `InvalidEventError` for a push that continues from a round which no shard can have reached yet.
+
+        Another shard can be ahead of this one only by pushes that are still in flight to this shard, and each worker
+        has at most one push in flight.
+        """
         if type(event) is PushReceived and event.progress is not None:
             furthest = self.counts.furthest + self.counts.joins
             if event.progress > furthest:
@@ -222,7 +227,7 @@ class ConditionMachine(ShardMachine):
                 )
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one legal event; return what follows from it."""
+        """Process one legal event and return the resulting actions."""
         match event:
             case PushReceived():
                 before = self.counts.pushed(event.worker, event.progress)
@@ -245,7 +250,7 @@ class ConditionMachine(ShardMachine):
                 raise InternalError(f"a shard does not take a {type(event).__name__}", (event,))
 
     def pulled(self, pull: PullRequested) -> list[AnyAction]:
-        """Answer a pull now if the pull condition holds, or file it under a round."""
+        """Answer a pull now if the pull condition holds; otherwise file it under a round."""
         worker = pull.worker
         state = PullState(self.counts, self.v_train, self._pushed, pull, self._significance.get(worker))
         if self._pull_condition(state):
@@ -260,8 +265,11 @@ class ConditionMachine(ShardMachine):
         return Handover(self.counts, self._held, delayed, self._significance)
 
     def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
-        """Go on from another machine: count rounds from the slowest worker, keep held pushes for the mean of their
-        round or apply them now, and test delayed pulls again."""
+        """Continue from another machine's state.
+
+        Rounds are counted from the slowest worker. Held pushes are kept for the mean of their round if this machine
+        averages, and applied now otherwise. Delayed pulls are tested again.
+        """
         self._significance = handover.significance
         self.v_train = handover.counts.slowest
         self._pushed = handover.counts.beyond(self.v_train)
@@ -309,7 +317,7 @@ class ConditionMachine(ShardMachine):
 
     def _close_rounds(self) -> list[AnyAction]:
         actions: list[AnyAction] = []
-        # No round beyond the fastest worker's last push is complete, whatever a condition says: the loop ends.
+        # The loop ends even if the condition always holds: `_pushed` is 0 past the fastest worker's last push.
         while self._pushed and self._push_condition(PushState(self.counts, self.v_train, self._pushed)):
             actions += self._apply_mean()
             closing = self._delayed.pop(self.v_train, {})
@@ -318,7 +326,7 @@ class ConditionMachine(ShardMachine):
             for worker, iteration in closing.items():
                 del self._filed_under[worker]
                 actions.append(self._answer(worker, iteration))
-        if not self.counts.live_count:  # the last worker has left: no further push will complete this round
+        if not self.counts.live_count:  # the last worker has left, so no further push can complete this round
             actions += self._apply_mean()
         return actions
 
@@ -330,7 +338,8 @@ class ConditionMachine(ShardMachine):
         return [mean]
 
     def _answer(self, worker: int, iteration: int) -> AnyAction:
-        if self._average and self.counts.count[worker] < self.v_train:  # its next push would be late, too
+        late = self.counts.count[worker] < self.v_train  # the worker's next push would be late, too
+        if self._average and late:
             return AnswerPull(worker, iteration, self.v_train)
         return AnswerPull(worker, iteration)
 

@@ -1,8 +1,8 @@
-"""c_p, the number of iterations that each live worker p has pushed, and what every sync model asks about it.
+"""Counts: c_p, the number of iterations that each live worker p has pushed, with its minimum and maximum.
 
-Events that reach a model are legal already (see `paceline.core.order`), so nothing is refused here. Every operation
-takes constant time, whatever the number of workers: workers are counted per c_p, and the slowest count only moves up,
-past counts that no worker has any longer.
+Only legal events reach a model (see `paceline.core.order`), so nothing is checked here. Joins and pushes take
+amortized constant time, whatever the number of workers: workers are counted per value of c_p, and the minimum moves
+up past values that no worker has any more.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Counts:
         return len(self.count)
 
     def at(self, count: int) -> int:
-        """Return the number of live workers that have pushed exactly `count` times."""
+        """Return the number of live workers with c_p = `count`."""
         return self._at.get(count, 0)
 
     def beyond(self, count: int) -> int:
-        """Return the number of live workers that have pushed more than `count` times. Scans the distinct counts."""
+        """Return the number of live workers with c_p > `count`, in time linear in the number of distinct counts."""
         return sum(workers for at, workers in self._at.items() if at > count)
 
     def gap(self, worker: int) -> int:
@@ -49,7 +49,7 @@ class Counts:
         return self.count.get(worker, self.slowest) - self.slowest
 
     def joined(self, worker: int, count: int | None) -> None:
-        """Add a worker with c_p = `count`, or min c if it is None."""
+        """Add a worker with c_p = `count`, or with c_p = min c if `count` is None."""
         if count is None:
             count = self.slowest
         alone = not self.count
@@ -59,7 +59,7 @@ class Counts:
         self.fastest = count if alone else max(self.fastest, count)
 
     def left(self, worker: int) -> int:
-        """Remove a worker; return its c_p."""
+        """Remove a worker and return its c_p."""
         count = self.count.pop(worker)
         self._take(count)
         if self.count:
@@ -69,7 +69,10 @@ class Counts:
         return count
 
     def pushed(self, worker: int, progress: int | None = None) -> int:
-        """Count a push, which is for the round `progress` if that is given; return c_p before it."""
+        """Count a push and return c_p before it.
+
+        If `progress` is given, the push is for that round, and c_p becomes at least `progress` + 1.
+        """
         before = self.count[worker]
         count = (before if progress is None else max(before, progress)) + 1
         self._put(worker, count)
@@ -79,7 +82,7 @@ class Counts:
         return before
 
     def validate(self) -> None:
-        """Cross-check the derived collections against c_p; raise `InternalError` where they differ."""
+        """Check the derived collections against c_p; raise `InternalError` if they differ."""
         tally: dict[int, int] = {}
         for count in self.count.values():
             tally[count] = tally.get(count, 0) + 1
@@ -104,8 +107,10 @@ class Counts:
             del self._at[count]
 
     def _raise_slowest(self) -> None:
-        """Move the slowest count up to the next one in use: usually by one step or none, never by more steps than
-        there are distinct counts."""
+        """Move `slowest` up to the next count in use.
+
+        This usually takes one step or none, and never more steps than there are distinct counts.
+        """
         for _ in self._at:
             if self.slowest in self._at:
                 return

@@ -1,9 +1,9 @@
-"""Random numbers that are keyed instead of drawn one after another.
+"""Random numbers that are computed from a key, such as (seed, worker, iteration), instead of drawn from a generator.
 
-A model that asks for chance asks "what is the number of (seed, worker, iteration)?" All shards then agree, so
-slicing does not change the model; a replay needs no state of a generator; and an event that is refused draws
-nothing. The mixing is the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
-generators", 2014), applied to each part of the key in turn.
+All shards compute the same number for the same key, so the way the model is sliced into shards does not change the
+decisions. A replay needs no generator state, and an event that is refused consumes no random number. The key is mixed
+by the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), applied
+to each part of the key in turn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniform(*key: int) -> float:
-    """A number in [0, 1), the same for the same key, as good as independent for different ones.
+    """Return a number in [0, 1) that is determined by the key; different keys give practically independent numbers.
 
     >>> uniform(0, 1, 2) == uniform(0, 1, 2)
     True
@@ -26,7 +26,7 @@ def uniform(*key: int) -> float:
 
 
 def uniforms(*key: int) -> Callable[[int], float]:
-    """The draws whose key is this one and one part more: `uniforms(*key)(last)` is `uniform(*key, last)`, sooner."""
+    """Return a function that maps `last` to `uniform(*key, last)`, computed faster."""
     start = _state(key) + GOLDEN
 
     def draw(last: int) -> float:

@@ -53,10 +53,10 @@ class DSPS(ConditionModel, frozen=True, repr_omit_defaults=True):
 
 
 class AdaptiveMachine(ConditionMachine):
-    """SSP's machine with a staleness that moves.
+    """The machine of SSP, with a staleness that changes over time.
 
     Attributes:
-        staleness: s as it is now.
+        staleness: the current value of s.
     """
 
     def __init__(self, model: DSPS) -> None:
@@ -70,7 +70,7 @@ class AdaptiveMachine(ConditionMachine):
         self._intervals = Intervals()
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one event; return what follows from it."""
+        """Process one legal event and return the resulting actions."""
         v_train = self.v_train
         actions = super().handle(event)
         self._intervals.note(event)
@@ -87,7 +87,7 @@ class AdaptiveMachine(ConditionMachine):
         return state.progress < state.v_train + self.staleness
 
     def _adapt(self) -> None:
-        """One look at all workers for each round, not for each push."""
+        """Update the staleness. Scans all workers, so it is called once per round and not once per push."""
         intervals_s = self._intervals.interval_s
         if intervals_s and len(intervals_s) == self.counts.live_count and min(intervals_s.values()) > 0:
             ratio = max(intervals_s.values()) / min(intervals_s.values())

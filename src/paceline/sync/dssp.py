@@ -57,7 +57,7 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
         require_order(self.name, "lower", self.lower, "upper", self.upper)
 
     def require_runnable(self, workers: int) -> None:
-        # All of them are tried for each choice, which a server makes between two pushes.
+        # For each grant, the server tries every number of extra iterations, in between handling pushes.
         require_within(self.name, "upper", self.upper, 0, self.lower + MOST_TO_SPEND)
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> SpendingMachine:
@@ -65,7 +65,7 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
 
 
 class SpendingMachine(ConditionMachine):
-    """SSP(lower)'s machine, with iterations to spend beyond it."""
+    """The machine of SSP(lower), with extra iterations that a worker may use up beyond `lower`."""
 
     def __init__(self, model: DSSP) -> None:
         # A delayed pull waits for the round whose end brings its gap down to `lower`.
@@ -74,10 +74,11 @@ class SpendingMachine(ConditionMachine):
         )
         self._model = model
         self._intervals = Intervals()
-        self._left: dict[int, int] = {}  # worker past `lower` that has chosen -> iterations that it has left
+        # worker with a gap above `lower` -> number of extra iterations that it has left
+        self._left: dict[int, int] = {}
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one event; return what follows from it."""
+        """Process one legal event and return the resulting actions."""
         actions = super().handle(event)
         self._intervals.note(event)
         if isinstance(event, WorkerLost | WorkerFinished):
@@ -90,7 +91,8 @@ class SpendingMachine(ConditionMachine):
         return super().take_over(handover, now_s)
 
     def _answers(self, state: PullState) -> bool:
-        # From V_train: it is min c, but for a worker that has joined behind it, and is not to be waited for.
+        # The gap is counted from V_train. V_train is min c, unless a worker has joined behind it, and no worker waits
+        # for such a worker.
         worker, gap = state.worker, state.progress + 1 - state.v_train
         if gap <= self._model.lower:
             self._left.pop(worker, None)
@@ -100,15 +102,19 @@ class SpendingMachine(ConditionMachine):
         if self._left.get(worker, 0) > 0 and gap <= self._model.upper:
             self._left[worker] -= 1
             return True
-        self._left.pop(worker, None)  # it waits until its gap is `lower`; past that, it may choose anew
+        # The worker waits until its gap is `lower`. When the gap exceeds `lower` again, it gets a new grant.
+        self._left.pop(worker, None)
         return False
 
     def _choose(self, worker: int) -> int:
-        """r, once; looks at the workers that are slowest now, which is not on the path of every pull."""
+        """Return r, the number of extra iterations granted to a worker.
+
+        Scans all workers; not called for every pull.
+        """
         last_s, interval_s = self._intervals.last_s, self._intervals.interval_s
         slowest = [w for w, count in self.counts.count.items() if count == self.counts.slowest]
-        q = max(slowest, key=lambda w: (interval_s.get(w, math.inf), -w))  # of those behind most, the slowest
-        if q not in interval_s:  # it has not pushed yet: nothing can be predicted
+        q = max(slowest, key=lambda w: (interval_s.get(w, math.inf), -w))  # the one with the longest interval
+        if q not in interval_s:  # q has not pushed yet, so nothing can be predicted
             return 0
         return iterations_to_spend(
             last_s[worker],
@@ -120,7 +126,9 @@ class SpendingMachine(ConditionMachine):
 
 
 def iterations_to_spend(t_p: float, i_p: float, t_q: float, i_q: float, most: int) -> int:
-    """The r in [0, most] with the least predicted wait for the slowest worker's next push; the fewest on ties.
+    """Return the r in [0, most] with the shortest predicted wait for the slowest worker's next push.
+
+    If several are equal, return the smallest.
 
     >>> iterations_to_spend(t_p=4.0, i_p=1.0, t_q=3.0, i_q=3.0, most=5)  # the slowest pushes at 6, 9, ...
     2

@@ -57,7 +57,7 @@ from .model import Handover, JobMachine, ShardMachine, SyncModel, require_count,
 __all__ = ["ElasticBSP"]
 
 MOST_LOOKAHEAD = 100_000
-LEAST_INTERVAL_S = 1e-9  # two pushes in one tick of the clock still need an interval to extrapolate
+LEAST_INTERVAL_S = 1e-9  # extrapolation needs an interval > 0, even if two pushes have the same time
 
 
 class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True):
@@ -75,7 +75,7 @@ class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True):
         require_count(self.name, "lookahead", self.lookahead, 1)
 
     def require_runnable(self, workers: int) -> None:
-        # The time that a plan takes grows with it.
+        # The time needed to compute a plan grows with the lookahead.
         require_within(self.name, "lookahead", self.lookahead, 1, MOST_LOOKAHEAD)
 
     @property
@@ -94,27 +94,27 @@ class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True):
 
 
 class Barrier:
-    """One superstep's end, as one shard sees it."""
+    """The barrier at the end of one superstep, at one shard."""
 
     def __init__(self, remaining: set[int]) -> None:
-        self.remaining = remaining  # live members whose flagged push has not come
-        self.held: list[tuple[int, int]] = []  # (worker, iteration) of the flagged pushes that have
-        self.pulls: dict[int, int] = {}  # worker -> iteration of the pull that waits for the close
+        self.remaining = remaining  # live members whose flagged push has not arrived yet
+        self.held: list[tuple[int, int]] = []  # (worker, iteration) of the flagged pushes that have arrived
+        self.pulls: dict[int, int] = {}  # worker -> iteration of the pull that waits for the barrier
 
 
 class ElasticShard(ShardMachine):
-    """The shard's half: applies as in ASP, except for what is flagged.
+    """The machine at a shard. It handles unflagged pushes as ASP does and holds flagged ones.
 
-    More than one barrier can be open at once: a member of the next superstep only, flagged by the next plan,
-    may be heard here before the last member of this one.
+    More than one barrier can be open at the same time: a flagged push of a worker that is a member of the next
+    superstep only may arrive here before the flagged push of the last member of this superstep.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._open: dict[int, Barrier] = {}  # superstep -> its barrier, in order of opening
-        self._closed = -1  # the latest superstep that has closed here
-        self._stopped_at: dict[int, int] = {}  # worker -> the open superstep that it has stopped for
-        self._first: dict[int, int] = {}  # live worker -> the first superstep that it is a member of
+        self._closed = -1  # latest superstep that has closed at this shard
+        self._stopped_at: dict[int, int] = {}  # worker -> open superstep for which it has stopped
+        self._first: dict[int, int] = {}  # live worker -> first superstep of which it is a member
 
     def check(self, event: AnyEvent) -> None:
         if isinstance(event, PushReceived) and event.stop is not None:
@@ -171,7 +171,9 @@ class ElasticShard(ShardMachine):
     def validate(self) -> None:
         super().validate()
         if self._first.keys() != self.counts.count.keys():
-            raise InternalError(f"first supersteps {self._first} of other workers than {self.counts.count}")
+            raise InternalError(
+                f"first supersteps {self._first} do not match the live workers {self.counts.count}"
+            )
         for superstep, barrier in self._open.items():
             stopped = {worker for worker, at in self._stopped_at.items() if at == superstep}
             if not barrier.remaining or barrier.remaining & stopped or not barrier.pulls.keys() <= stopped:
@@ -184,8 +186,10 @@ class ElasticShard(ShardMachine):
             raise InternalError("a barrier waits for a worker that is not live")
 
     def _barrier(self, stop: Stop | None) -> Barrier | None:
-        """The barrier that a push arrives at. None for an unflagged push, and for one that is flagged for a
-        superstep which has closed without it: nobody waits for it any more."""
+        """Return the barrier at which a push arrives.
+
+        Return None for an unflagged push, and for a push that is flagged for a superstep that has already closed.
+        """
         if stop is None:
             return None
         if stop.superstep in self._open:
@@ -209,13 +213,13 @@ class ElasticShard(ShardMachine):
 
 
 class Pace:
-    """What the planner knows of one live worker."""
+    """The planner's record of one live worker."""
 
     def __init__(self, iteration: int) -> None:
-        self.iteration = iteration  # the next one that it finishes
-        self.pushes = 0  # since its last barrier
-        self.last_s = 0.0  # when the last of these was
-        self.interval_s = 0.0  # between the last two of these
+        self.iteration = iteration  # the next iteration that the worker finishes
+        self.pushes = 0  # number of pushes since the worker's last barrier
+        self.last_s = 0.0  # time of the last of these pushes
+        self.interval_s = 0.0  # time between the last two of these pushes
 
     def finished(self, now_s: float) -> None:
         self.pushes += 1
@@ -227,19 +231,18 @@ class Pace:
 
 
 class Planner(JobMachine):
-    """The coordinator's half: monitors, predicts, publishes one plan per superstep.
+    """The machine at the coordinator. It monitors the workers, predicts, and publishes one plan per superstep.
 
-    `_monitored` and `_remaining` are counted down rather than recomputed: no event scans the workers, except
-    the one that makes the plan.
+    `_unmonitored` and `_remaining` are updated incrementally. Only the event that completes the monitoring or the
+    superstep takes time linear in the number of workers.
     """
 
     def __init__(self, lookahead: int) -> None:
         self._lookahead = lookahead
         self._pace: dict[int, Pace] = {}  # live workers, in order of joining
         self._superstep = 0
-        # Members of this superstep. Workers that join after its first push become members of the next.
-        self._members: set[int] = set()
-        self._begun = False  # True after the first push; until then, workers that join are members
+        self._members: set[int] = set()  # of this superstep
+        self._begun = False  # True after the first push; later joiners become members of the next superstep
         self._unmonitored: set[int] = set()  # members with fewer than two pushes since their last barrier
         self._remaining: set[int] | None = None  # members that have yet to stop; None while monitoring
 
@@ -294,12 +297,14 @@ class Planner(JobMachine):
             self._unmonitored != {w for w in self._members if self._pace[w].pushes < 2}
             and self._remaining is None
         ):
-            raise InternalError(f"superstep {self._superstep} miscounts which workers it has monitored")
+            raise InternalError(
+                f"superstep {self._superstep} has a wrong set of members still to be monitored"
+            )
 
     def _proceed(self) -> list[AnyAction]:
-        """Begin the next superstep when all have stopped; publish the plan when all have been monitored."""
+        """Begin the next superstep if all members have stopped; publish its plan if all have been monitored."""
         awaited = self._members if self._remaining is None else self._remaining
-        if not awaited and self._pace:  # all have stopped; or all members left before there was a plan
+        if not awaited and self._pace:  # all have stopped, or all members left before the plan
             self._superstep += 1
             self._remaining = None
             self._members = set(self._pace)

@@ -1,11 +1,11 @@
-"""What a sync model is told: frozen facts, in the past tense.
+"""Events: the input of a sync model. They are frozen values, named in the past tense.
 
-Time arrives only here: `now_s` is the host's clock, in seconds since the run began. Events are values; the
-trace of a run is a list of them, and feeding that list to the pure model again gives the same actions.
+Events are a model's only source of time: `now_s` is the host's clock, in seconds since the run began. The trace of a
+run is a list of events, and passing that list to the model again gives the same actions.
 
-Two numbers go with a worker. `iteration` is the label that the worker itself gives to the iteration it
-computed, counted from 0. The model keeps c_p besides, the number of iterations that worker p has pushed; a
-worker that joins late starts with c_p at the slowest live worker's.
+A worker has two counters. `iteration` is the label that the worker itself gives to an iteration, counted from 0. c_p,
+which the model keeps, is the number of iterations that worker p has pushed; a worker that joins late starts with the
+c_p of the slowest live worker.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = [
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""An index or a count. Where it arrives from another process, what is beyond any that there can be is refused."""
+"""An index or a count. Messages from other processes with a value outside of these bounds are refused."""
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The flag on a push with which a worker arrives at its superstep's barrier.
+    """The flag on the push with which a worker arrives at the barrier of its superstep.
 
-    It names the members, so that every shard closes the superstep by the same list, whatever joins or plans
-    that shard has or has not heard of yet.
+    It lists the members, so that every shard closes the superstep by the same list, even if it has not received all
+    joins and plans yet.
     """
 
     superstep: Number
@@ -49,12 +49,12 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A change of the sync model. As a flag on a push: the worker's last one under the old model.
+    """A change of the sync model. As a flag on a push, it marks the worker's last push under the old model.
 
     Attributes:
-        number: counts the changes of a run, from 1.
-        members: the workers whose flagged pushes, together, are the boundary.
-        sync: what follows, in the notation of the command line: one model, or one for each shard with "|" between.
+        number: number of the change, counted from 1 within a run.
+        members: the workers whose flagged pushes together form the boundary between the models.
+        sync: the new model in the notation of the command line: one model, or one for each shard, separated by "|".
     """
 
     number: Number
@@ -63,19 +63,24 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """A fact. `now_s` never decreases from one event to the next of the same host."""
+    """Base class of the events. `now_s` never decreases between successive events of the same host."""
 
     now_s: float
 
 
 class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):
-    """A worker is live from now on. Every shard hears of it before the coordinator's machine does.
+    """A worker is live from now on. Every shard receives this event before the coordinator's machine does.
 
-    Its next push is labelled `iteration`. Where there are several shards and others have pushed already, `count` is
-    its c_p, the same at all of them, near the slowest live worker's; None for the slowest's at this shard. Where
-    barriers are planned, `superstep` is the first one that it is a member of; `change` is the number of changes of
-    model that had been published when it joined. So a worker that was lost and has joined anew is not waited for by
-    plans or changes made for its former life.
+    `superstep` and `change` ensure that no plan or change that was made before a worker was lost waits for the worker
+    after it has joined again.
+
+    Attributes:
+        worker: the worker that joined.
+        iteration: label of its next push.
+        count: its c_p. Given if there are several shards and other workers have already pushed; it is then the same
+            at all shards, near the c_p of the slowest live worker. None stands for min c at this shard.
+        superstep: the first superstep of which it is a member, if barriers are planned.
+        change: number of changes of the sync model that had been published when it joined.
     """
 
     worker: int
@@ -86,24 +91,29 @@ class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerLost(Event, frozen=True, kw_only=True, tag=True):
-    """A worker is gone without having said so. What it had pushed stays."""
+    """A worker was lost: it left without finishing. The pushes that it has sent remain valid."""
 
     worker: int
 
 
 class WorkerFinished(Event, frozen=True, kw_only=True, tag=True):
-    """A worker has done its work and left. It blocks nobody from now on."""
+    """A worker has finished its work and left. No other worker waits for it from now on."""
 
     worker: int
 
 
 class PushReceived(Event, frozen=True, kw_only=True, tag=True):
-    """A worker's gradient of one iteration is here, whole.
+    """A worker's gradient of one iteration has arrived completely.
 
-    `empty` says that the push counts as progress but carries no gradient (the worker skipped it); `stop` is
-    set on the push with which the worker arrives at its superstep's barrier, `change` on its last one before the
-    sync model changes; `significance` is |g| / |w|, where the model has asked for it. `progress` is set by a worker
-    that was told to go on from a later round: this push is for that round, and c_p becomes one more.
+    Attributes:
+        worker: the worker that pushed.
+        iteration: label of the iteration.
+        empty: True if the worker skipped the iteration: the push counts as progress but carries no gradient.
+        stop: set on the push with which the worker arrives at the barrier of its superstep.
+        change: set on the worker's last push before the sync model changes.
+        significance: |g| / |w|, if the model needs it.
+        progress: set by a worker that was told to continue from a later round. The push is for that round, and c_p
+            becomes `progress` + 1.
     """
 
     worker: int
@@ -116,23 +126,23 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
 
 
 class PullRequested(Event, frozen=True, kw_only=True, tag=True):
-    """A worker asks for the weights with which to start the iteration after `iteration`."""
+    """A worker requests the weights with which it starts the iteration after `iteration`."""
 
     worker: int
     iteration: int
 
 
 class PullRepeated(Event, frozen=True, kw_only=True, tag=True):
-    """A worker has dropped its computation of `iteration` and asks for weights again, to start it anew."""
+    """A worker has aborted its computation of `iteration` and requests the weights again to restart it."""
 
     worker: int
     iteration: int
 
 
 class TimerFired(Event, frozen=True, kw_only=True, tag=True):
-    """A timer that the model had set is due. Of two events at one moment, it is the later.
+    """A timer that the model has set is due. It comes after all other events of the same moment.
 
-    It may fire for a worker that has left or gone on meanwhile; nothing comes of it then.
+    It may fire for a worker that has left or continued in the meantime. The model then ignores it.
     """
 
     worker: int
@@ -140,10 +150,13 @@ class TimerFired(Event, frozen=True, kw_only=True, tag=True):
 
 
 class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
-    """The small `notify` that the coordinator gets for a finished iteration of a worker.
+    """A worker has pushed an iteration, as it reports to the coordinator with a small `notify` message.
 
-    `superstep` is set when the push was flagged as the worker's last one before that superstep's barrier, `change`
-    when it was the last one before the change of that number.
+    Attributes:
+        worker: the worker that pushed.
+        iteration: label of the iteration.
+        superstep: set if the push was the worker's last one before the barrier of this superstep.
+        change: set if the push was the worker's last one before the change with this number.
     """
 
     worker: int
@@ -153,10 +166,10 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
 
 
 class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
-    """Told to the coordinator: a worker has its weights and computes `iteration`.
+    """A worker has received its weights and computes `iteration`, as it reports to the coordinator.
 
-    Sent where the model asks for it, for each iteration but the worker's first, and always for the first one after a
-    change; not when one is started anew.
+    If the model needs starts, a worker reports every iteration except its first one. It always reports the first
+    iteration after a change. It never reports the restart of an iteration.
     """
 
     worker: int
@@ -164,15 +177,16 @@ class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
 
 
 class SyncRequested(Event, frozen=True, kw_only=True, tag=True):
-    """Told to the coordinator: a worker has reached a point at which the sync model is to change.
+    """A worker has reached a point at which the sync model changes, as it reports to the coordinator.
 
-    All workers run the same script and so ask for the same changes in the same order, each when it gets there. Of
-    several with the same `source` and `number`, the first counts.
+    All workers run the same script, so each of them requests the same changes in the same order. Of several requests
+    with the same `source` and `number`, only the first one has an effect.
 
     Attributes:
-        source: "schedule", of the run, or "script", a call in it.
-        number: counts the requests of that source, from 0.
-        sync: what is wanted, as in `Change.sync`.
+        worker: the worker that sent the request.
+        source: "schedule" if the change is in the schedule of the run, "script" if the script calls for it.
+        number: number of the request, counted from 0 for each source.
+        sync: the requested model, as in `Change.sync`.
     """
 
     worker: int
@@ -193,4 +207,4 @@ AnyEvent = (
     | IterationStarted
     | SyncRequested
 )
-"""Every event there is: what a trace may hold."""
+"""Any event. A trace holds events of these types only."""

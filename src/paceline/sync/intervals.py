@@ -1,4 +1,4 @@
-"""How long each worker takes per iteration, from the times of its pushes. A part of models that look at speed."""
+"""The time that each worker takes per iteration, measured between its pushes, for models that depend on speed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["Intervals"]
 
 
 class Intervals:
-    """Each live worker's last push and last interval.
+    """The last push and the last interval of each live worker.
 
     Attributes:
-        last_s: worker -> when it pushed last; for one that has not, when it joined.
-        interval_s: worker -> between its last two pushes, or between joining and its only one.
+        last_s: worker -> time of its last push, or time at which it joined if it has not pushed yet.
+        interval_s: worker -> time between its last two pushes, or between joining and its only push.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Intervals:
         self.interval_s: dict[int, float] = {}
 
     def note(self, event: AnyEvent) -> None:
-        """Take in an event that the model has accepted."""
+        """Update the times with an event that the model has accepted."""
         match event:
             case PushReceived():
                 self.interval_s[event.worker] = event.now_s - self.last_s[event.worker]

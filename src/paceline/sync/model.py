@@ -1,13 +1,13 @@
-"""The contract of a sync model: what a specification is, and what the hosts may ask of its machines.
+"""The interface of a sync model: its specification and its state machines.
 
-A *specification* (`BSP()`, `SSP(staleness=3)`) is a frozen value: it can be written on a command line, sent in
-a message, stored in a trace. It makes the *state machines* that decide: one for each shard, and, for models that plan
-for the whole job, one for the coordinator. A machine knows no host, no clock and no tensor. Its one method takes an
-event and returns the actions that follow from it, in order.
+A *specification* (`BSP()`, `SSP(staleness=3)`) is a frozen value. It can be written on a command line, sent in a
+message and stored in a trace. It creates the *state machines* that make the decisions: one for each shard and, if the
+model plans for the whole job, one for the coordinator. A machine has no access to a host, a clock or a tensor. Its
+method `handle` takes an event and returns the resulting actions, in order.
 
-A machine receives legal events only: the order push, pull, answer of each worker is kept in front of it (see
-`paceline.core.order`). It keeps what its own rule needs. A machine whose rule does not allow every legal event
-refuses it in `check`, which changes nothing.
+A machine receives legal events only: `paceline.core.order` checks in advance that each worker pushes, pulls and
+receives its answer in that order. A machine stores only what its own rule needs. If the rule does not allow every
+legal event, the machine refuses the event in `check`, which changes no state.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ __all__ = [
 
 
 class Machine(Protocol):
-    """What takes events and returns actions: the machine of a model, or the host of one through all changes."""
+    """An object that takes events and returns actions: the machine of a model, or a host that replaces its machine
+    when the model changes."""
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one event; return what follows from it."""
+        """Process one event and return the resulting actions."""
         ...
 
     def validate(self) -> None:
-        """Cross-check every derived collection; raise `InternalError` where two disagree."""
+        """Check all derived collections against each other; raise `InternalError` if two disagree."""
         ...
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """How a user's condition has failed.
+    """The failure of a user's condition.
 
     Attributes:
-        reason: one sentence.
+        reason: what was wrong, in one sentence.
         traceback: traceback of the condition; "" if it did not raise.
     """
 
@@ -70,13 +71,13 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Handover(NamedTuple):
-    """What one shard machine leaves to the next.
+    """The state that one shard machine passes on to its successor.
 
     Attributes:
-        counts: c_p of the live workers. The new machine owns it from now on.
-        held: (worker, iteration) of the pushes that are held.
+        counts: c_p of the live workers. The new machine takes ownership of this object.
+        held: (worker, iteration) of the held pushes.
         delayed: worker -> iteration of its delayed pull.
-        significance: worker -> |g| / |w| of its last push, where it was measured.
+        significance: worker -> |g| / |w| of its last push, if it was measured.
     """
 
     counts: Counts
@@ -86,14 +87,14 @@ class Handover(NamedTuple):
 
 
 class ShardMachine:
-    """A model's machine at one shard; the base class of them all.
+    """Base class of the machines that run a model at one shard.
 
-    A subclass implements `pushed` and `pulled`, and the other methods where it needs them. c_p is kept here and is up
-    to date when they are called.
+    A subclass implements `pushed` and `pulled`, and overrides other methods if needed. This class keeps c_p, which is
+    up to date when these methods are called.
 
     Attributes:
-        counts: the live workers and their c_p.
-        fault: set when a condition of the user has failed; the machine must not receive further events.
+        counts: c_p of the live workers.
+        fault: set when a condition of the user has failed. The machine must not receive further events then.
     """
 
     fault: Fault | None = None
@@ -102,7 +103,7 @@ class ShardMachine:
         self.counts = Counts()
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one legal event; return what follows from it."""
+        """Process one legal event and return the resulting actions."""
         match event:
             case PushReceived():
                 self.counts.pushed(event.worker, event.progress)
@@ -121,38 +122,39 @@ class ShardMachine:
                 raise InternalError(f"a shard does not take a {type(event).__name__}", (event,))
 
     def check(self, event: AnyEvent) -> None:
-        """Raise `InvalidEventError` if the model does not allow this event. Changes nothing."""
+        """Raise `InvalidEventError` if the model does not allow this event. Must not change any state."""
 
     def pushed(self, push: PushReceived) -> list[AnyAction]:
-        """Return what to do with a push: apply, hold or drop it first, then what follows."""
+        """Handle a push. The first action returned applies, holds or drops it."""
         raise NotImplementedError
 
     def pulled(self, pull: PullRequested) -> list[AnyAction]:
-        """Answer a pull now, or keep it and answer it later."""
+        """Handle a pull: answer it now, or keep it and answer it later."""
         raise NotImplementedError
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
-        """A timer is due. It may have been set by an earlier model or for a pull that is forgotten."""
+        """Handle a timer. It may have been set by an earlier model, or for a pull that no longer exists."""
         return []
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
-        """A worker has joined."""
+        """Handle a worker that has joined."""
         return []
 
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
-        """A worker has left: forget its delayed pull, and release what waited for it."""
+        """Handle a worker that has left: discard its delayed pull, and answer the pulls that waited for it."""
         return []
 
     def waits(self) -> dict[int, str]:
-        """For each delayed pull, what it waits for: worker -> description."""
+        """Return what each delayed pull waits for, as worker -> description."""
         return {}
 
     def hand_over(self) -> Handover:
-        """Return what the next machine goes on from. The machine must not be used afterwards."""
+        """Return the state for the next machine. This machine must not be used afterwards."""
         return Handover(self.counts, [], {}, {})
 
     def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
-        """Go on from where another machine stopped: apply the mean of the held pushes, test delayed pulls again."""
+        """Continue from another machine's state: apply the mean of its held pushes and test its delayed pulls
+        again."""
         self.counts = handover.counts
         actions: list[AnyAction] = [ApplyMean(tuple(sorted(handover.held)))] if handover.held else []
         for worker, iteration in sorted(handover.delayed.items()):
@@ -160,21 +162,21 @@ class ShardMachine:
         return actions
 
     def validate(self) -> None:
-        """Cross-check every derived collection; raise `InternalError` where two disagree."""
+        """Check all derived collections against each other; raise `InternalError` if two disagree."""
         self.counts.validate()
 
 
 class JobMachine:
-    """A model's machine at the coordinator, if the model plans for the whole job; the base class of them all.
+    """Base class of the machines that run a model at the coordinator, if the model plans for the whole job.
 
     Attributes:
-        next_superstep: first superstep of a worker that joins now; 0 where no barriers are planned.
+        next_superstep: first superstep of a worker that joins now; 0 if the model plans no barriers.
     """
 
     next_superstep: int = 0
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
-        """Take one legal event; return what follows from it."""
+        """Process one legal event and return the resulting actions."""
         match event:
             case IterationFinished():
                 return self.finished(event)
@@ -190,79 +192,89 @@ class JobMachine:
                 raise InternalError(f"a coordinator does not take a {type(event).__name__}", (event,))
 
     def check(self, event: AnyEvent) -> None:
-        """Raise `InvalidEventError` if the model does not allow this event. Changes nothing."""
+        """Raise `InvalidEventError` if the model does not allow this event. Must not change any state."""
 
     def finished(self, event: IterationFinished) -> list[AnyAction]:
-        """A worker has pushed an iteration to every shard."""
+        """Handle a worker that has pushed an iteration to every shard."""
         return []
 
     def started(self, event: IterationStarted) -> list[AnyAction]:
-        """A worker computes an iteration; only if the model `needs_starts`."""
+        """Handle a worker that has started an iteration. Called only if the model `needs_starts`."""
         return []
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
-        """A timer is due. It may have been set by an earlier model, or for a worker that has gone on or left."""
+        """Handle a timer. It may have been set by an earlier model, or for a worker that has continued or left."""
         return []
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
-        """A worker has joined."""
+        """Handle a worker that has joined."""
         return []
 
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
-        """A worker has left."""
+        """Handle a worker that has left."""
         return []
 
     def validate(self) -> None:
-        """Cross-check every derived collection; raise `InternalError` where two disagree."""
+        """Check all derived collections against each other; raise `InternalError` if two disagree."""
 
 
 class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """A specification: which sync model, with which parameters. A value.
+    """The specification of a sync model: an immutable value with the parameters of the model.
 
     Attributes:
-        name: how it is written on the command line, before the colon.
+        name: name of the model on the command line, before the colon.
     """
 
     name: ClassVar[str]
 
     @property
     def needs_significance(self) -> bool:
-        """True if pushes are to carry |g| / |w|."""
+        """True if the model needs |g| / |w| with each push."""
         return False
 
     @property
     def whole_job(self) -> bool:
-        """True if all shards must run it, because it plans for the job or gives late workers another count."""
+        """True if all shards must run the model, because it plans for the whole job or changes the c_p of late
+        workers."""
         return False
 
     @property
     def lockstep(self) -> bool:
-        """True if nothing is applied while a live worker computes: all may then compute on the same memory."""
+        """True if no push is applied while a live worker computes.
+
+        All workers may then compute on the same memory.
+        """
         return False
 
     @property
     def needs_starts(self) -> bool:
-        """True if workers report to the coordinator when they start an iteration, and it may restart them."""
+        """True if workers report each start of an iteration to the coordinator, which may restart the iteration."""
         return False
 
     @property
     def needs_plans(self) -> bool:
-        """True if the shards depend on plans of the coordinator: one shard alone cannot fall back to the model."""
+        """True if the shards depend on plans of the coordinator. A single shard cannot fall back to such a model."""
         return False
 
     def require_runnable(self, workers: int) -> None:
-        """Raise `ConfigurationError` if the model cannot run here with so many workers."""
+        """Raise `ConfigurationError` if the model cannot run in this process with this number of workers."""
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ShardMachine:
-        """A new machine for one shard. `seed` is the run's, `shard` its index; few models draw."""
-        raise TypeError(f"{type(self).__name__} does not say what it does at a shard")
+        """Return a new machine for the shard with index `shard`.
+
+        Models that draw random numbers use the run's `seed`.
+        """
+        raise TypeError(f"{type(self).__name__} does not implement at_shard")
 
     def at_coordinator(self, seed: int = 0) -> JobMachine | None:
-        """A new machine for the coordinator, or None for a model whose shards decide alone."""
+        """Return a new machine for the coordinator, or None if the shards of the model decide alone."""
         return None
 
     def __str__(self) -> str:
-        """As `parse` reads it. Numbers are always shown, other things left out at their default."""
+        """Return the notation that `parse` reads.
+
+        Numbers are always shown, other values unless they are the default.
+        """
         fields = msgspec.structs.fields(self)
         values = [(field, getattr(self, field.name)) for field in fields]
         shown = [
@@ -274,20 +286,20 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
 
 def _plain(value: object) -> object:
-    """A whole number as one, also where it has travelled as a float."""
+    """Return an integer for a float with an integral value, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def require_within(model: str, key: str, value: float, least: float, most: float) -> None:
-    """Refuse a parameter that is not a number in [least, most]."""
+    """Raise `ConfigurationError` unless a parameter is a number in [least, most]."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and least <= value <= most):
-        most_words = "" if math.isinf(most) else f" and <= {most:g}"
-        raise ConfigurationError(f"{model}: {key} is {value!r}, expected a number >= {least:g}{most_words}.")
+        and_most = "" if math.isinf(most) else f" and <= {most:g}"
+        raise ConfigurationError(f"{model}: {key} is {value!r}, expected a number >= {least:g}{and_most}.")
 
 
 def require_order(model: str, low_key: str, low: int, high_key: str, high: int) -> None:
-    """Refuse an upper bound that is not a whole number, or lies below its lower one."""
+    """Raise `ConfigurationError` unless an upper bound is an integer and not below its lower bound."""
     require_count(model, high_key, high, 0)
     if low > high:
         raise ConfigurationError(
@@ -296,9 +308,9 @@ def require_order(model: str, low_key: str, low: int, high_key: str, high: int) 
 
 
 def require_count(model: str, key: str, value: float, least: int, *, infinite: bool = False) -> None:
-    """Refuse a parameter that is not a whole number of at least `least` (or infinity, where allowed)."""
-    whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-    if whole and value >= least and (infinite if math.isinf(value) else value == int(value)):
+    """Raise `ConfigurationError` unless a parameter is an integer >= `least` (or infinity, if `infinite`)."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    if number and value >= least and (infinite if math.isinf(value) else value == int(value)):
         return
     or_infinite = ', or "inf"' if infinite else ""
     raise ConfigurationError(f"{model}: {key} is {value!r}, expected a whole number >= {least}{or_infinite}.")

@@ -45,16 +45,15 @@ class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
         require_within(self.name, "delay_s", self.delay_s, 0.0, math.inf)
 
     def require_runnable(self, workers: int) -> None:
-        require_within(
-            self.name, "delay_s", self.delay_s, 0.0, 1e6
-        )  # longer is a slip, and no worker returns from it
+        # A longer delay is certainly a mistake, and no worker would ever receive its answer.
+        require_within(self.name, "delay_s", self.delay_s, 0.0, 1e6)
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> DelayingMachine:
         return DelayingMachine(self.delay_s)
 
 
 class DelayingMachine(ShardMachine):
-    """ASP's machine with a timer for each pull."""
+    """The machine of ASP, with a timer for each pull."""
 
     def __init__(self, delay_s: float) -> None:
         super().__init__()

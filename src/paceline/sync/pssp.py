@@ -106,7 +106,7 @@ class DynamicPSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
 def delaying(
     staleness: int, probability: Callable[[PullState], float], key: tuple[int, ...]
 ) -> PullCondition:
-    """Table III, row PSSP: a pull with k >= s is delayed with a probability."""
+    """Return the pull condition of Table III, row PSSP: a pull with k >= s is delayed with the given probability."""
 
     def answers(state: PullState) -> bool:
         if state.progress < state.v_train + staleness:
@@ -117,6 +117,6 @@ def delaying(
 
 
 def require_draws(model: str, draws: str) -> None:
-    """Refuse what is neither "shared" nor "per-shard"."""
+    """Raise `ConfigurationError` unless `draws` is "shared" or "per-shard"."""
     if draws not in DRAWS:
         raise unknown_name(f"draws of {model}", draws, DRAWS)

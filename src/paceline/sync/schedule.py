@@ -1,8 +1,9 @@
-"""Which sync model a job runs, and when it changes: `--sync bsp@0,elastic-bsp@epoch:5`.
+"""The sync models that a job runs, and when it changes from one to the next: `--sync bsp@0,elastic-bsp@epoch:5`.
 
-Each step names a model (or one for each shard) and when it is to begin: at the start, when the first worker comes to
-an iteration, or when the first worker begins an epoch (a pass over what `distribute` gave it). The workers then end
-the old model with their next pushes, so that all shards change at one boundary: see `changes`.
+Each step gives a model (or one for each shard) and when it begins: at the start of the job, when the first worker
+reaches an iteration, or when the first worker begins an epoch (one pass over the data that `distribute` gave it).
+Each worker then ends the old model with its next push, so all shards change at the same boundary; see
+`paceline.core.shard_sync`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ __all__ = ["Schedule", "Step", "read_schedule"]
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A model and when it is to begin.
+    """A model and when it begins.
 
     Attributes:
-        models: one, or one for each shard.
-        iteration: the worker's own, from 0; None if an epoch is meant.
-        epoch: likewise.
+        models: one model, or one for each shard.
+        iteration: iteration of the first worker that reaches it, counted from 0. None if the step begins at an epoch.
+        epoch: epoch of the first worker that begins it, counted from 0. None if the step begins at an iteration.
     """
 
     models: tuple[SyncModel, ...]
@@ -52,7 +53,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     @property
     def first(self) -> tuple[SyncModel, ...]:
-        """What the job begins with: one model, or one for each shard."""
+        """The models of the first step: one model, or one for each shard."""
         return self.steps[0].models
 
     @property
@@ -61,22 +62,22 @@ class Schedule(msgspec.Struct, frozen=True):
         return tuple(model for step in self.steps for model in step.models)
 
     def at_shard(self, shard: int) -> SyncModel:
-        """What a shard begins with."""
+        """Return the model with which a shard begins."""
         return self.first[shard if len(self.first) > 1 else 0]
 
     def require_runnable(self, workers: int, shards: int) -> None:
-        """Raise `ConfigurationError` if a step cannot run in such a job."""
+        """Raise `ConfigurationError` if a step cannot run with these numbers of workers and shards."""
         for step in self.steps:
             require_shards(step.models, shards)
             for model in step.models:
                 model.require_runnable(workers)
 
     def require_overlap(self, overlap: str) -> None:
-        """Raise `ConfigurationError` if a step cannot run with this overlap: "off" is for models in lockstep."""
+        """Raise `ConfigurationError` if a step cannot run with this overlap: "off" requires models in lockstep."""
         if overlap == "off" and not all(model.lockstep for step in self.steps for model in step.models):
             raise ConfigurationError(
-                "overlap is 'off', where nobody pulls until everybody has pushed: that is for the sync model bsp, "
-                f"not {self}."
+                f"overlap is 'off', which requires the sync model bsp, but the sync model is {self}. With 'off', no "
+                "worker pulls until all have pushed."
             )
 
     def __str__(self) -> str:
@@ -84,10 +85,10 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 def read_schedule(sync: str | SyncModel | Sequence[SyncModel] | Schedule) -> Schedule:
-    """A schedule out of what users give: a model, a list of one for each shard, or text.
+    """Return the schedule for a model, a list of models (one for each shard), or text.
 
     Raises:
-        ConfigurationError: the text is none, or the steps are in no order.
+        ConfigurationError: the text is not a valid schedule, or its steps are out of order.
     """
     if isinstance(sync, Schedule):
         return sync
@@ -96,11 +97,11 @@ def read_schedule(sync: str | SyncModel | Sequence[SyncModel] | Schedule) -> Sch
     if not isinstance(sync, str):
         if not isinstance(sync, Sequence):
             raise ConfigurationError(
-                f"sync is {sync!r}, expected a sync model such as paceline.sync.SSP(staleness=3), a list of one for "
-                "each shard, or text such as 'ssp:staleness=3'."
+                f"sync is {sync!r}, expected a sync model such as paceline.sync.SSP(staleness=3), a list of "
+                "models (one for each shard), or text such as 'ssp:staleness=3'."
             )
         if not sync:
-            raise ConfigurationError("sync is empty, expected a sync model or one for each shard.")
+            raise ConfigurationError("sync is empty, expected one sync model, or one for each shard.")
         return Schedule((Step(tuple(_known(model) for model in sync)),))
     return _read_text(sync)
 
@@ -109,19 +110,20 @@ def _read_text(sync: str) -> Schedule:
     """Read a schedule from its notation."""
     if "@" not in sync:
         return Schedule((Step(parse_shards(sync)),))
+    # A step ends with its "@", because the keys of a model are separated by commas, too.
     steps: list[Step] = []
     pending: list[str] = []
-    for item in sync.split(","):  # a model's own keys are separated by commas too: a step ends with its "@"
+    for item in sync.split(","):
         pending.append(item)
         if "@" in item:
             steps.append(_read_step(",".join(pending)))
             pending = []
     if pending:
         raise ConfigurationError(
-            f"sync {sync!r}: {','.join(pending)!r} does not say when, as in 'bsp@0,asp@100'."
+            f"sync {sync!r}: {','.join(pending)!r} does not say when it begins, as in 'bsp@0,asp@100'."
         )
     if steps[0].iteration != 0:
-        raise ConfigurationError(f"sync {sync!r}: the first model begins at 0, as in 'bsp@0,asp@100'.")
+        raise ConfigurationError(f"sync {sync!r}: the first model must begin at 0, as in 'bsp@0,asp@100'.")
     for unit in ("iteration", "epoch"):
         times = [time for step in steps if (time := getattr(step, unit)) is not None]
         for before, after in itertools.pairwise(times):
@@ -135,7 +137,7 @@ def _read_step(text: str) -> Step:
     unit, colon, number = when.rpartition(":")
     if not number.isascii() or not number.isdigit() or (colon and unit != "epoch"):
         raise ConfigurationError(
-            f"sync {text!r}: {when!r} is no time, expected an iteration ('@100') or an epoch ('@epoch:5')."
+            f"sync {text!r}: {when!r} is not a valid time, expected an iteration ('@100') or an epoch ('@epoch:5')."
         )
     models = parse_shards(model)
     return Step(models, None, int(number)) if colon else Step(models, int(number))

@@ -110,7 +110,12 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
 
 
 class Speculation(msgspec.Struct, frozen=True):
-    """How long to watch after a start, and how many pushes of others per worker are too many."""
+    """The two parameters of the speculation.
+
+    Attributes:
+        abort_time_s: ABORT_TIME, the seconds for which an iteration is watched after its start.
+        abort_rate: ABORT_RATE, the number of other workers' pushes per worker above which it is restarted.
+    """
 
     abort_time_s: float
     abort_rate: float
@@ -124,29 +129,29 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Watched:
-    """What the coordinator knows of one live worker."""
+    """The coordinator's record of one live worker."""
 
     def __init__(self, iteration: int, start_s: float) -> None:
-        self.iteration = iteration  # the next one that it finishes
-        self.start_s: float | None = start_s  # of that iteration; None until it has started
-        self.last: Span | None = None  # the iteration before
-        self.pushes_before = 0  # of all workers, when the watched iteration started
-        self.speculation: Speculation | None = None  # by which the iteration is watched; None if it is not
+        self.iteration = iteration  # the next iteration that the worker finishes
+        self.start_s: float | None = start_s  # start of that iteration; None until it has started
+        self.last: Span | None = None  # the previous iteration
+        self.pushes_before = 0  # number of pushes of all workers before the current iteration started
+        self.speculation: Speculation | None = None  # its parameters; None if the iteration is not watched
 
 
 class Speculator(JobMachine):
-    """Algorithm 2's scheduler. O(1) per event, except for the one that ends an epoch and tunes.
+    """The scheduler of Algorithm 2. Each event takes O(1), except for one that ends an epoch and causes a tuning.
 
     Attributes:
-        speculation: in force; None for none.
+        speculation: the parameters in force. None if there is no speculation at present.
     """
 
     def __init__(self, fixed: Speculation | None) -> None:
         self.speculation = fixed
         self._adaptive = fixed is None
-        self._workers: dict[int, Watched] = {}  # live, in order of joining
-        self._push_count = 0  # of all workers, since the beginning
-        self._pushes: list[tuple[float, int]] = []  # (time, worker), those that a tuning may need
+        self._workers: dict[int, Watched] = {}  # live workers, in order of joining
+        self._push_count = 0  # number of pushes of all workers since the start of the run
+        self._pushes: list[tuple[float, int]] = []  # (time, worker) of pushes that the next tuning may need
         self._yet_to_push: set[int] = set()  # live workers that have not pushed since the last tuning
 
     def finished(self, event: IterationFinished) -> list[AnyAction]:
@@ -172,8 +177,10 @@ class Speculator(JobMachine):
         return [SetTimer(event.worker, event.iteration, event.now_s + self.speculation.abort_time_s)]
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
-        """CHECKRESYNC: restart the worker if the others have pushed too often since it started. It has not pushed
-        itself in between."""
+        """Run CHECKRESYNC: restart the iteration if too many pushes were counted since it started.
+
+        All of these pushes are of other workers, because the worker itself pushes only at the end of the iteration.
+        """
         watched = self._workers.get(timer.worker)
         if watched is None or watched.iteration != timer.iteration or watched.speculation is None:
             return []
@@ -203,7 +210,7 @@ class Speculator(JobMachine):
             raise InternalError("the log of pushes is longer than their count, or out of order")
 
     def _end_epoch_if_complete(self) -> None:
-        """Tune when every live worker has pushed since the last time."""
+        """Tune if every live worker has pushed since the last tuning."""
         if not self._adaptive or self._yet_to_push or not self._workers:
             return
         spans = {
@@ -211,21 +218,21 @@ class Speculator(JobMachine):
         }
         self.speculation = tune(spans, self._pushes)
         self._yet_to_push = set(self._workers)
-        # The next tuning looks back to the start of what each worker computes now, or has yet to start.
+        # The next tuning needs the pushes since the start of each worker's current or next iteration.
         starts_s = [w.start_s for w in self._workers.values() if w.start_s is not None]
         self._pushes = [push for push in self._pushes if starts_s and push[0] > min(starts_s)]
 
 
 def tune(spans: dict[int, Span], pushes: Sequence[tuple[float, int]]) -> Speculation | None:
-    """Algorithm 1: the abort time with the largest F (Eq. 7), and its abort rate; None if no F is above 0.
+    """Run Algorithm 1: return the abort time with the largest F (Eq. 7), and its abort rate. None if no F is above 0.
 
     Args:
-        spans: each live worker's last completed iteration.
-        pushes: (when, who), in order of time; all since the earliest start of a span.
+        spans: the last completed iteration of each live worker.
+        pushes: (time, worker) of all pushes since the earliest start of a span, in order of time.
 
-    All gains are counted at once: u_i(D) counts the pushes of others whose distance from i's start is at most D, so
-    the sum of all u_i(D) is the rank of D among all these distances, sorted. O(m p log(m p)) for m workers and p
-    pushes, where Algorithm 1 as printed takes O(m p) for each candidate.
+    The gains of all candidates are computed together. u_i(D) is the number of other workers' pushes whose distance
+    from the start of i is at most D, so the sum of all u_i(D) is the rank of D among all these distances, sorted.
+    This takes O(m p log(m p)) for m workers and p pushes. Algorithm 1 as printed takes O(m p) for each candidate.
 
     >>> tune({0: Span(0.0, 4.0), 1: Span(0.5, 4.5)}, [(1.0, 1), (4.0, 0), (4.5, 1)])  # D = 1: gain 1, loss 2 / 4
     Speculation(abort_time_s=1.0, abort_rate=0.125)
@@ -235,12 +242,12 @@ def tune(spans: dict[int, Span], pushes: Sequence[tuple[float, int]]) -> Specula
     if m < 2 or min(length_s) <= 0:
         return None
     mean_s = sum(length_s) / m
-    when_s = np.array([push[0] for push in pushes])
-    who = np.array([push[1] for push in pushes])
+    push_s = np.array([push[0] for push in pushes])
+    pusher = np.array([push[1] for push in pushes])
     parts = []
     for worker, span in spans.items():
-        first = np.searchsorted(when_s, span.start_s, side="right")
-        distance_s = when_s[first:][who[first:] != worker] - span.start_s
+        first = np.searchsorted(push_s, span.start_s, side="right")
+        distance_s = push_s[first:][pusher[first:] != worker] - span.start_s
         parts.append(distance_s[(distance_s > 0) & (distance_s <= mean_s)])
     delay_s = np.sort(np.concatenate(parts))
     if not len(delay_s):
