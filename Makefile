@@ -1,4 +1,4 @@
-# Every target makes what it needs: `make demo` and `make test` work on a fresh clone.
+# Every target creates what it needs, so `make demo` and `make test` work on a fresh clone.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -18,32 +18,32 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-install: $(READY)  ## make .venv and install everything into it
+install: $(READY)  ## create .venv and install everything into it
 
-demo: $(READY)  ## four unequal workers learn the digits under four sync models (under 3 minutes)
+demo: $(READY)  ## train four unequal workers on digits under four sync models (under 3 minutes)
 	$(BIN)/paceline demo
 
-check: $(READY)  ## linter and type checker
+check: $(READY)  ## run the linter, the formatter's check and the type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: check  ## linter, type checker, all tests, two files at once (about 10 minutes)
+test: check  ## run `make check` and all tests, two files at a time (about 10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-check-models: $(READY)  ## every interleaving of 3 workers, 2 shards, 4 iterations under every sync model (long; prints how far it is)
+check-models: $(READY)  ## check every interleaving of 3 workers, 2 shards, 4 iterations under every sync model (takes long; prints its progress)
 	PACELINE_CHECK_MODELS=1 $(BIN)/python -m pytest -s tests/zipline/test_methods.py tests/sync/test_properties.py tests/sync/test_exhaustive.py
 
-stress: $(READY)  ## 100,000 pulls under concurrent pushes on each transport, a million small steps (about half an hour)
+stress: $(READY)  ## test 100,000 pulls during concurrent pushes on each transport, and a million small steps (about half an hour)
 	PACELINE_STRESS=1 $(BIN)/python -m pytest -s tests/test_stress.py
 
-chaos: $(READY)  ## 50 runs in which a random process gets a random signal, and more of how runs end (about 15 minutes)
+chaos: $(READY)  ## test 50 runs in which a random process receives a random signal, and more ways in which runs end (about 15 minutes)
 	PACELINE_CHAOS=$${PACELINE_CHAOS:-50} $(BIN)/python -m pytest -s -m chaos
 
-fuzz: $(READY)  ## 500,000 mutated frames against hosts in process and 50,000 over sockets, with a valid token (about 9 minutes; FUZZ=n for fewer)
+fuzz: $(READY)  ## send 500,000 mutated frames to hosts in process and 50,000 over sockets, with a valid token (about 9 minutes; FUZZ=n for fewer)
 	PACELINE_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_fuzz.py
 
-siege: $(READY)  ## 10,000 connections that reset at once and 2,000 held open beside a run with few descriptors (about 3 minutes)
+siege: $(READY)  ## open 10,000 connections that reset immediately and hold 2,000 open, during a run with few descriptors (about 3 minutes)
 	PACELINE_SIEGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_siege.py
 
 bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)
@@ -58,7 +58,7 @@ paper: $(READY)  ## reproduce all tables and figures of the papers (about 2 hour
 tune: $(READY)  ## find each sync model's best learning rate and momentum for the demo (about 45 minutes)
 	$(BIN)/python -m reproductions tune-demo
 
-docs: $(READY)  ## regenerate what is generated in the documentation, pictures above all, and run its examples
+docs: $(READY)  ## regenerate the generated pages and pictures of the documentation, and run its examples
 	$(BIN)/python docs/make_sync_models.py
 	$(BIN)/python docs/make_rehearse.py
 	$(BIN)/python -m pytest docs README.md

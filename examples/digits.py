@@ -1,7 +1,7 @@
 """Train a small network on scikit-learn's handwritten digits.
 
     python examples/digits.py                                       # one ordinary process
-    paceline run --workers 4 --sync asp examples/digits.py          # four workers, and servers beside them
+    paceline run --workers 4 --sync asp examples/digits.py          # four workers plus servers
     paceline run --workers 4 --sync asp --pace 0.02,0.02,0.02,0.06 examples/digits.py    # one worker 3 times slower
 
 This script needs scikit-learn: pip install 'paceline[demo]'

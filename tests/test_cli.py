@@ -114,7 +114,7 @@ def test_help_says_what_the_program_is_and_names_its_commands(call: Call) -> Non
     assert ended.stderr == ""
     assert "training on machines that are not equally fast" in ended.stdout
     assert re.search(
-        r"run\s+Run a script in several workers, the way python script.py runs it in one", ended.stdout
+        r"run\s+Run a script in several worker processes, as python script.py runs it in one", ended.stdout
     )
     assert re.search(r"demo\s+Train four workers, one of them three times slower", ended.stdout)
     assert "--version" in ended.stdout
@@ -176,7 +176,7 @@ def test_help_of_demo_explains_every_option(call: Call) -> None:
 def test_without_a_command_the_program_shows_its_help(call: Call) -> None:
     ended = call()
 
-    assert "Run a script in several workers" in ended.stdout + ended.stderr
+    assert "Run a script in several worker processes" in ended.stdout + ended.stderr
 
 
 def test_the_commands_are_those_that_users_need(call: Call) -> None:

@@ -274,7 +274,9 @@ def act(worker, iteration):
         await_that(lambda: "waiting for worker 1" in said(), "worker 1 is named")
         process = processes(mark)["worker 1"]
         assert "which has sent nothing for" in said()
-        assert re.search(r"It last spoke in iteration \d \(its iterations usually take 0\.\d+ s\)\.", said())
+        assert re.search(
+            r"It last reported in iteration \d \(its iterations usually take 0\.\d+ s\)\.", said()
+        )
         assert "Worker 0 is waiting for it." in said()
         assert f"Its process {process} is stopped." in said()
         assert f"Run 'kill -CONT {process}' to continue it" in said()
@@ -358,7 +360,7 @@ if worker == 1:
 
     assert ended.returncode == 0, ended.stderr
     assert summary()["lost_workers"] == [1]
-    assert "It was to come to its first step()" in ended.stderr
+    assert "It has not reached its first step() yet" in ended.stderr
 
 
 # -- the weights survive -------------------------------------------------------------------------------------

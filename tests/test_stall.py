@@ -26,18 +26,26 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     ("started", "registered", "after_s", "awaited"),
     [
         ([], [], 50.0, []),
-        ([], [], 61.0, ["worker 0 was to start", "worker 1 was to start", "server 0 was to start"]),
+        (
+            [],
+            [],
+            61.0,
+            ["worker 0 has not started yet", "worker 1 has not started yet", "server 0 has not started yet"],
+        ),
         (["worker 0"], [], 3.0, []),
-        (["worker 0"], [], 5.0, ["worker 1 was to start", "server 0 was to start"]),
-        (["worker 0", "worker 1"], [], 5.0, ["server 0 was to start"]),
-        (["worker 0", "server 0"], [0], 5.0, ["worker 1 was to start"]),
+        (["worker 0"], [], 5.0, ["worker 1 has not started yet", "server 0 has not started yet"]),
+        (["worker 0", "worker 1"], [], 5.0, ["server 0 has not started yet"]),
+        (["worker 0", "server 0"], [0], 5.0, ["worker 1 has not started yet"]),
         (["worker 0", "worker 1", "server 0"], [], 50.0, []),
-        (["worker 0", "worker 1", "server 0"], [0], 5.0, ["worker 1 was to come to its first step()"]),
+        (["worker 0", "worker 1", "server 0"], [0], 5.0, ["worker 1 has not reached its first step() yet"]),
         (
             ["worker 0", "worker 1", "server 0"],
             [],
             61.0,
-            ["worker 0 was to come to its first step()", "worker 1 was to come to its first step()"],
+            [
+                "worker 0 has not reached its first step() yet",
+                "worker 1 has not reached its first step() yet",
+            ],
         ),
     ],
 )

@@ -5,9 +5,9 @@ The commands parse options, call the library and print results. Exit codes:
 - 0: success.
 - 1: a run failed. The traceback of the process that failed is printed once.
 - 2: bad input. One sentence is printed to standard error, before anything starts.
-- 3: the run finished, but a worker crashed or some results could not be saved where they belong.
-- 130: Ctrl-C ended every process.
-- 143: SIGTERM ended every process.
+- 3: the run finished, but a worker crashed or some results could not be saved in the run directory.
+- 130: Ctrl-C ended all processes.
+- 143: SIGTERM ended all processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Data-parallel PyTorch training on machines that are not equally fast.",
+    help="Data-parallel PyTorch training on machines of unequal speed.",
 )
 
 

@@ -66,7 +66,7 @@ Imports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Module to import: one with synchronization models of your own, or with conditions to which the run may "
+        help="Module to import, with your own synchronization models or with conditions to which the run may "
         "change. Can be repeated.",
         show_default=False,
         rich_help_panel="Run",
@@ -77,7 +77,7 @@ ModelImports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Module to import, with synchronization models of your own; found in the current directory, too. Can be "
+        help="Module to import, with your own synchronization models. The current directory is searched, too. Can be "
         "repeated.",
         show_default=False,
     ),
@@ -104,8 +104,8 @@ OverlapOption = Annotated[
     Overlap,
     typer.Option(
         "--overlap",
-        help="shards: each shard answers pulls on its own. off: no worker pulls before all workers have pushed "
-        "everything, as in PS-Lite (bsp only).",
+        help="shards: each shard answers pulls independently. off: no worker pulls before all workers have pushed to "
+        "all shards, as in PS-Lite (bsp only).",
         rich_help_panel="Run",
     ),
 ]
@@ -125,14 +125,16 @@ Port = Annotated[
 Seed = Annotated[
     int,
     typer.Option(
-        "--seed", help="Random seed of the order of the data and of the jitter.", rich_help_panel="Run"
+        "--seed",
+        help="Random seed for the data order, the jitter and the sync models.",
+        rich_help_panel="Run",
     ),
 ]
 OnNanOption = Annotated[
     OnNan,
     typer.Option(
         "--on-nan",
-        help="When a gradient contains NaN or inf: stop the run, or skip the push.",
+        help="If a gradient contains NaN or inf, stop the run or skip the push.",
         rich_help_panel="Run",
     ),
 ]
@@ -150,9 +152,9 @@ StallTimeout = Annotated[
     typer.Option(
         "--stall-timeout",
         metavar="SECONDS",
-        help="End a worker or server that has been silent for this many seconds while others wait for it. The run "
-        "continues without a worker that was ended. Default: never. In any case the terminal shows which process "
-        "the run waits for.",
+        help="Kill a worker or server that has been silent for this many seconds while others wait for it. The run "
+        "continues without a worker that was killed. Default: never. The terminal always shows which process the run "
+        "is waiting for.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -162,7 +164,7 @@ Pace = Annotated[
     typer.Option(
         "--pace",
         metavar="S,S,...",
-        help="Minimum seconds per iteration, one number per worker. A worker that is faster sleeps.",
+        help="Minimum seconds per iteration, one number per worker. A faster worker sleeps for the rest.",
         show_default=False,
         rich_help_panel="Emulating unequal machines",
     ),
@@ -172,7 +174,7 @@ Slowdown = Annotated[
     typer.Option(
         "--slowdown",
         metavar="X,X,...",
-        help="Factors >= 1 by which the compute time is stretched, one per worker.",
+        help="Factors >= 1 by which the compute time is multiplied, one per worker.",
         show_default=False,
         rich_help_panel="Emulating unequal machines",
     ),
@@ -192,7 +194,7 @@ Out = Annotated[
     typer.Option(
         "--out",
         metavar="DIR",
-        help="Folder for pictures and numbers. Default: a new folder under ./runs.",
+        help="Directory for pictures and figures. Default: a new directory under ./runs.",
         show_default=False,
     ),
 ]

@@ -58,8 +58,8 @@ def simulate(
         typer.Option(
             "--script",
             metavar="'train.py ARGS'",
-            help="Train in virtual time instead: run this script under each model as paceline run would, and "
-            "compare the losses.",
+            help="Train in virtual time instead: run this script under each model, as paceline run does, and compare "
+            "the losses.",
             show_default=False,
         ),
     ] = None,
@@ -84,7 +84,7 @@ def simulate(
     from ..rehearsal.clusters import load_cluster
 
     if sweep is not None and script is not None:
-        raise ConfigurationError("--sweep and --script exclude each other; give one of them.")
+        raise ConfigurationError("--sweep and --script cannot be combined; give one of them.")
     try:
         path, *arguments = shlex.split(script or "") or [""]
     except ValueError as error:
@@ -95,8 +95,8 @@ def simulate(
     load_named_models(sync, imports)
     syncs = ranking.read_syncs(sync)
     swept = ranking.sweep_values(sweep) if sweep is not None else None
-    asked = syncs if swept is None else [name for _, name in ranking.variants(syncs, *swept)]
-    ranking.require_runnable(machines, asked, shards)
+    variants = syncs if swept is None else [name for _, name in ranking.variants(syncs, *swept)]
+    ranking.require_runnable(machines, variants, shards)
     folder = new_folder(out, "simulate")
     console = Console(quiet=as_json)
     with interruptible("no results were kept, and every process has been ended"), counting() as tell:
@@ -159,7 +159,7 @@ def advise(
     imports: ModelImports = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recommend a sync model for the machines of a run, by replaying what it recorded under every model.
+    """Recommend a sync model for the machines of a run, by simulating its recorded times under each model.
 
     paceline advise runs/20261121-120000
     """

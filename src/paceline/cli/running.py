@@ -97,7 +97,7 @@ def run(
         bool, typer.Option("--dry-run", help="Check the options, show what would be started, and exit.")
     ] = False,
 ) -> None:
-    """Run a script in several workers, the way [bold]python script.py[/] runs it in one process.
+    """Run a script in several worker processes, as [bold]python script.py[/] runs it in one process.
 
     paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py --epochs 10
     """
@@ -105,7 +105,7 @@ def run(
         from ..launcher.launch import run_script
         from ..runtime.job import describe, make_job
 
-        sys.path.insert(0, str(script.resolve().parent))  # the user's own conditions may be defined there
+        sys.path.insert(0, str(script.resolve().parent))  # modules of the user may be there
         if not script.is_file():
             what = "is not a file" if script.exists() else "does not exist"
             raise ConfigurationError(f"the script {str(script)!r} {what}; give the path of a Python file.")
@@ -151,7 +151,7 @@ def demo(
     every: Annotated[
         bool,
         typer.Option(
-            "--all", help="Compare all sync models, also by delayed pulls and aborts (about 7 minutes)."
+            "--all", help="Compare all sync models, and show delayed pulls and aborts, too (about 7 minutes)."
         ),
     ] = False,
     run_dir: RunDir = None,

@@ -29,7 +29,8 @@ __all__ = [
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-EXIT_NOT_ALL_WELL = 3  # the run finished, but a worker crashed or not all results are where they belong
+# the run finished, but a worker crashed or some results were not saved in the run directory
+EXIT_NOT_ALL_WELL = 3
 EXIT_INTERRUPTED = 130
 
 
@@ -58,9 +59,9 @@ def keep_streams_usable() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor
-    for number, name, words in ((1, "stdout", "standard output"), (2, "stderr", "standard error")):
+    for number, name, description in ((1, "stdout", "standard output"), (2, "stderr", "standard error")):
         stream = getattr(sys, name) or os.fdopen(number, "w", closefd=False)  # None if it was closed
-        setattr(sys, name, cast(TextIO, ForgivingStream(stream, words)))
+        setattr(sys, name, cast(TextIO, ForgivingStream(stream, description)))
 
 
 @contextlib.contextmanager
@@ -68,7 +69,7 @@ def interruptible(then: str = "every process of the run has been ended") -> Iter
     """Turn Ctrl-C and SIGTERM into a message and an exit code.
 
     Args:
-        then: what the message says has happened, unless the code that was interrupted says so itself.
+        then: the message, unless the interrupted code provides one.
     """
     from ..launcher.interruption import Terminated
 
@@ -110,7 +111,7 @@ def read_whole(name: str, number: float) -> int:
 
 
 def load_named_models(sync: str, imports: Sequence[str] | None) -> None:
-    """Import the modules that the user names, from the current directory too, and the installed models in `sync`."""
+    """Import the modules that the user names, also from the current directory, and the installed models in `sync`."""
     from ..plugins import load_models
 
     if imports and os.getcwd() not in sys.path:

@@ -3,8 +3,8 @@
     start     servers connect and workers register; when all have, CreateShards to every server; when all servers are
               Ready, Started to every worker
     run       IterationFinished, IterationStarted and SyncRequested go to the sync model's part at the coordinator;
-    its plans, restarts and changes go to the workers; without overlap, the coordinator also notifies workers
-              when they may pull
+              its plans, restarts and changes go to the workers; without overlap, the coordinator also notifies the
+              workers when they may pull
     end       WorkerFinished, or a lost connection; every server is notified of a lost worker
 
 No push or pull goes through the coordinator.

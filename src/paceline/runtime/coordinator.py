@@ -1,9 +1,9 @@
-"""The coordinator's host loop: moves bytes between the connections and the core of the coordinator.
+"""The event loop of the coordinator, which moves bytes between its connections and its core.
 
-A message goes to `paceline.core.coordinator`, which says what is to be done. What is here besides is what needs a
-clock, memory or another thread: when each peer was heard last, the weights' shared memory, the collection of the
-weights at the end. The thread belongs to the launcher of the run; everything under "for other threads" is safe to use
-from there.
+A message is passed to `paceline.core.coordinator`, which returns requests. This module contains what needs a clock,
+memory or another thread: the time of each peer's last message, the shared memory of the weights, and the collection
+of the weights at the end. The loop runs on a thread in the launcher's process. The methods under "for other threads"
+may be called from other threads of that process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ log = logging.getLogger("paceline.coordinator")
 
 STOP_GRACE_S = 10.0
 STOP_POLL_S = 0.05
-PACE_SPAN = 8  # number of iterations, roughly, that a worker's usual pace is the mean of
+PACE_SPAN = 8  # approximate number of iterations over which a worker's usual pace is averaged
 
 
 class Coordinator:
@@ -63,22 +63,22 @@ class Coordinator:
 
     Args:
         job: the run.
-        listener: a listening socket; owned by the coordinator.
+        listener: a listening socket, which the coordinator closes.
         address: the address of that socket.
 
     Attributes:
         job: the run.
-        address: where it listens.
-        core: members, plans and changes. Other threads may read its public attributes.
-        started: set when the first worker has its first weights: every shard has them then.
-        started_s: when that was, in the time of the run.
+        address: the address on which the coordinator listens.
+        core: the core of the coordinator. Other threads may read its public attributes.
+        started: set when the first worker has its first weights, which means that all shards have begun.
+        started_s: time at which that happened, in seconds since the run began.
         over: set when no worker is left, or something has failed.
-        failure: the first failure, or None.
+        failure: the first failure; None if there was none.
         gone_servers: servers whose connection has ended before the run was over, in order.
-        heard_s: (role, index) -> when a message came from it last. This and the next three are of `time.monotonic`.
-        usual_s: worker -> how long its iterations have taken lately, waiting included, in seconds.
-        registered_s: worker -> when it reached its first step.
-        asked_s: server -> when it was asked which workers wait there, while it owes the answer.
+        heard_s: (role, index) -> time of its last message, on the clock of `time.monotonic`.
+        usual_s: worker -> recent mean duration of its iterations in seconds, with waiting.
+        registered_s: worker -> time at which it reached its first step, on the clock of `time.monotonic`.
+        asked_s: server -> time of the unanswered request for its waiting workers, on the clock of `time.monotonic`.
     """
 
     def __init__(self, job: Job, listener: socket.socket, address: str) -> None:
@@ -93,12 +93,13 @@ class Coordinator:
         self.usual_s: dict[int, float] = {}
         self.registered_s: dict[int, float] = {}
         self.asked_s: dict[int, float] = {}
-        self._paced: dict[int, tuple[int, float]] = {}  # worker -> an iteration, and when it began
+        # worker -> an iteration, and the time at which it began
+        self._paced: dict[int, tuple[int, float]] = {}
         header = Header(
             sync=notation(job.schedule.first), host="coordinator", seed=job.seed, emulated=job.emulated
         )
         path = Path(job.run_dir, "trace-coordinator.jsonl")
-        self._recorder = Recorder(BestEffortFile(path, lambda words: self.core.faults.append(words)), header)
+        self._recorder = Recorder(BestEffortFile(path, lambda text: self.core.faults.append(text)), header)
         self.core = core.Coordinator(
             job.schedule,
             workers=job.workers,
@@ -112,10 +113,10 @@ class Coordinator:
             recorder=self._recorder,
         )
         self._timers: Timers[Timer] = Timers()
-        self._master: Region | None = None  # over shared memory, the weights that the servers update
-        self._collection: Collection | None = None  # of the weights, once they have been asked for
-        self._stops_s: float | None = None  # when the loop ends, at the latest; None while the run goes on
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # from other threads
+        self._master: Region | None = None  # shared memory of the weights that the servers update
+        self._collection: Collection | None = None  # set while the weights are collected at the end
+        self._stops_s: float | None = None  # latest time at which the loop ends; None while the run continues
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # made by other threads
         self._bell, self._bell_end = socket.socketpair()
         self._bell_end.setblocking(False)
         self._hub: Hub[Peer] = Hub("the coordinator", job.token, listener, FromPeerToCoordinator, Peer, self)
@@ -124,37 +125,39 @@ class Coordinator:
 
     @classmethod
     def listen(cls, job: Job, host: str = LOOPBACK) -> Coordinator:
-        """A coordinator that listens on a new socket; see `listen_for`."""
+        """Return a coordinator that listens on a new socket. See `listen_for`."""
         return cls(job, *cls.listen_for(job, host))
 
     @staticmethod
     def listen_for(job: Job, host: str = LOOPBACK) -> tuple[socket.socket, str]:
-        """A new listening socket for a run's coordinator, and its address; over TCP, at one of this machine's.
+        """Return a new listening socket for the coordinator of a run, and its address.
+
+        With TCP, `host` is the address of this machine on which it listens.
 
         Raises:
-            ConfigurationError: the port cannot be listened on.
+            ConfigurationError: it is not possible to listen on the port.
         """
         return listen_tcp(host, job.port) if job.transport == "tcp" else listen_unix()
 
     # -- for other threads --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Start the thread of the event loop."""
         self._thread.start()
 
     def fail(self, failure: RunFailedError) -> None:
-        """Report a failure seen from outside, such as a process that died. The first one is kept."""
+        """Report a failure from outside, such as a process that has crashed. Only the first failure is kept."""
         self.failure = self.failure or failure
         self.over.set()
 
     def ending(self, worker: int) -> str:
-        """Return how a lost worker has ended, as far as that is known."""
+        """Return a description of how a lost worker has ended, as far as this is known."""
         return self.core.endings.get(worker, "its connection ended")
 
     def worker_ended(self, worker: int, how: str) -> None:
-        """Report that a worker's process has ended, however and whenever, with how in words.
+        """Report that the process of a worker has ended, with a description of how. This is allowed at any time.
 
-        What it has still said is heard first; unless that was its goodbye, it is lost.
+        The messages that it has sent are handled first. The worker is lost unless it has finished.
         """
 
         def note() -> None:
@@ -167,7 +170,7 @@ class Coordinator:
         self._call(note)
 
     def collect(self) -> Collection:
-        """Have the servers send their weights. Wait for the `finished` of what is returned."""
+        """Request the weights from the servers. The caller must wait for `finished` of the returned object."""
         assert self.core.model is not None
         collection = Collection(self.core.model, self.core.slices, self._master)
 
@@ -180,7 +183,7 @@ class Coordinator:
         return collection
 
     def end_collection(self, servers: Sequence[int]) -> None:
-        """Receive no more of what is collected; drop the connections of servers that have not sent all of it."""
+        """End the collection, and close the connections of these servers, which have not sent all their weights."""
         ended = threading.Event()
 
         def end() -> None:
@@ -195,7 +198,7 @@ class Coordinator:
             ended.wait(STOP_GRACE_S)
 
     def ask_servers(self) -> None:
-        """Ask every server that owes no answer which workers wait there; see `core.waits`."""
+        """Request the waiting workers from every server without an unanswered request. See `core.waits`."""
 
         self.core.waits.clear()
 
@@ -208,11 +211,11 @@ class Coordinator:
         self._call(ask)
 
     def stop(self, grace_s: float = STOP_GRACE_S, hurried: Callable[[], bool] = lambda: False) -> None:
-        """Tell the servers to write their traces and exit; end the thread when they have hung up.
+        """Order the servers to write their traces and exit, and end the thread when they have disconnected.
 
         Args:
-            grace_s: how long to wait for that.
-            hurried: looked at often; as soon as it is true, nothing is waited for.
+            grace_s: maximum time in seconds to wait for the servers.
+            hurried: function that is called often. As soon as it returns True, the waiting ends.
         """
 
         def end() -> None:
@@ -227,9 +230,9 @@ class Coordinator:
                 self._stops_s = 0.0
 
     def _call(self, call: Callable[[], None]) -> None:
-        """Have the loop's thread make a call."""
+        """Let the thread of the event loop make a call."""
         self._calls.put(call)
-        with contextlib.suppress(OSError):  # the thread has ended already and closed it
+        with contextlib.suppress(OSError):  # the thread has already ended and closed it
             self._bell.send(b"x")
 
     # -- the loop -----------------------------------------------------------------------------------------
@@ -243,17 +246,17 @@ class Coordinator:
                 self._hub.poll(timeout_s)
                 for timer in self._timers.take_due(self.job.now_s()):
                     self._perform(self.core.fire(timer, self.job.now_s()))
-        except Exception as error:  # whatever it is, the run must end and say so
+        except Exception as error:  # after any exception, the run must end and report it
             log.exception("the coordinator failed")
             self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
         finally:
             self._recorder.close()
             self._hub.close()
-            self._master = None  # its mapping holds a descriptor too
+            self._master = None  # releases the mapping, which holds a descriptor
             self._bell.close()
             self._bell_end.close()
 
-    # -- what the hub asks --------------------------------------------------------------------------------
+    # -- called by the hub --------------------------------------------------------------------------------
 
     def greeted(self, peer: Peer, hello: Hello) -> None:
         party = Party("server" if hello.role == "server" else "worker", hello.index)
@@ -300,7 +303,7 @@ class Coordinator:
                     self.started.set()
 
     def _note_pace(self, worker: int, now: Status) -> None:
-        """Keep how long the iterations of this worker take: a mean in which the latest ones count most."""
+        """Update the mean duration of a worker's iterations, which is weighted towards the latest ones."""
         now_s = time.monotonic()
         before = self._paced.get(worker)
         if before is not None and now.iteration > before[0]:
@@ -310,7 +313,7 @@ class Coordinator:
         if before is None or now.iteration > before[0]:
             self._paced[worker] = now.iteration, now_s
 
-    # -- what the core asks for ---------------------------------------------------------------------------
+    # -- requests of the core -----------------------------------------------------------------------------
 
     def _perform(self, requests: Sequence[Request]) -> None:
         started = False
@@ -327,25 +330,26 @@ class Coordinator:
                     self._send(to, message)
                 case Timer():
                     self._timers.set(request.due_s, request)
-                case Report(words):
-                    log.error("%s", words)
+                case Report(text):
+                    log.error("%s", text)
                 case Fail(where, reason, traceback):
                     self.fail(RunFailedError(where, reason, traceback))
                 case _:
-                    raise InternalError(f"a coordinator cannot {request}")
+                    raise InternalError(f"a coordinator does not carry out {request}")
         if started and self._master is not None:
-            self._master.close()  # every peer has its descriptor, or finds it in a message that has left
+            # every peer has received its descriptor, or will with a message that was sent
+            self._master.close()
         if self.core.everybody_left:
             self.over.set()
 
     def _send(self, to: Party, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send to a worker or server, if it is connected."""
+        """Send a message to a worker or server if it is connected."""
         if (member := self._member(to.role, to.index)) is not None:
             self._hub.send(member, message, descriptors=descriptors)
 
     @property
     def _descriptors(self) -> list[int]:
-        """The descriptor of the weights' memory, over shared memory."""
+        """The descriptor of the shared memory of the weights, if there is one."""
         descriptor = self._master.descriptor if self._master is not None else None
         return [] if descriptor is None else [descriptor]
 
@@ -356,27 +360,27 @@ class Coordinator:
         needed = footprint(layout.size_bytes, vectors, workers, job.servers, job.transport)
         return shortage(needed, available_bytes(), f"{workers} workers over {job.transport}")
 
-    # -- the weights, at the end of the run ----------------------------------------------------------------
+    # -- collection of the weights at the end --------------------------------------------------------------
 
     def _collect_from(self, server: int) -> None:
-        """Ask a server for the next of its shards that has not come; give its shards up if it is gone."""
+        """Request the next missing shard of a server, or give up its missing shards if it is not connected."""
         assert self._collection is not None
         owed = self._collection.owed_by(server, self.job.servers)
         member = self._member("server", server)
         if member is None:
             self._collection.give_up(owed)
-        elif owed:  # one at a time: a server has one bulk message under way to each peer
+        elif owed:  # one at a time, because a server sends only one bulk message at a time to each peer
             self._hub.send(member, FetchSnapshot(owed[0]))
 
     def _take_calls(self) -> None:
-        """The bell has rung: make the calls that other threads have asked for."""
+        """Make the calls of other threads, after they have rung the bell."""
         with contextlib.suppress(BlockingIOError):
             self._bell_end.recv(4096)
         while not self._calls.empty():
             self._calls.get_nowait()()
 
     def _member(self, role: str, index: int) -> Peer | None:
-        """Return the connection of a server or worker; None if there is none."""
+        """Return the connection of a server or worker; None if it is not connected."""
         return next((m for m in self._hub.peers if (m.role, m.index) == (role, index)), None)
 
     def _of_role(self, role: str) -> list[Peer]:

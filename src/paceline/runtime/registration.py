@@ -21,7 +21,7 @@ from ..shard.slice_optimizers import optimizer_of_slice
 
 __all__ = ["require_groups", "require_sound"]
 
-MOST_BYTES = 2**48  # limit for the parameters and for each buffer: more than any machine has
+MOST_BYTES = 2**48  # limit for the parameters and for each buffer, which is more than any machine has
 PLAIN_RATE = 1e4  # learning rates up to this one need no trial, because every dtype can represent them
 LATE_STEP = 1e9  # a step number that no run reaches
 

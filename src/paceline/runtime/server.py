@@ -1,8 +1,8 @@
-"""The server's host loop: moves bytes between connections, the core of the server and its tensors.
+"""The event loop of a server, which moves bytes between its connections, its core and its tensors.
 
-One thread. A message goes to `paceline.core.server`, which says what is to be done; what the message brings is put
-into `ServerMemory` before that is carried out, in order. The loop waits for no peer: a worker whose connection ends
-without a goodbye is lost.
+It runs on one thread. A message is passed to `paceline.core.server`, which returns requests. The payload of the
+message is stored in `ServerMemory`, and then the requests are carried out in order. The loop never blocks on a single
+peer. A worker whose connection ends before it has finished is lost.
 """
 
 from __future__ import annotations
@@ -70,15 +70,16 @@ __all__ = ["Server", "serve"]
 log = logging.getLogger("paceline.server")
 
 GOODBYE_TIMEOUT_S = 5.0
-READERS_PER_SHARD = 32  # connections; each may have a snapshot of the shard in flight
+# maximum number of connections of readers, each of which may have a snapshot in flight
+READERS_PER_SHARD = 32
 
 
 class Caller(Peer):
     """A connection to a server.
 
     Attributes:
-        inboxes: shard -> where the pushes of this worker lie.
-        payload: of the message that is being received, what does not go to an inbox.
+        inboxes: shard -> the memory for the pushes of this worker.
+        payload: the parts of the payload of the current message that are not stored in an inbox.
     """
 
     def __init__(self, stream: Stream[Message]) -> None:
@@ -88,7 +89,7 @@ class Caller(Peer):
 
     @classmethod
     def coordinator(cls, stream: Stream[Any]) -> Caller:
-        """The connection that a server has made to its coordinator."""
+        """Return the connection that a server has opened to its coordinator."""
         peer = cls(stream)
         peer.role = "coordinator"
         return peer
@@ -101,9 +102,9 @@ class Server:
     """One server process.
 
     Args:
-        place: which one, of which run.
-        listener: a listening socket; owned by the server.
-        coordinator: a connection to the coordinator, greeted; owned by the server.
+        place: the assignment of the process to a run.
+        listener: a listening socket, which the server closes.
+        coordinator: a connection to the coordinator on which the greeting was sent. The server closes it.
     """
 
     def __init__(
@@ -111,10 +112,10 @@ class Server:
     ) -> None:
         self._job = place.job
         self._coordinator = Caller.coordinator(coordinator)
-        self._workers: dict[int, Caller] = {}  # those that have called and whose connection has not ended
+        self._workers: dict[int, Caller] = {}  # connected workers
         self._recorders: list[Recorder] = []
         self._core = core.Server(place.job.seed, place.job.read_sync, self._recorder_of)
-        self._memory: ServerMemory | None = None  # until training begins
+        self._memory: ServerMemory | None = None  # None until training begins
         self._timers: Timers[Timer] = Timers()
         self._running = True
         self._hub: Hub[Caller] = Hub(
@@ -124,7 +125,11 @@ class Server:
 
     @classmethod
     def connect(cls, place: Assignment) -> Server:
-        """A server that listens, and whose coordinator knows where. Raises `PeerLostError`."""
+        """Return a server that listens and has sent its address to the coordinator.
+
+        Raises:
+            PeerLostError: the coordinator cannot be reached.
+        """
         job = place.job
         listener, address = listen_tcp(place.host) if job.transport == "tcp" else listen_unix()
         coordinator: Stream[FromCoordinatorToServer] = Stream(
@@ -134,14 +139,15 @@ class Server:
         return cls(place, listener, coordinator)
 
     def run(self) -> None:
-        """Serve until told to stop, or until the coordinator is gone."""
+        """Serve until the coordinator orders the shutdown or its connection ends."""
         try:
             while self._running:
                 self._hub.poll(self._timers.left_s(self._job.now_s()))
                 for timer in self._timers.take_due(self._job.now_s()):
                     self._perform(self._core.fire(timer, self._job.now_s()))
         except BaseException as error:
-            # Sent before any connection ends: what the workers report then is only a consequence.
+            # Send this before any connection is closed, so that it arrives before the consequent errors of the
+            # workers.
             failed = Failed(first_line(error), "".join(traceback.format_exception(error)))
             self._hub.send(self._coordinator, failed)
             raise
@@ -151,13 +157,13 @@ class Server:
             self._hub.drain(self._coordinator, GOODBYE_TIMEOUT_S)
             self._hub.close()
 
-    # -- what the hub asks --------------------------------------------------------------------------------
+    # -- called by the hub --------------------------------------------------------------------------------
 
     def greeted(self, peer: Caller, hello: Hello) -> None:
         if hello.role != "worker":
             most = READERS_PER_SHARD * math.ceil(self._job.shards / self._job.servers)
             if sum(other.role not in ("", "worker") for other in self._hub.peers) >= most:
-                raise ProtocolError(f"there are {most} readers already")
+                raise ProtocolError(f"there are already {most} readers")
             peer.role, peer.index = hello.role, hello.index
             return
         self._core.require_expected(hello.index)
@@ -165,7 +171,7 @@ class Server:
         region = None
         if hello.memory_bytes:
             if not peer.stream.descriptors:
-                raise ProtocolError("it announced shared memory and passed none")
+                raise ProtocolError("it announced shared memory but did not pass it")
             region = memory.attach(peer.stream.descriptors.pop(), hello.channels)
         peer.role, peer.index = hello.role, hello.index
         peer.inboxes = memory.inboxes(region)
@@ -179,14 +185,14 @@ class Server:
 
     def received(self, peer: Caller, message: Message) -> None:
         if peer is self._coordinator:
-            self._hear_coordinator(message)
+            self._handle_coordinator(message)
             return
         memory = self._require_memory()
         match message:
             case Commit() | PullRequested() | PullRepeated() if peer.stream.backlog and peer.stream.owes(
                 message.shard
             ):
-                # Otherwise the queue of what is sent to it would grow without limit.
+                # Otherwise the queue of messages to this peer could grow without limit.
                 raise ProtocolError(
                     f"{type(message).__name__} came before shard {message.shard}'s last answer was read"
                 )
@@ -198,7 +204,7 @@ class Server:
                 self._pass_on(peer, message)
             case WorkerFinished() if peer.role == "worker":
                 self._pass_on(peer, message)
-            case FetchSnapshot() if not peer.stream.backlog:  # one at a time, so that the queue stays bounded
+            case FetchSnapshot() if not peer.stream.backlog:  # one at a time, so that the queue stays short
                 self._send_snapshot(peer, message.shard)
             case FetchState() if not peer.stream.backlog:
                 self._core.shard(message.shard)
@@ -231,14 +237,14 @@ class Server:
 
     def gone(self, peer: Caller, reason: str) -> None:
         if peer is self._coordinator:
-            self._running = False  # the run is over, whether the coordinator said so or not
+            self._running = False  # the run is over, even without a `Shutdown`
         elif self._workers.get(peer.index) is peer:
             del self._workers[peer.index]
             self._perform(self._core.disconnected(peer.index, self._job.now_s()))
 
     # -- messages -----------------------------------------------------------------------------------------
 
-    def _hear_coordinator(self, message: Message) -> None:
+    def _handle_coordinator(self, message: Message) -> None:
         match message:
             case CreateShards():
                 master = self._attach_master(message.model.layout)
@@ -256,7 +262,7 @@ class Server:
                 self._running = False
 
     def _pass_on(self, peer: Caller, message: Message) -> None:
-        """Have the core take a message, and do what it asks for."""
+        """Pass a message to the core and carry out its requests."""
         sender = COORDINATOR if peer is self._coordinator else worker_peer(peer.index)
         self._perform(self._core.handle(sender, message, self._job.now_s()))
 
@@ -269,7 +275,7 @@ class Server:
         memory.keep(peer.index, commit, push, peer.payload)
         self._perform(requests)
 
-    # -- what the core asks for ---------------------------------------------------------------------------
+    # -- requests of the core -----------------------------------------------------------------------------
 
     def _perform(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -289,10 +295,10 @@ class Server:
                 case Timer():
                     self._timers.set(request.due_s, request)
                 case _:
-                    raise InternalError(f"a server cannot {request}")
+                    raise InternalError(f"a server does not carry out {request}")
 
     def _answer(self, worker: int, answer: Answer) -> None:
-        """Let a worker have the weights of a shard as they are now."""
+        """Send the current weights of a shard to a worker."""
         peer = self._workers.get(worker)
         if peer is None:
             return  # its connection has ended
@@ -303,12 +309,12 @@ class Server:
             if inbox.weights is None:
                 payload = list(weights.values())
             else:
-                for dtype, place in inbox.weights.items():
-                    place[:] = weights[dtype]
+                for dtype, target in inbox.weights.items():
+                    target[:] = weights[dtype]
         self._hub.send(peer, answer, payload, lent=answer.shard)
 
     def _keep(self, shard: int) -> None:
-        """The weights of a shard are about to change: copy what is still to be sent of them."""
+        """Copy the weights of a shard that have not been sent completely, because they are about to change."""
         for peer in self._workers.values():
             if peer.stream.backlog:
                 peer.stream.keep(shard)
@@ -317,12 +323,12 @@ class Server:
         version = self._core.shard(index).version
         self._hub.send(peer, Snapshot(index, version), self._require_memory().snapshot(index))
 
-    def _warn(self, words: str) -> None:
-        """Show the user what has gone wrong without ending the run."""
-        log.warning("%s", words)
-        self._hub.send(self._coordinator, Warned(words))
+    def _warn(self, text: str) -> None:
+        """Report a problem to the user that does not end the run."""
+        log.warning("%s", text)
+        self._hub.send(self._coordinator, Warned(text))
 
-    # -- the beginning ------------------------------------------------------------------------------------
+    # -- start of training --------------------------------------------------------------------------------
 
     def _recorder_of(self, shard: int) -> Recorder:
         job = self._job
@@ -341,7 +347,7 @@ class Server:
         if self._job.transport != "shm":
             return None
         if not self._coordinator.stream.descriptors:
-            raise ProtocolError("the coordinator did not pass the weights' memory")
+            raise ProtocolError("the coordinator did not pass the shared memory of the weights")
         return Region.attach(layout, self._coordinator.stream.descriptors.pop(), MASTER)
 
     def _publishes(self, peer: Caller) -> bool:
@@ -354,5 +360,5 @@ class Server:
 
 
 def serve(place: Assignment) -> None:
-    """Run a server: listen, tell the coordinator where, and serve."""
+    """Run a server: listen, send the address to the coordinator, and serve."""
     Server.connect(place).run()

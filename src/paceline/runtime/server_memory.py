@@ -1,7 +1,7 @@
 """The tensors of one server: the stores of its shards, the memory in which pushes arrive, and the buffers.
 
-Created when the server gets its shards; each shard's store is made of the publisher's first weights. Knows no socket,
-no clock and no sync model.
+It is created when the server receives its shards. The store of each shard is created from the publisher's initial
+weights. This module is independent of sockets, clocks and sync models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from .registration import require_groups
 
 __all__ = ["STATE_LIMIT_FACTOR", "STATE_SLACK_BYTES", "ServerMemory", "tensors_over"]
 
-STATE_LIMIT_FACTOR = 8  # an optimizer keeps a few vectors per vector of weights; a larger state is refused
+# An optimizer keeps a few vectors per vector of weights. A state that is larger than this multiple of the weights,
+# plus the slack, is refused.
+STATE_LIMIT_FACTOR = 8
 STATE_SLACK_BYTES = 16 * 1024 * 1024
 
 
@@ -32,15 +34,15 @@ class ServerMemory:
     """The tensors of one server.
 
     Args:
-        created: the shards, and what is trained.
+        created: the message with the shards and the model.
         servers: number of servers of the run.
-        master: where the weights lie over shared memory; None for memory of the server's own.
-        before_update: called with the index of a shard before its weights change.
+        master: the shared memory that contains the weights; None to keep them in the server's own memory.
+        before_update: function that is called with the index of a shard before its weights change.
 
     Attributes:
         master: as given.
-        stores: the stores of the shards whose weights are here, by index.
-        weights: the bytes of each one's weights.
+        stores: shard -> its store, for the shards whose weights have arrived.
+        weights: shard -> the bytes of its weights, for the same shards.
     """
 
     def __init__(
@@ -58,30 +60,36 @@ class ServerMemory:
         self._before_update = before_update
         self._slices = {shard.index: shard for shard in created.shards}
         self._groups = GroupsReader(lambda groups: require_groups(created.model, groups))
-        self._states: dict[int, Vectors] = {}  # optimizer states to start from, until their store is made
-        self._slots: BufferSlots | None = None  # with shard 0
+        self._states: dict[int, Vectors] = {}  # shard -> initial optimizer state, until its store is created
+        self._slots: BufferSlots | None = None  # only at the server of shard 0
 
     # -- memory in which pushes arrive --------------------------------------------------------------------
 
     def attach(self, descriptor: int, channels: int) -> Region:
-        """Map the region of a worker. Raises `ProtocolError` if it is not what the layout asks for."""
+        """Map the shared memory of a worker.
+
+        Raises:
+            ProtocolError: its size does not match the layout, or it has too many channels.
+        """
         if not 0 <= channels <= self._servers:
-            raise ProtocolError(f"a region with {channels} pairs of rings for {self._servers} servers")
+            raise ProtocolError(
+                f"the shared memory has {channels} pairs of rings, expected at most {self._servers}"
+            )
         return Region.attach(self._model.layout, descriptor, channels=channels)
 
     def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
-        """Return for each shard where a worker's pushes lie: in its own region, or in memory of the server."""
-        made = {}
+        """Return the memory for a worker's pushes to each shard: the worker's shared memory, or the server's own."""
+        inboxes = {}
         for index, shard in self._slices.items():
             inbox: Inbox = SharedInbox(region, shard) if region is not None else StreamedInbox(shard)
-            made[index] = inbox, tensors_over(inbox.gradient)
-        return made
+            inboxes[index] = inbox, tensors_over(inbox.gradient)
+        return inboxes
 
     def payload_sizes(self, message: Message, size_bytes: int) -> list[int]:
-        """Return the sizes of the parts, besides those in an inbox, that the payload of a message must have.
+        """Return the sizes of the parts of a message's payload that are not stored in an inbox.
 
         Raises:
-            ProtocolError: no payload could be right.
+            ProtocolError: the message cannot have a valid payload.
         """
         buffers = self._model.buffers
         match message:
@@ -103,24 +111,24 @@ class ServerMemory:
             case _:
                 return []
 
-    # -- the beginning ------------------------------------------------------------------------------------
+    # -- start of training --------------------------------------------------------------------------------
 
     def keep_state(self, message: InitialState, payload: bytes) -> None:
-        """Keep the optimizer state that a shard is to start from."""
+        """Store the initial optimizer state of a shard until the shard begins."""
         try:
             self._states[message.shard] = safetensors.torch.load(payload)
-        except Exception as error:  # the library may raise anything when it reads bytes that are not its own
+        except Exception as error:  # safetensors may raise any exception for invalid data
             raise ProtocolError(f"an optimizer state that cannot be read: {error}") from error
 
     def begin(self, index: int, payload: Sequence[bytearray]) -> None:
-        """Make the store of a shard out of its first weights."""
+        """Create the store of a shard from its initial weights."""
         bounds = self._slices[index]
         weights = tensors_over(
             {dtype: memoryview(part) for dtype, part in zip(bounds.bounds, payload, strict=False)}
         )
         if self.master is not None:
-            for dtype, place in tensors_over(cut(self.master.weights, bounds)).items():
-                weights[dtype] = place.copy_(weights[dtype])
+            for dtype, target in tensors_over(cut(self.master.weights, bounds)).items():
+                weights[dtype] = target.copy_(weights[dtype])
         store = Store(bounds, weights, self._model.optimizer, lambda: self._before_update(index))
         store.load_optimizer_state(self._states.pop(index, {}))
         if index == 0:
@@ -133,18 +141,18 @@ class ServerMemory:
     # -- an iteration -------------------------------------------------------------------------------------
 
     def read(self, commit: Commit, gradient: Vectors) -> Push | None:
-        """Return the push of a commit, whose gradient lies here; None if it is empty.
+        """Return the push of a commit with this gradient; None if the commit is empty.
 
         Raises:
             ProtocolError: the content of the commit does not fit the model.
         """
         content = commit.content
         if content is None or len(content.present) != len(self._model.layout.parameters):
-            raise ProtocolError("a commit does not say for each parameter whether it has a gradient")
+            raise ProtocolError("a commit does not state for each parameter whether it has a gradient")
         return None if commit.empty else Push(gradient, content.present, self._groups.read(content.groups))
 
     def keep(self, worker: int, commit: Commit, push: Push | None, payload: Sequence[bytearray]) -> None:
-        """Keep what an accepted commit has brought: its push, and buffers that have changed."""
+        """Store the push of an accepted commit, and the buffers that have changed."""
         if push is not None:
             self.stores[commit.shard].put(worker, commit.iteration, push)
         if commit.content is not None and commit.content.buffers and self._slots is not None:
@@ -163,18 +171,18 @@ class ServerMemory:
         return parts
 
     def optimizer_state(self, index: int) -> bytes:
-        """Return the optimizer state of a shard as safetensors."""
+        """Return the optimizer state of a shard in safetensors format."""
         state = self.stores[index].optimizer_state()
         return safetensors.torch.save({key: value.contiguous() for key, value in state.items()})
 
 
 def _are_some_of(indices: Sequence[int], count: int) -> bool:
-    """True if these are distinct indices of `count` things."""
+    """Return True if these are distinct indices from 0 to `count` - 1."""
     return len(set(indices)) == len(indices) and all(0 <= index < count for index in indices)
 
 
 def tensors_over(vectors: dict[str, memoryview]) -> Vectors:
-    """Return flat tensors over some bytes, without a copy."""
+    """Return flat tensors that share the memory of some bytes."""
     return {
         dtype: torch.frombuffer(data, dtype=torch_dtype(dtype))
         if data.nbytes

@@ -1,13 +1,14 @@
-"""Finds out whom a run waits for: a worker or server that has gone silent, or conditions that will never hold.
+"""Detects what a stalled run is waiting for: a silent worker or server, or conditions that will never hold.
 
-Nothing here is certain. A worker whose script evaluates for a minute is as silent as one that hangs; so patience is
-measured in a worker's own usual iterations, and what comes out is a name and a time, for the user to judge.
+The result is only a guess, because a worker whose script evaluates its model for a minute is as silent as a worker
+that hangs. Therefore the patience with a worker depends on the usual duration of its iterations. The result is a name
+and a time, and the user decides what to do.
 
-    before training   who has not started, or not come to its first step, although others have
-    in training       a server that does not answer; a worker that computes, or ought to, and has long said nothing
-                      while others wait for it, or while no other is left
-    standstill        every worker waits, and no condition will release any. No sync model of this package does that;
-                      conditions that a user writes may
+    before training   a process that has not started or has not reached its first step, although others have
+    in training       a server that does not answer, or a worker that should compute and has been silent for a long
+                      time while other workers wait for it or no other worker is left
+    standstill        every worker waits, and no condition will release any of them. This never happens with the sync
+                      models of this package, but it may happen with conditions that a user writes
 """
 
 from __future__ import annotations
@@ -22,25 +23,27 @@ from .coordinator import Coordinator
 
 __all__ = ["Awaited", "StallWatch"]
 
-PATIENCE_S = 3.0  # at least, with a worker
-PATIENCE_ITERATIONS = 5  # of its usual ones
-FIRST_PATIENCE_S = 15.0  # while nobody knows how long its iterations take: the first may compile
-NOBODY_YET_PATIENCE_S = 60.0  # while nobody at all has started, or come to its first step
-SERVER_PATIENCE_S = 3.0  # a server answers between two messages
-SUSPICIOUS_S = 2.0  # that no worker computes, before the servers are asked
-APART_S = 1.0  # between two questions
+# A worker is reported if it is silent for longer than the larger of these two: a time, and a number of its usual
+# iterations.
+PATIENCE_S = 3.0
+PATIENCE_ITERATIONS = 5
+FIRST_PATIENCE_S = 15.0  # patience before its first iterations were measured; the first one may compile code
+NOBODY_YET_PATIENCE_S = 60.0  # patience while no process has started or reached its first step
+SERVER_PATIENCE_S = 3.0  # patience with a server, which answers as soon as it has handled the current message
+SUSPICIOUS_S = 2.0  # time without any computing worker after which the servers are asked
+APART_S = 1.0  # time between two requests to the servers
 
 
 class Awaited(msgspec.Struct, frozen=True):
-    """Somebody whom a run waits for.
+    """A process that a run is waiting for.
 
     Attributes:
         role: "worker" or "server".
-        index: which.
-        quiet_s: for how long nothing has been heard of it.
-        doing: what it was doing then, in words that follow "it".
-        waiting: the workers that wait.
-        usual_s: how long its iterations take, in seconds; 0 where that is not known.
+        index: index of the worker or server.
+        quiet_s: seconds since its last message.
+        doing: its state, as the rest of a sentence that begins with "It".
+        waiting: the workers that wait for it.
+        usual_s: usual duration of its iterations in seconds; 0 if unknown.
     """
 
     role: str
@@ -52,14 +55,15 @@ class Awaited(msgspec.Struct, frozen=True):
 
 
 class StallWatch:
-    """Watches one run. Call `look` often.
+    """Detects stalls of one run. `look` must be called often.
 
     Args:
-        coordinator: of the run.
-        timeout_s: after which somebody silent is to be ended; patience at the start is never longer. None for none.
+        coordinator: the coordinator of the run.
+        timeout_s: time after which a silent process is killed, which limits the patience at the start; None disables
+            this.
 
     Attributes:
-        standstill: who waits for what, if everybody does and will for ever; else "".
+        standstill: a description of what each worker waits for, if no worker can ever continue; else "".
     """
 
     def __init__(self, coordinator: Coordinator, timeout_s: float | None = None) -> None:
@@ -68,11 +72,11 @@ class StallWatch:
         self._coordinator = coordinator
         self._begun_s = time.monotonic()
         self._asked_s = 0.0
-        self._idle_s: float | None = None  # since when nobody computes
-        self._before: dict[int, Waits] = {}  # what the servers answered last time
+        self._idle_s: float | None = None  # time since when no worker computes; None if one computes
+        self._before: dict[int, Waits] = {}  # previous answers of the servers
 
     def look(self) -> list[Awaited]:
-        """Return who is awaited for longer than usual."""
+        """Return the processes that the run has been waiting for longer than usual."""
         coordinator = self._coordinator
         live = [worker for worker in range(coordinator.job.workers) if not coordinator.core.fate(worker)]
         if coordinator.core.model is None:
@@ -95,7 +99,7 @@ class StallWatch:
             coordinator.ask_servers()
             return []
         silent = [
-            Awaited("server", server, now_s - asked_s, "owed an answer", tuple(late))
+            Awaited("server", server, now_s - asked_s, "has not answered the coordinator yet", tuple(late))
             for server, asked_s in sorted(coordinator.asked_s.copy().items())
             if now_s - asked_s > SERVER_PATIENCE_S
         ]
@@ -104,7 +108,7 @@ class StallWatch:
         if not coordinator.started.is_set():
             publisher = coordinator.core.publisher
             waiting = tuple(worker for worker in live if worker != publisher)
-            doing = "was to send everybody the first weights"
+            doing = "has not sent the initial weights yet"
             return (
                 [Awaited("worker", publisher, quiet_s[publisher], doing, waiting)]
                 if publisher in late
@@ -114,14 +118,16 @@ class StallWatch:
         held |= coordinator.core.awaiting_turn
         awaited = [worker for worker in late if worker not in held]
         if not held and len(awaited) < len(live):
-            return []  # the others go on without it
+            return []  # the other workers continue without it
         waiting = tuple(worker for worker in live if worker in held)
         return [self._awaited(worker, quiet_s[worker], waiting) for worker in awaited]
 
     def _awaited(self, worker: int, quiet_s: float, waiting: tuple[int, ...]) -> Awaited:
         status = self._coordinator.core.board.get(worker)
         doing = (
-            "had got its first weights" if status is None else f"last spoke in iteration {status.iteration}"
+            "has received its first weights"
+            if status is None
+            else f"last reported in iteration {status.iteration}"
         )
         usual_s = self._coordinator.usual_s.get(worker, 0.0)
         return Awaited("worker", worker, quiet_s, doing, waiting, usual_s)
@@ -135,10 +141,11 @@ class StallWatch:
         silent = [peer for peer in expected if peer not in heard_s]
         unregistered = [("worker", w) for w in live if ("worker", w) in heard_s and w not in registered_s]
         awaited = []
-        # All start together, and all workers run one script: the first one's time says what the others need.
+        # All processes start at the same time, and all workers run the same script. So all of them should need about
+        # as long as the first one.
         for peers, first_s, doing in [
-            (silent, min(heard_s.values(), default=None), "was to start"),
-            (unregistered, min(registered_s.values(), default=None), "was to come to its first step()"),
+            (silent, min(heard_s.values(), default=None), "has not started yet"),
+            (unregistered, min(registered_s.values(), default=None), "has not reached its first step() yet"),
         ]:
             quiet_s = time.monotonic() - (self._begun_s if first_s is None else first_s)
             if quiet_s >= (NOBODY_YET_PATIENCE_S if first_s is None else self._first_patience_s):
@@ -158,7 +165,7 @@ class StallWatch:
         return self._first_patience_s if usual_s is None else max(PATIENCE_S, PATIENCE_ITERATIONS * usual_s)
 
     def _look_for_standstill(self, live: list[int]) -> None:
-        """Compare what the servers have answered with what they answered before."""
+        """Set `standstill` if the servers have given the same answers twice and every worker waits."""
         before, self._before = self._before, self._coordinator.core.waits.copy()
         shards = [shard for answer in self._answers for shard in answer.shards]
         if (
@@ -167,5 +174,5 @@ class StallWatch:
             or any(answer.timers for answer in self._answers)
             or set(live) - {worker for shard in shards for worker, _ in shard.pulls}
         ):
-            return  # somebody is on the way: its pull was answered, or its push has yet to be heard
+            return  # a worker can still continue: its pull was answered, or its push has not arrived yet
         self.standstill = standstill(shards)

@@ -1,8 +1,8 @@
-"""A worker's session in a live run: its connections, its memory, and the emulation of unequal machines.
+"""The session of a worker in a live run: its connections, its memory, and the emulation of unequal machines.
 
-One thread, that of the script. `paceline.core.worker` says what is sent when and what is waited for; here are the
-streams that carry the messages, the gradient that goes with a commit, and the weights that come with an answer. What
-each iteration cost is written to `worker-<index>.jsonl` in the run directory.
+It runs on the thread of the script. `paceline.core.worker` determines which messages are sent and awaited. This
+module contains the streams that carry the messages, the gradients of the commits, and the weights of the answers. The
+times of each iteration are written to `worker-<index>.jsonl` in the run directory.
 """
 
 from __future__ import annotations
@@ -62,14 +62,16 @@ from .spin import fall_asleep, spin, wake_up
 __all__ = ["WorkerSession"]
 
 STATUS_INTERVAL_S = 0.1
-HEARING_INTERVAL_S = 200e-6  # between two looks at what the coordinator has sent, in very short iterations
+# time between two checks for messages of the coordinator in very short iterations
+HEARING_INTERVAL_S = 200e-6
 GOODBYE_TIMEOUT_S = 5.0
 
-LENT: Final = "until the answer"  # a commit's payload stays as it is, so nothing of it must be kept
+# the payload of a commit does not change until the answer, so it need not be copied
+LENT: Final = "until the answer"
 
 
 class WorkerSession:
-    """See `paceline.frontend.session.Session` for the contract."""
+    """The session of a worker in a live run. See `paceline.frontend.session.Session`."""
 
     def __init__(self, place: Assignment, coordinator: Stream[FromCoordinatorToWorker]) -> None:
         job = place.job
@@ -88,26 +90,26 @@ class WorkerSession:
             servers=job.servers,
             overlap=job.overlap == "shards",
         )
-        self._restarted: tuple[float, float] | None = (
-            None  # when this iteration was aborted, and when restarted
-        )
-        self._computed_s = 0.0  # when the gradient at hand was ready
+        # Times at which the current iteration was aborted and restarted.
+        self._restarted: tuple[float, float] | None = None
+        self._computed_s = 0.0  # time at which the current gradient was complete
         self._jitter = random.Random(f"paceline jitter {job.seed} {place.index}")
         self._coordinator = coordinator
         self._selector = selectors.DefaultSelector()
         self._selector.register(coordinator, selectors.EVENT_READ)
-        self._orders = select.poll()  # for the coordinator's alone
+        self._orders = select.poll()  # for messages of the coordinator only
         self._orders.register(coordinator, select.POLLIN)
         self._servers: list[Stream[FromServer]] = []
-        self._ringed: list[Stream[FromServer]] = []  # those of the servers that have rings
+        self._ringed: list[Stream[FromServer]] = []  # the streams that use rings
         self._shards: tuple[ShardSlice, ...] = ()
-        self._region: Region | None = None  # this worker's own
-        self._master: Master | None = None  # the weights of the servers, where they can be read in place
-        self._outbox: Outbox | None = None  # of what must be sent; over shared memory the servers see it
-        self._in_place = False  # True if `weights` are the master's
+        self._region: Region | None = None  # memory of this worker
+        self._master: Master | None = None  # shared memory with the weights of the servers
+        self._outbox: Outbox | None = None  # pieces of gradients to be sent; None with shared memory
+        self._in_place = False  # True if `weights` are in the memory of the servers
         self._states: dict[int, bytearray] = {}  # shard -> its optimizer state, while it is fetched
-        self._fetching = -1  # the shard whose optimizer state is awaited
-        self._begun_s: float | None = None  # when this iteration's weights came; None before the first
+        self._fetching = -1  # the shard whose optimizer state is being received; -1 for none
+        # time at which this iteration's weights arrived; None before the first
+        self._begun_s: float | None = None
         self._status_s = self._heard_s = -math.inf
         self._shown = ""
         self._finished = False
@@ -116,14 +118,18 @@ class WorkerSession:
 
     @classmethod
     def connect(cls, place: Assignment) -> WorkerSession:
-        """A session whose coordinator knows that this worker is alive. Raises `PeerLostError`."""
+        """Return a session that has connected to the coordinator.
+
+        Raises:
+            PeerLostError: the coordinator cannot be reached.
+        """
         stream: Stream[FromCoordinatorToWorker] = Stream(
             connect(place.coordinator), FromCoordinatorToWorker, takes_descriptor=place.job.transport == "shm"
         )
         stream.send(Hello(place.job.token, "worker", place.index))
         return cls(place, stream)
 
-    # -- the session's contract ---------------------------------------------------------------------------
+    # -- interface of a session ---------------------------------------------------------------------------
 
     def begin(self, model: ModelSpec) -> bool:
         self._perform(self._core.register(model))
@@ -137,10 +143,11 @@ class WorkerSession:
         self._region = region = Region.create(model.layout, shared=shared, channels=channels)
         if shared:
             if not self._coordinator.descriptors:
-                raise ProtocolError("the coordinator did not pass the weights' memory")
+                raise ProtocolError("the coordinator did not pass the shared memory of the weights")
             self._master = Master.follow(model.layout, self._coordinator.descriptors.pop())
         else:
-            # To the machine itself there is no link to be kept busy: only the same cores, which backward needs.
+            # Early sending uses the link during the backward pass. If all servers are on this machine, there is no
+            # link, and sending would only take CPU time from the backward pass.
             early = self._job.overlap == "shards" and not all(map(is_local, addresses))
             self._outbox = Outbox(started.shards, region.gradients, self._stage, self._is_busy, early=early)
         self.weights = tensors_over(region.weights)
@@ -214,7 +221,7 @@ class WorkerSession:
         return self._core.restart_ordered
 
     def hold_back(self, *, droppable: bool) -> bool:
-        """Sleep until this iteration has taken as long as on the machine that is emulated."""
+        """Sleep until this iteration has taken as long as on the emulated machine."""
         assert self._begun_s is not None
         job = self._job
         droppable = droppable and self.may_restart
@@ -272,13 +279,13 @@ class WorkerSession:
         contents: list[Content] = []
         payloads: dict[int, list[memoryview]] = {}
         for shard in self._shards:
-            mine = buffers if shard.index == 0 else {}
+            changed = buffers if shard.index == 0 else {}
             pieces: tuple[int, ...] = ()
             payload: list[memoryview] = []
             if self._outbox is not None and not empty:
                 pieces, payload = self._outbox.rest(shard.index)
-            contents.append(Content(present, groups, pieces, tuple(mine)))
-            payloads[shard.index] = payload + pack(list(mine.values())) if mine else payload
+            contents.append(Content(present, groups, pieces, tuple(changed)))
+            payloads[shard.index] = payload + pack(list(changed.values())) if changed else payload
         self._perform(self._core.push(contents, empty=empty, significance=significance), payloads)
         self._await_answers(loss)
         if self._outbox is not None:
@@ -304,7 +311,8 @@ class WorkerSession:
         self._show("computing", loss)
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
-        for shard in self._shards:  # one at a time: a server has one bulk message under way to each peer
+        # one at a time, because a server sends only one bulk message at a time to each peer
+        for shard in self._shards:
             self._fetching = shard.index
             self._send_to_shard(shard.index, FetchState(shard.index))
             while self._fetching >= 0:
@@ -320,27 +328,30 @@ class WorkerSession:
             return
         self._finished = True
         if self._in_place and self._master is not None and self._region is not None:
-            # The others go on without this worker; its script may yet look at its weights.
-            for dtype, place in self._region.weights.items():
-                place[:] = self._master.weights[dtype]
+            # The other workers will change these weights, but the script may still read its own.
+            for dtype, target in self._region.weights.items():
+                target[:] = self._master.weights[dtype]
             self._move(in_place=False)
         self._log.flush()
         for request in self._core.finish():
             if isinstance(request, Send) and (stream := self._stream_to(request)) is not None:
-                with contextlib.suppress(PeerLostError):  # a peer that is gone need not be told
+                with contextlib.suppress(PeerLostError):  # a lost peer need not be notified
                     stream.send(request.message)
                     stream.drain(GOODBYE_TIMEOUT_S)
 
-    # -- for whoever runs the script ----------------------------------------------------------------------
+    # -- called by the process that runs the script -------------------------------------------------------
 
     def fail(self, reason: str, traceback: str, *, consequence: bool = False) -> None:
-        """Report that the script raised. The run is over, unless that is only the consequence of a loss."""
-        with contextlib.suppress(PeerLostError):  # the coordinator is gone: nobody is left to tell
+        """Report that the script raised an exception.
+
+        This ends the run, unless the exception is only a consequence of the loss of another process.
+        """
+        with contextlib.suppress(PeerLostError):  # without the coordinator, there is no one to notify
             self._coordinator.send(Failed(reason, traceback, consequence))
             self._coordinator.drain(GOODBYE_TIMEOUT_S)
 
     def close_in_fork(self) -> None:
-        """See `close_in_forks`. What else there is to close says so itself."""
+        """Close the selector in a forked process. See `close_in_forks`; streams and regions register themselves."""
         self._selector.close()
 
     def close(self) -> None:
@@ -353,19 +364,19 @@ class WorkerSession:
             if region is not None:
                 region.close()
 
-    def _warn(self, words: str) -> None:
-        """Tell the user what has gone wrong without ending the run."""
-        with contextlib.suppress(PeerLostError):  # then the run is over
-            self._send(self._coordinator, Warned(words))
+    def _warn(self, text: str) -> None:
+        """Report a problem to the user that does not end the run."""
+        with contextlib.suppress(PeerLostError):  # the run is already over
+            self._send(self._coordinator, Warned(text))
 
     # -- connections --------------------------------------------------------------------------------------
 
     def _perform(
         self, requests: Iterable[Request], payloads: Mapping[int, Sequence[memoryview]] | None = None
     ) -> None:
-        """Send what the core asks for; `payloads` are those of messages to shards, by shard.
+        """Send the messages that the core requests. `payloads` maps a shard to the payload of the message to it.
 
-        When the worker may compute and whether it must abort need not be done: the session asks the core.
+        `Proceed` and `Abort` are ignored, because the session reads the state of the core instead.
         """
         for request in requests:
             if type(request) is Send:
@@ -377,7 +388,7 @@ class WorkerSession:
                     self._send(self._servers[request.to.index], message, payload)
 
     def _stream_to(self, request: Send) -> Stream[Any] | None:
-        """Return the connection that a message goes over; None to a server that was never called."""
+        """Return the connection for a message; None if there is no connection to its server yet."""
         if request.to is COORDINATOR:
             return self._coordinator
         return self._servers[request.to.index] if self._servers else None
@@ -391,7 +402,7 @@ class WorkerSession:
             self._move(in_place=self._core.in_place)
 
     def _move(self, *, in_place: bool) -> None:
-        """Have the weights be the master's, or this worker's own."""
+        """Make `weights` refer to the memory of the servers, or to the memory of this worker."""
         memory = self._master if in_place else self._region
         assert memory is not None
         self._in_place = in_place
@@ -399,7 +410,7 @@ class WorkerSession:
         self.on_moved()
 
     def _hear(self, timeout_s: float | None) -> bool:
-        """Handle what arrives within the time; False if nothing did."""
+        """Handle the messages that arrive within a time. Return False if there were none."""
         if self._ringed:
             streams = spin(self._ringed)
             for ringed in streams:
@@ -452,11 +463,11 @@ class WorkerSession:
         self._send(self._servers[shard % len(self._servers)], message, payload, lent=lent)
 
     def _stage(self, shard: int, message: Message, payload: Sequence[memoryview]) -> None:
-        """Send a piece of a gradient that may change as soon as this returns."""
+        """Send a piece of a gradient, which may change as soon as this method returns."""
         self._send_to_shard(shard, message, payload, lent=None)
 
     def _is_busy(self, shard: int) -> bool:
-        """A shard's server has not been sent yet what it was to be sent before."""
+        """Return True if earlier messages to a shard's server have not been sent completely."""
         stream = self._servers[shard % len(self._servers)]
         stream.flush()
         return stream.backlog
@@ -489,7 +500,10 @@ class WorkerSession:
             self._selector.modify(stream, wanted)
 
     def _show(self, state: Literal["computing", "waiting", "pulling"], loss: float | None) -> None:
-        """Tell the user what this worker does, at most every tenth of a second; but never leave it at waiting."""
+        """Report the worker's state for the display, at most once per `STATUS_INTERVAL_S`.
+
+        A change to "computing" is always reported, so that the display does not keep showing "waiting".
+        """
         now_s = self._job.now_s()
         due = now_s - self._status_s >= STATUS_INTERVAL_S
         if (state != self._shown and (due or state == "computing")) or (due and state == "computing"):
