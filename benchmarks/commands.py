@@ -74,7 +74,7 @@ def transport(
     """
     from . import transport as benchmark
 
-    plan = benchmark.Plan(
+    plan = benchmark.TransportPlan(
         sizes_mb=tuple(read_numbers("sizes", sizes) or ()),
         workers=tuple(read_whole("workers", number) for number in read_numbers("workers", workers) or ()),
         servers=servers,
@@ -126,7 +126,7 @@ def overlap(
 
     from .overlap import measurement as benchmark
 
-    plan = benchmark.Plan(rate=rate, rounds=rounds, iterations=iterations, shards=shards)
+    plan = benchmark.OverlapPlan(rate=rate, rounds=rounds, iterations=iterations, shards=shards)
     plan.require_sound()
     if picture is not None:
         new_figure(1.0, 1.0)  # raises now, before anything starts, if pictures cannot be drawn

@@ -29,7 +29,16 @@ from paceline.launcher.launch import launch
 from paceline.sim import Cluster, Uniform, simulate
 from paceline.sim.recorded import read_cluster_of_run
 
-__all__ = ["FIDELITY_GOALS", "MODELS", "FidelityRow", "Report", "SpeedRow", "estimate_s", "measure", "tables"]
+__all__ = [
+    "FIDELITY_GOALS",
+    "MODELS",
+    "FidelityRow",
+    "SimulatorReport",
+    "SpeedRow",
+    "estimate_s",
+    "measure",
+    "tables",
+]
 
 MODELS = (
     "bsp",
@@ -101,7 +110,7 @@ class SpeedRow(msgspec.Struct, frozen=True):
         return self.value >= self.goal if self.at_least else self.value <= self.goal
 
 
-class Report(msgspec.Struct, frozen=True):
+class SimulatorReport(msgspec.Struct, frozen=True):
     """All measurements.
 
     Attributes:
@@ -120,7 +129,7 @@ def estimate_s(models: Sequence[str] = MODELS, live_s: float = LIVE_S) -> float:
 
 def measure(
     tell: TellShare, models: Sequence[str] = MODELS, live_s: float = LIVE_S, *, speed: bool = True
-) -> Report:
+) -> SimulatorReport:
     """Measure accuracy and speed. Takes minutes.
 
     Args:
@@ -129,7 +138,7 @@ def measure(
         live_s: duration of each live run.
         speed: False to measure the accuracy only.
     """
-    return Report(_fidelity(tell, models, live_s), _speed(tell) if speed else [])
+    return SimulatorReport(_fidelity(tell, models, live_s), _speed(tell) if speed else [])
 
 
 # -- accuracy --------------------------------------------------------------------------------------------------
@@ -303,7 +312,7 @@ def _timed(batch: int, iterations: int, times: list[float]) -> None:
 # -- tables ----------------------------------------------------------------------------------------------------
 
 
-def tables(report: Report) -> list[Table]:
+def tables(report: SimulatorReport) -> list[Table]:
     """Return a table of the accuracy and, if it was measured, one of the speed."""
     updates_goal, staleness_goal = FIDELITY_GOALS
     accuracy = Table(

@@ -20,10 +20,10 @@ from paceline.sim import Cluster, LogNormal, Occasional, Times, Uniform
 from .curves import draw_curves
 from .exhibit import Exhibit, Made, Options, beside, ratio, seconds
 from .training import (
-    Outcome,
-    Run,
     Setting,
     Target,
+    TrainingOutcome,
+    TrainingRun,
     at_own_best,
     best_of_each,
     common_and_tuned,
@@ -60,7 +60,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
     rates = RATES[5:7] if options.quick else RATES
     seeds = range(1 if options.quick else max(9, options.seeds))
     runs = {
-        label: Run(
+        label: TrainingRun(
             label=label,
             cluster=STRAGGLER,
             sync=sync,
@@ -150,7 +150,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
     )
 
 
-def _seeded(run: Run, seed: int) -> Run:
+def _seeded(run: TrainingRun, seed: int) -> TrainingRun:
     return msgspec.structs.replace(run, seed=seed)
 
 
@@ -271,10 +271,10 @@ def _runs(
     *,
     until_s: float,
     every_s: float,
-) -> list[Run]:
+) -> list[TrainingRun]:
     """Return runs of each scheme on each cluster, labeled "cluster: scheme"."""
     return [
-        Run(
+        TrainingRun(
             label=f"{kind}: {name}",
             cluster=cluster,
             sync=sync,
@@ -289,7 +289,7 @@ def _runs(
     ]
 
 
-def _accuracies(title: str, outcomes: Sequence[Outcome]) -> Figure:
+def _accuracies(title: str, outcomes: Sequence[TrainingOutcome]) -> Figure:
     from paceline.report.canvas import new_figure
 
     figure = new_figure(10.0, 4.6)

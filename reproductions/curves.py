@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .training import LOSS_IMAGES, Outcome
+from .training import LOSS_IMAGES, TrainingOutcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,11 +18,11 @@ WORST_LOSS = 2.6  # upper end of the axis; a network that guesses the digits has
 
 def draw_curves(
     axes: Axes,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[TrainingOutcome],
     title: str,
     *,
     variants: int = 1,
-    along: Callable[[Outcome], Sequence[float]] = lambda outcome: outcome.times_s,
+    along: Callable[[TrainingOutcome], Sequence[float]] = lambda outcome: outcome.times_s,
     along_name: str = "virtual seconds",
 ) -> None:
     """Draw one line per run. Each label has its own color; the run with the first seed is drawn on top.

@@ -16,7 +16,7 @@ from paceline.zipline import solve_periodic
 
 from .curves import draw_curves
 from .exhibit import Exhibit, Made, Options, beside, ratio, seconds
-from .training import Outcome, Run, Target, common_and_tuned, medians
+from .training import Target, TrainingOutcome, TrainingRun, common_and_tuned, medians
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,11 +46,11 @@ def cluster() -> Cluster:
     return Cluster.preset("elastic-bsp")
 
 
-def _runs(options: Options) -> list[Run]:
+def _runs(options: Options) -> list[TrainingRun]:
     machines = cluster()
     schemes = dict(list(SCHEMES.items())[:5]) if options.quick else SCHEMES
     return [
-        Run(
+        TrainingRun(
             label=label,
             cluster=machines,
             sync=sync,
@@ -158,7 +158,7 @@ def _notes(bests: Sequence[dict[str, float]], planning_ms: dict[str, float]) -> 
     return notes
 
 
-def _plain(outcome: Outcome) -> dict[str, object]:
+def _plain(outcome: TrainingOutcome) -> dict[str, object]:
     run = outcome.run
     return {
         "label": run.label,
@@ -171,7 +171,7 @@ def _plain(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def _draw(common: Sequence[Outcome], tuned: Sequence[Outcome]) -> Figure:
+def _draw(common: Sequence[TrainingOutcome], tuned: Sequence[TrainingOutcome]) -> Figure:
     from paceline.report.canvas import new_figure
 
     figure = new_figure(12.0, 4.8)

@@ -15,7 +15,7 @@ from paceline.sim.simulate import simulate
 
 from .curves import draw_curves
 from .exhibit import Exhibit, Made, Options, beside, seconds
-from .training import Run, Target, common_and_tuned, medians
+from .training import Target, TrainingRun, common_and_tuned, medians
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,7 +48,7 @@ def resnet_56() -> Layout:
     return Layout.of(parameters)
 
 
-class Setting(msgspec.Struct, frozen=True):
+class FluentSetting(msgspec.Struct, frozen=True):
     """One bar of Fig. 6.
 
     Attributes:
@@ -63,15 +63,15 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 SETTINGS = (
-    Setting("PS-Lite: one barrier, by key", "off", False),
-    Setting("overlap, by key", "shards", False),
-    Setting("overlap, EPS", "shards", True),
+    FluentSetting("PS-Lite: one barrier, by key", "off", False),
+    FluentSetting("overlap, by key", "shards", False),
+    FluentSetting("overlap, EPS", "shards", True),
 )
 SAVED = ("", "86 %", "55 %")
 """Largest share of the previous setting's communication time that each setting saves, according to the paper."""
 
 
-def communication(setting: Setting, workers: int, iterations: int) -> tuple[float, float]:
+def communication(setting: FluentSetting, workers: int, iterations: int) -> tuple[float, float]:
     """Return the seconds of computation and of communication per iteration under BSP, with nearly equal workers."""
     layout = resnet_56()
     slices: Sequence[ShardSlice] = (
@@ -390,7 +390,7 @@ def figure_10(options: Options, tell: TellShare) -> Made:
     """Compare the accuracy over time with 64 workers, with the paper's push scale 1/n."""
     cluster = Cluster.preset("fluent-ps-64")
     runs = [
-        Run(
+        TrainingRun(
             label=label,
             cluster=cluster,
             sync=sync,

@@ -21,7 +21,7 @@ from paceline.cli.progress import TellShare
 from paceline.sim import Cluster, LogNormal, Occasional, Times, Uniform, simulate
 
 from .exhibit import Exhibit, Made, Options
-from .training import Run, Target, at_own_best, medians
+from .training import Target, TrainingRun, at_own_best, medians
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -154,7 +154,7 @@ def survey(places: Sequence[Place], options: Options, tell: TellShare) -> list[V
         iterations = 10 if options.quick else BSP_ITERATIONS
         patience_s[place] = simulate(cluster, "bsp", iterations).time_s
         runs += [
-            Run(
+            TrainingRun(
                 label=_label(place, model),
                 cluster=cluster,
                 sync=sync,

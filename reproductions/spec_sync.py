@@ -17,7 +17,7 @@ from paceline.trace.recording import Trace
 
 from .curves import draw_curves
 from .exhibit import Exhibit, Made, Options, beside, ratio, seconds
-from .training import Outcome, Run, Setting, Target, common_and_tuned, medians, run_all
+from .training import Setting, Target, TrainingOutcome, TrainingRun, common_and_tuned, medians, run_all
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -140,13 +140,13 @@ def small(cluster: Cluster, workers: int) -> Cluster:
     )
 
 
-def runs_of(schemes: dict[str, str], options: Options) -> list[Run]:
+def runs_of(schemes: dict[str, str], options: Options) -> list[TrainingRun]:
     """Return runs of each scheme on Cluster 1 with the common learning rate."""
     cluster = Cluster.preset("spec-sync-1")
     if options.quick:
         cluster = small(cluster, 8)
     return [
-        Run(
+        TrainingRun(
             label=label,
             cluster=cluster,
             sync=sync,
@@ -166,7 +166,7 @@ def grid_of(options: Options) -> list[Setting]:
     return [(rate, 0.0) for rate in (RATES[2:4] if options.quick else RATES)]
 
 
-def _curves(title: str, outcomes: Sequence[Outcome]) -> Figure:
+def _curves(title: str, outcomes: Sequence[TrainingOutcome]) -> Figure:
     from paceline.report.canvas import new_figure
 
     figure = new_figure(9.0, 4.4)
@@ -210,7 +210,7 @@ def _converged(
     )
 
 
-def _plain(outcome: Outcome) -> dict[str, object]:
+def _plain(outcome: TrainingOutcome) -> dict[str, object]:
     """Return the numbers of an outcome for the JSON file."""
     run = outcome.run
     return {
@@ -244,14 +244,14 @@ TRIALS = tuple((time_s, rate) for time_s in (1.0, 2.0, 4.0, 7.0) for rate in (0.
 """Pairs of an ABORT_TIME, up to half of the batch time, and an ABORT_RATE."""
 
 
-def cherry_pick(options: Options, tell: TellShare) -> tuple[str, list[Outcome]]:
+def cherry_pick(options: Options, tell: TellShare) -> tuple[str, list[TrainingOutcome]]:
     """Return the model whose fixed hyper-parameters converge first, and the outcomes of all trials."""
     cluster = Cluster.preset("spec-sync-1")
     if options.quick:
         cluster = small(cluster, 8)
     trials = TRIALS[:2] if options.quick else TRIALS
     runs = [
-        Run(
+        TrainingRun(
             label=f"{time_s:g} s, {rate:g}",
             cluster=cluster,
             sync=f"spec-sync:abort_time_s={time_s},abort_rate={rate}",
@@ -330,11 +330,11 @@ def figure_9(options: Options, tell: TellShare) -> Made:
     )
 
 
-def _pushed_until(outcome: Outcome, time_s: float) -> int:
+def _pushed_until(outcome: TrainingOutcome, time_s: float) -> int:
     return sum(at_s <= time_s for at_s in outcome.pushes_s)
 
 
-def _gradients_to_target(outcome: Outcome) -> float:
+def _gradients_to_target(outcome: TrainingOutcome) -> float:
     time_s = outcome.reached_s
     return float(_pushed_until(outcome, time_s)) if math.isfinite(time_s) else math.inf
 

@@ -22,10 +22,10 @@ from paceline.sim import Cluster, simulate
 
 __all__ = [
     "LOSS_IMAGES",
-    "Outcome",
-    "Run",
     "Setting",
     "Target",
+    "TrainingOutcome",
+    "TrainingRun",
     "at_own_best",
     "best_of_each",
     "common_and_tuned",
@@ -71,7 +71,7 @@ class Target(msgspec.Struct, frozen=True):
         return None
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
     """One training run.
 
     Attributes:
@@ -105,7 +105,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     until_target: bool = True
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The results of a run. All times are virtual.
 
     Attributes:
@@ -121,7 +121,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         pushes_s: times at which the pushes began, ascending.
     """
 
-    run: Run
+    run: TrainingRun
     times_s: list[float]
     values: list[float]
     time_s: float
@@ -145,7 +145,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.reached_s, NEVER_S * (1 + max(0.0, lack)))
 
 
-def run_all(runs: Sequence[Run], tell: TellCount = lambda done, of, what: None) -> list[Outcome]:
+def run_all(
+    runs: Sequence[TrainingRun], tell: TellCount = lambda done, of, what: None
+) -> list[TrainingOutcome]:
     """Run all, on all cores. Return the outcomes in the order of the runs. Equal runs are computed once."""
     wanted = list(dict.fromkeys(map(_key, runs)))
     by_key = {_key(run): run for run in runs}
@@ -164,7 +166,7 @@ def run_all(runs: Sequence[Run], tell: TellCount = lambda done, of, what: None) 
 
 
 def best_of_each(
-    runs: Sequence[Run],
+    runs: Sequence[TrainingRun],
     grid: Sequence[Setting],
     tell: TellCount = lambda done, of, what: None,
 ) -> dict[str, Setting]:
@@ -194,10 +196,10 @@ def best_of_each(
 
 
 def common_and_tuned(
-    runs: Sequence[Run],
+    runs: Sequence[TrainingRun],
     grid: Sequence[Setting],
     tell: Callable[[str, float], None],
-) -> tuple[list[Outcome], list[Outcome], dict[str, Setting]]:
+) -> tuple[list[TrainingOutcome], list[TrainingOutcome], dict[str, Setting]]:
     """Run all with their own setting, as the papers do, and again with the best setting of a grid for each label.
 
     Only the first seed decides which setting is the best.
@@ -211,10 +213,10 @@ def common_and_tuned(
 
 
 def at_own_best(
-    runs: Sequence[Run],
+    runs: Sequence[TrainingRun],
     grid: Sequence[Setting],
     tell: Callable[[str, float], None],
-) -> tuple[list[Outcome], dict[str, Setting]]:
+) -> tuple[list[TrainingOutcome], dict[str, Setting]]:
     """Run all with the best setting of a grid for each label.
 
     Only the first seed decides which setting is the best.
@@ -234,12 +236,14 @@ def at_own_best(
     return outcomes, best
 
 
-def with_setting(run: Run, setting: Setting) -> Run:
+def with_setting(run: TrainingRun, setting: Setting) -> TrainingRun:
     """Return the run with another learning rate and momentum."""
     return msgspec.structs.replace(run, learning_rate=setting[0], momentum=setting[1])
 
 
-def medians(outcomes: Sequence[Outcome], measure: Callable[[Outcome], float]) -> dict[str, float]:
+def medians(
+    outcomes: Sequence[TrainingOutcome], measure: Callable[[TrainingOutcome], float]
+) -> dict[str, float]:
     """Return the median of a measure over the runs of each label."""
     found: dict[str, list[float]] = {}
     for outcome in outcomes:
@@ -247,7 +251,7 @@ def medians(outcomes: Sequence[Outcome], measure: Callable[[Outcome], float]) ->
     return {label: median(values) for label, values in found.items()}
 
 
-def _key(run: Run) -> tuple[object, ...]:
+def _key(run: TrainingRun) -> tuple[object, ...]:
     """Return a key; runs with the same key have the same results."""
     return (
         id(run.cluster),
@@ -272,7 +276,7 @@ def _prepare(digits: Digits) -> None:
     _digits = digits
 
 
-def _tune(task: tuple[Run, tuple[Setting, ...]]) -> Setting:
+def _tune(task: tuple[TrainingRun, tuple[Setting, ...]]) -> Setting:
     """Return the setting that reaches the target first or, if none does, the one that comes nearest to it."""
     run, grid = task
     likely = len(grid) // 2
@@ -287,7 +291,7 @@ def _tune(task: tuple[Run, tuple[Setting, ...]]) -> Setting:
     return grid[best[1]]
 
 
-def _run(run: Run) -> Outcome:
+def _run(run: TrainingRun) -> TrainingOutcome:
     recipe = Recipe(
         learning_rate=run.learning_rate,
         momentum=run.momentum,
@@ -317,7 +321,7 @@ def _run(run: Run) -> Outcome:
         on_snapshot=evaluate,
     )
     measures = result.measures
-    return Outcome(
+    return TrainingOutcome(
         run=run,
         times_s=times_s,
         values=values,

@@ -141,14 +141,14 @@ def figure_7(options: Options, tell: TellShare) -> Made:
 
 
 @cache
-def _measured(quick: bool) -> measurement.Report:
+def _measured(quick: bool) -> measurement.ZiplineReport:
     return measurement.measure(quick=quick, tell=_tell[-1])
 
 
 _tell: list[TellShare] = []
 
 
-def _report(options: Options, tell: TellShare) -> measurement.Report:
+def _report(options: Options, tell: TellShare) -> measurement.ZiplineReport:
     """Run the benchmark, once for all exhibits that use it."""
     _tell.append(tell)
     return _measured(options.quick)
@@ -192,11 +192,11 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _machine(report: measurement.Report) -> list[str]:
+def _machine(report: measurement.ZiplineReport) -> list[str]:
     return [f"Measured with Python {report.python} and NumPy {report.numpy}. The paper's code is C++11."]
 
 
-def _draw_times(report: measurement.Report) -> Figure:
+def _draw_times(report: measurement.ZiplineReport) -> Figure:
     from paceline.report.canvas import COLOURS, DASHES, new_figure
 
     figure = new_figure(9.0, 4.6)

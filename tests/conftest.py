@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from paceline.frontend import session as sessions
-from paceline.runtime.coordinator import Coordinator
+from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import Assignment, make_job
 from paceline.runtime.reader import Reader
-from paceline.runtime.server import Server
+from paceline.runtime.server import ServerHost
 from paceline.runtime.worker import WorkerSession
 from paceline.trace.recording import Trace, read_run
 
@@ -106,12 +106,12 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
         count += 1
         options = {"workers": 2, "servers": 1, "run_dir": tmp_path / f"run-{count}", **options}
         job = make_job(**options)
-        coordinator = Coordinator.listen(job)
+        coordinator = CoordinatorHost.listen(job)
         coordinator.start()
         outcome = ThreadedRun({}, [], Path(job.run_dir))
         crashes: list[BaseException] = []  # of servers: nothing that a worker does may cause one
 
-        def serve(server: Server) -> None:
+        def serve(server: ServerHost) -> None:
             try:
                 server.run()
             except BaseException as error:
@@ -134,7 +134,7 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
             Assignment(job=job, role="server", index=i, coordinator=coordinator.address)
             for i in range(job.servers)
         ]
-        connected = [Server.connect(place) for place in places]
+        connected = [ServerHost.connect(place) for place in places]
         servers = [threading.Thread(target=serve, args=(server,), daemon=True) for server in connected]
         workers = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(job.workers)]
         for thread in [*servers, *workers]:

@@ -44,8 +44,8 @@ from paceline.core.messages import (
     CreateShards,
     Failed,
     FaultReported,
+    FetchOptimizerState,
     FetchSnapshot,
-    FetchState,
     FetchWaits,
     FromCoordinatorToWorker,
     FromServer,
@@ -55,6 +55,7 @@ from paceline.core.messages import (
     IterationFinished,
     IterationStarted,
     Message,
+    OptimizerState,
     PullAllowed,
     PullRepeated,
     PullRequested,
@@ -64,7 +65,6 @@ from paceline.core.messages import (
     Shutdown,
     Stage,
     Started,
-    State,
     Status,
     SyncRequested,
     WorkerFinished,
@@ -75,9 +75,9 @@ from paceline.core.requests import COORDINATOR, Request, Send
 from paceline.errors import PacelineError, PeerLostError, ProtocolError
 from paceline.frontend.session import current
 from paceline.runtime import spin
-from paceline.runtime.coordinator import Coordinator
+from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import Assignment, make_job
-from paceline.runtime.server import Server
+from paceline.runtime.server import ServerHost
 from paceline.runtime.server_memory import ServerMemory
 from paceline.runtime.worker import WorkerSession
 from paceline.shard.optimizers import read_groups
@@ -363,10 +363,10 @@ class Puppet:
                 outgoing, incoming = map(Ring, self.region.channels[channel])
                 stream.use_rings(outgoing, incoming)
         self.region.close()
-        if started.publisher == self.index:
+        if started.initializer == self.index:
             payloads = {shard.index: list(cut(self.region.weights, shard).values()) for shard in self.shards}
             payloads[0].append(memoryview(bytes(12)))
-            self.perform(self.core.publish(), payloads)
+            self.perform(self.core.initialize(), payloads)
 
     def content_of(self, shard: ShardSlice) -> tuple[Content, list[memoryview]]:
         """What a push of this iteration brings, and its payload."""
@@ -414,12 +414,12 @@ class Bench:
         )
         self.model = model_of(optimizer)
         self.groups = msgspec.msgpack.encode(self.model.optimizer.groups)
-        self.coordinator = Coordinator.listen(self.job)
+        self.coordinator = CoordinatorHost.listen(self.job)
         places = [
             Assignment(job=self.job, role="server", index=i, coordinator=self.coordinator.address)
             for i in range(2)
         ]
-        self.servers = [Server.connect(place) for place in places]
+        self.servers = [ServerHost.connect(place) for place in places]
         self.addresses = [self.coordinator.address]  # and, when they have told it, the servers'
 
     def poll(self) -> None:
@@ -560,7 +560,7 @@ class Attacker:
             (PullRequested(shard.index, its), 0),
             (PullRequested(shard.index, its - 1 if its else 0), 0),
             (PullRepeated(shard.index, its), 0),
-            (FetchState(shard.index), 0),
+            (FetchOptimizerState(shard.index), 0),
             (FetchSnapshot(shard.index), 0),
             (FetchWaits(), 0),
             (InitialState(shard.index), 8),
@@ -570,7 +570,7 @@ class Attacker:
             (Hello(puppet.bench.job.token, "worker", puppet.index), 0),
             (Answer(shard.index, its, 0), 0),
             (Committed(shard.index, its), 0),
-            (State(shard.index), 0),
+            (OptimizerState(shard.index), 0),
         ]
 
     def groups(self, puppet: Puppet) -> bytes:

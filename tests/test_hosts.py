@@ -23,8 +23,8 @@ from paceline.core.layout import ITEM_BYTES, Layout, Parameter
 from paceline.core.messages import (
     Commit,
     Content,
+    FetchOptimizerState,
     FetchSnapshot,
-    FetchState,
     Hello,
     InitialState,
     InitialWeights,
@@ -204,7 +204,7 @@ STRANGERS: dict[str, Callable[[str], bytes]] = {
     "a wrong token and then what only a worker may send": lambda token: (
         greeting("x" + token) + frame(msgspec.msgpack.encode(FetchSnapshot(0)))
     ),
-    "a request without a greeting": lambda token: frame(msgspec.msgpack.encode(FetchState(0))),
+    "a request without a greeting": lambda token: frame(msgspec.msgpack.encode(FetchOptimizerState(0))),
     "a server that is one too many": lambda token: greeting(token, "server", 99),
     "a worker that there is not": lambda token: greeting(token, "worker", 99),
     "a worker that is here already": lambda token: greeting(token, "worker", 0),
@@ -292,7 +292,7 @@ def vectors(worker: Worker, value: int = 0) -> list[memoryview]:
 def swamp(worker: Worker) -> None:
     """Ask for much at once, without reading the answers."""
     for _ in range(200):
-        worker.send(FetchState(0))
+        worker.send(FetchOptimizerState(0))
         worker.send(FetchSnapshot(99))
 
 
@@ -362,7 +362,7 @@ ATTACKS: dict[str, Callable[[Worker], None]] = {
     "first weights of a shard elsewhere": lambda w: w.send(InitialWeights(5)),
     "an optimizer state": lambda w: w.send(InitialState(0), b"12345678"),
     "a snapshot of a shard that there is not": lambda w: w.send(FetchSnapshot(3)),
-    "a state of a shard that there is not": lambda w: w.send(FetchState(-1)),
+    "a state of a shard that there is not": lambda w: w.send(FetchOptimizerState(-1)),
     "much at once": swamp,
     "a second greeting": lambda w: w.send(Hello(w.session._job.token, "worker", 1)),
     "another worker's greeting": lambda w: w.send(Hello(w.session._job.token, "worker", 0)),
@@ -539,7 +539,7 @@ TALK: dict[str, tuple[SyncModel, Callable[[Worker], None]]] = {
     "another model, later": (BSP(), lambda w: w.tell_coordinator(Register(another_model()))),
     "what only servers say": (BSP(), lambda w: w.tell_coordinator(Ready())),
     "a second greeting": (BSP(), lambda w: w.tell_coordinator(Hello(w.session._job.token, "worker", 1))),
-    "what only servers hear": (BSP(), lambda w: w.tell_coordinator(FetchState(0))),
+    "what only servers hear": (BSP(), lambda w: w.tell_coordinator(FetchOptimizerState(0))),
     "a status with a payload": (
         BSP(),
         lambda w: w.session._coordinator.send(Status(0, None, "computing"), [memoryview(b"payload")]),
@@ -615,7 +615,7 @@ def test_a_worker_that_tells_the_coordinator_nonsense_is_lost_and_the_others_fin
         assert_weights(run.state_dict, ATTACKED * ALL + (STEPS - ATTACKED) * WITHOUT_1)
 
 
-def test_the_publisher_may_not_send_a_state_for_a_shard_elsewhere_either(
+def test_the_initializer_may_not_send_a_state_for_a_shard_elsewhere_either(
     run_on_threads: RunOnThreads,
 ) -> None:
     def turn(worker: Worker, iteration: int) -> None:

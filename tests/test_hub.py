@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from paceline.core.messages import (
-    FetchState,
+    FetchOptimizerState,
     FromPeerToServer,
     Hello,
     Message,
@@ -26,7 +26,7 @@ from paceline.core.messages import (
 )
 from paceline.errors import InternalError, ProtocolError
 from paceline.runtime import strangers
-from paceline.runtime.hub import MOST_UNSENT, Hub, Peer
+from paceline.runtime.hub import MOST_UNSENT, Caller, Hub
 from paceline.wire.addresses import connect, listen_tcp, listen_unix
 
 TOKEN = "the token"
@@ -55,23 +55,23 @@ class Bench:
 
     def __init__(self, kind: str = "unix") -> None:
         listener, self.address = LISTEN[kind]()
-        self.hub: Hub[Peer] = Hub("the host", TOKEN, listener, FromPeerToServer, Peer, self)
+        self.hub: Hub[Caller] = Hub("the host", TOKEN, listener, FromPeerToServer, Caller, self)
         self.heard: list[Message] = []
         self.left: list[str] = []
         self.callers: list[socket.socket] = []
         self.trips: Callable[[], None] = lambda: None
 
-    def greeted(self, peer: Peer, hello: Hello) -> None:
+    def greeted(self, peer: Caller, hello: Hello) -> None:
         peer.role, peer.index = hello.role, hello.index
 
-    def received(self, peer: Peer, message: Message) -> None:
+    def received(self, peer: Caller, message: Message) -> None:
         self.heard.append(message)
         self.trips()
 
-    def payload_targets(self, peer: Peer, message: Message, size_bytes: int) -> Sequence[memoryview]:
+    def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
         return []
 
-    def gone(self, peer: Peer, reason: str) -> None:
+    def gone(self, peer: Caller, reason: str) -> None:
         self.left.append(reason)
 
     def call(self, said: bytes = b"") -> socket.socket:
@@ -144,16 +144,16 @@ def test_those_who_call_and_reset_at_once_cost_nothing(bench: Bench) -> None:
     for _ in range(300):
         reset(bench.call())
         bench.poll(1)
-    bench.call(GREETING + framed(FetchState(0)))
+    bench.call(GREETING + framed(FetchOptimizerState(0)))
     bench.poll()
-    assert bench.heard == [FetchState(0)]
+    assert bench.heard == [FetchOptimizerState(0)]
     assert len(bench.hub.peers) == 1
 
 
 def test_a_greeting_that_is_there_is_read_with_the_call(bench: Bench) -> None:
-    bench.call(GREETING + framed(FetchState(0)))
+    bench.call(GREETING + framed(FetchOptimizerState(0)))
     bench.hub.poll(1.0)
-    assert bench.heard == [FetchState(0)]
+    assert bench.heard == [FetchOptimizerState(0)]
 
 
 def test_only_so_many_strangers_are_let_in_and_the_oldest_makes_room(
@@ -203,15 +203,15 @@ def test_out_of_descriptors_callers_are_turned_away_and_the_host_serves_on(
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(plug) + 1, limits[1]))
     try:
         bench.poll(50)
-        here.sendall(framed(FetchState(0)))
+        here.sendall(framed(FetchOptimizerState(0)))
         bench.poll()
-        assert bench.heard == [FetchState(0)]
+        assert bench.heard == [FetchOptimizerState(0)]
         assert all(map(closed, waiting))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for descriptor in plug:
             os.close(descriptor)
-    bench.call(GREETING + framed(FetchState(0)))
+    bench.call(GREETING + framed(FetchOptimizerState(0)))
     bench.poll()
     assert len(bench.heard) == 2
     assert "Too many open files" in caplog.text
@@ -282,9 +282,9 @@ def test_whatever_a_message_brings_about_costs_its_sender_its_connection_alone(
     assert "what nobody had thought of" in caplog.text
     assert "Traceback" in caplog.text
     bench.trips = lambda: None
-    other.sendall(framed(FetchState(0)))
+    other.sendall(framed(FetchOptimizerState(0)))
     bench.poll()
-    assert bench.heard == [WorkerFinished(), FetchState(0)]
+    assert bench.heard == [WorkerFinished(), FetchOptimizerState(0)]
 
 
 @pytest.mark.parametrize(
@@ -334,9 +334,9 @@ def test_what_a_peer_said_before_it_left_is_heard_although_it_could_not_be_sent_
             bench.hub.send(peer, Waits((), False))
 
     bench.trips = answer
-    caller.sendall(framed(FetchState(0)))
+    caller.sendall(framed(FetchOptimizerState(0)))
     bench.poll()
-    assert bench.heard == [FetchState(0), WorkerFinished()]
+    assert bench.heard == [FetchOptimizerState(0), WorkerFinished()]
     assert not bench.hub.peers
 
 
@@ -348,7 +348,7 @@ def test_a_reader_is_not_read_a_large_header_from(bench: Bench, caplog: pytest.L
 
 
 def test_a_greeting_that_the_host_refuses_is_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    def greeted(peer: Peer, hello: Hello) -> None:
+    def greeted(peer: Caller, hello: Hello) -> None:
         raise ProtocolError("not expected")
 
     bench.greeted = greeted  # type: ignore[method-assign]

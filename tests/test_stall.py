@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.runtime import stall
-from paceline.runtime.coordinator import Coordinator
+from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import make_job
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+def coordinator(tmp_path: Path) -> Iterator[CoordinatorHost]:
     """One that has yet to hear of its two workers and its server."""
-    coordinator = Coordinator.listen(make_job(workers=2, servers=1, run_dir=tmp_path))
+    coordinator = CoordinatorHost.listen(make_job(workers=2, servers=1, run_dir=tmp_path))
     coordinator.start()
     yield coordinator
     coordinator.stop(grace_s=0.0)
@@ -50,7 +50,7 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     ],
 )
 def test_who_is_awaited_before_training(
-    coordinator: Coordinator,
+    coordinator: CoordinatorHost,
     monkeypatch: pytest.MonkeyPatch,
     started: list[str],
     registered: list[int],

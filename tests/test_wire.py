@@ -24,7 +24,7 @@ from paceline.core.messages import (
     Answer,
     Commit,
     Content,
-    FetchState,
+    FetchOptimizerState,
     FromPeerToServer,
     FromServer,
     Hello,
@@ -527,7 +527,7 @@ def commit_of(payload: bytes | bytearray | memoryview) -> Commit:
 
 MESSAGES = st.one_of(
     st.binary(max_size=300).map(lambda payload: (commit_of(payload), payload)),
-    st.integers(0, 2**53).map(lambda shard: (FetchState(shard), b"")),
+    st.integers(0, 2**53).map(lambda shard: (FetchOptimizerState(shard), b"")),
     st.text(max_size=20).map(lambda token: (Hello(token, "reader", 0), b"")),
     st.just((WorkerFinished(), b"")),
 )
@@ -575,7 +575,7 @@ def test_what_a_stream_sends_another_one_receives(
 
 
 FEW: list[tuple[Message, bytes]] = [
-    (FetchState(1), b""),
+    (FetchOptimizerState(1), b""),
     (commit_of(b"0123456789"), b"0123456789"),
     (WorkerFinished(), b""),
     (commit_of(b""), b""),
@@ -619,7 +619,7 @@ def test_a_header_may_be_larger_than_the_buffer_and_lie_anywhere_in_it(before: i
     size = BUFFER_BYTES + change
     large = Hello("x" * (size - len(encoded(Hello("x" * 1000, "reader", 0))) + 1000), "reader", 0)
     assert abs(len(encoded(large)) - size) <= 2  # longer text, longer length of it
-    messages = [*[(FetchState(7), b"")] * before, (large, b""), *FEW]
+    messages = [*[(FetchOptimizerState(7), b"")] * before, (large, b""), *FEW]
     with receiver() as end:
         assert_heard(end, end.take_in_segments([joined(messages)]), messages)
 
@@ -629,7 +629,7 @@ def test_many_small_frames_may_come_in_one_segment(kind: str) -> None:
     messages: list[tuple[Message, bytes]] = []
     for number in range(4000):  # of several sizes, so that the end of the buffer falls anywhere
         payload = bytes([number % 251]) * (number % 7)
-        messages += [(FetchState(number), b""), (commit_of(payload), payload)]
+        messages += [(FetchOptimizerState(number), b""), (commit_of(payload), payload)]
     with receiver(kind=kind) as end:
         heard = end.take_in_segments([joined(messages)])
         while len(heard) < len(messages):
@@ -646,7 +646,7 @@ def test_the_end_of_a_payload_may_come_with_the_next_frames(sizes: list[int], cu
     messages: list[tuple[Message, bytes]] = []
     for number, size in enumerate(sizes):
         payload = (bytes((number + 7 * i) % 251 for i in range(251)) * (size // 251 + 1))[:size]
-        messages += [(commit_of(payload), payload), (FetchState(number), b"")]
+        messages += [(commit_of(payload), payload), (FetchOptimizerState(number), b"")]
     data, segments = joined(messages), []
     for size in [*cuts, len(data)]:
         segments.append(data[:size])
@@ -697,8 +697,8 @@ BROKEN = {
     "a header that is a number": frame(msgspec.msgpack.encode(7)),
     "a header that is a list": frame(msgspec.msgpack.encode(["Finished"])),
     "a header without a type": frame(msgspec.msgpack.encode({"shard": 0})),
-    "a field that lacks": frame(msgspec.msgpack.encode({"type": "FetchState"})),
-    "a field of another type": frame(msgspec.msgpack.encode({"type": "FetchState", "shard": "0"})),
+    "a field that lacks": frame(msgspec.msgpack.encode({"type": "FetchOptimizerState"})),
+    "a field of another type": frame(msgspec.msgpack.encode({"type": "FetchOptimizerState", "shard": "0"})),
     "text that is none": frame(b"\x82\xa4type\xa5Hello\xa5token\xa2\xff\xfe"),
     "a list without end": frame(b"\xdd\xff\xff\xff\xff"),
     "lists in lists": frame(NESTED),
@@ -717,7 +717,7 @@ BROKEN = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_frame_is_a_protocol_error(what: str, trusted: bool) -> None:
     with receiver(trusted=trusted) as end:
-        assert end.take(frame(encoded(FetchState(3)))) == [FetchState(3)]
+        assert end.take(frame(encoded(FetchOptimizerState(3)))) == [FetchOptimizerState(3)]
         with pytest.raises(ProtocolError):
             end.take(BROKEN[what])
 
@@ -736,9 +736,9 @@ def test_the_end_of_a_connection_is_a_lost_peer_wherever_it_comes(kind: str, len
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_what_came_before_the_end_is_still_heard(kind: str) -> None:
     with receiver(kind=kind) as end:
-        end.peer.sendall(frame(encoded(FetchState(1))) + frame(encoded(WorkerFinished())))
+        end.peer.sendall(frame(encoded(FetchOptimizerState(1))) + frame(encoded(WorkerFinished())))
         end.peer.close()
-        assert end.stream.wait(TIMEOUT_S) == FetchState(1)
+        assert end.stream.wait(TIMEOUT_S) == FetchOptimizerState(1)
         assert end.stream.wait(TIMEOUT_S) == WorkerFinished()
         with pytest.raises(PeerLostError):
             end.stream.wait(TIMEOUT_S)

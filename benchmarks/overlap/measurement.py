@@ -43,7 +43,7 @@ from paceline.launcher.local import Placement
 from paceline.trace.recording import Trace
 from paceline.trace.records import IterationRecord, read_records
 
-from .namespaces import Link, Network, network, rate_bps
+from .namespaces import Network, NetworkLink, network, rate_bps
 from .picture import Exchange, exchange_of, overlap_picture
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Found",
     "Net",
-    "Plan",
-    "Report",
-    "Row",
-    "Setting",
+    "OverlapPlan",
+    "OverlapReport",
+    "OverlapRow",
+    "OverlapSetting",
     "estimate_s",
     "found_in",
     "least_s",
@@ -67,7 +67,7 @@ __all__ = [
 
 WORKERS = 4
 SERVERS = 4
-SHARDS = 16  # in setting 3, see `Plan`
+SHARDS = 16  # in setting 3, see `OverlapPlan`
 ROUNDS = 3
 WIDTH = 2048  # outputs of the large layer; the model then has 38 MB
 WARM_UP = 2  # iterations that are not measured
@@ -76,7 +76,7 @@ LR = 1e-3
 STARTING_S = 15.0  # approximate time in which the processes of a run start on two cores
 
 
-class Setting(msgspec.Struct, frozen=True):
+class OverlapSetting(msgspec.Struct, frozen=True):
     """A setting of the comparison.
 
     Attributes:
@@ -94,7 +94,7 @@ class Setting(msgspec.Struct, frozen=True):
     paper_less: float | None
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class OverlapPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure. Call `require_sound` before anything starts.
 
     Attributes:
@@ -116,12 +116,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     width: int = WIDTH
 
     @property
-    def settings(self) -> tuple[Setting, ...]:
+    def settings(self) -> tuple[OverlapSetting, ...]:
         """The settings. The others are compared with the first one."""
         return (
-            Setting("1 overlap off, by parameter", "off", "by-parameter", SERVERS, None),
-            Setting("2 overlap, by parameter", "shards", "by-parameter", SERVERS, 0.86),
-            Setting(f"3 overlap, even, {self.shards} shards", "shards", "even", self.shards, 0.937),
+            OverlapSetting("1 overlap off, by parameter", "off", "by-parameter", SERVERS, None),
+            OverlapSetting("2 overlap, by parameter", "shards", "by-parameter", SERVERS, 0.86),
+            OverlapSetting(f"3 overlap, even, {self.shards} shards", "shards", "even", self.shards, 0.937),
         )
 
     def require_sound(self) -> None:
@@ -133,14 +133,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(f"{name} is {value}, expected a whole number >= {least}.")
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class OverlapRow(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one setting.
 
     Attributes:
         setting: name of the setting.
-        overlap: see `Setting`.
-        slicing: see `Setting`.
-        shards: see `Setting`.
+        overlap: see `OverlapSetting`.
+        slicing: see `OverlapSetting`.
+        shards: see `OverlapSetting`.
         communication_ms: communication time of an iteration, the median over the rounds.
         low_ms: smallest communication time of a round.
         high_ms: largest communication time of a round.
@@ -163,7 +163,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     paper_less: float | None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class OverlapReport(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of all settings, and the conditions under which they were measured.
 
     Attributes:
@@ -183,7 +183,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     servers: int
     size_mb: float
     rounds: int
-    rows: tuple[Row, ...]
+    rows: tuple[OverlapRow, ...]
     exchanges: tuple[Exchange, ...]
 
     @property
@@ -230,7 +230,7 @@ class Net(nn.Module):
         return scores
 
 
-def measure(plan: Plan, tell: TellShare = lambda what, share, slow=False: None) -> Report:
+def measure(plan: OverlapPlan, tell: TellShare = lambda what, share, slow=False: None) -> OverlapReport:
     """Measure everything in the plan, round by round.
 
     Args:
@@ -244,14 +244,14 @@ def measure(plan: Plan, tell: TellShare = lambda what, share, slow=False: None) 
     plan.require_sound()
     found: list[list[Found]] = [[] for _ in plan.settings]
     runs = plan.rounds * len(plan.settings)
-    with network(SERVERS + WORKERS, Link(plan.rate, plan.delay_s)) as machines:
+    with network(SERVERS + WORKERS, NetworkLink(plan.rate, plan.delay_s)) as machines:
         for number in range(plan.rounds):
             for index, setting in enumerate(plan.settings):
                 share = (number * len(plan.settings) + index) / runs
                 tell(f"round {number + 1} of {plan.rounds}, {setting.name}", share, slow=True)
                 with tempfile.TemporaryDirectory() as out:
                     found[index].append(_run(plan, setting, machines, Path(out)))
-    return Report(
+    return OverlapReport(
         rate=plan.rate,
         delay_ms=plan.delay_s * 1e3 if machines.delayed else 0.0,
         workers=WORKERS,
@@ -263,20 +263,20 @@ def measure(plan: Plan, tell: TellShare = lambda what, share, slow=False: None) 
     )
 
 
-def estimate_s(plan: Plan) -> float:
+def estimate_s(plan: OverlapPlan) -> float:
     """Estimate how long the measurements take on two cores."""
     transfer_s = _layout(plan).size_bytes * 8 / rate_bps(plan.rate)
     iterations_s = (WARM_UP + plan.iterations) * transfer_s * (2 * WORKERS + 2 * WORKERS + 2)
     return plan.rounds * (len(plan.settings) * STARTING_S + iterations_s)
 
 
-def _layout(plan: Plan) -> Layout:
+def _layout(plan: OverlapPlan) -> Layout:
     with torch.device("meta"):
         named = Net(plan.width).named_parameters()
     return Layout.of([Parameter((name,), tuple(p.shape), "float32") for name, p in named])
 
 
-def _run(plan: Plan, setting: Setting, machines: Network, out: Path) -> Found:
+def _run(plan: OverlapPlan, setting: OverlapSetting, machines: Network, out: Path) -> Found:
     result = launch(
         _train,
         args=(plan.width, plan.iterations, out),
@@ -324,7 +324,7 @@ def _time_s(step: Callable[[], object]) -> float:
     return time.perf_counter() - begun_s
 
 
-def least_s(plan: Plan, setting: Setting) -> float:
+def least_s(plan: OverlapPlan, setting: OverlapSetting) -> float:
     """Return the link minimum of one iteration: the time for which the link of the busiest server is in use."""
     layout = _layout(plan)
     cut = layout.slice_evenly if setting.slicing == "even" else layout.slice_by_parameter
@@ -360,14 +360,14 @@ def found_in(
     )
 
 
-def rows(settings: Sequence[Setting], found: Sequence[Sequence[Found]]) -> tuple[Row, ...]:
+def rows(settings: Sequence[OverlapSetting], found: Sequence[Sequence[Found]]) -> tuple[OverlapRow, ...]:
     """Return one row per setting from the figures of its runs."""
-    made: list[Row] = []
+    made: list[OverlapRow] = []
     for setting, runs in zip(settings, found, strict=True):
         times_ms = [run.communication_s * 1e3 for run in runs]
         less = 1 - median(times_ms) / made[0].communication_ms if made else None
         made.append(
-            Row(
+            OverlapRow(
                 setting=setting.name,
                 overlap=setting.overlap,
                 slicing=setting.slicing,
@@ -384,7 +384,7 @@ def rows(settings: Sequence[Setting], found: Sequence[Sequence[Found]]) -> tuple
     return tuple(made)
 
 
-def table(report: Report) -> Table:
+def table(report: OverlapReport) -> Table:
     """Return a table with one line per setting."""
     made = Table(
         title="Communication of an iteration, ms",
@@ -412,7 +412,7 @@ def table(report: Report) -> Table:
     return made
 
 
-def picture(report: Report) -> Figure:
+def picture(report: OverlapReport) -> Figure:
     """Draw one iteration of each setting. Raises `ConfigurationError` if matplotlib is not installed."""
     labels = [
         row.setting if row.less is None else f"{row.setting} ({_percent(row.less)} less communication)"

@@ -30,7 +30,7 @@ import msgspec
 from paceline.errors import ConfigurationError
 from paceline.launcher.local import HostMachine
 
-__all__ = ["Link", "Network", "network", "rate_bps", "why_not"]
+__all__ = ["Network", "NetworkLink", "network", "rate_bps", "why_not"]
 
 NAMESPACES = Path("/var/run/netns")  # where `ip netns` stores namespaces
 DEVICES = Path("/sys/class/net")
@@ -52,7 +52,7 @@ QUEUE_S = 0.05  # length of the queue, as time at the rate of the link; further 
 PACKETS = 100_000  # packets that may be delayed at the same time
 
 
-class Link(msgspec.Struct, frozen=True):
+class NetworkLink(msgspec.Struct, frozen=True):
     """The link of a machine.
 
     Attributes:
@@ -105,7 +105,7 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
-def network(count: int, link: Link) -> Iterator[Network]:
+def network(count: int, link: NetworkLink) -> Iterator[Network]:
     """Create machines with one link each, and remove them when the context exits.
 
     A process can have only one network at a time.
@@ -134,7 +134,7 @@ def network(count: int, link: Link) -> Iterator[Network]:
             _remove(os.getpid())
 
 
-def _make(name: str, count: int, link: Link, bps: float) -> Network:
+def _make(name: str, count: int, link: NetworkLink, bps: float) -> Network:
     subnet = _free_subnet()
     switch = f"{name}-switch"
     _do(f"ip netns add {switch}")

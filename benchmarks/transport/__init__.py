@@ -26,7 +26,7 @@ torch but has computed nothing.
 from __future__ import annotations
 
 from .measurement import measure
-from .plan import Plan, Row, estimate_s
+from .plan import TransportPlan, TransportRow, estimate_s
 from .tables import tables
 
-__all__ = ["Plan", "Row", "estimate_s", "measure", "tables"]
+__all__ = ["TransportPlan", "TransportRow", "estimate_s", "measure", "tables"]

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from .plan import FLOOR, GLOO, OPTIMIZER, SHM_ASP, SHM_BSP, SOCKET_BSP, TCP_BSP, Case, Row
+from .plan import FLOOR, GLOO, OPTIMIZER, SHM_ASP, SHM_BSP, SOCKET_BSP, TCP_BSP, Case, TransportRow
 
-__all__ = ["GOALS", "GoalRow", "Times", "goal_rows", "ratio_of", "times_by_case", "update_of"]
+__all__ = ["GOALS", "Times", "TransportGoal", "goal_rows", "ratio_of", "times_by_case", "update_of"]
 
 
 class Goal(NamedTuple):
@@ -58,7 +58,7 @@ GOALS: tuple[Goal, ...] = (
 )
 
 
-class GoalRow(msgspec.Struct, frozen=True):
+class TransportGoal(msgspec.Struct, frozen=True):
     """A goal and its measured figure.
 
     Attributes:
@@ -76,7 +76,7 @@ Times = Mapping[tuple[Case, float, int], float]
 """Milliseconds by (case, size in MB, number of workers)."""
 
 
-def goal_rows(rows: Sequence[Row]) -> list[GoalRow]:
+def goal_rows(rows: Sequence[TransportRow]) -> list[TransportGoal]:
     """Compare the goals with the rows. Goals whose figures were not measured are left out."""
     times_ms = times_by_case(rows)
     found = []
@@ -84,7 +84,7 @@ def goal_rows(rows: Sequence[Row]) -> list[GoalRow]:
         figure = _measured(times_ms, goal)
         if figure is not None:
             met = figure >= goal.bound if goal.at_least else figure <= goal.bound
-            found.append(GoalRow(goal, figure, met))
+            found.append(TransportGoal(goal, figure, met))
     return found
 
 
@@ -104,7 +104,7 @@ def ratio_of(times_ms: Times, top: Case, bottom: Case, size_mb: float, workers: 
     return above / below if above > 0 and below > 0 else None
 
 
-def times_by_case(rows: Sequence[Row]) -> Times:
+def times_by_case(rows: Sequence[TransportRow]) -> Times:
     """Return the medians of the rows by case, size and number of workers."""
     times_ms: dict[tuple[Case, float, int], float] = {}
     for row in rows:

@@ -11,12 +11,14 @@ from statistics import median
 from paceline.cli.progress import TellShare
 
 from .fork_server import fork_server, measure_turn, one_thread_each
-from .plan import Figures, Plan, Row, Turn, estimate_s, turns_of, work_s
+from .plan import Figures, TransportPlan, TransportRow, Turn, estimate_s, turns_of, work_s
 
 __all__ = ["measure"]
 
 
-def measure(plan: Plan, tell: TellShare = lambda what, share, slow=False: None) -> list[Row]:
+def measure(
+    plan: TransportPlan, tell: TellShare = lambda what, share, slow=False: None
+) -> list[TransportRow]:
     """Measure everything in the plan, round by round.
 
     Args:
@@ -44,14 +46,14 @@ def measure(plan: Plan, tell: TellShare = lambda what, share, slow=False: None) 
     return [row for turn, rounds in found.items() for row in rows_of(turn, rounds)]
 
 
-def rows_of(turn: Turn, rounds: Sequence[Figures]) -> list[Row]:
+def rows_of(turn: Turn, rounds: Sequence[Figures]) -> list[TransportRow]:
     """Return one row for each case of a turn, from its figures in each round."""
     rows = []
     for system, transport, mode in turn.cases:
         figures_ms = [figures[mode] * 1e3 for figures in rounds]
         traffic_ms = [figures["traffic"] * 1e3 for figures in rounds if "traffic" in figures]
         rows.append(
-            Row(
+            TransportRow(
                 system=system,
                 transport=transport,
                 mode=mode,

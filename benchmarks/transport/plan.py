@@ -35,8 +35,8 @@ __all__ = [
     "WORKERS",
     "Case",
     "Figures",
-    "Plan",
-    "Row",
+    "TransportPlan",
+    "TransportRow",
     "Turn",
     "elements",
     "estimate_s",
@@ -109,7 +109,7 @@ OPTIMIZERS: dict[str, Updated] = {
 }
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class TransportPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure. Call `require_sound` before anything starts.
 
     Attributes:
@@ -181,7 +181,7 @@ class Turn(msgspec.Struct, frozen=True):
         return f"{self.size_mb:g} MB, {self.workers} workers, {system} {transport} {modes}"
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One figure.
 
     Attributes:
@@ -213,12 +213,12 @@ Figures = dict[str, float]
 """Seconds by mode, or by "traffic"."""
 
 
-def estimate_s(plan: Plan) -> float:
+def estimate_s(plan: TransportPlan) -> float:
     """Estimate how long the measurements take on two cores."""
     return plan.rounds * sum(work_s(turn) for turn in turns_of(plan))
 
 
-def turns_of(plan: Plan) -> list[Turn]:
+def turns_of(plan: TransportPlan) -> list[Turn]:
     """List the measurements of one round."""
     turns = [
         Turn(cases, size_mb, workers, plan.servers, _iterations(size_mb, workers))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from .goals import GoalRow, goal_rows, ratio_of, times_by_case
-from .plan import FLOOR, GLOO, SHM_ASP, SHM_BSP, SOCKET_ASP, SOCKET_BSP, TCP_ASP, TCP_BSP, Case, Row
+from .goals import TransportGoal, goal_rows, ratio_of, times_by_case
+from .plan import FLOOR, GLOO, SHM_ASP, SHM_BSP, SOCKET_ASP, SOCKET_BSP, TCP_ASP, TCP_BSP, Case, TransportRow
 
 __all__ = ["tables"]
 
@@ -20,7 +20,7 @@ RATIOS: dict[str, dict[Case, tuple[Case, Case]]] = {
 }
 
 
-def tables(rows: Sequence[Row], rounds: int) -> list[Table]:
+def tables(rows: Sequence[TransportRow], rounds: int) -> list[Table]:
     """Return tables of the steps, the updates and the goals that were measured."""
     steps = [row for row in rows if row.optimizer is None]
     updates = [row for row in rows if row.optimizer is not None]
@@ -30,7 +30,7 @@ def tables(rows: Sequence[Row], rounds: int) -> list[Table]:
     return [*made, _goal_table(goals)] if goals else made
 
 
-def _step_table(rows: Sequence[Row], rounds: int) -> Table:
+def _step_table(rows: Sequence[TransportRow], rounds: int) -> Table:
     table = _table("A step", ("MB", "workers", "ms", "low - high", *RATIOS), ("system", "", ""))
     table.caption = (
         f"medians of {rounds} round{'s' if rounds != 1 else ''}; low and high are of single rounds"
@@ -51,7 +51,7 @@ def _step_table(rows: Sequence[Row], rounds: int) -> Table:
     return table
 
 
-def _update_table(rows: Sequence[Row]) -> Table:
+def _update_table(rows: Sequence[TransportRow]) -> Table:
     table = _table(
         f"An update of {rows[0].size_mb:g} MB",
         ("ms", "low - high", "traffic ms", "x traffic"),
@@ -65,7 +65,7 @@ def _update_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _goal_table(goals: Sequence[GoalRow]) -> Table:
+def _goal_table(goals: Sequence[TransportGoal]) -> Table:
     table = _table("Goals", ("MB", "workers", "measured", "goal", "met"), ("what",))
     for row in goals:
         goal = row.goal
@@ -117,7 +117,7 @@ def _ms(value: float) -> str:
     return f"{value:.{max(0, 4 - len(f'{abs(value):.0f}'))}f}"
 
 
-def _span(row: Row) -> str:
+def _span(row: TransportRow) -> str:
     return f"{_ms(row.low_ms)} - {_ms(row.high_ms)}"
 
 

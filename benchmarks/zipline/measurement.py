@@ -38,11 +38,11 @@ __all__ = [
     "PAPER_WAITS_MS",
     "TABLE_3_SHAPES",
     "TABLE_4_SHAPES",
-    "GoalRow",
-    "Report",
     "SuccessRow",
     "TimeRow",
     "WaitRow",
+    "ZiplineGoal",
+    "ZiplineReport",
     "measure",
     "plain_sort",
 ]
@@ -193,7 +193,7 @@ class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
     empty_because: str | None
 
 
-class GoalRow(msgspec.Struct, frozen=True, kw_only=True):
+class ZiplineGoal(msgspec.Struct, frozen=True, kw_only=True):
     """A goal of this project: a bound on a time, or on the ratio of two times that were measured in turns.
 
     Attributes:
@@ -225,7 +225,7 @@ class GoalRow(msgspec.Struct, frozen=True, kw_only=True):
     met: bool
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ZiplineReport(msgspec.Struct, frozen=True, kw_only=True):
     """All results, and the environment in which they were measured.
 
     Attributes:
@@ -251,7 +251,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     waits: list[WaitRow]
     success: list[SuccessRow]
     times: list[TimeRow]
-    goals: list[GoalRow]
+    goals: list[ZiplineGoal]
     notes: tuple[str, ...] = NOTES
 
 
@@ -284,7 +284,9 @@ class _Heat(NamedTuple):
     make: Callable[[np.random.Generator], Mapping[str, Attempt]]
 
 
-def measure(*, rounds: int | None = None, quick: bool = False, tell: TellShare = _no_progress) -> Report:
+def measure(
+    *, rounds: int | None = None, quick: bool = False, tell: TellShare = _no_progress
+) -> ZiplineReport:
     """Measure everything; takes about a minute per round.
 
     Args:
@@ -324,7 +326,7 @@ def measure(*, rounds: int | None = None, quick: bool = False, tell: TellShare =
     tell("done", 1.0)
     paper = {shape: _merged(found) for (name, shape), found in results.items() if name == "paper"}
     waits = _wait_rows(paper, quick)
-    return Report(
+    return ZiplineReport(
         python=platform.python_version(),
         numpy=np.__version__,
         machine=platform.machine(),
@@ -541,7 +543,7 @@ def _time_rows(paper: Mapping[Shape, Round], quick: bool) -> list[TimeRow]:
     return rows
 
 
-def _goal_rows(results: Mapping[tuple[str, Shape], list[Round]]) -> list[GoalRow]:
+def _goal_rows(results: Mapping[tuple[str, Shape], list[Round]]) -> list[ZiplineGoal]:
     rows = []
     for (name, shape), rounds in results.items():
         if name == "paper":
@@ -549,7 +551,7 @@ def _goal_rows(results: Mapping[tuple[str, Shape], list[Round]]) -> list[GoalRow
         if name == "steady":
             calls = _merged(rounds)["from pushes"]
             rows.append(
-                GoalRow(
+                ZiplineGoal(
                     what=PERIODIC,
                     distribution=name,
                     workers=shape[0],
@@ -566,10 +568,10 @@ def _goal_rows(results: Mapping[tuple[str, Shape], list[Round]]) -> list[GoalRow
     return sorted(rows, key=lambda row: (row.goal_ms is None, row.against != PERIODIC))
 
 
-def _ratio_row(name: str, shape: Shape, rounds: Sequence[Round], against: str, goal: float) -> GoalRow:
+def _ratio_row(name: str, shape: Shape, rounds: Sequence[Round], against: str, goal: float) -> ZiplineGoal:
     merged = _merged(rounds)
     ratio = median(_median_ms(one["solve"]) / _median_ms(one[against]) for one in rounds)
-    return GoalRow(
+    return ZiplineGoal(
         what="solve",
         distribution=name,
         workers=shape[0],

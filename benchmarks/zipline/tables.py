@@ -8,7 +8,15 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from .measurement import NAIVE_SHAPE, PERIODIC, TABLE_3_SHAPES, TABLE_4_SHAPES, GoalRow, Report, Shape
+from .measurement import (
+    NAIVE_SHAPE,
+    PERIODIC,
+    TABLE_3_SHAPES,
+    TABLE_4_SHAPES,
+    Shape,
+    ZiplineGoal,
+    ZiplineReport,
+)
 
 __all__ = ["tables"]
 
@@ -26,7 +34,7 @@ HEADINGS = (
 GOAL_NAMES = {PERIODIC: "periodic", "plain sort": "sort"}
 
 
-def tables(report: Report) -> list[Table]:
+def tables(report: ZiplineReport) -> list[Table]:
     """Return Table 3, Table 4 and the goals as tables of at most 80 columns."""
     rounds = f"{report.rounds} round{'s' if report.rounds != 1 else ''}"
     empty = f"\n-: not measured; {'--quick leaves most of it out' if report.quick else 'see below'}"
@@ -62,7 +70,7 @@ def _paper_table(title: str) -> Table:
     return table
 
 
-def _goal_table(goals: Sequence[GoalRow], rounds: str) -> Table:
+def _goal_table(goals: Sequence[ZiplineGoal], rounds: str) -> Table:
     table = _table("Goals")
     table.caption = f"medians over {_span([row.inputs for row in goals])} inputs, {rounds}"
     for heading in ("what", "end times"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.overlap import namespaces
-from benchmarks.overlap.namespaces import Link, network, rate_bps, why_not
+from benchmarks.overlap.namespaces import NetworkLink, network, rate_bps, why_not
 from paceline.errors import ConfigurationError
 from paceline.launcher.local import HostMachine
 
@@ -42,8 +42,8 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
 LAUNCHER = """
 import signal, subprocess, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # processes in the background ignore it
-from benchmarks.overlap.namespaces import Link, network
-with network(2, Link()) as machines:
+from benchmarks.overlap.namespaces import NetworkLink, network
+with network(2, NetworkLink()) as machines:
     print("up", flush=True)
     {then}
 """
@@ -70,7 +70,7 @@ def mbit_per_s(source: HostMachine, sink: HostMachine, size_bytes: int) -> float
 
 @needs_machines
 def test_two_machines_talk_no_faster_than_their_links() -> None:
-    with network(2, Link("200mbit")) as machines:
+    with network(2, NetworkLink("200mbit")) as machines:
         one, other = machines.machines
         for source, sink in ((one, other), (other, one)):
             assert (
@@ -80,24 +80,24 @@ def test_two_machines_talk_no_faster_than_their_links() -> None:
 
 @needs_machines
 def test_the_launcher_is_on_the_same_network() -> None:
-    with network(1, Link("100mbit")) as machines:
+    with network(1, NetworkLink("100mbit")) as machines:
         [machine] = machines.machines
         assert mbit_per_s(machine, HostMachine(machines.host), 5_000_000) < 120
 
 
 @needs_machines
 def test_everything_is_removed_afterwards() -> None:
-    with network(3, Link()):
+    with network(3, NetworkLink()):
         mine = names_of(os.getpid())
         assert len(mine) == 1 + 1 + 3  # the launcher's device, the switch and the machines
     assert names_of(os.getpid()) == []
-    with network(1, Link()):
+    with network(1, NetworkLink()):
         assert len(names_of(os.getpid())) == 3
 
 
 @needs_machines
 def test_a_failure_inside_removes_everything() -> None:
-    with pytest.raises(ZeroDivisionError), network(2, Link()):
+    with pytest.raises(ZeroDivisionError), network(2, NetworkLink()):
         raise ZeroDivisionError
     assert names_of(os.getpid()) == []
 
@@ -109,7 +109,7 @@ def test_a_failure_midway_removes_what_exists_and_names_the_command(
     monkeypatch.setattr(namespaces, "QUEUE_S", -1.0)  # tc refuses a negative limit
     with (
         pytest.raises(ConfigurationError, match="creating network namespaces failed: 'tc -n paceline"),
-        network(2, Link()),
+        network(2, NetworkLink()),
     ):
         pass
     assert names_of(os.getpid()) == []
@@ -138,7 +138,7 @@ def test_what_a_killed_launcher_leaves_is_removed_by_the_next() -> None:
         assert launcher.stdout.readline() == b"up\n"
         launcher.kill()
     assert names_of(launcher.pid)
-    with network(1, Link()):
+    with network(1, NetworkLink()):
         assert names_of(launcher.pid) == []
 
 
@@ -149,7 +149,7 @@ def test_no_process_of_a_run_outlives_a_launcher_that_is_killed(tmp_path: Path) 
 import os, time
 import paceline
 from paceline.launcher.local import Placement
-from benchmarks.overlap.namespaces import Link, network
+from benchmarks.overlap.namespaces import NetworkLink as Link, network
 def train():
     open(f"{tmp_path}/{{os.getpid()}}", "w").close()
     time.sleep(1000)
@@ -165,7 +165,7 @@ with network(2, Link()) as machines:
         assert [len(pids) for pids in processes.values()] == [1, 1], processes
         launcher.kill()
     await_that(lambda: not any(processes_in(name) for name in machines))
-    with network(1, Link()):
+    with network(1, NetworkLink()):
         assert names_of(launcher.pid) == []
 
 
@@ -185,7 +185,7 @@ def await_that(condition: Callable[[], bool]) -> None:
 def test_a_rate_that_no_link_can_have_is_refused(rate: str) -> None:
     with pytest.raises(ConfigurationError, match="expected a number and kbit, mbit or gbit"):
         rate_bps(rate)
-    with pytest.raises(ConfigurationError, match="rate is"), network(1, Link(rate)):
+    with pytest.raises(ConfigurationError, match="rate is"), network(1, NetworkLink(rate)):
         pass
 
 
@@ -193,7 +193,7 @@ def test_a_rate_that_no_link_can_have_is_refused(rate: str) -> None:
 def test_a_number_of_machines_that_cannot_be_is_refused(count: int) -> None:
     with (
         pytest.raises(ConfigurationError, match=f"count is {count}, expected a number of machines"),
-        network(count, Link()),
+        network(count, NetworkLink()),
     ):
         pass
 
@@ -205,6 +205,6 @@ def test_what_is_missing_is_said_before_anything_is_made(monkeypatch: pytest.Mon
         pytest.raises(
             ConfigurationError, match=r"needs root \(try sudo\) and the command 'ip' and the command 'tc'\."
         ),
-        network(1, Link()),
+        network(1, NetworkLink()),
     ):
         pass

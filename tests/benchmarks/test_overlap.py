@@ -18,8 +18,8 @@ from benchmarks.overlap.measurement import (
     WARM_UP,
     Found,
     Net,
-    Plan,
-    Report,
+    OverlapPlan,
+    OverlapReport,
     found_in,
     least_s,
     measure,
@@ -80,10 +80,10 @@ def found(communication_s: float) -> Found:
     return Found(communication_s, 0.01, 0.05, EXCHANGE)
 
 
-def report() -> Report:
-    plan = Plan(shards=8)
+def report() -> OverlapReport:
+    plan = OverlapPlan(shards=8)
     runs = [[found(1.0), found(3.0), found(2.0)], [found(1.5)] * 3, [found(0.2)] * 3]
-    return Report(
+    return OverlapReport(
         rate="1gbit",
         delay_ms=0.0,
         workers=4,
@@ -147,14 +147,14 @@ def test_rows_compare_medians_with_the_first_setting() -> None:
 
 
 def test_by_parameter_one_server_has_nearly_everything() -> None:
-    plan = Plan()
+    plan = OverlapPlan()
     sizes = [parameter.numel() for parameter in Net(plan.width).parameters()]
     assert max(sizes) / sum(sizes) > 0.85
     assert 25 < sum(sizes) * 4 / 2**20 < 50
     off, overlap, even = (least_s(plan, setting) for setting in plan.settings)
     assert off == pytest.approx(overlap)  # with one shard per server, overlap cannot begin earlier
     assert even < off / 5
-    finer = Plan(shards=64)
+    finer = OverlapPlan(shards=64)
     assert least_s(finer, finer.settings[2]) < even
 
 
@@ -198,13 +198,13 @@ def test_the_picture_has_a_panel_for_each_setting() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan(rate="slow"), "rate is 'slow'"),
-        (Plan(rounds=0), "rounds is 0, expected a whole number >= 1"),
-        (Plan(iterations=0), "iterations is 0"),
-        (Plan(shards=SERVERS - 1), "shards is 3, expected a whole number >= 4"),
+        (OverlapPlan(rate="slow"), "rate is 'slow'"),
+        (OverlapPlan(rounds=0), "rounds is 0, expected a whole number >= 1"),
+        (OverlapPlan(iterations=0), "iterations is 0"),
+        (OverlapPlan(shards=SERVERS - 1), "shards is 3, expected a whole number >= 4"),
     ],
 )
-def test_a_plan_that_cannot_be_measured_is_refused(plan: Plan, message: str) -> None:
+def test_a_plan_that_cannot_be_measured_is_refused(plan: OverlapPlan, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         measure(plan)
 
@@ -221,7 +221,7 @@ def test_the_command_refuses_bad_input_before_anything_starts(arguments: list[st
 def test_a_small_run_gives_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "WORKERS", 2)
     monkeypatch.setattr(measurement, "SERVERS", 1)
-    seen = measure(Plan(rounds=1, iterations=2, shards=4, width=32))
+    seen = measure(OverlapPlan(rounds=1, iterations=2, shards=4, width=32))
     assert [row.setting[0] for row in seen.rows] == ["1", "2", "3"]
     assert [row.shards for row in seen.rows] == [1, 1, 4]
     for row, exchange in zip(seen.rows, seen.exchanges, strict=True):

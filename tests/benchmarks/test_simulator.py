@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks import simulator
-from benchmarks.simulator import FidelityRow, Report, SpeedRow, measure, tables
+from benchmarks.simulator import FidelityRow, SimulatorReport, SpeedRow, measure, tables
 
 
-def shown(report: Report) -> str:
+def shown(report: SimulatorReport) -> str:
     console = Console(file=StringIO(), width=100)
     for table in tables(report):
         console.print(table)
@@ -32,12 +32,12 @@ def test_the_tables_mark_the_goals_that_are_missed() -> None:
         SpeedRow("events per second", 120_000.0, 100_000, "1/s", at_least=True),
         SpeedRow("memory", 2000.0, 1024.0, "MiB"),
     ]
-    lines = [line.split() for line in shown(Report(fidelity, speed)).splitlines()]
+    lines = [line.split() for line in shown(SimulatorReport(fidelity, speed)).splitlines()]
     assert ["asp", "10.00", "9.50", "-5.0%", "2.00", "2.50", "+25.0%", "!"] in lines
     assert ["bsp", "10.00", "8.00", "-20.0%", "!", "0.00", "0.00", "+0.0%"] in lines
     assert ["memory", "2e+03", "MiB", "!", "<=", "1,024", "MiB"] in lines
     assert ["events", "per", "second", "1.2e+05", "1/s", ">=", "100,000", "1/s"] in lines
-    assert "speed" not in shown(Report(fidelity, []))
+    assert "speed" not in shown(SimulatorReport(fidelity, []))
 
 
 @pytest.mark.processes

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import commands, transport
-from benchmarks.transport import Plan, Row, estimate_s, measure, plan, tables
+from benchmarks.transport import TransportPlan, TransportRow, estimate_s, measure, plan, tables
 from benchmarks.transport.fork_server import fork_server
 from benchmarks.transport.goals import GOALS, goal_rows
 from benchmarks.transport.plan import (
@@ -50,8 +50,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "OPTIMIZER_MB", 0.1)
 
 
-def row(case: Case, size_mb: float, workers: int, median_ms: float) -> Row:
-    return Row(
+def row(case: Case, size_mb: float, workers: int, median_ms: float) -> TransportRow:
+    return TransportRow(
         **case._asdict(),
         size_mb=size_mb,
         workers=workers,
@@ -61,8 +61,8 @@ def row(case: Case, size_mb: float, workers: int, median_ms: float) -> Row:
     )
 
 
-def update(optimizer: str, median_ms: float, traffic_ms: float) -> Row:
-    return Row(
+def update(optimizer: str, median_ms: float, traffic_ms: float) -> TransportRow:
+    return TransportRow(
         system="optimizer",
         transport="shm",
         mode="asp",
@@ -76,14 +76,14 @@ def update(optimizer: str, median_ms: float, traffic_ms: float) -> Row:
     )
 
 
-def full(median_ms: float = 10_000.0) -> list[Row]:
+def full(median_ms: float = 10_000.0) -> list[TransportRow]:
     """Return rows for everything that is measured by default."""
     sizes = [(size_mb, n) for size_mb in plan.SIZES_MB for n in plan.WORKERS]
     steps = [row(case, size_mb, n, median_ms) for size_mb, n in sizes for case in CASES]
     return steps + [update(name, median_ms, median_ms) for name in OPTIMIZERS]
 
 
-def shown(rows: Sequence[Row], most: int = 3) -> str:
+def shown(rows: Sequence[TransportRow], most: int = 3) -> str:
     """Return the tables as text, 80 columns wide."""
     console = Console(file=StringIO(), width=80, color_system=None)
     for table in tables(rows, 3)[:most]:
@@ -121,7 +121,7 @@ def test_a_small_run_ends_with_a_row_for_everything_there_is() -> None:
 def test_any_number_of_workers_and_servers_is_measured() -> None:
     """One of the sizes fits into the buffer of a socket, the other does not."""
     systems = ("floor", "socket", "gloo")
-    plan = Plan(sizes_mb=(0.004, 3.0), workers=(3,), servers=2, rounds=2, systems=systems)
+    plan = TransportPlan(sizes_mb=(0.004, 3.0), workers=(3,), servers=2, rounds=2, systems=systems)
     rows = measure(plan)
     assert [Case(r.system, r.transport, r.mode) for r in rows] == 2 * [
         c for c in CASES if c.system in systems
@@ -207,7 +207,9 @@ def test_the_goals_are_these() -> None:
         ([update("Adam", 16.0, 10.0)], 1.6, False),
     ],
 )
-def test_a_goal_is_met_if_its_figure_keeps_to_the_bound(rows: list[Row], figure: float, met: bool) -> None:
+def test_a_goal_is_met_if_its_figure_keeps_to_the_bound(
+    rows: list[TransportRow], figure: float, met: bool
+) -> None:
     [found] = goal_rows(rows)
     assert found.figure == pytest.approx(figure)
     assert found.met == met
@@ -273,12 +275,12 @@ def test_small_models_are_one_tensor_and_sizes_are_whole_kilobytes() -> None:
 
 
 def test_all_processes_of_a_turn_do_equally_many_iterations_fewer_of_the_slow() -> None:
-    turns = plan.turns_of(Plan())
+    turns = plan.turns_of(TransportPlan())
     assert len(turns) == 4 * 2 * len(TURNS) + len(OPTIMIZERS)
     counts = [turn.iterations for turn in turns if turn.cases[0] == FLOOR and turn.workers == 2]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] >= plan.FEWEST
-    assert estimate_s(Plan(rounds=2)) == pytest.approx(2 * estimate_s(Plan(rounds=1)))
+    assert estimate_s(TransportPlan(rounds=2)) == pytest.approx(2 * estimate_s(TransportPlan(rounds=1)))
 
 
 # -- what it refuses -----------------------------------------------------------------------------------------
@@ -311,11 +313,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert stderr.count("\n") == 1
 
 
-def kept_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+def kept_plans(monkeypatch: pytest.MonkeyPatch) -> list[TransportPlan]:
     """Return a list that receives the plans that would be measured."""
-    plans: list[Plan] = []
+    plans: list[TransportPlan] = []
 
-    def keep(plan: Plan, tell: object) -> list[Row]:
+    def keep(plan: TransportPlan, tell: object) -> list[TransportRow]:
         plans.append(plan)
         return []
 
@@ -331,11 +333,11 @@ def test_lists_have_spaces_or_commas_between(arguments: str, monkeypatch: pytest
     plans = kept_plans(monkeypatch)
     result = CliRunner().invoke(commands.app, ["transport", *arguments.split(), "--json"])
     assert (result.exit_code, result.stdout) == (0, "[]\n")
-    assert plans == [Plan(sizes_mb=(1.0, 25.0), workers=(3, 5), systems=("floor", "gloo"))]
+    assert plans == [TransportPlan(sizes_mb=(1.0, 25.0), workers=(3, 5), systems=("floor", "gloo"))]
 
 
 def test_the_defaults_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = kept_plans(monkeypatch)
     assert CliRunner().invoke(commands.app, ["transport"]).exit_code == 0
-    assert plans == [Plan()]
+    assert plans == [TransportPlan()]
     assert plans[0].systems == SYSTEMS

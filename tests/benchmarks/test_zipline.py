@@ -20,7 +20,7 @@ from benchmarks.zipline.measurement import (
     NAIVE_SHAPE,
     TABLE_3_SHAPES,
     TABLE_4_SHAPES,
-    Report,
+    ZiplineReport,
     measure,
     plain_sort,
 )
@@ -35,7 +35,7 @@ EXACT = ["zipline", "zipline-opt", "zipline-opt-bs", "auto", "solve_periodic"]
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report() -> ZiplineReport:
     return measure(quick=True)
 
 
@@ -47,7 +47,7 @@ def printed_as_json() -> str:
     return result.stdout
 
 
-def shown(report: Report) -> list[str]:
+def shown(report: ZiplineReport) -> list[str]:
     """Return each table as text, 80 columns wide."""
     texts = []
     for table in tables(report):
@@ -61,7 +61,7 @@ def shown(report: Report) -> list[str]:
 # -- the paper's tables --------------------------------------------------------------------------------------
 
 
-def test_every_cell_of_table_3_is_there_with_what_the_paper_prints(report: Report) -> None:
+def test_every_cell_of_table_3_is_there_with_what_the_paper_prints(report: ZiplineReport) -> None:
     cells = {(row.method, row.workers, row.lookahead): row.paper_wait_ms for row in report.waits}
 
     printed = {key for key, wait_ms in cells.items() if wait_ms is not None}
@@ -81,7 +81,7 @@ def test_every_cell_of_table_3_is_there_with_what_the_paper_prints(report: Repor
     assert [cells["grid-scan", n, 150] for n in (10, 50, 100, 500, 1000)] == [518, 1103, 1253, 1344, 1401]
 
 
-def test_the_success_rates_are_there_with_what_the_paper_prints(report: Report) -> None:
+def test_the_success_rates_are_there_with_what_the_paper_prints(report: ZiplineReport) -> None:
     printed = {row.method: row.paper_success_share for row in report.success}
     assert printed == {
         **dict.fromkeys(PAPER_METHODS[:4], 1.0),
@@ -90,7 +90,7 @@ def test_the_success_rates_are_there_with_what_the_paper_prints(report: Report) 
     }
 
 
-def test_every_cell_of_table_4_is_there_with_what_the_paper_prints(report: Report) -> None:
+def test_every_cell_of_table_4_is_there_with_what_the_paper_prints(report: ZiplineReport) -> None:
     cells = {(row.method, row.workers, row.lookahead): row.paper_mean_ms for row in report.times}
 
     printed = {key for key, mean_ms in cells.items() if mean_ms is not None}
@@ -106,7 +106,7 @@ def test_every_cell_of_table_4_is_there_with_what_the_paper_prints(report: Repor
         assert cells[method, n, r] == pytest.approx(mean_us / 1000)
 
 
-def test_a_cell_is_measured_or_says_why_it_is_empty(report: Report) -> None:
+def test_a_cell_is_measured_or_says_why_it_is_empty(report: ZiplineReport) -> None:
     for row in report.waits:
         assert (row.wait_ms is None) == (row.optimal_share is None) == (row.inputs == 0)
         assert (row.wait_ms is None) == bool(row.empty_because)
@@ -115,7 +115,7 @@ def test_a_cell_is_measured_or_says_why_it_is_empty(report: Report) -> None:
         assert timed.median_ms is None or timed.median_ms > 0
 
 
-def test_naive_search_is_measured_where_its_sets_can_be_formed(report: Report) -> None:
+def test_naive_search_is_measured_where_its_sets_can_be_formed(report: ZiplineReport) -> None:
     naive = {(row.workers, row.lookahead): row for row in report.waits if row.method == "naive"}
     assert naive.pop(NAIVE_SHAPE).wait_ms is not None
     assert set(naive) == set(TABLE_3_SHAPES)
@@ -137,7 +137,7 @@ def test_only_quick_leaves_anything_else_out() -> None:
             assert set(attempts) == (expected if heat.shape == NAIVE_SHAPE else expected - {"naive"})
 
 
-def test_the_exact_methods_agree_on_every_wait(report: Report) -> None:
+def test_the_exact_methods_agree_on_every_wait(report: ZiplineReport) -> None:
     measured = [row for row in report.waits if row.wait_ms is not None]
     for shape in {(row.workers, row.lookahead) for row in measured}:
         rows = {row.method: row for row in measured if (row.workers, row.lookahead) == shape}
@@ -154,9 +154,9 @@ def test_the_exact_methods_agree_on_every_wait(report: Report) -> None:
 
 
 def test_the_waits_are_the_same_in_every_run_and_other_rounds_have_other_inputs(
-    report: Report, printed_as_json: str
+    report: ZiplineReport, printed_as_json: str
 ) -> None:
-    again, more = measure(quick=True), msgspec.json.decode(printed_as_json, type=Report)
+    again, more = measure(quick=True), msgspec.json.decode(printed_as_json, type=ZiplineReport)
     assert again.waits == report.waits
     assert [row.inputs for row in more.waits] == [2 * row.inputs for row in report.waits]
     assert more.waits[5].wait_ms != report.waits[5].wait_ms
@@ -179,7 +179,7 @@ def test_the_goals_are_all_in_the_plan() -> None:
     assert measurement.GOALS_MS == {(10, 15): 0.025, (1000, 15): 0.15, (1000, 150): 1.4, (10_000, 150): 30}
 
 
-def test_a_goal_is_met_if_its_figure_is_no_more_than_it(report: Report) -> None:
+def test_a_goal_is_met_if_its_figure_is_no_more_than_it(report: ZiplineReport) -> None:
     assert {(row.what, row.against) for row in report.goals} == {
         ("solve_periodic", None),
         ("solve", "solve_periodic"),
@@ -235,7 +235,7 @@ def test_what_is_compared_takes_turns_and_never_repeats_an_input() -> None:
 # -- what is shown -------------------------------------------------------------------------------------------
 
 
-def test_the_tables_fit_80_columns_and_show_both_sides(report: Report) -> None:
+def test_the_tables_fit_80_columns_and_show_both_sides(report: ZiplineReport) -> None:
     waits, times, goals = shown(report)
     assert all(len(line) <= 80 for text in (waits, times, goals) for line in text.splitlines())
     assert "…" not in waits + times + goals
@@ -248,7 +248,7 @@ def test_the_tables_fit_80_columns_and_show_both_sides(report: Report) -> None:
     assert sum(line.rstrip().endswith((" yes", " no")) for line in goals.splitlines()) == len(report.goals)
 
 
-def test_a_full_report_fits_too(report: Report) -> None:
+def test_a_full_report_fits_too(report: ZiplineReport) -> None:
     """The widest tables: every cell filled, slow figures, the largest shape."""
     waits = [msgspec.structs.replace(row, wait_ms=1403.0) for row in report.waits]
     times = [msgspec.structs.replace(row, median_ms=45_678.9) for row in report.times]
@@ -293,7 +293,7 @@ def test_quick_prints_tables_and_notes_and_progress_goes_elsewhere() -> None:
 def test_json_is_one_object_with_units_in_its_keys(printed_as_json: str) -> None:
     document = json.loads(printed_as_json)
     assert (document["rounds"], document["quick"]) == (2, True)
-    assert msgspec.json.decode(printed_as_json, type=Report).rounds == 2
+    assert msgspec.json.decode(printed_as_json, type=ZiplineReport).rounds == 2
     for kind in ("waits", "success", "times", "goals"):
         assert document[kind]
         for row in document[kind]:

@@ -16,7 +16,7 @@ from reproductions.commands import main
 from reproductions.exhibit import Options
 from reproductions.fluent_ps import resnet_56
 from reproductions.spec_sync import pushes_after_pulls
-from reproductions.training import Run, Target, best_of_each, run_all
+from reproductions.training import Target, TrainingRun, best_of_each, run_all
 
 PROMISED = {
     "zipline-table3",
@@ -75,7 +75,7 @@ def test_an_exhibit_with_training_is_made(tmp_path: Path) -> None:
 def test_training_runs_come_out_the_same_in_any_process() -> None:
     cluster = Cluster(compute_s=[1.0, 1.0, 2.0])
     runs = [
-        Run(
+        TrainingRun(
             label=label, cluster=cluster, sync=sync, target=LOSS, learning_rate=0.1, iterations=6, every_s=2.0
         )
         for label, sync in (("a", "bsp"), ("b", "asp"), ("again", "bsp"))
@@ -88,7 +88,7 @@ def test_training_runs_come_out_the_same_in_any_process() -> None:
 
 def test_each_label_gets_its_best_learning_rate() -> None:
     cluster = Cluster(compute_s=[1.0, 1.0])
-    run = Run(label="bsp", cluster=cluster, sync="bsp", target=LOSS, iterations=8, every_s=4.0)
+    run = TrainingRun(label="bsp", cluster=cluster, sync="bsp", target=LOSS, iterations=8, every_s=4.0)
     assert best_of_each([run], [(1e-5, 0.0), (0.1, 0.0)]) == {"bsp": (0.1, 0.0)}
 
 

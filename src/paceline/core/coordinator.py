@@ -54,7 +54,7 @@ from .messages import (
     WorkerWelcomed,
 )
 from .model_spec import ModelSpec, first_difference
-from .requests import Fail, Peer, Report, Request, Send, Timer, server_peer, worker_peer
+from .requests import Fail, Peer, Request, Send, Timer, Warn, server_peer, worker_peer
 
 __all__ = ["Coordinator", "fault_report"]
 
@@ -82,7 +82,7 @@ class Coordinator:
         model: the model to train; None before the shards are created.
         slices: the slices of the parameters; () before the shards are created.
         addresses: for each shard, the address of its server; () before the shards are created.
-        publisher: the worker that sends the initial weights; -1 before the shards are created.
+        initializer: the worker that sends the initial weights; -1 before the shards are created.
         started: True once a worker has reported that it has its first weights.
         present: the workers that take part and have not left.
         finished: workers that have finished their work, in order.
@@ -112,7 +112,7 @@ class Coordinator:
         self.model: ModelSpec | None = None
         self.slices: tuple[ShardSlice, ...] = ()
         self.addresses: tuple[str, ...] = ()
-        self.publisher = -1
+        self.initializer = -1
         self.started = False
         self.present: set[int] = set()
         self.finished: list[int] = []
@@ -287,7 +287,7 @@ class Coordinator:
                 return self._welcome(sender.index, message.worker, now_s)
             case FaultReported():
                 self.faults.append(fault_report(message))
-                return [Report(self.faults[-1])]
+                return [Warn(self.faults[-1])]
             case Waits():
                 self.waits[sender.index] = message
                 return []
@@ -314,27 +314,27 @@ class Coordinator:
         absent = self._workers - len(models) - len(self._left)
         if self.model is not None or absent or not models or len(self._addresses) < self._servers:
             return []
-        publisher = next(iter(models))
-        model = models[publisher]
+        initializer = next(iter(models))
+        model = models[initializer]
         for worker, other in models.items():
             if difference := first_difference(model, other):
-                reason = f"its model differs from worker {publisher}'s: {difference}"
+                reason = f"its model differs from worker {initializer}'s: {difference}"
                 return self._refuse([worker], reason, f"worker {worker}")
         try:
             slices = model.layout.sliced(self._shards, self._slicing)
         except ConfigurationError as error:
-            return self._refuse([publisher], str(error), f"worker {publisher}")
+            return self._refuse([initializer], str(error), f"worker {initializer}")
         if reason := self._shortage(model, len(models)):
             # Refuse all workers: if only some were refused, the others would begin when these have left.
             self._connected.update(dict.fromkeys(models))
             return self._refuse(list(models), reason, "the run")
-        self.model, self.slices, self.publisher = model, slices, publisher
+        self.model, self.slices, self.initializer = model, slices, initializer
         servers = sorted(self._addresses)
         self.addresses = tuple(self._addresses[k % self._servers] for k in range(self._shards))
         requests: list[Request] = [
             Send(
                 server_peer(server),
-                CreateShards(model, slices[server :: self._servers], self._first, tuple(models), publisher),
+                CreateShards(model, slices[server :: self._servers], self._first, tuple(models), initializer),
             )
             for server in servers
         ]
@@ -345,7 +345,7 @@ class Coordinator:
     def _start_if_ready(self) -> list[Request]:
         if len(self._ready) < self._servers:
             return []
-        started = Started(self.slices, self.addresses, self.publisher)
+        started = Started(self.slices, self.addresses, self.initializer)
         return [
             Send(worker_peer(worker), started)
             for worker in sorted(self._connected)
@@ -373,7 +373,7 @@ class Coordinator:
             superstep=joined.superstep,
             change=joined.change,
         )
-        started = Started(self.slices, self.addresses, self.publisher, iteration, sync)
+        started = Started(self.slices, self.addresses, self.initializer, iteration, sync)
         return [Send(worker_peer(worker), started), *self._join(event)]
 
     def _join(self, event: WorkerJoined) -> list[Request]:
@@ -392,7 +392,7 @@ class Coordinator:
         requests: list[Request] = []
         if kind is WorkerLost:
             self.lost.append(worker)
-            if worker == self.publisher and not self.started:
+            if worker == self.initializer and not self.started:
                 requests.append(
                     Fail(f"worker {worker}", "it was lost before it had sent the initial weights")
                 )

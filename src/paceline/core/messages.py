@@ -13,10 +13,10 @@ and a pull.
     server -> coordinator   Hello, Ready, WorkerWelcomed, FaultReported, Warned, Failed, Snapshot, Waits
     coordinator -> server   CreateShards, WorkerJoined, WorkerLost, FetchSnapshot, FetchWaits, Shutdown
     worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, PullRequested, PullRepeated,
-                            FetchState, WorkerFinished
-    server -> worker        Committed, Answer, State
-    reader -> server        Hello, FetchSnapshot, FetchState
-    server -> reader        Snapshot, State
+                            FetchOptimizerState, WorkerFinished
+    server -> worker        Committed, Answer, OptimizerState
+    reader -> server        Hello, FetchSnapshot, FetchOptimizerState
+    server -> reader        Snapshot, OptimizerState
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ __all__ = [
     "CreateShards",
     "Failed",
     "FaultReported",
+    "FetchOptimizerState",
     "FetchSnapshot",
-    "FetchState",
     "FetchWaits",
     "FromCoordinatorToServer",
     "FromCoordinatorToWorker",
@@ -54,6 +54,7 @@ __all__ = [
     "IterationFinished",
     "IterationStarted",
     "Message",
+    "OptimizerState",
     "PlanPublished",
     "PullAllowed",
     "PullRepeated",
@@ -67,7 +68,6 @@ __all__ = [
     "Snapshot",
     "Stage",
     "Started",
-    "State",
     "Status",
     "SyncRequested",
     "Waits",
@@ -121,7 +121,7 @@ class Register(Message, frozen=True, tag=True):
 
 
 class CreateShards(Message, frozen=True, tag=True):
-    """A server must create its shards. The publisher will send their weights.
+    """A server must create its shards. The initializer will send their weights.
 
     With shared memory, the descriptor of the memory of the weights is attached to this message and to `Started`.
 
@@ -130,14 +130,14 @@ class CreateShards(Message, frozen=True, tag=True):
         shards: the slices that this server holds.
         sync: the first sync model, or one for each shard, in the notation of the command line.
         workers: the workers that take part from the start, in ascending order.
-        publisher: the worker that sends the initial weights.
+        initializer: the worker that sends the initial weights.
     """
 
     model: ModelSpec
     shards: tuple[ShardSlice, ...]
     sync: str
     workers: tuple[int, ...]
-    publisher: int
+    initializer: int
 
 
 class Ready(Message, frozen=True, tag=True):
@@ -150,14 +150,14 @@ class Started(Message, frozen=True, tag=True):
     Attributes:
         shards: the slices of all shards, in order.
         addresses: for each shard, the address on which its server listens.
-        publisher: the worker that sends the initial weights.
+        initializer: the worker that sends the initial weights.
         iteration: label of the worker's first iteration.
         sync: the sync model in force, in the notation of the command line; "" for the first one of the run.
     """
 
     shards: tuple[ShardSlice, ...]
     addresses: tuple[str, ...]
-    publisher: int
+    initializer: int
     iteration: int = 0
     sync: str = ""
 
@@ -185,7 +185,7 @@ class WorkerWelcomed(Message, frozen=True, tag=True):
 
 
 class InitialState(Message, frozen=True, tag=True):
-    """The optimizer state of a shard, sent by the publisher before the weights if a run is resumed.
+    """The optimizer state of a shard, sent by the initializer before the weights if a run is resumed.
 
     The payload is in safetensors format.
     """
@@ -194,7 +194,7 @@ class InitialState(Message, frozen=True, tag=True):
 
 
 class InitialWeights(Message, frozen=True, tag=True):
-    """The initial weights of a shard, sent by the publisher.
+    """The initial weights of a shard, sent by the initializer.
 
     The payload is the weights and, for shard 0, the other tensors of the model.
     """
@@ -376,13 +376,13 @@ class FaultReported(Message, frozen=True, tag=True):
 # -- reading a run's state --------------------------------------------------------------------------------
 
 
-class FetchState(Message, frozen=True, tag=True):
+class FetchOptimizerState(Message, frozen=True, tag=True):
     """Request the optimizer state of a shard."""
 
     shard: Number
 
 
-class State(Message, frozen=True, tag=True):
+class OptimizerState(Message, frozen=True, tag=True):
     """The optimizer state of a shard. The payload is in safetensors format."""
 
     shard: int
@@ -508,9 +508,9 @@ FromPeerToServer = (
     | Commit
     | PullRequested
     | PullRepeated
-    | FetchState
+    | FetchOptimizerState
     | FetchSnapshot
     | WorkerFinished
     | Bell
 )
-FromServer = Committed | Answer | State | Snapshot | Bell
+FromServer = Committed | Answer | OptimizerState | Snapshot | Bell

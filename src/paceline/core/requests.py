@@ -22,10 +22,10 @@ __all__ = [
     "Peer",
     "Preserve",
     "Proceed",
-    "Report",
     "Request",
     "Send",
     "Timer",
+    "Warn",
     "server_peer",
     "worker_peer",
 ]
@@ -124,8 +124,8 @@ class Abort(NamedTuple):
     iteration: int
 
 
-class Report(NamedTuple):
-    """Report a problem to the user that does not end the run."""
+class Warn(NamedTuple):
+    """Show the user a problem that does not end the run."""
 
     words: str
 
@@ -144,4 +144,4 @@ class Fail(NamedTuple):
     traceback: str = ""
 
 
-Request = Send | Timer | Apply | Discard | Preserve | Proceed | Abort | Report | Fail
+Request = Send | Timer | Apply | Discard | Preserve | Proceed | Abort | Warn | Fail

@@ -1,6 +1,6 @@
 """The protocol of a server: the workers that it serves, and the effect of each message on its shards. No I/O.
 
-    create      CreateShards from the coordinator; each shard begins when the publisher's initial weights arrive
+    create      CreateShards from the coordinator; each shard begins when the initializer's initial weights arrive
     iteration   Commit = push + pull; without overlap: Commit, Committed, PullRequested
     restart     PullRepeated
     end         WorkerFinished from the worker, or WorkerLost from the coordinator or because its connection ended
@@ -60,7 +60,7 @@ class Server:
     Attributes:
         shards: the shards that have begun, by index.
         expected: the workers that take part and have not left.
-        publisher: the worker that sends the initial weights; -1 before the shards are created.
+        initializer: the worker that sends the initial weights; -1 before the shards are created.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Server:
     ) -> None:
         self.shards: dict[int, Shard] = {}
         self.expected: set[int] = set()
-        self.publisher = -1
+        self.initializer = -1
         self._seed = seed
         self._read_sync = read_sync
         self._recorder_of = recorder_of
@@ -95,7 +95,7 @@ class Server:
 
     def require_expected(self, worker: int) -> None:
         """Raise `ProtocolError` if this worker may not connect."""
-        if self.publisher < 0:
+        if self.initializer < 0:
             raise ProtocolError("training has not begun")
         if worker not in self.expected or worker in self._connected:
             raise ProtocolError(f"worker {worker} is not expected, or is already connected")
@@ -170,16 +170,16 @@ class Server:
 
     def _create(self, message: CreateShards) -> list[Request]:
         self.expected = set(message.workers)
-        self.publisher = message.publisher
+        self.initializer = message.initializer
         self._models = tuple(parse_shards(message.sync))
         self._to_begin = {bounds.index for bounds in message.shards}
         return [Send(COORDINATOR, Ready())]
 
     def _begin(self, worker: int, index: int, now_s: float) -> list[Request]:
         """Begin a shard, whose initial weights have arrived."""
-        if worker != self.publisher:
+        if worker != self.initializer:
             raise ProtocolError(
-                f"the initial weights come from worker {self.publisher}, not from worker {worker}"
+                f"the initial weights come from worker {self.initializer}, not from worker {worker}"
             )
         self.require_beginning(index)
         self._to_begin.remove(index)

@@ -122,8 +122,8 @@ class Worker:
         self.waiting_for = "start"
         return [Send(COORDINATOR, Register(model))]
 
-    def publish(self) -> list[Request]:
-        """Send every shard its initial weights. Only the publisher does this."""
+    def initialize(self) -> list[Request]:
+        """Send every shard its initial weights. Only the initializer does this."""
         return [Send(server, InitialWeights(shard)) for shard, server in enumerate(self._servers)]
 
     def push(

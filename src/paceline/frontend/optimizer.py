@@ -107,7 +107,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._training.require_same([p for group in self.param_groups for p in group["params"]])
         else:
             self._training = self._begin(self._session)
-            # The gradients were computed on weights that the publisher's have replaced.
+            # The gradients were computed on weights that the initializer's have replaced.
             stale = self._training.weights_replaced and closure is None
         loss: Any = None
         if closure is None:

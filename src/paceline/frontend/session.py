@@ -24,10 +24,10 @@ __all__ = ["Session", "current", "install", "set_sync", "worker_count", "worker_
 class Session(Protocol):
     """One worker's part in a run.
 
-    Methods are called in this order: `begin`, then `publish` on the publisher and `await_first_weights` on the other
-    workers, then `hold_back` and `commit` once per iteration, then `finish`. `weights` change only inside these calls
-    and `pull_again`, and `finish` may move them to other memory. `gradients` belong to the caller until `commit`, and
-    again once it has returned.
+    Methods are called in this order: `begin`, then `initialize` on the initializer and `await_first_weights` on the
+    other workers, then `hold_back` and `commit` once per iteration, then `finish`. `weights` change only inside these
+    calls and `pull_again`, and `finish` may move them to other memory. `gradients` belong to the caller until
+    `commit`, and again once it has returned.
 
     Attributes:
         worker: index of this worker.
@@ -64,15 +64,15 @@ class Session(Protocol):
     def may_restart(self) -> bool: ...
 
     def begin(self, model: ModelSpec) -> bool:
-        """Register the model to train and wait for the other workers. Return True if this worker is the publisher.
+        """Register the model to train and wait for the other workers. Return True if this worker is the initializer.
 
         Raises:
             ConfigurationError: this worker may not take part.
         """
         ...
 
-    def publish(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
-        """Send the initial model to the servers, as the publisher. All workers start from it.
+    def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
+        """Send the initial model to the servers, as the initializer. All workers start from it.
 
         Args:
             buffers: the tensors that no optimizer trains. The weights are those in `weights`.
@@ -81,7 +81,7 @@ class Session(Protocol):
         ...
 
     def await_first_weights(self) -> None:
-        """Wait until `weights` holds the weights of the publisher."""
+        """Wait until `weights` holds the weights of the initializer."""
         ...
 
     def weights_edited(self) -> bool:

@@ -35,19 +35,19 @@ class WorkerTraining:
     """One worker's training of a model.
 
     The worker takes part in the run from here on: it registers what it trains, waits for the other workers, and
-    starts from the weights of the publisher.
+    starts from the weights of the initializer.
 
     Args:
         session: this worker's session.
         model: the module that is trained.
         parameters: the parameters that are trained, in the order of the optimizer's groups.
         optimizer: the optimizer that the servers run.
-        state: the optimizer's initial state, used if this worker is the publisher: parameter -> key -> value.
+        state: the optimizer's initial state, used if this worker is the initializer: parameter -> key -> value.
         scale_gradients: scales the gradients in place before they are pushed. None if they are pushed as they are.
 
     Attributes:
         spec: what is trained, as all workers must register it.
-        weights_replaced: True if the publisher's weights differed from this worker's own and replaced them.
+        weights_replaced: True if the initializer's weights differed from this worker's own and replaced them.
 
     Raises:
         ConfigurationError: the parameters cannot be trained here, or this worker may not take part.
@@ -71,12 +71,12 @@ class WorkerTraining:
         self._buffers = Buffers(model, parameters)
         self.spec = ModelSpec(layout, optimizer, self._buffers.specs)
 
-        publisher = session.begin(self.spec)
+        initializer = session.begin(self.spec)
         self._weights = weights = Weights(layout, parameters)
         self._gradients = Gradients(layout, parameters, session.gradients)
-        if publisher:
+        if initializer:
             weights.copy_to(session.weights)
-            session.publish(self._buffers.all(), lambda shard: slice_state(shard, parameters, state))
+            session.initialize(self._buffers.all(), lambda shard: slice_state(shard, parameters, state))
         else:
             session.await_first_weights()
         self.weights_replaced = not weights.equal(session.weights)

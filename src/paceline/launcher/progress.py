@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..runtime.coordinator import Coordinator
+from ..runtime.coordinator import CoordinatorHost
 from .output import ForgivingStream
 
 __all__ = ["Progress"]
@@ -37,7 +37,7 @@ class Progress:
         console: the console to write to. From now on its output is dropped if it cannot be written.
     """
 
-    def __init__(self, coordinator: Coordinator, console: Console) -> None:
+    def __init__(self, coordinator: CoordinatorHost, console: Console) -> None:
         self._coordinator = coordinator
         self._console = console
         # An error on writing, such as a closed pipe, would end this process or the thread that draws the table.

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..errors import ConfigurationError
-from ..runtime.coordinator import Coordinator
+from ..runtime.coordinator import CoordinatorHost
 from ..runtime.reader import WeightsSnapshot
 from ..trace.measures import measure
 from ..trace.recording import Trace, read_run
@@ -106,7 +106,7 @@ def _reason(error: Exception) -> str:
 
 
 def summarize(
-    coordinator: Coordinator, faults: Sequence[str], crashed: Sequence[int], weights: Path
+    coordinator: CoordinatorHost, faults: Sequence[str], crashed: Sequence[int], weights: Path
 ) -> dict[str, Any]:
     """Return the statistics of a run. If its traces cannot be read, the statistics that need them are omitted.
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from ..errors import ConfigurationError, PacelineError, RunFailedError
 from ..plugins.conditions import local_conditions
-from ..runtime.coordinator import Coordinator
+from ..runtime.coordinator import CoordinatorHost
 from ..runtime.job import Job, claim_run_dir
 from ..runtime.reader import Reader, WeightsSnapshot
 from ..sync import Conditions
@@ -72,14 +72,16 @@ def start(
     else:
         placement.require_for(job)
     server_input = _server_input(job, path)
-    listener = Coordinator.listen_for(job, placement.coordinator)
+    listener = CoordinatorHost.listen_for(job, placement.coordinator)
     try:
         job = claim_run_dir(job)
     except ConfigurationError:
         listener[0].close()
         raise
     with Interruption() as interruption:
-        run = LiveRun(job, Coordinator(job, *listener), placement, console, interruption, snapshot_every_s)
+        run = LiveRun(
+            job, CoordinatorHost(job, *listener), placement, console, interruption, snapshot_every_s
+        )
         return run.carry_out(worker_arguments, worker_input, server_input)
 
 
@@ -112,7 +114,7 @@ class LiveRun:
     def __init__(
         self,
         job: Job,
-        coordinator: Coordinator,
+        coordinator: CoordinatorHost,
         placement: Placement,
         console: Console,
         interruption: Interruption,
@@ -332,7 +334,7 @@ class LiveRun:
 class Sampler:
     """A thread that takes a snapshot of the weights at every multiple of an interval."""
 
-    def __init__(self, coordinator: Coordinator, interval_s: float) -> None:
+    def __init__(self, coordinator: CoordinatorHost, interval_s: float) -> None:
         self.taken: list[tuple[float, WeightsSnapshot]] = []
         self._coordinator = coordinator
         self._interval_s = interval_s
@@ -367,7 +369,7 @@ class Sampler:
                 tick = max(tick + 1, math.ceil(now_s / self._interval_s))
 
 
-def _reader(coordinator: Coordinator) -> contextlib.closing[Reader]:
+def _reader(coordinator: CoordinatorHost) -> contextlib.closing[Reader]:
     assert coordinator.core.model is not None
     return contextlib.closing(
         Reader.connect(coordinator.core.model, coordinator.core.shards, coordinator.job.token)

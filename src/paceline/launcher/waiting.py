@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..runtime.coordinator import Coordinator
+from ..runtime.coordinator import CoordinatorHost
 from ..runtime.stall import Awaited, StallWatch
 from .local import LocalEngine
 
@@ -26,7 +26,7 @@ class Waiting:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: CoordinatorHost,
         engine: LocalEngine,
         timeout_s: float | None,
         say: Callable[[str], None],

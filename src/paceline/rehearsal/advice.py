@@ -26,7 +26,7 @@ from .comparison import STAR, show_faults
 from .process_pool import TellCount
 from .ranking import EVERY_MODEL, Figures, mark_front, rank
 
-__all__ = ["Advice", "Report", "advise", "show"]
+__all__ = ["Advice", "MachineReport", "advise", "show"]
 
 WORTH_IT = 1.1  # a smaller factor of gradients per second over BSP is not worth any staleness
 
@@ -47,7 +47,7 @@ class Advice(msgspec.Struct, frozen=True):
     command: str
 
 
-class Report(msgspec.Struct, frozen=True):
+class MachineReport(msgspec.Struct, frozen=True):
     """A comparison of all models on the machines of a run, with recommendations.
 
     Attributes:
@@ -68,7 +68,7 @@ class Report(msgspec.Struct, frozen=True):
 
 def advise(
     run_dir: Path, syncs: Sequence[str] = EVERY_MODEL, tell: TellCount = lambda done, of, what: None
-) -> Report:
+) -> MachineReport:
     """Simulate the machines of a run under every model.
 
     Raises:
@@ -86,7 +86,7 @@ def advise(
     together_s, updates = _while_all_were_present(read(run_dir / "trace-shard-0.jsonl"))
     again = simulate(cluster, own, None, summary["seed"], until_s=together_s)
     rows = rank(cluster, _runnable(syncs, cluster, shards), iterations=iterations, tell=tell)
-    return Report(
+    return MachineReport(
         sync=own,
         measured_updates_per_s=updates / together_s,
         simulated_updates_per_s=again.updates / together_s,
@@ -183,7 +183,7 @@ def _summary(run_dir: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{run_dir / 'summary.json'} cannot be read: {error}") from error
 
 
-def show(report: Report, cluster: Cluster, console: Console) -> None:
+def show(report: MachineReport, cluster: Cluster, console: Console) -> None:
     """Print a report about a cluster."""
     off = (
         report.simulated_updates_per_s / report.measured_updates_per_s - 1

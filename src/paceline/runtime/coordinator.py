@@ -33,8 +33,7 @@ from ..core.messages import (
     Waits,
 )
 from ..core.model_spec import ModelSpec
-from ..core.requests import Fail, Report, Request, Send, Timer, server_peer, worker_peer
-from ..core.requests import Peer as Party
+from ..core.requests import Fail, Peer, Request, Send, Timer, Warn, server_peer, worker_peer
 from ..errors import InternalError, ProtocolError, RunFailedError
 from ..sync.notation import notation
 from ..trace.recording import Header, Recorder
@@ -44,12 +43,12 @@ from ..wire.stream import no_payload
 from .best_effort import BestEffortFile
 from .collection import Collection
 from .footprint import available_bytes, footprint, shortage, state_vectors
-from .hub import Hub, Peer
+from .hub import Caller, Hub
 from .job import LOOPBACK, Job
 from .registration import require_sound
 from .timers import Timers
 
-__all__ = ["Coordinator"]
+__all__ = ["CoordinatorHost"]
 
 log = logging.getLogger("paceline.coordinator")
 
@@ -58,7 +57,7 @@ STOP_POLL_S = 0.05
 PACE_SPAN = 8  # approximate number of iterations over which a worker's usual pace is averaged
 
 
-class Coordinator:
+class CoordinatorHost:
     """The coordinator of one run.
 
     Args:
@@ -119,12 +118,14 @@ class Coordinator:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # made by other threads
         self._bell, self._bell_end = socket.socketpair()
         self._bell_end.setblocking(False)
-        self._hub: Hub[Peer] = Hub("the coordinator", job.token, listener, FromPeerToCoordinator, Peer, self)
+        self._hub: Hub[Caller] = Hub(
+            "the coordinator", job.token, listener, FromPeerToCoordinator, Caller, self
+        )
         self._hub.watch(self._bell_end, self._take_calls)
         self._thread = threading.Thread(target=self._run, name="paceline-coordinator", daemon=True)
 
     @classmethod
-    def listen(cls, job: Job, host: str = LOOPBACK) -> Coordinator:
+    def listen(cls, job: Job, host: str = LOOPBACK) -> CoordinatorHost:
         """Return a coordinator that listens on a new socket. See `listen_for`."""
         return cls(job, *cls.listen_for(job, host))
 
@@ -258,8 +259,8 @@ class Coordinator:
 
     # -- called by the hub --------------------------------------------------------------------------------
 
-    def greeted(self, peer: Peer, hello: Hello) -> None:
-        party = Party("server" if hello.role == "server" else "worker", hello.index)
+    def greeted(self, peer: Caller, hello: Hello) -> None:
+        party = Peer("server" if hello.role == "server" else "worker", hello.index)
         if hello.role == "reader":
             raise ProtocolError("a reader is not expected")
         self.core.require_expected(party)
@@ -267,12 +268,12 @@ class Coordinator:
         self.heard_s[peer.role, peer.index] = time.monotonic()
         self._perform(self.core.connected(party, self.job.now_s(), hello.address))
 
-    def payload_targets(self, peer: Peer, message: Message, size_bytes: int) -> Sequence[memoryview]:
+    def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
         if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
             return self._collection.targets(message, peer.index, self.job.servers)
         return no_payload(message, size_bytes)
 
-    def gone(self, peer: Peer, reason: str) -> None:
+    def gone(self, peer: Caller, reason: str) -> None:
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         self._perform(self.core.disconnected(party, self.job.now_s()))
         if peer.role == "server" and self._stops_s is None:
@@ -281,7 +282,7 @@ class Coordinator:
                 self._collect_from(peer.index)
             self.over.set()
 
-    def received(self, peer: Peer, message: Message) -> None:
+    def received(self, peer: Caller, message: Message) -> None:
         self.heard_s[peer.role, peer.index] = time.monotonic()
         if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
             self._collection.arrived(message)
@@ -330,7 +331,7 @@ class Coordinator:
                     self._send(to, message)
                 case Timer():
                     self._timers.set(request.due_s, request)
-                case Report(text):
+                case Warn(text):
                     log.error("%s", text)
                 case Fail(where, reason, traceback):
                     self.fail(RunFailedError(where, reason, traceback))
@@ -342,7 +343,7 @@ class Coordinator:
         if self.core.everybody_left:
             self.over.set()
 
-    def _send(self, to: Party, message: Message, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, to: Peer, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message to a worker or server if it is connected."""
         if (member := self._member(to.role, to.index)) is not None:
             self._hub.send(member, message, descriptors=descriptors)
@@ -379,9 +380,9 @@ class Coordinator:
         while not self._calls.empty():
             self._calls.get_nowait()()
 
-    def _member(self, role: str, index: int) -> Peer | None:
+    def _member(self, role: str, index: int) -> Caller | None:
         """Return the connection of a server or worker; None if it is not connected."""
         return next((m for m in self._hub.peers if (m.role, m.index) == (role, index)), None)
 
-    def _of_role(self, role: str) -> list[Peer]:
+    def _of_role(self, role: str) -> list[Caller]:
         return sorted((m for m in self._hub.peers if m.role == role), key=lambda member: member.index)

@@ -33,7 +33,7 @@ from ..wire.stream import Stream
 from .spin import fall_asleep, spin, wake_up
 from .strangers import Acceptor, Strangers
 
-__all__ = ["Host", "Hub", "Peer"]
+__all__ = ["Caller", "Host", "Hub"]
 
 log = logging.getLogger("paceline.hub")
 
@@ -55,7 +55,7 @@ LONGEST_SLEEP_S = 0.1
 IN_RING = 1 << 8
 
 
-class Peer:
+class Caller:
     """One connection.
 
     Attributes:
@@ -81,8 +81,8 @@ class Peer:
         return f"{self.role} {self.index}"
 
 
-P = TypeVar("P", bound=Peer)
-P_contra = TypeVar("P_contra", bound=Peer, contravariant=True)
+P = TypeVar("P", bound=Caller)
+P_contra = TypeVar("P_contra", bound=Caller, contravariant=True)
 
 
 class Host(Protocol[P_contra]):
@@ -113,7 +113,7 @@ class Hub(Generic[P]):
         token: the secret that peers must send.
         listener: a listening socket, of which the hub takes ownership.
         accepts: the union of the types of messages that peers may send.
-        make_peer: returns the object for a new connection, usually of a subclass of `Peer`.
+        make_peer: returns the object for a new connection, usually of a subclass of `Caller`.
         host: the object whose methods are called when something happens.
 
     Attributes:
@@ -172,7 +172,7 @@ class Hub(Generic[P]):
         self._checked_s = time.monotonic()
         wake_up(self._ringed)
         for key, events in ready:
-            if isinstance(key.data, Peer):
+            if isinstance(key.data, Caller):
                 # The peer may have been dropped by an earlier iteration.
                 if key.data in self.peers:
                     self._serve(key.data, events)

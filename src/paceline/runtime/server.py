@@ -23,8 +23,8 @@ from ..core.messages import (
     Commit,
     CreateShards,
     Failed,
+    FetchOptimizerState,
     FetchSnapshot,
-    FetchState,
     FetchWaits,
     FromCoordinatorToServer,
     FromPeerToServer,
@@ -32,12 +32,12 @@ from ..core.messages import (
     InitialState,
     InitialWeights,
     Message,
+    OptimizerState,
     PullRepeated,
     PullRequested,
     Shutdown,
     Snapshot,
     Stage,
-    State,
     Warned,
     WorkerFinished,
     WorkerLost,
@@ -60,12 +60,12 @@ from ..wire.memory import MASTER, Inbox, Region
 from ..wire.ring import Ring
 from ..wire.stream import Stream
 from .best_effort import BestEffortFile
-from .hub import Hub, Peer
+from .hub import Caller, Hub
 from .job import Assignment
 from .server_memory import ServerMemory
 from .timers import Timers
 
-__all__ = ["Server", "serve"]
+__all__ = ["ServerHost", "serve"]
 
 log = logging.getLogger("paceline.server")
 
@@ -74,7 +74,7 @@ GOODBYE_TIMEOUT_S = 5.0
 READERS_PER_SHARD = 32
 
 
-class Caller(Peer):
+class ServerCaller(Caller):
     """A connection to a server.
 
     Attributes:
@@ -88,7 +88,7 @@ class Caller(Peer):
         self.payload: list[bytearray] = []
 
     @classmethod
-    def coordinator(cls, stream: Stream[Any]) -> Caller:
+    def coordinator(cls, stream: Stream[Any]) -> ServerCaller:
         """Return the connection that a server has opened to its coordinator."""
         peer = cls(stream)
         peer.role = "coordinator"
@@ -98,7 +98,7 @@ class Caller(Peer):
         return "the coordinator" if self.role == "coordinator" else super().__str__()
 
 
-class Server:
+class ServerHost:
     """One server process.
 
     Args:
@@ -111,20 +111,20 @@ class Server:
         self, place: Assignment, listener: socket.socket, coordinator: Stream[FromCoordinatorToServer]
     ) -> None:
         self._job = place.job
-        self._coordinator = Caller.coordinator(coordinator)
-        self._workers: dict[int, Caller] = {}  # connected workers
+        self._coordinator = ServerCaller.coordinator(coordinator)
+        self._workers: dict[int, ServerCaller] = {}  # connected workers
         self._recorders: list[Recorder] = []
         self._core = core.Server(place.job.seed, place.job.read_sync, self._recorder_of)
         self._memory: ServerMemory | None = None  # None until training begins
         self._timers: Timers[Timer] = Timers()
         self._running = True
-        self._hub: Hub[Caller] = Hub(
-            f"server {place.index}", place.job.token, listener, FromPeerToServer, Caller, self
+        self._hub: Hub[ServerCaller] = Hub(
+            f"server {place.index}", place.job.token, listener, FromPeerToServer, ServerCaller, self
         )
         self._hub.adopt(self._coordinator)
 
     @classmethod
-    def connect(cls, place: Assignment) -> Server:
+    def connect(cls, place: Assignment) -> ServerHost:
         """Return a server that listens and has sent its address to the coordinator.
 
         Raises:
@@ -159,7 +159,7 @@ class Server:
 
     # -- called by the hub --------------------------------------------------------------------------------
 
-    def greeted(self, peer: Caller, hello: Hello) -> None:
+    def greeted(self, peer: ServerCaller, hello: Hello) -> None:
         if hello.role != "worker":
             most = READERS_PER_SHARD * math.ceil(self._job.shards / self._job.servers)
             if sum(other.role not in ("", "worker") for other in self._hub.peers) >= most:
@@ -183,7 +183,7 @@ class Server:
         in_place = hello.follows and memory.master is not None
         self._perform(self._core.connected(peer.index, reads_in_place=in_place))
 
-    def received(self, peer: Caller, message: Message) -> None:
+    def received(self, peer: ServerCaller, message: Message) -> None:
         if peer is self._coordinator:
             self._handle_coordinator(message)
             return
@@ -206,14 +206,14 @@ class Server:
                 self._pass_on(peer, message)
             case FetchSnapshot() if not peer.stream.backlog:  # one at a time, so that the queue stays short
                 self._send_snapshot(peer, message.shard)
-            case FetchState() if not peer.stream.backlog:
+            case FetchOptimizerState() if not peer.stream.backlog:
                 self._core.shard(message.shard)
                 blob = memory.optimizer_state(message.shard)
-                self._hub.send(peer, State(message.shard), [memoryview(blob)])
-            case InitialState() if self._publishes(peer):
+                self._hub.send(peer, OptimizerState(message.shard), [memoryview(blob)])
+            case InitialState() if self._initializes(peer):
                 self._core.require_beginning(message.shard)
                 memory.keep_state(message, b"".join(peer.payload))
-            case InitialWeights() if self._publishes(peer):
+            case InitialWeights() if self._initializes(peer):
                 self._core.require_beginning(message.shard)
                 memory.begin(message.shard, peer.payload)
                 self._pass_on(peer, message)
@@ -223,10 +223,10 @@ class Server:
                 raise ProtocolError(f"{type(message).__name__} is not expected from {peer} now")
         peer.payload = []
 
-    def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
+    def payload_targets(self, peer: ServerCaller, message: Message, size_bytes: int) -> Sequence[memoryview]:
         if self._memory is None or peer.role != "worker":
             return []
-        if isinstance(message, InitialState | InitialWeights) and not self._publishes(peer):
+        if isinstance(message, InitialState | InitialWeights) and not self._initializes(peer):
             return []
         peer.payload = [bytearray(size) for size in self._memory.payload_sizes(message, size_bytes)]
         targets = [memoryview(part) for part in peer.payload]
@@ -235,7 +235,7 @@ class Server:
             return [*inbox.places(message.pieces), *targets]
         return targets
 
-    def gone(self, peer: Caller, reason: str) -> None:
+    def gone(self, peer: ServerCaller, reason: str) -> None:
         if peer is self._coordinator:
             self._running = False  # the run is over, even without a `Shutdown`
         elif self._workers.get(peer.index) is peer:
@@ -261,12 +261,12 @@ class Server:
             case Shutdown():
                 self._running = False
 
-    def _pass_on(self, peer: Caller, message: Message) -> None:
+    def _pass_on(self, peer: ServerCaller, message: Message) -> None:
         """Pass a message to the core and carry out its requests."""
         sender = COORDINATOR if peer is self._coordinator else worker_peer(peer.index)
         self._perform(self._core.handle(sender, message, self._job.now_s()))
 
-    def _commit(self, peer: Caller, commit: Commit, memory: ServerMemory) -> None:
+    def _commit(self, peer: ServerCaller, commit: Commit, memory: ServerMemory) -> None:
         inbox, gradient = peer.inboxes[commit.shard]
         push: Push | None = memory.read(commit, gradient)
         inbox.take(commit.pieces)
@@ -319,7 +319,7 @@ class Server:
             if peer.stream.backlog:
                 peer.stream.keep(shard)
 
-    def _send_snapshot(self, peer: Caller, index: int) -> None:
+    def _send_snapshot(self, peer: ServerCaller, index: int) -> None:
         version = self._core.shard(index).version
         self._hub.send(peer, Snapshot(index, version), self._require_memory().snapshot(index))
 
@@ -350,8 +350,8 @@ class Server:
             raise ProtocolError("the coordinator did not pass the shared memory of the weights")
         return Region.attach(layout, self._coordinator.stream.descriptors.pop(), MASTER)
 
-    def _publishes(self, peer: Caller) -> bool:
-        return peer.role == "worker" and peer.index == self._core.publisher
+    def _initializes(self, peer: ServerCaller) -> bool:
+        return peer.role == "worker" and peer.index == self._core.initializer
 
     def _require_memory(self) -> ServerMemory:
         if self._memory is None:
@@ -361,4 +361,4 @@ class Server:
 
 def serve(place: Assignment) -> None:
     """Run a server: listen, send the address to the coordinator, and serve."""
-    Server.connect(place).run()
+    ServerHost.connect(place).run()

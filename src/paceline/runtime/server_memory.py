@@ -1,6 +1,6 @@
 """The tensors of one server: the stores of its shards, the memory in which pushes arrive, and the buffers.
 
-It is created when the server receives its shards. The store of each shard is created from the publisher's initial
+It is created when the server receives its shards. The store of each shard is created from the initializer's initial
 weights. This module is independent of sockets, clocks and sync models.
 """
 

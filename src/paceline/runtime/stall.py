@@ -19,7 +19,7 @@ import msgspec
 
 from ..core.messages import Waits
 from ..core.standstill import standstill
-from .coordinator import Coordinator
+from .coordinator import CoordinatorHost
 
 __all__ = ["Awaited", "StallWatch"]
 
@@ -66,7 +66,7 @@ class StallWatch:
         standstill: a description of what each worker waits for, if no worker can ever continue; else "".
     """
 
-    def __init__(self, coordinator: Coordinator, timeout_s: float | None = None) -> None:
+    def __init__(self, coordinator: CoordinatorHost, timeout_s: float | None = None) -> None:
         self.standstill = ""
         self._first_patience_s = min(FIRST_PATIENCE_S, timeout_s or FIRST_PATIENCE_S)
         self._coordinator = coordinator
@@ -106,12 +106,12 @@ class StallWatch:
         if silent or not self._answered:
             return silent
         if not coordinator.started.is_set():
-            publisher = coordinator.core.publisher
-            waiting = tuple(worker for worker in live if worker != publisher)
+            initializer = coordinator.core.initializer
+            waiting = tuple(worker for worker in live if worker != initializer)
             doing = "has not sent the initial weights yet"
             return (
-                [Awaited("worker", publisher, quiet_s[publisher], doing, waiting)]
-                if publisher in late
+                [Awaited("worker", initializer, quiet_s[initializer], doing, waiting)]
+                if initializer in late
                 else []
             )
         held = {worker for answer in self._answers for shard in answer.shards for worker, _ in shard.pulls}

@@ -28,14 +28,14 @@ from ..core.messages import (
     Bell,
     Content,
     Failed,
-    FetchState,
+    FetchOptimizerState,
     FromCoordinatorToWorker,
     FromServer,
     Hello,
     InitialState,
     Message,
+    OptimizerState,
     Started,
-    State,
     Status,
     Warned,
 )
@@ -172,9 +172,9 @@ class WorkerSession:
                 outgoing, incoming = map(Ring, region.channels[channel])
                 stream.use_rings(outgoing, incoming)
                 self._ringed.append(stream)
-        return started.publisher == self.worker
+        return started.initializer == self.worker
 
-    def publish(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
+    def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
         assert self._region is not None
         payloads: dict[int, list[memoryview]] = {}
         for shard in self._shards:
@@ -185,7 +185,7 @@ class WorkerSession:
             payloads[shard.index] = list(cut(self._region.weights, shard).values())
             if shard.index == 0:
                 payloads[0] += pack(buffers)
-        self._perform(self._core.publish(), payloads)
+        self._perform(self._core.initialize(), payloads)
         self.await_first_weights()
 
     def await_first_weights(self) -> None:
@@ -314,7 +314,7 @@ class WorkerSession:
         # one at a time, because a server sends only one bulk message at a time to each peer
         for shard in self._shards:
             self._fetching = shard.index
-            self._send_to_shard(shard.index, FetchState(shard.index))
+            self._send_to_shard(shard.index, FetchOptimizerState(shard.index))
             while self._fetching >= 0:
                 self._hear(timeout_s=None)
         fetched = [
@@ -434,7 +434,7 @@ class WorkerSession:
 
     def _hear_server(self, messages: Iterable[Message]) -> None:
         for message in messages:
-            if type(message) is State:
+            if type(message) is OptimizerState:
                 self._fetching = -1
             elif type(message) is not Bell:
                 self._perform(self._core.handle(message))
@@ -480,7 +480,7 @@ class WorkerSession:
                 if self._job.transport == "shm":
                     return []
                 return list(cut(self._region.weights, shards[message.shard]).values())
-            case State() if message.shard == self._fetching:
+            case OptimizerState() if message.shard == self._fetching:
                 limit_bytes = STATE_LIMIT_FACTOR * shards[message.shard].size_bytes + STATE_SLACK_BYTES
                 if size_bytes > limit_bytes:
                     raise ProtocolError(

@@ -144,7 +144,7 @@ FUSED: dict[str, FusedUpdate] = {
 }
 
 
-class Run:
+class SegmentRun:
     """A stretch of a vector: neighboring segments of one group that have had the same number of steps.
 
     Args:
@@ -236,7 +236,7 @@ class FusedOptimizer:
         self._runs = self._divide(steps)
 
     def _step_run(
-        self, run: Run, gradients: Sequence[Vectors], scale: float, settings: HyperParameters
+        self, run: SegmentRun, gradients: Sequence[Vectors], scale: float, settings: HyperParameters
     ) -> None:
         keys = self._update.state_keys(settings)
         kernel = self._update.kernel(settings, run.steps)
@@ -267,15 +267,21 @@ class FusedOptimizer:
         runs = []
         for run in self._runs:
             parts = [list(p) for _, p in groupby(run.segments, key=lambda p: present(segments[p].parameter))]
-            runs += [run] if len(parts) == 1 else [Run(self._bounds, p, run.group, run.steps) for p in parts]
+            runs += (
+                [run]
+                if len(parts) == 1
+                else [SegmentRun(self._bounds, p, run.group, run.steps) for p in parts]
+            )
         self._runs = runs
 
-    def _divide(self, steps: Sequence[int]) -> list[Run]:
+    def _divide(self, steps: Sequence[int]) -> list[SegmentRun]:
         """Return the longest possible runs, given the number of steps of each segment."""
         kinds = groupby(
             range(len(steps)), key=lambda p: (self._bounds.segments[p].dtype, self._group_of[p], steps[p])
         )
-        return [Run(self._bounds, list(positions), group, count) for (_, group, count), positions in kinds]
+        return [
+            SegmentRun(self._bounds, list(positions), group, count) for (_, group, count), positions in kinds
+        ]
 
     def _vector(self, key: str, dtype: str) -> torch.Tensor:
         if (key, dtype) not in self._state:

@@ -23,10 +23,10 @@ from ..core.requests import (
     Peer,
     Preserve,
     Proceed,
-    Report,
     Request,
     Send,
     Timer,
+    Warn,
     server_peer,
     worker_peer,
 )
@@ -44,9 +44,9 @@ from .machines import Presence
 from .network import Connection, NetworkInterface
 from .recording import Recorders
 from .times import Constant, Distribution
-from .worker_state import WorkerState
+from .virtual_worker import VirtualWorker
 
-__all__ = ["Driver", "Job", "NullStore", "ShardStore"]
+__all__ = ["Driver", "NullStore", "ShardStore", "VirtualJob"]
 
 log = logging.getLogger("paceline.sim")
 
@@ -69,7 +69,7 @@ class Driver(Protocol):
         """Called when the time of its computation has passed."""
 
     def aborted(self, worker: int) -> None:
-        """Called when its computation must be aborted. The driver must call `Job.pull_again`."""
+        """Called when its computation must be aborted. The driver must call `VirtualJob.pull_again`."""
 
     def answered(self, worker: int) -> None:
         """Called when every shard has answered the worker's last pull."""
@@ -109,7 +109,7 @@ class NullStore:
         pass
 
 
-class Job:
+class VirtualJob:
     """A run in virtual time.
 
     Args:
@@ -172,7 +172,7 @@ class Job:
         self._to_come = 0  # number of workers that will join
         self.workers = []
         for worker in range(cluster.workers):
-            state = WorkerState()
+            state = VirtualWorker()
             state.sample = cluster.compute(worker).sampler(seed, worker, COMPUTING)
             to_server = self._delays(cluster.latency(worker, to_server=True), worker, TO_SERVER)
             from_server = self._delays(cluster.latency(worker, to_server=False), worker, FROM_SERVER)
@@ -298,9 +298,9 @@ class Job:
             self._new_core(worker)
         for worker in self._first:
             self._at_once(worker_peer(worker), self.workers[worker].core.register(models(worker)))
-        publisher = worker_peer(self.coordinator.publisher)
-        self._at_once(publisher, self.workers[publisher.index].core.publish())
-        self._at_once(publisher, [Send(COORDINATOR, Status(0, None, "computing"))])
+        initializer = worker_peer(self.coordinator.initializer)
+        self._at_once(initializer, self.workers[initializer.index].core.initialize())
+        self._at_once(initializer, [Send(COORDINATOR, Status(0, None, "computing"))])
         for worker in self._first:
             self._connect(worker)
 
@@ -525,7 +525,7 @@ class Job:
                 case Timer():
                     due_ns = nanoseconds(request.due_s)
                     self.kernel.at(due_ns, self._fire_at_coordinator, request, priority=TIMER)
-                case Report(text):
+                case Warn(text):
                     log.error("%s", text)
                 case _:
                     raise InternalError(f"a coordinator does not carry out {request}")

@@ -17,7 +17,7 @@ from ..sync import SyncModel
 from ..sync.schedule import Schedule, read_schedule
 from ..trace.records import IterationRecord
 from .cluster import Cluster, require_whole
-from .job import Job, NullStore
+from .job import NullStore, VirtualJob
 from .kernel import SECOND_NS, nanoseconds
 from .recording import Recorders, TakeRecord
 from .result import Loss, SimResult
@@ -103,7 +103,7 @@ def simulate(
             sizes = shard_bytes or [
                 cluster.size_bytes * (k + 1) // count - cluster.size_bytes * k // count for k in range(count)
             ]
-            job = Job(
+            job = VirtualJob(
                 cluster,
                 schedule,
                 [NullStore()] * count,
@@ -134,7 +134,7 @@ def simulate(
                 sizes = [store.bounds.size_bytes for store in stores]
                 if cluster.size_bytes:
                     sizes = [cluster.size_bytes * size // max(1, sum(sizes)) for size in sizes]
-                job = Job(
+                job = VirtualJob(
                     cluster,
                     schedule,
                     stores,
@@ -177,7 +177,7 @@ def simulate(
 class _Clockwork:
     """Driver of workers that compute nothing and only let time pass. See `paceline.sim.job.Driver`."""
 
-    def __init__(self, job: Job, iterations: float) -> None:
+    def __init__(self, job: VirtualJob, iterations: float) -> None:
         self._job = job
         self._iterations = iterations
 
@@ -226,7 +226,7 @@ def _snapshot_recorder(
 
 
 def _take_snapshots(
-    job: Job,
+    job: VirtualJob,
     take: Callable[[], WeightsSnapshot],
     every_s: float,
     keep: Callable[[float, WeightsSnapshot], bool],

@@ -30,7 +30,7 @@ from ..shard.vectors import torch_dtype
 from ..sync import SyncModel
 from ..sync.draws import uniform
 from ..sync.schedule import Schedule, read_schedule
-from .job import Job
+from .job import VirtualJob
 from .strand import Strand
 
 __all__ = ["Training", "computed_by"]
@@ -52,7 +52,7 @@ class Training:
         shards: number of shards.
 
     Attributes:
-        job: the job. Must be set before `Job.run` is called.
+        job: the job. Must be set before `VirtualJob.run` is called.
         model: description of the trained model. Set by `make_stores`.
         stores: the store of each shard. Set by `make_stores`.
     """
@@ -77,14 +77,14 @@ class Training:
         self.stores: list[Store] = []
         self.model: ModelSpec
         self.slices: tuple[ShardSlice, ...] = ()
-        self.job: Job
+        self.job: VirtualJob
         self._function = function
         self._slicing = slicing
         self._count = shards
         self._sessions: dict[int, VirtualSession] = {}
         self._lives = [0] * workers
         self._slots: BufferSlots  # set by `make_stores`
-        self._publisher = -1
+        self._initializer = -1
         self._running: VirtualSession | None = None  # the session whose generators are installed
         self._outside: GeneratorStates | None = None  # state of the caller's generators
 
@@ -128,19 +128,19 @@ class Training:
                 "the run",
                 "no worker ever called step() on a paceline.DistributedOptimizer, so nothing was trained",
             )
-        publisher = registered[0]
-        model = self._sessions[publisher].model
+        initializer = registered[0]
+        model = self._sessions[initializer].model
         assert model is not None
         self.model = model
         self.slices = model.layout.sliced(self._count, self._slicing)
-        self._publisher = publisher
-        self._resume(self._sessions[publisher])  # calls `start_stores`
+        self._initializer = initializer
+        self._resume(self._sessions[initializer])  # calls `start_stores`
         return self.stores
 
     def start_stores(
         self, vectors: Vectors, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]
     ) -> None:
-        """Create the stores from the initial weights, buffers and optimizer state of the publisher."""
+        """Create the stores from the initial weights, buffers and optimizer state of the initializer."""
         self._slots = BufferSlots(self.model.buffers, [tensor.clone() for tensor in buffers])
         for bounds in self.slices:
             weights = {d: vectors[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
@@ -164,9 +164,9 @@ class Training:
             return
         assert session.model is not None
         if difference := first_difference(self.model, session.model):
-            publisher = f"worker {self._publisher}"
-            raise RunFailedError(f"worker {worker}", f"its model differs from {publisher}'s: {difference}")
-        if worker != self._publisher or not session.weights:
+            initializer = f"worker {self._initializer}"
+            raise RunFailedError(f"worker {worker}", f"its model differs from {initializer}'s: {difference}")
+        if worker != self._initializer or not session.weights:
             session.allocate(self.model)
         for shard in range(len(self.stores)):
             self.sent(worker, shard)
@@ -302,7 +302,7 @@ class VirtualSession:
         self.allocate(model)
         return True
 
-    def publish(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
+    def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
         self._training.start_stores(self.weights, buffers, state_of)
         self.strand.pause()
         self._join()

@@ -459,7 +459,7 @@ IRRELEVANT: Set[str] = frozenset(
     {
         # What decides nothing, or is the same in all states of one search.
         *("_former", "_versions", "_recorder", "_recorder_of", "_read_sync", "_shortage", "_schedule"),
-        *("last_commit", "publisher", "finished", "lost", "cut_off", "endings", "faults", "board", "waits"),
+        *("last_commit", "initializer", "finished", "lost", "cut_off", "endings", "faults", "board", "waits"),
         *("model", "slices", "addresses", "started", "_connected", "_addresses"),
     }
 )

@@ -7,10 +7,10 @@ from ..trace.records import IterationRecord
 from .network import Connection
 from .times import Sample
 
-__all__ = ["WorkerState"]
+__all__ = ["VirtualWorker"]
 
 
-class WorkerState:
+class VirtualWorker:
     """The state of one worker, and the time that its iterations have taken. All times are virtual.
 
     Attributes:
