@@ -1,6 +1,6 @@
 """The interface between the front end and the host of a worker.
 
-The front end (`DistributedOptimizer`, `distribute`) talks to a `Session`, and does not know where it runs: in a
+The front end (`DistributedOptimizer`, `distribute`) uses a `Session` and does not depend on where it runs: in a
 process of a live run, or on a thread of a simulation. Without a session, a script runs as one ordinary process.
 """
 

@@ -233,7 +233,8 @@ def descriptors(workers: int, servers: int, shards: int, transport: str, open_no
     # its mapping; a connection and a mapping for each worker; and the traces and readers of its shards.
     shared = transport == "shm"
     server = 6 + 2 * shared + (1 + shared) * workers + 3 * -(-shards // servers)
-    # A worker has a connection to each server and at most eleven others, which is always less than the launcher has.
+    # A worker has a connection to each server and at most eleven others, which are always fewer than those of the
+    # launcher.
     return max(launcher, server) + DESCRIPTOR_HEADROOM
 
 

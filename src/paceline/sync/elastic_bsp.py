@@ -241,7 +241,7 @@ class Planner(JobMachine):
         self._lookahead = lookahead
         self._pace: dict[int, Pace] = {}  # live workers, in order of joining
         self._superstep = 0
-        self._members: set[int] = set()  # of this superstep
+        self._members: set[int] = set()  # members of this superstep
         self._begun = False  # True after the first push; later joiners become members of the next superstep
         self._unmonitored: set[int] = set()  # members with fewer than two pushes since their last barrier
         self._remaining: set[int] | None = None  # members that have yet to stop; None while monitoring
