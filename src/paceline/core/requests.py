@@ -125,7 +125,7 @@ class Abort(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Report a problem to the user that does not end the run."""
+    """Report a problem that does not end the run."""
 
     words: str
 

@@ -99,7 +99,7 @@ class Session(Protocol):
     def hold_back(self, *, droppable: bool) -> bool:
         """Announce that all gradients are computed.
 
-        Where a slower machine is emulated, the additional time passes here or in `commit`.
+        If a slower machine is emulated, the additional time passes here or in `commit`.
 
         Args:
             droppable: True if the computation can still be aborted and restarted.

@@ -64,7 +64,7 @@ class Lane:
         self._now_ns = now_ns
 
     def _schedule(self) -> None:
-        """Schedule an event for the end of the next transfer to end, if no other transfer begins before."""
+        """Schedule an event at the time at which the next transfer ends if no other transfer begins before."""
         self._event += 1
         left_ns = (self._marks[0][0] - self._passed_ns) * len(self._marks)
         self._kernel.after(max(0, math.ceil(left_ns - ROUNDING_NS)), self._finish, self._event)

@@ -105,8 +105,8 @@ class Barrier:
 class ElasticShard(ShardMachine):
     """The machine at a shard. It handles unflagged pushes as ASP does and holds flagged ones.
 
-    More than one barrier can be open at the same time: a flagged push of a worker that is a member of the next
-    superstep only may arrive here before the flagged push of the last member of this superstep.
+    More than one barrier can be open at the same time: if a worker belongs only to the next superstep, its flagged
+    push may arrive here before the last flagged push of this superstep.
     """
 
     def __init__(self) -> None:

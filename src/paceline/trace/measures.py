@@ -226,7 +226,7 @@ class _ShardMeter:
             self.current[event.worker].iterations += 1
         elif kind is PullRequested:
             self.current[event.worker].asked_s = event.now_s
-            self.delayed_pulls += 1  # taken back below if the pull is answered by this entry
+            self.delayed_pulls += 1  # decremented below if the pull is answered by this entry
         elif kind is PullRepeated:
             self.restarts += 1
         elif kind is WorkerJoined:
