@@ -112,7 +112,7 @@ def test_help_says_what_the_program_is_and_names_its_commands(call: Call) -> Non
 
     assert ended.code == 0
     assert ended.stderr == ""
-    assert "training on machines that are not equally fast" in ended.stdout
+    assert "training on machines of unequal speed" in ended.stdout
     assert re.search(
         r"run\s+Run a script in several worker processes, as python script.py runs it in one", ended.stdout
     )
@@ -125,14 +125,14 @@ RUN_OPTIONS = {
     "--workers": "Number of workers",
     "--servers": "Number of servers",
     "--sync": "bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15",
-    "--import": "Module whose functions the script may use",
+    "--import": "Module to import, with your own synchronization models",
     "--shards": "Number of slices",
     "--slicing": "equal parts",
-    "--overlap": "each shard answers pulls on its own",
+    "--overlap": "each shard answers pulls independently",
     "--transport": "Shared memory",
     "--port": "0 chooses a free port",
-    "--seed": "order of the data and of the jitter",
-    "--on-nan": "stop the run, or skip the push",
+    "--seed": "Random seed for the data order, the jitter",
+    "--on-nan": "stop the run or skip the push",
     "--run-dir": "logs, traces and results",
     "--stall-timeout": "silent for this many seconds",
     "--pace": "Minimum seconds per iteration",
@@ -264,7 +264,7 @@ BAD_INPUT = {
         "the first model must begin at 0",
     ),
     "a schedule without a time": (["--sync", "bsp@0,asp", "train.py"], "'asp' does not say when"),
-    "a time that is none": (["--sync", "bsp@0,asp@noon", "train.py"], "'noon' is no time"),
+    "a time that is none": (["--sync", "bsp@0,asp@noon", "train.py"], "'noon' is not a valid time"),
     "steps out of order": (["--sync", "bsp@0,asp@9,bsp@5", "train.py"], "iteration 5 does not come after 9"),
     "more models than shards": (
         ["--servers", "1", "--sync", "bsp|asp", "train.py"],

@@ -100,7 +100,7 @@ def read_numbers(name: str, text: str | None) -> list[float] | None:
 
 
 def read_whole(name: str, number: float) -> int:
-    """Convert a whole number to an integer.
+    """Convert a float with an integral value to an integer.
 
     Raises:
         ConfigurationError: the number is not whole.

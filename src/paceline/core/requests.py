@@ -125,7 +125,7 @@ class Abort(NamedTuple):
 
 
 class Warn(NamedTuple):
-    """Show the user a problem that does not end the run."""
+    """Report a problem that does not end the run."""
 
     words: str
 

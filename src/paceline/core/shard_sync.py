@@ -77,7 +77,7 @@ class ShardSync:
         self._joined_after: dict[int, int] = {}  # live worker -> last change published before it joined
         self._guests: set[int] = set()
         self._passed: set[int] = set()
-        # passed a completed change but have not pulled yet: answered on arrival
+        # workers that have passed a completed change but have not pulled yet; their pulls are answered on arrival
         self._to_pull: set[int] = set()
 
     @property

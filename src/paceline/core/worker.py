@@ -196,7 +196,8 @@ class Worker:
         if shard is not None:
             if not 0 <= shard < self._shards or len(models) != 1:
                 raise ConfigurationError(
-                    f"shard is {shard}, expected a number from 0 to {self._shards - 1}, with one sync model for it."
+                    f"shard is {shard}, expected a number from 0 to {self._shards - 1}, and one sync model for this "
+                    "shard."
                 )
             all_models = list(self._wanted) * (self._shards if len(self._wanted) == 1 else 1)
             all_models[shard] = models[0]

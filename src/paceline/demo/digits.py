@@ -43,7 +43,7 @@ class Digits(msgspec.Struct, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker trains.
+    """The training of a worker.
 
     A worker repeats passes over its part of the training set until the duration or the number of iterations is
     reached.

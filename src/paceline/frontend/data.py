@@ -136,7 +136,8 @@ class Passes:
 
     def __init__(self) -> None:
         self._weak: WeakKeyDictionary[object, Iterator[int]] = WeakKeyDictionary()
-        # Datasets that cannot be weak keys, such as lists, by `id()`. They are kept alive, so the id stays theirs.
+        # Datasets that cannot be weak keys, such as lists, by `id()`. They are kept alive, so no other object gets
+        # their id.
         self._strong: dict[int, tuple[object, Iterator[int]]] = {}
 
     def over(self, dataset: object) -> Iterator[int]:

@@ -2,11 +2,11 @@
 
 Simulated workers take turns at these generators, and a computation that may be aborted saves their states first.
 NumPy takes 70 us to return its state and to set it again, ten times as long as the other two together. So the memory
-of NumPy's generator, at the address that NumPy publishes for such purposes, is compared to find out whether numbers
-have been drawn, and a state is restored by writing there.
+of NumPy's generator, at the address that NumPy publishes for such purposes, is compared with a copy to find out
+whether numbers have been drawn, and a state is restored by writing to this memory.
 
-One case is not detected: a script calls `set_state` with a state that differs from the saved one only in the second
-normal deviate of a pair, which NumPy keeps for the next call.
+NumPy draws normal deviates in pairs and stores the second one for the next call, outside of this memory. One case is
+therefore not detected: a script calls `set_state` with a state that differs from the saved one only in this deviate.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class _NumpyState(NamedTuple):
 
     Attributes:
         whole: the state as NumPy returns it.
-        raw: the memory of the Mersenne Twister, if it is the whole state: no normal deviate is kept for later.
+        raw: the memory of the Mersenne Twister; None if it is not the whole state, because a normal deviate is
+            stored.
     """
 
     whole: dict[str, Any]
@@ -68,10 +69,10 @@ class _NumpyState(NamedTuple):
 
 
 class _NumpyGenerator:
-    """NumPy's global generator, asked for its state only if its memory does not show it."""
+    """NumPy's global generator, whose state is queried only if it cannot be determined from its memory."""
 
     def __init__(self) -> None:
-        self._seen: _NumpyState | None = None  # the state at the last look
+        self._seen: _NumpyState | None = None  # the state when it was last read or restored
         self._bits: Any = None  # the bit generator whose memory is at the address
         self._address = 0
 
@@ -87,7 +88,7 @@ class _NumpyGenerator:
         return self._seen
 
     def restore(self, state: _NumpyState) -> None:
-        """Restore a state. It is written to memory only if no kept deviate must be set or cleared."""
+        """Restore a state, by writing to memory if no stored deviate must be set or cleared."""
         if state.raw is not None and self._unchanged():
             with self._bits.lock:
                 ctypes.memmove(self._address, state.raw, _RAW_BYTES)
@@ -96,7 +97,8 @@ class _NumpyGenerator:
         self._seen = state
 
     def _unchanged(self) -> bool:
-        """Return True if no number was drawn since the last look, and no deviate was kept then."""
+        """Return True if the state is still the last one that was read or restored, and no deviate was stored in
+        it."""
         return (
             self._seen is not None
             and self._seen.raw is not None
@@ -105,7 +107,7 @@ class _NumpyGenerator:
         )
 
     def _raw(self, whole: dict[str, Any]) -> bytes | None:
-        """Return the generator's memory, or None if this version of NumPy arranges it in another way."""
+        """Return the generator's memory, or None if this version of NumPy uses a different layout."""
         raw = self._memory()
         key, position = whole["state"]["key"], whole["state"]["pos"]
         same = raw == key.tobytes() + position.to_bytes(_RAW_BYTES - _KEY_BYTES, sys.byteorder)

@@ -1,6 +1,6 @@
 """A worker's gradients in the flat vectors.
 
-Autograd accumulates a gradient in memory of its own choice, so each gradient is *adopted*: copied to its place in
+Autograd chooses the memory in which it accumulates a gradient, so each gradient is *adopted*: copied to its place in
 the flat vector, which then becomes the parameter's `.grad`. Large gradients are copied with `memmove`, which writes
 large blocks past the cache: the next reader is another process, and a store through the cache would first read the
 memory that it overwrites.

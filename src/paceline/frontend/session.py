@@ -1,6 +1,6 @@
 """The interface between the front end and the host of a worker.
 
-The front end (`DistributedOptimizer`, `distribute`) talks to a `Session`, and does not know where it runs: in a
+The front end (`DistributedOptimizer`, `distribute`) uses a `Session` and does not depend on where it runs: in a
 process of a live run, or on a thread of a simulation. Without a session, a script runs as one ordinary process.
 """
 
@@ -99,7 +99,7 @@ class Session(Protocol):
     def hold_back(self, *, droppable: bool) -> bool:
         """Announce that all gradients are computed.
 
-        Where a slower machine is emulated, the additional time passes here or in `commit`.
+        If a slower machine is emulated, the additional time passes here or in `commit`.
 
         Args:
             droppable: True if the computation can still be aborted and restarted.

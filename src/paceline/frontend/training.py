@@ -28,7 +28,7 @@ __all__ = ["WorkerTraining"]
 log = logging.getLogger("paceline.frontend.training")
 
 LEAST_NORM = 1e-12
-"""Least norm of the weights that a gradient's norm is divided by: all weights may be zero."""
+"""Lower limit for the norm of the weights when a gradient's norm is divided by it, because it may be zero."""
 
 
 class WorkerTraining:

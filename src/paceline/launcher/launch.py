@@ -74,7 +74,8 @@ def launch(
         seed: random seed of the order of the data and of the jitter.
         pace: minimum duration of an iteration in seconds, for each worker; a worker sleeps for the rest of it.
         slowdown: factor by which the measured compute time is stretched, for each worker.
-        jitter: half-width of the random factor, uniform in 1 +- jitter, by which both are multiplied.
+        jitter: half-width of the random factor, uniform in 1 +- jitter, by which `pace` and `slowdown` are
+            multiplied.
         on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
         run_dir: directory of the logs, traces and results. Default: a new directory in ./runs.
         stall_timeout: number of seconds after which a silent worker or server is ended if others wait for it.

@@ -1,4 +1,4 @@
-"""Finds the sync models that users have written: in modules that they name, and in installed packages.
+"""Loading of the sync models that users have written, from modules that they name and from installed packages.
 
 A model registers itself when its module is imported (`paceline.sync.register`). Every process that reads the notation
 of the model must have imported that module. An installed package may declare its models instead, by name:
@@ -28,10 +28,10 @@ NAME = re.compile(r"(?:^|[|,@=])\s*([a-z][a-z0-9-]*)")
 
 
 def load_models(sync: object, imports: Iterable[str] = ()) -> None:
-    """Make the models known that a run uses.
+    """Import the modules that define the models of a run.
 
     Args:
-        sync: notation of the sync models; anything else names no model.
+        sync: notation of the sync models. Any other object is ignored.
         imports: modules to import.
 
     Raises:
@@ -45,7 +45,7 @@ def load_models(sync: object, imports: Iterable[str] = ()) -> None:
                 try:
                     point.load()
                     _imported[point.module] = None
-                except Exception as error:  # a module may raise anything
+                except Exception as error:  # a module may raise any exception when it is imported
                     raise ConfigurationError(
                         f"the installed sync model {point.name!r} cannot be imported from {point.value}: {error!r}."
                     ) from error
@@ -64,7 +64,7 @@ def _import(names: Iterable[str]) -> None:
         try:
             import_module(name)
             _imported[name] = None
-        except Exception as error:  # a module may raise anything
+        except Exception as error:  # a module may raise any exception when it is imported
             raise ConfigurationError(
                 f"the module {name!r} cannot be imported: {error!r}. Name a module that Python finds beside the "
                 "script or in its path, as in --import mymodule."

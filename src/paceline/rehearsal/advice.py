@@ -28,7 +28,7 @@ from .ranking import EVERY_MODEL, Figures, mark_front, rank
 
 __all__ = ["Advice", "MachineReport", "advise", "show"]
 
-WORTH_IT = 1.1  # a smaller factor of gradients per second over BSP is not worth any staleness
+WORTH_IT = 1.1  # least factor of gradients per second over BSP that justifies staleness
 
 
 class Advice(msgspec.Struct, frozen=True):

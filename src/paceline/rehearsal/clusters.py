@@ -35,5 +35,5 @@ def describe(cluster: Cluster) -> str:
     if cluster.bandwidth_bps < float("inf"):
         parts.append(f"{cluster.bandwidth_bps / 1e9:g} Gbit/s, {cluster.size_bytes / 1e6:g} MB of parameters")
     if cluster.presence:
-        parts.append(f"{len(cluster.presence)} come or go")
+        parts.append(f"{len(cluster.presence)} not always present")
     return "; ".join(parts)

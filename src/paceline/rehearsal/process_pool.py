@@ -79,7 +79,7 @@ def on_all_cores(
 def _begin(
     parent: int, imports: Sequence[str], prepare: Callable[..., object], prepare_args: tuple[Any, ...]
 ) -> None:
-    """Prepare a process of the pool. It ends with its parent and leaves Ctrl-C to it."""
+    """Prepare a process of the pool. It ends with its parent, which also handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
     load_models("", imports)

@@ -1,8 +1,8 @@
-"""Rankings of sync models on a cluster. Each model, or each value of a model's parameter, is simulated for the same
-time.
+"""Rankings of sync models on a cluster.
 
-The simulations cover timing only: how many gradients are computed, how stale they are, and how long workers wait. How
-staleness affects a loss takes training, see `training` in this package.
+Each model, or each value of a model's parameter, is simulated for the same time. The simulations cover timing only:
+how many gradients are computed, how stale they are, and how long workers wait. To find out how staleness affects a
+loss, train a model; see `training` in this package.
 """
 
 from __future__ import annotations

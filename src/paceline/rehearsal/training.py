@@ -113,7 +113,7 @@ def smooth(history: Sequence[Loss]) -> list[tuple[float, float]]:
 
 
 def _run(task: _Task) -> Trained:
-    """Run the script in this process, which is a new one. Its standard output is written to a file."""
+    """Run the script in this process, which was started for it. Its standard output is written to a file."""
     sys.argv = [task.script, *task.arguments]
     sys.path.insert(0, str(Path(task.script).resolve().parent))
     with open(task.log, "w") as log, contextlib.redirect_stdout(log):
@@ -142,7 +142,7 @@ def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str)
     )
     table.add_column("sync", overflow="fold")
     for heading in (
-        "virtual s\nin all",
+        "virtual s\nin total",
         f"s to {target:.4g},\n{first}'s last loss",
         "last\nloss",
         "mean\nstaleness",

@@ -26,7 +26,7 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
             training began; None if the target was not reached.
         final_accuracy: accuracy of the final weights on the test images, from 0 to 1.
         updates_per_s: number of optimizer steps per second.
-        waiting_share: share of the total time of all workers that they waited, from 0 to 1.
+        waiting_share: share of the workers' total time that they spent waiting, from 0 to 1.
         mean_staleness: mean staleness over all pairs (push, shard), in versions.
         max_staleness: maximum staleness over all pairs (push, shard) of all runs, in versions.
         delayed_share: share of the pulls, counted per (worker, shard), that were delayed, from 0 to 1.

@@ -69,7 +69,7 @@ DESCRIPTOR_HEADROOM = 16
 """Spare descriptors of each process, for modules being imported, children being started and files of the script."""
 
 STATE_VECTORS = {"Adagrad": 1, "Adadelta": 2, "Adamax": 2, "ASGD": 1, "NAdam": 2, "RAdam": 2, "Rprop": 2}
-"""Number of state vectors of the optimizers for which it does not depend on the hyperparameters."""
+"""Number of state vectors, for the optimizers for which this number does not depend on the hyperparameters."""
 
 MOST_STATE_VECTORS = 3  # assumed for an unknown optimizer
 
@@ -233,7 +233,8 @@ def descriptors(workers: int, servers: int, shards: int, transport: str, open_no
     # its mapping; a connection and a mapping for each worker; and the traces and readers of its shards.
     shared = transport == "shm"
     server = 6 + 2 * shared + (1 + shared) * workers + 3 * -(-shards // servers)
-    # A worker has a connection to each server and at most eleven others, which is always less than the launcher has.
+    # A worker has a connection to each server and at most eleven others, which are always fewer than those of the
+    # launcher.
     return max(launcher, server) + DESCRIPTOR_HEADROOM
 
 

@@ -7,7 +7,7 @@ dropped if it remains silent for too long, or for a short time if other peers ar
 If a peer violates the protocol, this is logged and its connection is closed, and the host continues. Each rule of the
 protocol is checked by the code that it concerns, before any state is changed, and a violation raises `ProtocolError`.
 If a message causes any other exception, the connection of its sender is closed, too, and the traceback is logged.
-Only errors that the sender has not caused end the host: a violated invariant of our own (`InternalError`) and a lack
+Only errors that the sender has not caused end the host: a violated invariant of Paceline (`InternalError`) and a lack
 of resources (`OSError`, `MemoryError`).
 
 Sending never blocks and never calls the host back. If a connection is found to be broken while a message is sent to

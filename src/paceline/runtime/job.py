@@ -76,7 +76,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         seed: random seed of the order of the data, the jitter and all other random choices.
         pace_s: minimum duration of an iteration, for each worker; () if there is none.
         slowdown: factor by which the measured compute time is stretched, for each worker; () if there is none.
-        jitter: half-width of the random factor, uniform in 1 +- jitter, by which both are multiplied.
+        jitter: half-width of the random factor, uniform in 1 +- jitter, by which `pace_s` and `slowdown` are
+            multiplied.
         on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
         run_dir: directory of the logs, traces and results; "" if a new directory is to be created.
         stall_timeout_s: time after which a silent process is ended if others wait for it; None disables it.
@@ -106,7 +107,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def schedule(self) -> Schedule:
-        """What `sync` says."""
+        """The schedule that `sync` describes."""
         return read_schedule(self.sync)
 
     def now_s(self) -> float:

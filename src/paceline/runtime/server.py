@@ -324,7 +324,7 @@ class ServerHost:
         self._hub.send(peer, Snapshot(index, version), self._require_memory().snapshot(index))
 
     def _warn(self, text: str) -> None:
-        """Report a problem to the user that does not end the run."""
+        """Report a problem that does not end the run."""
         log.warning("%s", text)
         self._hub.send(self._coordinator, Warned(text))
 

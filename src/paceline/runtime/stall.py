@@ -59,8 +59,8 @@ class StallWatch:
 
     Args:
         coordinator: the coordinator of the run.
-        timeout_s: time after which a silent process is killed, which limits the patience at the start; None disables
-            this.
+        timeout_s: seconds after which the caller kills a silent process; None if it never does. Limits the patience
+            at the start.
 
     Attributes:
         standstill: a description of what each worker waits for, if no worker can ever continue; else "".
@@ -72,7 +72,7 @@ class StallWatch:
         self._coordinator = coordinator
         self._begun_s = time.monotonic()
         self._asked_s = 0.0
-        self._idle_s: float | None = None  # time since when no worker computes; None if one computes
+        self._idle_s: float | None = None  # when all workers had stopped computing; None if one computes
         self._before: dict[int, Waits] = {}  # previous answers of the servers
 
     def look(self) -> list[Awaited]:

@@ -7,8 +7,8 @@ after it has had enough time to send its greeting. Until then no connection is a
 system's queue. The first few messages about strangers are logged; further ones are only counted.
 
 If the process nevertheless runs out of descriptors, a descriptor that is held in reserve is closed for a moment, so
-that the next connection can be accepted and closed. Otherwise it would stay in the queue and would be reported over
-and over.
+that the next connection can be accepted and closed. Otherwise it would stay in the queue and would be reported
+repeatedly.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Strangers(Generic[P]):
         return next(iter(self._since_s)) if len(self._since_s) >= self._most else None
 
     def rest(self) -> None:
-        """Stop accepting connections for a short time, because it is not possible."""
+        """Stop accepting connections for a short time, because accepting fails at present."""
         self._rests_until_s = time.monotonic() + GREETING_S
 
     def late(self) -> Iterator[P]:

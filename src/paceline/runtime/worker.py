@@ -365,7 +365,7 @@ class WorkerSession:
                 region.close()
 
     def _warn(self, text: str) -> None:
-        """Report a problem to the user that does not end the run."""
+        """Report a problem that does not end the run."""
         with contextlib.suppress(PeerLostError):  # the run is already over
             self._send(self._coordinator, Warned(text))
 

@@ -17,10 +17,10 @@ _decoder = msgspec.msgpack.Decoder(Groups)
 
 
 class GroupsReader:
-    """Decodes the hyper-parameters of the parameter groups, and remembers the last ones: they rarely change.
+    """Decodes the hyper-parameters of the parameter groups, and caches the last ones, because they rarely change.
 
     Args:
-        check: raises `ProtocolError` at hyper-parameters that cannot be used.
+        check: function that raises `ProtocolError` for hyper-parameters that cannot be used.
     """
 
     def __init__(self, check: Callable[[Groups], None] = lambda groups: None) -> None:
@@ -28,12 +28,12 @@ class GroupsReader:
         self._last: tuple[bytes, Groups] = b"", ()
 
     def read(self, encoded: bytes) -> Groups:
-        """Return the hyper-parameters of each group. Raises `ProtocolError` if they cannot be read or used."""
+        """Return the hyper-parameters of each group. Raise `ProtocolError` if they cannot be read or used."""
         if encoded != self._last[0]:
             try:
                 groups = _decoder.decode(encoded)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise ProtocolError(f"hyper-parameters that cannot be read: {error}") from error
+                raise ProtocolError(f"the hyper-parameters cannot be read: {error}") from error
             self._check(groups)
             self._last = encoded, groups
         return self._last[1]

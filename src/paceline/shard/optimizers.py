@@ -46,10 +46,10 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
 """Name -> class of the optimizers that the servers can run."""
 
 PER_PARAMETER_STATE = frozenset({"step", "eta", "mu", "mu_product"})
-"""Keys of state that is one number per parameter, the same for all of its slices. Other state is per element."""
+"""Keys of the state that is a single number per parameter, equal in all of its slices. Other state is per element."""
 
 IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Settings of how torch computes, not of what. The servers choose them; a worker never does."""
+"""Settings that select an implementation in torch and do not change the results. They are chosen by the servers."""
 
 AFTER_SCALING: HyperParameters = {"dampening": 0.0, "weight_decay": 0.0, "maximize": False}
 """Settings of the SGD that the servers run for LARS. The scaled gradients include the weight decay already."""
@@ -103,10 +103,10 @@ def make_optimizer(
 
 
 def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[HyperParameters]) -> None:
-    """Step an optimizer of one number per group with one set of hyper-parameters and then with another.
+    """Take a step with one set of hyper-parameters and a step with another, with one number per parameter group.
 
     Raises:
-        Exception: any error that torch raises at values that it cannot use, or cannot change to during training.
+        Exception: any error that torch raises because it cannot use the values, or cannot change to them.
     """
     make_optimizer(name, after, [[torch.zeros(1)] for _ in after])
     parameters = [torch.zeros(1) for _ in before]

@@ -184,7 +184,10 @@ class SegmentRun:
 
 
 class FusedOptimizer:
-    """SGD, Adam or AdamW with its state in flat vectors, one pass over the slice per update. See the module."""
+    """SGD, Adam or AdamW with its state in flat vectors, one pass over the slice per update.
+
+    See the module docstring.
+    """
 
     def __init__(self, spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> None:
         self._bounds = bounds
@@ -297,7 +300,7 @@ class FusedOptimizer:
 
 
 class TorchOptimizer:
-    """An optimizer of torch with one tensor per segment. See the module."""
+    """An optimizer of torch with one tensor per segment. See the module docstring."""
 
     def __init__(self, spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> None:
         self._bounds = bounds

@@ -1,4 +1,4 @@
-"""The buffers of every worker, as they came with its latest commits, and what they are when pooled."""
+"""The buffers of every worker as of its last commit, and their pooled values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BufferSlots:
 
     Args:
         specs: the buffers of the model.
-        first: their values at the beginning, which every slot starts with.
+        first: the initial values of the buffers, which are the same in every slot.
     """
 
     def __init__(self, specs: Sequence[BufferSpec], first: Sequence[torch.Tensor]) -> None:
@@ -26,7 +26,7 @@ class BufferSlots:
         self._slots: dict[int, dict[str, torch.Tensor]] = {}
 
     def put(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
-        """Replace some buffers of a worker: index -> tensor, owned by the slots from now on."""
+        """Replace some buffers of a worker, given as index -> tensor. The slots take ownership of the tensors."""
         slot = self._slots.setdefault(worker, dict(self._first))
         for index, tensor in buffers.items():
             slot[self._specs[index].name] = tensor

@@ -1,8 +1,8 @@
-"""The tensors of one shard: its slice of the weights, the user's optimizer on that slice, and the pushes at hand.
+"""The tensors of one shard: its slice of the weights, the user's optimizer on that slice, and the stored pushes.
 
-A store does what the core of a server decides (see `paceline.core.requests`): it applies, discards or copies pushes
-by their key (worker, iteration). It knows no sync model, no process and no time. In virtual time without gradients, a
-`NullStore` takes its place.
+A store carries out the requests of a server's core (see `paceline.core.requests`): it applies, discards or copies
+pushes by their key (worker, iteration). It does not depend on sync models, processes or time. In virtual time without
+gradients, it is replaced by a `NullStore`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Key = tuple[int, int]
 
 
 class Push(msgspec.Struct, frozen=True):
-    """What one push brings to one shard.
+    """The content of a push for one shard.
 
     Attributes:
-        gradient: the slice of the gradient. It is read and never written; its memory must not change until the
+        gradient: the slice of the gradient. The store does not write to it. Its memory must not change until the
             push is applied, discarded or preserved.
         present: for each parameter of the layout, 1 if it had a gradient, 0 if it had none.
         groups: the hyper-parameters of the parameter groups at the time of the push.
@@ -41,10 +41,10 @@ class Store:
     """The tensors of one shard.
 
     Args:
-        bounds: which slice of the layout this is.
-        weights: the slice of the weights, per dtype; owned by the store from now on.
+        bounds: the slice of the layout.
+        weights: the slice of the weights, per dtype. The store takes ownership of it.
         optimizer: the user's optimizer as a value.
-        before_update: called when the weights are about to change.
+        before_update: function that is called before each change of the weights.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Store:
         self._optimizer = optimizer_of_slice(optimizer, bounds, weights)
 
     def put(self, worker: int, iteration: int, push: Push) -> None:
-        """Keep a push until it is applied or discarded."""
+        """Store a push until it is applied or discarded."""
         self._pushes[worker, iteration] = push
 
     def apply(self, pushes: Sequence[Key], scale: float) -> None:
-        """Do one optimizer step with the sum of some pushes, in the order given, times `scale`.
+        """Take one optimizer step with the sum of some pushes, in the order given, times `scale`.
 
         The hyper-parameters are those of the most advanced worker among them. Parameters for which no push has a
         gradient are skipped.
@@ -81,11 +81,11 @@ class Store:
         )
 
     def discard(self, worker: int, iteration: int) -> None:
-        """Forget a push, if there is one."""
+        """Discard a push if it is stored."""
         self._pushes.pop((worker, iteration), None)
 
     def preserve(self, worker: int, iteration: int) -> None:
-        """Copy a push into memory of the store."""
+        """Copy the gradient of a push into the store's own memory."""
         push = self._pushes[worker, iteration]
         copied = {dtype: vector.clone() for dtype, vector in push.gradient.items()}
         self._pushes[worker, iteration] = msgspec.structs.replace(push, gradient=copied)
@@ -95,5 +95,5 @@ class Store:
         return self._optimizer.state()
 
     def load_optimizer_state(self, state: Vectors) -> None:
-        """Restore what `optimizer_state` returned. Raises `ProtocolError` if it is not for these segments."""
+        """Restore a state that `optimizer_state` returned. Raise `ProtocolError` if it is for other segments."""
         self._optimizer.load_state(state)

@@ -64,7 +64,7 @@ class Lane:
         self._now_ns = now_ns
 
     def _schedule(self) -> None:
-        """Schedule an event for the end of the next transfer to end, if no other transfer begins before."""
+        """Schedule an event at the time at which the next transfer ends if no other transfer begins before."""
         self._event += 1
         left_ns = (self._marks[0][0] - self._passed_ns) * len(self._marks)
         self._kernel.after(max(0, math.ceil(left_ns - ROUNDING_NS)), self._finish, self._event)
@@ -151,18 +151,18 @@ class Connection:
         kernel.at(first_ns, self._enter, transfer, size_bytes)
 
     def _left(self, transfer: _Transfer, latency_ns: int) -> None:
-        """Handle that the last byte has left the sender: it arrives after the latency."""
+        """Handle the departure of the last byte from the sender. It arrives after the latency."""
         self._kernel.after(latency_ns, self._passed, transfer)
 
     def _enter(self, transfer: _Transfer, size_bytes: int) -> None:
-        """Handle that the first byte has arrived at the receiver."""
+        """Handle the arrival of the first byte at the receiver."""
         if size_bytes and self._receiver is not None:
             self._receiver.use(size_bytes, self._passed, transfer)
         else:
             self._passed(transfer)
 
     def _passed(self, transfer: _Transfer) -> None:
-        """Handle that one end has transferred all bytes, and deliver all messages that are complete, in order."""
+        """Handle the end of a transfer at one end, and deliver all messages that are complete, in order."""
         transfer.parts -= 1
         while self._waiting and not self._waiting[0].parts:
             first = self._waiting.pop(0)

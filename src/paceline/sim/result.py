@@ -121,7 +121,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waiting_share(self) -> float:
-        """The share of the total time of all workers that they waited, from 0 to 1."""
+        """The share of the workers' total time that they spent waiting, from 0 to 1."""
         return self.measures.waiting_share
 
     @property

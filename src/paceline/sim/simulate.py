@@ -49,7 +49,7 @@ def simulate(
     record: bool = False,
     run_dir: str | Path | None = None,
 ) -> SimResult:
-    """Simulate a run in virtual time on a cluster, which does not have to exist.
+    """Simulate a run in virtual time, on a cluster that does not have to exist.
 
     Without `train_fn`, nothing is computed: the workers only let the time of their iterations pass. With `train_fn`,
     each worker runs this function to its end, as with `paceline.launch`. Gradients are then actually computed on the

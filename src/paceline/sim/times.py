@@ -66,7 +66,7 @@ class Constant(Spec, frozen=True, kw_only=True, tag="constant"):
         _require_time("seconds", self.seconds)
 
     def sampler(self, *key: int) -> Sample:
-        return lambda which, now_s: self.seconds
+        return lambda number, now_s: self.seconds
 
     @property
     def typical_s(self) -> float:
@@ -94,7 +94,7 @@ class Uniform(Spec, frozen=True, kw_only=True, tag="uniform"):
 
     def sampler(self, *key: int) -> Sample:
         low, width, draw = self.low, self.high - self.low, uniforms(*key)
-        return lambda which, now_s: low + width * draw(which)
+        return lambda number, now_s: low + width * draw(number)
 
     @property
     def typical_s(self) -> float:
@@ -118,7 +118,7 @@ class LogNormal(Spec, frozen=True, kw_only=True, tag="log-normal"):
 
     def sampler(self, *key: int) -> Sample:
         draw = uniforms(*key)
-        return lambda which, now_s: self.median * exp(self.sigma * normal_quantile(draw(which) + 2.0**-54))
+        return lambda number, now_s: self.median * exp(self.sigma * normal_quantile(draw(number) + 2.0**-54))
 
     @property
     def typical_s(self) -> float:
@@ -146,7 +146,7 @@ class Pareto(Spec, frozen=True, kw_only=True, tag="pareto"):
 
     def sampler(self, *key: int) -> Sample:
         draw = uniforms(*key)
-        return lambda which, now_s: self.least * exp(-log(1.0 - draw(which)) / self.alpha)
+        return lambda number, now_s: self.least * exp(-log(1.0 - draw(number)) / self.alpha)
 
     @property
     def typical_s(self) -> float:
@@ -169,7 +169,7 @@ class Recorded(Spec, frozen=True, kw_only=True, tag="recorded"):
             _require_time("a recorded time", value)
 
     def sampler(self, *key: int) -> Sample:
-        return lambda which, now_s: self.seconds[which % len(self.seconds)]
+        return lambda number, now_s: self.seconds[number % len(self.seconds)]
 
     @property
     def typical_s(self) -> float:
@@ -197,7 +197,7 @@ class Drifting(Spec, frozen=True, kw_only=True, tag="drifting"):
     def sampler(self, *key: int) -> Sample:
         base = times_of(self.base).sampler(*key)
         over, grown = self.over, self.factor - 1.0
-        return lambda which, now_s: base(which, now_s) * (1.0 + grown * min(1.0, now_s / over))
+        return lambda number, now_s: base(number, now_s) * (1.0 + grown * min(1.0, now_s / over))
 
     @property
     def typical_s(self) -> float:
@@ -232,10 +232,10 @@ class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
         base = times_of(self.base).sampler(*key)
         room, draw = self.every - self.lasting, uniforms(*key, SLOW_PHASES)
 
-        def sample(which: int, now_s: float) -> float:
+        def sample(number: int, now_s: float) -> float:
             period = int(now_s // self.every)
             elapsed_s = now_s - period * self.every - room * draw(period)  # since the slow phase began
-            return base(which, now_s) * (self.factor if 0.0 <= elapsed_s < self.lasting else 1.0)
+            return base(number, now_s) * (self.factor if 0.0 <= elapsed_s < self.lasting else 1.0)
 
         return sample
 

@@ -50,7 +50,7 @@ __all__ = [
     "register",
 ]
 
-# The conditions of users are looked up by name, so they live in `plugins`; here is the name that users know.
+# `Conditions` is defined in `plugins`, because conditions are imported by name, but users find it here.
 from ..plugins.conditions import Conditions
 
 for _model in (

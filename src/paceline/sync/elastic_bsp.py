@@ -105,8 +105,8 @@ class Barrier:
 class ElasticShard(ShardMachine):
     """The machine at a shard. It handles unflagged pushes as ASP does and holds flagged ones.
 
-    More than one barrier can be open at the same time: a flagged push of a worker that is a member of the next
-    superstep only may arrive here before the flagged push of the last member of this superstep.
+    More than one barrier can be open at the same time: if a worker belongs only to the next superstep, its flagged
+    push may arrive here before the last flagged push of this superstep.
     """
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class Planner(JobMachine):
         self._lookahead = lookahead
         self._pace: dict[int, Pace] = {}  # live workers, in order of joining
         self._superstep = 0
-        self._members: set[int] = set()  # of this superstep
+        self._members: set[int] = set()  # members of this superstep
         self._begun = False  # True after the first push; later joiners become members of the next superstep
         self._unmonitored: set[int] = set()  # members with fewer than two pushes since their last barrier
         self._remaining: set[int] | None = None  # members that have yet to stop; None while monitoring

@@ -150,7 +150,7 @@ class TimerFired(Event, frozen=True, kw_only=True, tag=True):
 
 
 class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
-    """A worker has pushed an iteration, as it reports to the coordinator with a small `notify` message.
+    """A worker reports to the coordinator that it has pushed an iteration.
 
     Attributes:
         worker: the worker that pushed.
@@ -166,7 +166,7 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
 
 
 class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
-    """A worker has received its weights and computes `iteration`, as it reports to the coordinator.
+    """A worker reports to the coordinator that it has received its weights and computes `iteration`.
 
     If the model needs starts, a worker reports every iteration except its first one. It always reports the first
     iteration after a change. It never reports the restart of an iteration.
@@ -177,7 +177,7 @@ class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
 
 
 class SyncRequested(Event, frozen=True, kw_only=True, tag=True):
-    """A worker has reached a point at which the sync model changes, as it reports to the coordinator.
+    """A worker reports to the coordinator that it has reached a point at which the sync model changes.
 
     All workers run the same script, so each of them requests the same changes in the same order. Of several requests
     with the same `source` and `number`, only the first one has an effect.

@@ -60,7 +60,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
         updates_per_s: number of optimizer steps of shard 0 per second.
         iterations: mapping from worker to the number of iterations that it pushed.
         waiting_s: mapping from worker to its total waiting time.
-        waiting_share: share of the total time of all workers that they waited, from 0 to 1.
+        waiting_share: share of the workers' total time that they spent waiting, from 0 to 1.
         mean_staleness: mean staleness over all pairs (push, shard), in versions.
         max_staleness: maximum staleness over all pairs (push, shard), in versions.
         max_gap: largest c_p - min c with which a worker started an iteration.
@@ -226,7 +226,7 @@ class _ShardMeter:
             self.current[event.worker].iterations += 1
         elif kind is PullRequested:
             self.current[event.worker].asked_s = event.now_s
-            self.delayed_pulls += 1  # taken back below if the pull is answered by this entry
+            self.delayed_pulls += 1  # decremented below if the pull is answered by this entry
         elif kind is PullRepeated:
             self.restarts += 1
         elif kind is WorkerJoined:

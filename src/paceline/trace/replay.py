@@ -1,6 +1,6 @@
-"""Replaying a trace: the recorded events go to the cores that run live, and must give the recorded actions.
+"""Replay of a trace: the recorded events are passed to the cores of a live run, which must return the same actions.
 
-This is what the design rests on: what decides depends on nothing but its events.
+The design depends on this: the decisions of a core depend on its events only.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["Replay", "replay"]
 
 
 class Replay:
-    """A new host such as the one from which a trace was recorded.
+    """A new host of the kind that recorded a trace.
 
     Args:
         header: header of the trace.
 
     Raises:
-        ConfigurationError: the sync model is not known here. Import the module of a model of your own first.
+        ConfigurationError: the sync model is unknown. If it is your own, import its module first.
     """
 
     def __init__(self, header: Header) -> None:
@@ -43,7 +43,7 @@ class Replay:
             self._take = coordinator.take
 
     def take(self, event: AnyEvent) -> Entry:
-        """Hand over an event; return what the host records."""
+        """Pass an event to the host and return the entry that it records."""
         with contextlib.suppress(InvalidEventError):  # the refusal is recorded
             self._take(event)
         return self._memory.trace.entries[-1]

@@ -16,7 +16,7 @@ from ..errors import ConfigurationError, PeerLostError
 __all__ = ["connect", "is_local", "listen_tcp", "listen_unix"]
 
 BACKLOG = 1024
-QUEUE_INTERVAL_S = 0.01  # between two attempts to connect while the listener's queue is full
+QUEUE_INTERVAL_S = 0.01  # time between two attempts to connect while the listener's queue is full
 
 
 def listen_unix() -> tuple[socket.socket, str]:
