@@ -15,6 +15,7 @@ from .messages import Message
 
 __all__ = [
     "COORDINATOR",
+    "PROCEED",
     "Abort",
     "Apply",
     "Discard",
@@ -116,6 +117,9 @@ class Preserve(NamedTuple):
 
 class Proceed(NamedTuple):
     """Let the worker compute: everything that it waited for has arrived."""
+
+
+PROCEED = Proceed()
 
 
 class Abort(NamedTuple):

@@ -80,7 +80,7 @@ class Shard:
                 requests.append(Send(worker_peer(worker), self._answer(worker, iteration, action.v_train)))
             elif type(action) is ApplyPush:
                 key = action.worker, action.iteration
-                staleness += versions.apply((key,))
+                staleness.append(versions.apply_one(key))
                 requests.append(Apply(index, (key,), action.scale))
             elif type(action) is ApplyMean:
                 staleness += versions.apply(action.pushes)

@@ -144,7 +144,7 @@ class ShardSync:
     def _take(self, event: AnyEvent) -> list[AnyAction]:
         match event:
             case PushReceived():
-                actions = self._push(event)
+                actions = self._tell(event) if event.worker not in self._guests else [_apply(event)]
                 return actions if event.change is None else actions + self._pass(event, event.change)
             case PullRequested():
                 return self._pull(event)
@@ -158,11 +158,6 @@ class ShardSync:
                 return self._leave(event)
             case _:
                 raise InternalError(f"a shard does not take a {type(event).__name__}", (event,))
-
-    def _push(self, push: PushReceived) -> list[AnyAction]:
-        if push.worker in self._guests:
-            return [(DropPush if push.empty else ApplyPush)(push.worker, push.iteration)]
-        return self._tell(push)
 
     def _pull(self, pull: PullRequested) -> list[AnyAction]:
         worker = pull.worker
@@ -260,3 +255,8 @@ class ShardSync:
         """Answer a pull that the model does not answer."""
         self.order.answered(worker)
         return AnswerPull(worker, self.last_iteration(worker))
+
+
+def _apply(push: PushReceived) -> AnyAction:
+    """Return what becomes of a guest's push."""
+    return (DropPush if push.empty else ApplyPush)(push.worker, push.iteration)

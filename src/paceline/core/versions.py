@@ -42,6 +42,12 @@ class Versions:
         """Record that a push is dropped."""
         del self._computed_on[worker, iteration]
 
+    def apply_one(self, push: Key) -> tuple[int, int, int]:
+        """Apply an update of one push; see `apply`."""
+        missed = self.version - self._computed_on.pop(push)
+        self.version += 1
+        return (*push, missed)
+
     def apply(self, pushes: Iterable[Key]) -> list[tuple[int, int, int]]:
         """Record one update; return (worker, iteration, staleness) for each of its pushes."""
         staleness = [(*key, self.version - self._computed_on.pop(key)) for key in pushes]

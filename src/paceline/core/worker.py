@@ -44,7 +44,7 @@ from .messages import (
     WorkerFinished,
 )
 from .model_spec import ModelSpec
-from .requests import COORDINATOR, Abort, Proceed, Request, Send, server_peer
+from .requests import COORDINATOR, PROCEED, Abort, Request, Send, server_peer
 
 __all__ = ["Worker"]
 
@@ -84,6 +84,8 @@ class Worker:
         self._workers = workers
         self._shards = shards
         self._servers = [server_peer(shard % servers) for shard in range(shards)]  # server of each shard
+        self._last_first = list(enumerate(self._servers))[::-1]
+        self._every_shard = frozenset(range(shards))
         self._overlap = overlap
         self._awaited: set[int] = set()  # shards that have not sent yet what it waits for
         self._first = True  # True until its first weights have arrived
@@ -140,7 +142,7 @@ class Worker:
             empty: True if the gradient is left out.
             significance: |g| / |w|, if `needs_significance`.
         """
-        requests: list[Request] = list(self._due())
+        requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
         self._flagged, self._change = self._change, None
         stop = None
@@ -148,7 +150,7 @@ class Worker:
             stop, self._plan = plan[0], None
         progress, self._progress = self._progress, None
         # All workers send the last shard first, because the gradients of the last layers are ready first.
-        for shard in reversed(range(self._shards)):
+        for shard, server in self._last_first:
             self.last_commit = commit = Commit(
                 shard,
                 iteration,
@@ -160,7 +162,7 @@ class Worker:
                 progress,
                 self._overlap,
             )
-            requests.append(Send(self._servers[shard], commit))
+            requests.append(Send(server, commit))
         if self._notifies or self._flagged is not None:
             superstep = stop.superstep if stop is not None else None
             number = self._flagged.number if self._flagged is not None else None
@@ -267,7 +269,7 @@ class Worker:
 
     def _await(self, what: str) -> None:
         self.waiting_for = what
-        self._awaited = set(range(self._shards))
+        self._awaited = set(self._every_shard)
 
     def _has_come(self, shard: int, what: str) -> bool:
         """Record what a shard has sent. Return True if this completes what the worker waits for."""
@@ -287,20 +289,20 @@ class Worker:
         self.waiting_for = ""
         if self._first or self._pulls_again:
             self._first = self._pulls_again = False
-            return [Proceed()]
+            return [PROCEED]
         self.iteration += 1
         if self._flagged is not None:
             self._follow(parse_shards(self._flagged.sync))
             self._flagged = self._progress = None  # rounds are counted from 0 again
         elif not self.may_restart:
-            return [Proceed()]
-        return [Send(COORDINATOR, IterationStarted(self.iteration)), Proceed()]
+            return [PROCEED]
+        return [Send(COORDINATOR, IterationStarted(self.iteration)), PROCEED]
 
     # -- the sync model -----------------------------------------------------------------------------------
 
-    def _due(self) -> list[Send]:
+    def _due(self) -> list[Request]:
         """Return a request for each step of the schedule that this worker has reached since the last call."""
-        requests = []
+        requests: list[Request] = []
         while self._steps:
             number, step = self._steps[0]
             reached, begin = (

@@ -172,7 +172,7 @@ class VirtualJob:
         self._to_come = 0  # number of workers that will join
         self.workers = []
         for worker in range(cluster.workers):
-            state = VirtualWorker()
+            state = VirtualWorker(worker)
             state.sample = cluster.compute(worker).sampler(seed, worker, COMPUTING)
             to_server = self._delays(cluster.latency(worker, to_server=True), worker, TO_SERVER)
             from_server = self._delays(cluster.latency(worker, to_server=False), worker, FROM_SERVER)
@@ -424,9 +424,10 @@ class VirtualJob:
     # -- arriving messages --------------------------------------------------------------------------------
 
     def _at_server(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
-        if self.workers[worker].life != life:
+        state = self.workers[worker]
+        if state.life != life:
             return  # its connection has ended
-        requests = self._servers[server].handle(worker_peer(worker), message, self.kernel.now_s)
+        requests = self._servers[server].handle(state.peer, message, self.kernel.now_ns / SECOND_NS)
         if push is not None:
             assert isinstance(message, Commit)
             self._stores[message.shard].put(worker, message.iteration, push)

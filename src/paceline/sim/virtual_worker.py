@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..core.requests import worker_peer
 from ..core.worker import Worker
 from ..trace.records import IterationRecord
 from .network import Connection
@@ -20,6 +21,7 @@ class VirtualWorker:
         from_server: connection from each server.
         to_coordinator: connection to the coordinator.
         from_coordinator: connection from the coordinator.
+        peer: the worker as a party of the protocol.
         life: number of times that the worker was lost. Messages and events of an earlier life are ignored.
         attempt: number of computations that it has begun. The end of an earlier computation is ignored.
         computing: True while the worker computes.
@@ -48,6 +50,7 @@ class VirtualWorker:
         "from_server",
         "life",
         "loss",
+        "peer",
         "pushed_s",
         "restarted",
         "sample",
@@ -57,8 +60,9 @@ class VirtualWorker:
         "wasted_s",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, index: int) -> None:
         self.core: Worker
+        self.peer = worker_peer(index)
         self.sample: Sample
         self.to_server: list[Connection]
         self.from_server: list[Connection]
