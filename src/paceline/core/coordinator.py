@@ -132,8 +132,8 @@ class Coordinator:
         self._recorder = recorder
         self._first = notation(schedule.first)
         self._sync = JobSync(self._first, seed)
-        # connected worker -> the model that it has registered
-        self._connected: dict[int, ModelSpec | None] = {}
+        self._connected: set[int] = set()  # workers
+        self._models: dict[int, ModelSpec] = {}  # registered worker that has not left -> its model
         self._addresses: dict[int, str] = {}  # connected server -> its address
         self._ready: set[int] = set()  # servers that have received their shards
         self._left = set(late)  # workers that are not present: finished, lost, or joining later
@@ -170,22 +170,29 @@ class Coordinator:
 
     def require_expected(self, peer: Peer) -> None:
         """Raise `ProtocolError` if this worker or server may not connect."""
-        worker = peer.role == "worker"
-        known = self._connected.keys() | self._left if worker else self._addresses.keys()
-        count = self._workers if worker else self._servers
-        if peer.role not in ("worker", "server") or not 0 <= peer.index < count or peer.index in known:
+        index = peer.index
+        match peer.role:
+            case "worker":
+                expected = (
+                    0 <= index < self._workers and index not in self._connected and index not in self._left
+                )
+            case "server":
+                expected = 0 <= index < self._servers and index not in self._addresses
+            case _:
+                expected = False
+        if not expected:
             raise ProtocolError(f"{peer} is not expected")
 
     def expects_model(self, peer: Peer) -> bool:
         """Return True if this is a connected worker that has not registered, and the run has not begun."""
-        unregistered = peer.index in self._connected and self._connected[peer.index] is None
-        return peer.role == "worker" and unregistered and self.model is None
+        unregistered = peer.index in self._connected and peer.index not in self._models
+        return peer.role == "worker" and unregistered and self.model is None and peer.index not in self._left
 
     def connected(self, peer: Peer, now_s: float, address: str = "") -> list[Request]:
         """Handle a worker that has connected, or a server that has connected and listens at `address`."""
         self.require_expected(peer)
         if peer.role == "worker":
-            self._connected[peer.index] = None
+            self._connected.add(peer.index)
         else:
             self._addresses[peer.index] = address
         return self._begin_if_complete(now_s)
@@ -193,7 +200,7 @@ class Coordinator:
     def disconnected(self, peer: Peer, now_s: float) -> list[Request]:
         """Handle the end of the connection of a worker or a server. A worker that has not finished is lost."""
         if peer.role == "worker":
-            self._connected.pop(peer.index, None)
+            self._connected.discard(peer.index)
             return self._leave(peer.index, WorkerLost, now_s)
         self._addresses.pop(peer.index, None)
         return []
@@ -266,7 +273,7 @@ class Coordinator:
                 self.started = True
                 self.board[worker] = message
             case Register() if self.expects_model(sender):
-                self._connected[worker] = message.model
+                self._models[worker] = message.model
                 return self._begin_if_complete(now_s)
             case messages.WorkerFinished():
                 return self._leave(worker, WorkerFinished, now_s)
@@ -309,11 +316,10 @@ class Coordinator:
 
     def _begin_if_complete(self, now_s: float) -> list[Request]:
         """Send the servers their shards if all servers are connected and every worker has registered or left."""
-        registered = {w: self._connected[w] for w in sorted(self._connected) if w not in self._left}
-        models = {worker: model for worker, model in registered.items() if model is not None}
-        absent = self._workers - len(models) - len(self._left)
-        if self.model is not None or absent or not models or len(self._addresses) < self._servers:
+        absent = self._workers - len(self._models) - len(self._left)
+        if self.model is not None or absent or not self._models or len(self._addresses) < self._servers:
             return []
+        models = {worker: self._models[worker] for worker in sorted(self._models)}
         initializer = next(iter(models))
         model = models[initializer]
         for worker, other in models.items():
@@ -326,7 +332,7 @@ class Coordinator:
             return self._refuse([initializer], str(error), f"worker {initializer}")
         if reason := self._shortage(model, len(models)):
             # Refuse all workers: if only some were refused, the others would begin when these have left.
-            self._connected.update(dict.fromkeys(models))
+            self._models.clear()
             return self._refuse(list(models), reason, "the run")
         self.model, self.slices, self.initializer = model, slices, initializer
         servers = sorted(self._addresses)
@@ -387,6 +393,7 @@ class Coordinator:
         if worker in self._left:
             return []
         self._left.add(worker)
+        self._models.pop(worker, None)
         self._committed.pop(worker, None)
         self._admitted.pop(worker, None)
         requests: list[Request] = []

@@ -119,6 +119,9 @@ class ElasticShard(ShardMachine):
     def check(self, event: AnyEvent) -> None:
         if isinstance(event, PushReceived) and event.stop is not None:
             stop = event.stop
+            barrier = self._open.get(stop.superstep)
+            if barrier is not None and event.worker in barrier.remaining:
+                return  # the usual case, found without a search through all members
             if event.worker not in stop.members:
                 raise InvalidEventError(
                     f"worker {event.worker} stopped for superstep {stop.superstep}, whose members are {stop.members}"

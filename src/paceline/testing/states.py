@@ -460,7 +460,7 @@ IRRELEVANT: Set[str] = frozenset(
         # What decides nothing, or is the same in all states of one search.
         *("_former", "_versions", "_recorder", "_recorder_of", "_read_sync", "_shortage", "_schedule"),
         *("last_commit", "initializer", "finished", "lost", "cut_off", "endings", "faults", "board", "waits"),
-        *("model", "slices", "addresses", "started", "_connected", "_addresses"),
+        *("model", "slices", "addresses", "started", "_connected", "_models", "_addresses"),
     }
 )
 
