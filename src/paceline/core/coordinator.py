@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..errors import ConfigurationError, InternalError, ProtocolError
 from ..sync import SyncModel
-from ..sync.actions import PublishChange, PublishPlan, RestartWorker, SetTimer
+from ..sync.actions import AnyAction, PublishChange, PublishPlan, RestartWorker, SetTimer
 from ..sync.events import (
     AnyEvent,
     IterationFinished,
@@ -442,30 +442,29 @@ class Coordinator:
         try:
             actions = self._sync.handle(event)
         except ProtocolError as error:
-            self._record(Entry(event, refused=str(error)))
+            if self._recorder is not None:
+                self._recorder.record(Entry(event, refused=str(error)))
             raise
-        self._record(Entry(event, list(actions)))
-        requests: list[Request] = []
-        for action in actions:
-            match action:
-                case PublishPlan(plan):
-                    stop = Stop(superstep=plan.superstep, members=plan.members)
-                    for worker, iteration in plan.stops:
-                        requests.append(Send(worker_peer(worker), PlanPublished(stop, iteration)))
-                case RestartWorker():
-                    requests.append(Send(worker_peer(action.worker), RestartOrdered(action.iteration)))
-                case PublishChange(change):
-                    published = ChangePublished(change)
-                    requests += [Send(worker_peer(worker), published) for worker in change.members]
-                case SetTimer():
-                    requests.append(Timer(action.due_s, action.worker, action.iteration))
-                case _:
-                    raise InternalError(f"a coordinator does not carry out {action}")
-        return requests
-
-    def _record(self, entry: Entry) -> None:
         if self._recorder is not None:
-            self._recorder.record(entry)
+            self._recorder.record(Entry(event, list(actions)))
+        return [request for action in actions for request in _requests(action)] if actions else []
+
+
+def _requests(action: AnyAction) -> list[Request]:
+    """Return the requests by which a host carries out one action of the sync model."""
+    match action:
+        case PublishPlan(plan):
+            stop = Stop(superstep=plan.superstep, members=plan.members)
+            return [Send(worker_peer(w), PlanPublished(stop, iteration)) for w, iteration in plan.stops]
+        case RestartWorker():
+            return [Send(worker_peer(action.worker), RestartOrdered(action.iteration))]
+        case PublishChange(change):
+            published = ChangePublished(change)
+            return [Send(worker_peer(worker), published) for worker in change.members]
+        case SetTimer():
+            return [Timer(action.due_s, action.worker, action.iteration)]
+        case _:
+            raise InternalError(f"a coordinator does not carry out {action}")
 
 
 def fault_report(message: FaultReported) -> str:

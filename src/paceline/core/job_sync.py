@@ -118,13 +118,13 @@ class JobSync:
         allow."""
         self._order.require(event)
         worker = event.worker
-        if isinstance(event, SyncRequested):
-            self._require_next(event)
-        elif isinstance(event, IterationFinished) and event.change is not None:
+        if isinstance(event, IterationFinished) and event.change is not None:
             if self._change is None or event.change != self._change.number or worker not in self._remaining:
                 raise InvalidEventError(
                     f"worker {worker} ended the model for change {event.change}, which does not wait for it"
                 )
+        elif isinstance(event, SyncRequested):
+            self._require_next(event)
         elif worker in self._passed:
             if isinstance(event, IterationFinished) and event.superstep is not None:
                 raise InvalidEventError(

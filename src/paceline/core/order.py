@@ -189,19 +189,17 @@ class ReportOrder:
         elif reporter is None:
             raise InvalidEventError(f"{type(event).__name__} of worker {worker}, which is not live")
         elif isinstance(event, IterationFinished):
-            finished = f"worker {worker} finished iteration {event.iteration}"
-            if reporter.label not in (UNKNOWN, event.iteration):
-                raise InvalidEventError(f"{finished}, expected {reporter.label}")
+            if reporter.label != event.iteration and reporter.label != UNKNOWN:
+                raise _unexpected("finished", event, f"expected {reporter.label}")
             if not reporter.computing:
-                raise InvalidEventError(f"{finished}, which it has yet to start")
+                raise _unexpected("finished", event, "which it has yet to start")
         elif isinstance(event, IterationStarted):
-            started = f"worker {worker} started iteration {event.iteration}"
             if reporter.computing and not reporter.starts:
-                raise InvalidEventError(f"{started}, which its sync model does not ask for")
+                raise _unexpected("started", event, "which its sync model does not ask for")
             if event.iteration != reporter.label:
-                raise InvalidEventError(f"{started}, expected {reporter.label}")
+                raise _unexpected("started", event, f"expected {reporter.label}")
             if reporter.computing:
-                raise InvalidEventError(f"{started}, which it has started already")
+                raise _unexpected("started", event, "which it has started already")
         elif isinstance(event, PushReceived | PullRequested | PullRepeated):
             raise InternalError(f"a coordinator does not take a {type(event).__name__}", (event,))
 
@@ -227,3 +225,7 @@ class ReportOrder:
     def left(self, event: WorkerLost | WorkerFinished) -> None:
         """Record that a worker has left."""
         del self._reporters[event.worker]
+
+
+def _unexpected(verb: str, event: IterationFinished | IterationStarted, reason: str) -> InvalidEventError:
+    return InvalidEventError(f"worker {event.worker} {verb} iteration {event.iteration}, {reason}")
