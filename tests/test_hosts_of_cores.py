@@ -13,14 +13,14 @@ ROOT = Path(paceline.__file__).parent
 
 # Class -> the module that defines it, and the files that construct it.
 CORES = {
-    "Worker": ("core.worker", {"runtime/worker.py", "sim/job.py", "testing/cluster.py"}),
-    "Server": ("core.server", {"runtime/server.py", "sim/job.py", "testing/cluster.py"}),
+    "Worker": ("core.worker", {"runtime/worker.py", "sim/job.py", "testing/small_job.py"}),
+    "Server": ("core.server", {"runtime/server.py", "sim/job.py", "testing/small_job.py"}),
     "Coordinator": (
         "core.coordinator",
-        {"runtime/coordinator.py", "sim/job.py", "testing/cluster.py", "trace/replay.py"},
+        {"runtime/coordinator.py", "sim/job.py", "testing/small_job.py", "trace/replay.py"},
     ),
     "Shard": ("core.shard", {"core/server.py", "trace/replay.py"}),
-    "ShardSync": ("core.shard_sync", {"core/shard.py", "testing/cluster.py"}),
+    "ShardSync": ("core.shard_sync", {"core/shard.py", "testing/small_job.py"}),
     "JobSync": ("core.job_sync", {"core/coordinator.py"}),
     "PushReceived": ("sync.events", {"core/server.py"}),
     "PullRequested": ("sync.events", {"core/server.py", "sync/model.py"}),

@@ -46,25 +46,25 @@ from paceline.sync.events import (
     WorkerLost,
 )
 
-from .world import Life, freeze
+from .legal import CheckedShard, freeze
 
 
-def begin(sync: SyncModel, workers: int, shard: int = 0) -> Life:
+def begin(sync: SyncModel, workers: int, shard: int = 0) -> CheckedShard:
     """A shard with so many workers, all of which compute iteration 0."""
-    life = Life(ShardSync(sync, shard=shard))
+    checked = CheckedShard(ShardSync(sync, shard=shard))
     for _ in range(workers):
-        life.tell(life.world.join())
-    return life
+        checked.tell(checked.legal.join())
+    return checked
 
 
-def hosted(life: Life) -> ShardSync:
-    assert isinstance(life.machine, ShardSync)
-    return life.machine
+def hosted(checked: CheckedShard) -> ShardSync:
+    assert isinstance(checked.machine, ShardSync)
+    return checked.machine
 
 
-def iterate(life: Life, worker: int, change: Change | None = None) -> list[AnyAction]:
+def iterate(checked: CheckedShard, worker: int, change: Change | None = None) -> list[AnyAction]:
     """One iteration: its push, and its pull."""
-    return life.tell(life.world.push(worker, change=change)) + life.tell(life.world.pull(worker))
+    return checked.tell(checked.legal.push(worker, change=change)) + checked.tell(checked.legal.pull(worker))
 
 
 def to(sync: str, *members: int, number: int = 1) -> Change:
@@ -75,63 +75,63 @@ def to(sync: str, *members: int, number: int = 1) -> Change:
 
 
 def test_asp_to_bsp_does_not_stall_the_fast_for_the_gap_that_they_had_gathered() -> None:
-    life = begin(ASP(), 2)
+    checked = begin(ASP(), 2)
     for _ in range(50):
-        assert iterate(life, 0) == [
-            ApplyPush(0, life.world.label[0] - 1),
-            AnswerPull(0, life.world.label[0] - 1),
+        assert iterate(checked, 0) == [
+            ApplyPush(0, checked.legal.label[0] - 1),
+            AnswerPull(0, checked.legal.label[0] - 1),
         ]
     change = to("bsp", 0, 1)
-    assert iterate(life, 0, change) == [
+    assert iterate(checked, 0, change) == [
         ApplyPush(0, 50)
     ]  # its last one under ASP; now it waits for worker 1's
-    assert life.tell(life.world.push(1, change=change)) == [ApplyPush(1, 0), AnswerPull(0, 50)]
-    assert life.tell(life.world.pull(1)) == [AnswerPull(1, 0)]
-    assert hosted(life).sync == BSP()
-    assert iterate(life, 0) == [HoldPush(0, 51)]  # one round of BSP, not fifty
-    assert life.tell(life.world.push(1)) == [HoldPush(1, 1), ApplyMean(((0, 51), (1, 1))), AnswerPull(0, 51)]
+    assert checked.tell(checked.legal.push(1, change=change)) == [ApplyPush(1, 0), AnswerPull(0, 50)]
+    assert checked.tell(checked.legal.pull(1)) == [AnswerPull(1, 0)]
+    assert hosted(checked).sync == BSP()
+    assert iterate(checked, 0) == [HoldPush(0, 51)]  # one round of BSP, not fifty
+    assert checked.tell(checked.legal.push(1)) == [HoldPush(1, 1), ApplyMean(((0, 51), (1, 1))), AnswerPull(0, 51)]
 
 
 def test_pushes_that_are_held_go_into_a_mean_when_the_model_changes() -> None:
-    life = begin(BSP(), 3)
+    checked = begin(BSP(), 3)
     change = to("asp", 0, 1, 2)
-    assert iterate(life, 2) == [HoldPush(2, 0)]
-    assert iterate(life, 1, change) == [HoldPush(1, 0)]
+    assert iterate(checked, 2) == [HoldPush(2, 0)]
+    assert iterate(checked, 1, change) == [HoldPush(1, 0)]
     # The round is complete with worker 0's push: worker 2 is answered by the old model and ends it with its next.
-    assert iterate(life, 0, change) == [HoldPush(0, 0), ApplyMean(((0, 0), (1, 0), (2, 0))), AnswerPull(2, 0)]
-    assert life.world.waiting == {0, 1}
-    assert life.tell(life.world.push(2, change=change)) == [
+    assert iterate(checked, 0, change) == [HoldPush(0, 0), ApplyMean(((0, 0), (1, 0), (2, 0))), AnswerPull(2, 0)]
+    assert checked.legal.waiting == {0, 1}
+    assert checked.tell(checked.legal.push(2, change=change)) == [
         HoldPush(2, 1),
         ApplyMean(((2, 1),)),
         AnswerPull(0, 0),
         AnswerPull(1, 0),
     ]
-    assert life.tell(life.world.pull(2)) == [AnswerPull(2, 1)]
-    assert iterate(life, 0) == [ApplyPush(0, 1), AnswerPull(0, 1)]
+    assert checked.tell(checked.legal.pull(2)) == [AnswerPull(2, 1)]
+    assert iterate(checked, 0) == [ApplyPush(0, 1), AnswerPull(0, 1)]
 
 
 def test_whom_only_those_at_the_boundary_held_back_goes_on_at_once() -> None:
     """Whom the old model delays because of a slow one waits for that one's leaving, and for no boundary."""
-    life = begin(SSP(staleness=0), 2)
-    assert iterate(life, 0) == [ApplyPush(0, 0)]
-    assert life.tell(life.world.push(1, change=to("asp", 0, 1))) == [ApplyPush(1, 0), AnswerPull(0, 0)]
-    assert life.world.waiting == set()
+    checked = begin(SSP(staleness=0), 2)
+    assert iterate(checked, 0) == [ApplyPush(0, 0)]
+    assert checked.tell(checked.legal.push(1, change=to("asp", 0, 1))) == [ApplyPush(1, 0), AnswerPull(0, 0)]
+    assert checked.legal.waiting == set()
 
 
 def test_a_member_that_is_lost_during_the_change_is_not_waited_for() -> None:
-    life = begin(ASP(), 3)
+    checked = begin(ASP(), 3)
     change = to("bsp", 0, 1, 2)
-    iterate(life, 0, change)
-    iterate(life, 1, change)
-    assert life.world.waiting == {0, 1}
-    assert life.tell(life.world.leave(2, lost=True)) == [AnswerPull(0, 0), AnswerPull(1, 0)]
-    assert hosted(life).sync == BSP()
+    iterate(checked, 0, change)
+    iterate(checked, 1, change)
+    assert checked.legal.waiting == {0, 1}
+    assert checked.tell(checked.legal.leave(2, lost=True)) == [AnswerPull(0, 0), AnswerPull(1, 0)]
+    assert hosted(checked).sync == BSP()
 
 
 def test_a_member_that_finishes_during_the_change_is_not_waited_for() -> None:
-    life = begin(ASP(), 2)
-    iterate(life, 0, to("bsp", 0, 1))
-    assert life.tell(life.world.leave(1, lost=False)) == [AnswerPull(0, 0)]
+    checked = begin(ASP(), 2)
+    iterate(checked, 0, to("bsp", 0, 1))
+    assert checked.tell(checked.legal.leave(1, lost=False)) == [AnswerPull(0, 0)]
 
 
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "finished"])
@@ -139,59 +139,59 @@ def test_a_member_that_finishes_during_the_change_is_not_waited_for() -> None:
 def test_who_leaves_at_the_boundary_is_in_neither_model_and_what_it_pushed_stays(
     lost: bool, pulled: bool
 ) -> None:
-    life = begin(BSP(), 2)
+    checked = begin(BSP(), 2)
     change = to("bsp", 0, 1)
-    life.tell(life.world.push(0, change=change))
+    checked.tell(checked.legal.push(0, change=change))
     if pulled:
-        life.tell(life.world.pull(0))
-    assert life.tell(life.world.leave(0, lost=lost)) == []
-    assert life.tell(life.world.push(1, change=change)) == [HoldPush(1, 0), ApplyMean(((0, 0), (1, 0)))]
-    assert life.tell(life.world.pull(1)) == [AnswerPull(1, 0)]
-    assert iterate(life, 1) == [HoldPush(1, 1), ApplyMean(((1, 1),)), AnswerPull(1, 1)]
+        checked.tell(checked.legal.pull(0))
+    assert checked.tell(checked.legal.leave(0, lost=lost)) == []
+    assert checked.tell(checked.legal.push(1, change=change)) == [HoldPush(1, 0), ApplyMean(((0, 0), (1, 0)))]
+    assert checked.tell(checked.legal.pull(1)) == [AnswerPull(1, 0)]
+    assert iterate(checked, 1) == [HoldPush(1, 1), ApplyMean(((1, 1),)), AnswerPull(1, 1)]
 
 
 def test_when_the_last_one_of_the_old_model_is_lost_after_the_others_have_left_the_new_one_is_in_force() -> (
     None
 ):
-    life = begin(BSP(), 2)
+    checked = begin(BSP(), 2)
     change = to("asp", 0, 1)
-    iterate(life, 0, change)
-    life.tell(life.world.leave(0, lost=True))
-    life.tell(life.world.leave(1, lost=True))
-    assert hosted(life).sync == ASP()
-    life.tell(life.world.join())
-    assert iterate(life, 2) == [ApplyPush(2, 0), AnswerPull(2, 0)]
+    iterate(checked, 0, change)
+    checked.tell(checked.legal.leave(0, lost=True))
+    checked.tell(checked.legal.leave(1, lost=True))
+    assert hosted(checked).sync == ASP()
+    checked.tell(checked.legal.join())
+    assert iterate(checked, 2) == [ApplyPush(2, 0), AnswerPull(2, 0)]
 
 
 def test_who_joins_during_the_change_lives_by_the_old_model_and_then_by_none() -> None:
     """It has not heard of the change. The coordinator publishes it anew; until it passes that, it holds up nobody."""
-    life = begin(ASP(), 2)
+    checked = begin(ASP(), 2)
     change = to("bsp", 0, 1)
-    iterate(life, 0, change)
-    life.tell(life.world.join())
+    iterate(checked, 0, change)
+    checked.tell(checked.legal.join())
     for iteration in range(3):
-        assert iterate(life, 2) == [ApplyPush(2, iteration), AnswerPull(2, iteration)]
-    assert life.tell(life.world.push(1, change=change)) == [ApplyPush(1, 0), AnswerPull(0, 0)]
-    life.tell(life.world.pull(1))
-    assert iterate(life, 2) == [ApplyPush(2, 3), AnswerPull(2, 3)]
-    assert iterate(life, 0) == [HoldPush(0, 1)]
-    assert life.tell(life.world.push(1))[1:] == [ApplyMean(((0, 1), (1, 1))), AnswerPull(0, 1)]
-    life.tell(life.world.pull(1))
+        assert iterate(checked, 2) == [ApplyPush(2, iteration), AnswerPull(2, iteration)]
+    assert checked.tell(checked.legal.push(1, change=change)) == [ApplyPush(1, 0), AnswerPull(0, 0)]
+    checked.tell(checked.legal.pull(1))
+    assert iterate(checked, 2) == [ApplyPush(2, 3), AnswerPull(2, 3)]
+    assert iterate(checked, 0) == [HoldPush(0, 1)]
+    assert checked.tell(checked.legal.push(1))[1:] == [ApplyMean(((0, 1), (1, 1))), AnswerPull(0, 1)]
+    checked.tell(checked.legal.pull(1))
     anew = to("bsp", 0, 1, 2, number=2)
     for worker in (2, 0):
-        iterate(life, worker, anew)
-    life.tell(life.world.push(1, change=anew))
-    life.tell(life.world.pull(1))
-    assert iterate(life, 2) == [HoldPush(2, 5)]
+        iterate(checked, worker, anew)
+    checked.tell(checked.legal.push(1, change=anew))
+    checked.tell(checked.legal.pull(1))
+    assert iterate(checked, 2) == [HoldPush(2, 5)]
 
 
 def test_who_joined_during_the_change_and_waits_is_answered_when_it_is_complete() -> None:
-    life = begin(BSP(), 2)
+    checked = begin(BSP(), 2)
     change = to("asp", 0, 1)
-    iterate(life, 0, change)
-    life.tell(life.world.join())
-    assert iterate(life, 2) == [HoldPush(2, 0)]
-    assert life.tell(life.world.push(1, change=change)) == [
+    iterate(checked, 0, change)
+    checked.tell(checked.legal.join())
+    assert iterate(checked, 2) == [HoldPush(2, 0)]
+    assert checked.tell(checked.legal.push(1, change=change)) == [
         HoldPush(1, 0),
         ApplyMean(((0, 0), (1, 0), (2, 0))),
         AnswerPull(2, 0),
@@ -200,56 +200,56 @@ def test_who_joined_during_the_change_and_waits_is_answered_when_it_is_complete(
 
 
 def test_who_joined_during_the_change_and_has_yet_to_pull_is_answered_when_it_asks() -> None:
-    life = begin(ASP(), 2)
+    checked = begin(ASP(), 2)
     change = to("bsp", 0, 1)
-    iterate(life, 0, change)
-    life.tell(life.world.join())
-    life.tell(life.world.push(2))
-    life.tell(life.world.push(1, change=change))
-    assert life.tell(life.world.pull(2)) == [AnswerPull(2, 0)]
-    assert life.tell(life.world.pull(1)) == [AnswerPull(1, 0)]
+    iterate(checked, 0, change)
+    checked.tell(checked.legal.join())
+    checked.tell(checked.legal.push(2))
+    checked.tell(checked.legal.push(1, change=change))
+    assert checked.tell(checked.legal.pull(2)) == [AnswerPull(2, 0)]
+    assert checked.tell(checked.legal.pull(1)) == [AnswerPull(1, 0)]
 
 
 def test_who_joins_after_the_change_begins_where_the_slowest_is() -> None:
-    life = begin(ASP(), 1)
-    iterate(life, 0, to("ssp:staleness=0", 0))
+    checked = begin(ASP(), 1)
+    iterate(checked, 0, to("ssp:staleness=0", 0))
     for _ in range(4):
-        iterate(life, 0)
-    life.tell(life.world.join())
-    assert iterate(life, 0) == [ApplyPush(0, 5)]
-    assert iterate(life, 1) == [ApplyPush(1, 0), AnswerPull(0, 5), AnswerPull(1, 0)]
+        iterate(checked, 0)
+    checked.tell(checked.legal.join())
+    assert iterate(checked, 0) == [ApplyPush(0, 5)]
+    assert iterate(checked, 1) == [ApplyPush(1, 0), AnswerPull(0, 5), AnswerPull(1, 0)]
 
 
 def test_a_second_change_follows_the_first() -> None:
-    life = begin(ASP(), 2)
+    checked = begin(ASP(), 2)
     for number, sync in enumerate(["bsp", "ssp:staleness=1", "bsp"], start=1):
         change = to(sync, 0, 1, number=number)
-        assert iterate(life, 0, change)[1:] == []
-        life.tell(life.world.push(1, change=change))
-        life.tell(life.world.pull(1))
-        assert str(hosted(life).sync) == sync
-        assert not life.world.waiting
+        assert iterate(checked, 0, change)[1:] == []
+        checked.tell(checked.legal.push(1, change=change))
+        checked.tell(checked.legal.pull(1))
+        assert str(hosted(checked).sync) == sync
+        assert not checked.legal.waiting
 
 
 def test_two_changes_may_follow_one_another_without_an_iteration_between() -> None:
-    life = begin(ASP(), 1)
-    assert iterate(life, 0, to("bsp", 0, number=1)) == [ApplyPush(0, 0), AnswerPull(0, 0)]
-    assert iterate(life, 0, to("asp", 0, number=2)) == [
+    checked = begin(ASP(), 1)
+    assert iterate(checked, 0, to("bsp", 0, number=1)) == [ApplyPush(0, 0), AnswerPull(0, 0)]
+    assert iterate(checked, 0, to("asp", 0, number=2)) == [
         HoldPush(0, 1),
         ApplyMean(((0, 1),)),
         AnswerPull(0, 1),
     ]
-    assert iterate(life, 0) == [ApplyPush(0, 2), AnswerPull(0, 2)]
+    assert iterate(checked, 0) == [ApplyPush(0, 2), AnswerPull(0, 2)]
 
 
 def test_a_flag_for_a_change_that_was_completed_without_the_worker_is_an_ordinary_push() -> None:
     """The worker was not live here yet when all others had passed: nobody waits for it any more."""
-    life = begin(ASP(), 1)
+    checked = begin(ASP(), 1)
     change = to("bsp", 0, 1)
-    iterate(life, 0, change)
-    life.tell(life.world.join())
-    assert iterate(life, 1, change) == [HoldPush(1, 0)]
-    assert iterate(life, 0) == [
+    iterate(checked, 0, change)
+    checked.tell(checked.legal.join())
+    assert iterate(checked, 1, change) == [HoldPush(1, 0)]
+    assert iterate(checked, 0) == [
         HoldPush(0, 1),
         ApplyMean(((0, 1), (1, 0))),
         AnswerPull(1, 0),
@@ -260,120 +260,120 @@ def test_a_flag_for_a_change_that_was_completed_without_the_worker_is_an_ordinar
 def test_each_shard_takes_its_own_model_of_the_change() -> None:
     change = to("asp|ssp:staleness=2", 0)
     for shard, sync in enumerate([ASP(), SSP(staleness=2)]):
-        life = begin(BSP(), 1, shard)
-        iterate(life, 0, change)
-        assert hosted(life).sync == sync
+        checked = begin(BSP(), 1, shard)
+        iterate(checked, 0, change)
+        assert hosted(checked).sync == sync
 
 
 def test_a_push_that_is_empty_passes_the_boundary_like_any_other() -> None:
-    life = begin(BSP(), 2)
+    checked = begin(BSP(), 2)
     change = to("asp", 0, 1)
-    assert life.tell(life.world.push(0, empty=True, change=change)) == [DropPush(0, 0)]
-    life.tell(life.world.pull(0))
-    assert life.tell(life.world.push(1, empty=True, change=change)) == [DropPush(1, 0), AnswerPull(0, 0)]
+    assert checked.tell(checked.legal.push(0, empty=True, change=change)) == [DropPush(0, 0)]
+    checked.tell(checked.legal.pull(0))
+    assert checked.tell(checked.legal.push(1, empty=True, change=change)) == [DropPush(1, 0), AnswerPull(0, 0)]
 
 
 def test_a_late_push_of_a_round_is_dropped_also_when_it_is_the_last_before_the_change() -> None:
-    life = begin(DropStragglers(quorum=1), 2)
-    assert iterate(life, 0)[1:] == [ApplyMean(((0, 0),)), AnswerPull(0, 0)]
-    assert iterate(life, 1, to("asp", 0, 1)) == [DropPush(1, 0)]
+    checked = begin(DropStragglers(quorum=1), 2)
+    assert iterate(checked, 0)[1:] == [ApplyMean(((0, 0),)), AnswerPull(0, 0)]
+    assert iterate(checked, 1, to("asp", 0, 1)) == [DropPush(1, 0)]
 
 
 def test_a_superstep_that_is_open_is_closed_by_the_change() -> None:
-    life = begin(ElasticBSP(), 3)
+    checked = begin(ElasticBSP(), 3)
     stop = Stop(superstep=0, members=(0, 1, 2))
-    life.tell(life.world.push(0, stop=stop))
-    life.tell(life.world.pull(0))
+    checked.tell(checked.legal.push(0, stop=stop))
+    checked.tell(checked.legal.pull(0))
     change = to("asp", 0, 1, 2)
-    iterate(life, 1, change)
-    assert life.world.waiting == {0, 1}
+    iterate(checked, 1, change)
+    assert checked.legal.waiting == {0, 1}
     # Worker 0 has yet to end the old model; it is let go, since nobody is left who could stop.
-    assert life.tell(life.world.push(2, change=change)) == [
+    assert checked.tell(checked.legal.push(2, change=change)) == [
         ApplyPush(2, 0),
         ApplyMean(((0, 0),)),
         AnswerPull(0, 0),
     ]
-    assert life.tell(life.world.push(0, change=change)) == [ApplyPush(0, 1), AnswerPull(1, 0)]
+    assert checked.tell(checked.legal.push(0, change=change)) == [ApplyPush(0, 1), AnswerPull(1, 0)]
 
 
 def test_a_timer_of_the_old_model_fires_in_vain_during_the_change() -> None:
-    life = begin(NaiveWaiting(delay_s=1.0), 2)
-    assert iterate(life, 0, to("asp", 0, 1)) == [ApplyPush(0, 0)]
-    assert hosted(life).handle(TimerFired(now_s=1.0, worker=0, iteration=0)) == []
-    assert hosted(life).handle(TimerFired(now_s=1.0, worker=1, iteration=0)) == []
+    checked = begin(NaiveWaiting(delay_s=1.0), 2)
+    assert iterate(checked, 0, to("asp", 0, 1)) == [ApplyPush(0, 0)]
+    assert hosted(checked).handle(TimerFired(now_s=1.0, worker=0, iteration=0)) == []
+    assert hosted(checked).handle(TimerFired(now_s=1.0, worker=1, iteration=0)) == []
 
 
 def test_a_pull_that_was_put_off_is_answered_by_its_timer_in_the_midst_of_the_change() -> None:
-    life = begin(NaiveWaiting(delay_s=1.0), 2)
-    assert iterate(life, 0)[1:] == [SetTimer(0, 0, 1.0)]
-    life.tell(life.world.push(1, change=to("asp", 0, 1)))
-    assert life.fire_timers() == [AnswerPull(0, 0)]
+    checked = begin(NaiveWaiting(delay_s=1.0), 2)
+    assert iterate(checked, 0)[1:] == [SetTimer(0, 0, 1.0)]
+    checked.tell(checked.legal.push(1, change=to("asp", 0, 1)))
+    assert checked.fire_timers() == [AnswerPull(0, 0)]
 
 
 @pytest.mark.parametrize("sync", ["naive-waiting:delay_s=2", "asp", "bsp", "elastic-bsp:lookahead=2"])
 def test_a_timer_of_the_old_model_has_no_effect_on_the_new(sync: str) -> None:
-    life = begin(NaiveWaiting(delay_s=1.0), 2)
-    assert iterate(life, 1)[1:] == [SetTimer(1, 0, 1.0)]
-    life.tell(life.world.leave(1, lost=True))
-    iterate(life, 0, to(sync, 0, 1))
-    assert not life.world.waiting
-    before = freeze(life.machine)
-    assert life.fire_timers() == []
-    assert freeze(life.machine) == before
+    checked = begin(NaiveWaiting(delay_s=1.0), 2)
+    assert iterate(checked, 1)[1:] == [SetTimer(1, 0, 1.0)]
+    checked.tell(checked.legal.leave(1, lost=True))
+    iterate(checked, 0, to(sync, 0, 1))
+    assert not checked.legal.waiting
+    before = freeze(checked.machine)
+    assert checked.fire_timers() == []
+    assert freeze(checked.machine) == before
 
 
 def test_a_pull_that_was_put_off_is_answered_once_when_the_change_comes_before_its_timer() -> None:
-    life = begin(NaiveWaiting(delay_s=1.0), 1)
-    life.tell(life.world.join())
-    iterate(life, 1)  # it joined after the change had been published
-    assert iterate(life, 0, to("naive-waiting:delay_s=3", 0)) == [
+    checked = begin(NaiveWaiting(delay_s=1.0), 1)
+    checked.tell(checked.legal.join())
+    iterate(checked, 1)  # it joined after the change had been published
+    assert iterate(checked, 0, to("naive-waiting:delay_s=3", 0)) == [
         ApplyPush(0, 0),
         AnswerPull(1, 0),
         AnswerPull(0, 0),
     ]
-    assert life.fire_timers() == []
+    assert checked.fire_timers() == []
 
 
 def test_a_plan_of_the_old_model_has_no_effect_on_the_new() -> None:
     """Who has a plan to follow and ends the old model first sends no flag of it any more; if one comes, from a
     worker that passed without it, it opens no superstep that anybody waits for in vain."""
-    life = begin(ElasticBSP(), 1)
-    iterate(life, 0, to("asp", 0))
+    checked = begin(ElasticBSP(), 1)
+    iterate(checked, 0, to("asp", 0))
     stop = Stop(superstep=0, members=(0,))
-    assert life.tell(life.world.push(0, stop=stop)) == [ApplyPush(0, 1)]
-    assert life.tell(life.world.pull(0)) == [AnswerPull(0, 1)]
+    assert checked.tell(checked.legal.push(0, stop=stop)) == [ApplyPush(0, 1)]
+    assert checked.tell(checked.legal.pull(0)) == [AnswerPull(0, 1)]
 
 
 def test_pulls_are_repeated_at_any_moment_of_a_change() -> None:
-    life = begin(ASP(), 2)
+    checked = begin(ASP(), 2)
     change = to("bsp", 0, 1)
-    iterate(life, 0, change)
-    assert life.tell(life.world.repeat(1)) == [AnswerPull(1, -1)]
-    life.tell(life.world.push(1, change=change))
-    assert life.tell(life.world.repeat(0)) == [AnswerPull(0, 0)]
+    iterate(checked, 0, change)
+    assert checked.tell(checked.legal.repeat(1)) == [AnswerPull(1, -1)]
+    checked.tell(checked.legal.push(1, change=change))
+    assert checked.tell(checked.legal.repeat(0)) == [AnswerPull(0, 0)]
 
 
 def test_what_waits_for_the_boundary_is_said_in_words() -> None:
-    life = begin(ASP(), 3)
-    iterate(life, 1, to("bsp", 0, 1, 2))
-    assert hosted(life).waits() == {1: "the change to bsp, for workers [0, 2]"}
-    assert hosted(life).last_iteration(1) == 0
-    assert hosted(life).last_iteration(0) == -1
+    checked = begin(ASP(), 3)
+    iterate(checked, 1, to("bsp", 0, 1, 2))
+    assert hosted(checked).waits() == {1: "the change to bsp, for workers [0, 2]"}
+    assert hosted(checked).last_iteration(1) == 0
+    assert hosted(checked).last_iteration(0) == -1
 
 
 BOUNDARY = to("bsp", 0, 1, 2, 3, number=2)
 
 
-def in_the_midst() -> Life:
+def in_the_midst() -> CheckedShard:
     """Four workers under ASP, and a change to BSP of the first three: worker 0 has pushed its flag, worker 1 has
     pulled too, worker 2 computes; worker 3 was lost, worker 4 has joined since."""
-    life = begin(ASP(), 4)
+    checked = begin(ASP(), 4)
     change = BOUNDARY
-    life.tell(life.world.push(0, change=change))
-    iterate(life, 1, change)
-    life.tell(life.world.leave(3, lost=True))
-    life.tell(life.world.join())
-    return life
+    checked.tell(checked.legal.push(0, change=change))
+    iterate(checked, 1, change)
+    checked.tell(checked.legal.leave(3, lost=True))
+    checked.tell(checked.legal.join())
+    return checked
 
 
 REFUSED_IN_THE_MIDST: dict[str, AnyEvent] = {
@@ -399,11 +399,11 @@ REFUSED_IN_THE_MIDST: dict[str, AnyEvent] = {
 
 @pytest.mark.parametrize("what", REFUSED_IN_THE_MIDST)
 def test_is_refused_in_the_midst_of_a_change_and_changes_nothing(what: str) -> None:
-    life = in_the_midst()
-    control = copy.deepcopy(life)
-    life.refuse(REFUSED_IN_THE_MIDST[what])
-    last = life.world.push(2, change=BOUNDARY)
-    assert life.tell(last) == control.tell(last) == [ApplyPush(2, 0), AnswerPull(1, 0)]
+    checked = in_the_midst()
+    control = copy.deepcopy(checked)
+    checked.refuse(REFUSED_IN_THE_MIDST[what])
+    last = checked.legal.push(2, change=BOUNDARY)
+    assert checked.tell(last) == control.tell(last) == [ApplyPush(2, 0), AnswerPull(1, 0)]
 
 
 def test_refusals_in_the_midst_of_a_change_say_which_worker() -> None:
@@ -415,96 +415,96 @@ def test_refusals_in_the_midst_of_a_change_say_which_worker() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_all_that_is_illegal_is_refused_in_the_midst_of_a_change(seed: int) -> None:
-    life = in_the_midst()
-    for event in life.world.refused():
-        life.refuse(event)
+    checked = in_the_midst()
+    for event in checked.legal.refused():
+        checked.refuse(event)
 
 
 def test_a_pull_is_not_repeated_before_the_pull_that_the_change_has_outrun() -> None:
-    life = begin(ASP(), 1)
-    life.tell(life.world.push(0, change=to("bsp", 0)))
-    assert hosted(life).sync == BSP()
-    life.refuse(PullRepeated(now_s=0.0, worker=0, iteration=1))
+    checked = begin(ASP(), 1)
+    checked.tell(checked.legal.push(0, change=to("bsp", 0)))
+    assert hosted(checked).sync == BSP()
+    checked.refuse(PullRepeated(now_s=0.0, worker=0, iteration=1))
 
 
 def test_a_member_that_was_lost_and_has_joined_anew_is_not_waited_for() -> None:
     """The coordinator knows the new one for no member, so it never gets to know of the change."""
-    life = begin(ASP(), 2)
-    life.tell(life.world.leave(1, lost=True))
-    life.tell(WorkerJoined(now_s=0.0, worker=1, iteration=1, change=1))
-    iterate(life, 0, to("bsp", 0, 1))
-    assert not life.world.waiting
+    checked = begin(ASP(), 2)
+    checked.tell(checked.legal.leave(1, lost=True))
+    checked.tell(WorkerJoined(now_s=0.0, worker=1, iteration=1, change=1))
+    iterate(checked, 0, to("bsp", 0, 1))
+    assert not checked.legal.waiting
 
 
 def test_who_joined_during_a_change_may_end_the_model_for_the_next_before_this_shard_has_heard_of_the_first() -> (
     None
 ):
     """Worker 0, the only member of the first, was lost: what it has sent is still on its way to this shard."""
-    life = begin(ASP(), 1)
-    life.tell(life.world.join(change=1))
-    assert iterate(life, 1, to("bsp", 1, number=2)) == [ApplyPush(1, 0), AnswerPull(1, 0)]
-    assert hosted(life).sync == BSP()
-    assert iterate(life, 0, to("bsp", 0, number=1)) == [ApplyPush(0, 0), AnswerPull(0, 0)]
-    assert iterate(life, 1) == [HoldPush(1, 1), ApplyMean(((1, 1),)), AnswerPull(1, 1)]
-    assert life.tell(life.world.leave(0, lost=True)) == []
+    checked = begin(ASP(), 1)
+    checked.tell(checked.legal.join(change=1))
+    assert iterate(checked, 1, to("bsp", 1, number=2)) == [ApplyPush(1, 0), AnswerPull(1, 0)]
+    assert hosted(checked).sync == BSP()
+    assert iterate(checked, 0, to("bsp", 0, number=1)) == [ApplyPush(0, 0), AnswerPull(0, 0)]
+    assert iterate(checked, 1) == [HoldPush(1, 1), ApplyMean(((1, 1),)), AnswerPull(1, 1)]
+    assert checked.tell(checked.legal.leave(0, lost=True)) == []
 
 
 def test_who_has_yet_to_pull_after_a_change_is_answered_though_the_next_has_begun() -> None:
     """Worker 0 was answered by all shards, which is enough for the second change to be published."""
-    life = begin(ASP(), 2)
+    checked = begin(ASP(), 2)
     first, second = to("bsp", 0, 1, number=1), to("asp", 0, 1, number=2)
-    iterate(life, 0, first)
-    life.tell(life.world.push(1, change=first))
-    assert iterate(life, 0, second) == [HoldPush(0, 1)]
-    assert life.tell(life.world.pull(1)) == [AnswerPull(1, 0)]
-    assert life.tell(life.world.push(1, change=second))[0] == HoldPush(1, 1)
-    assert hosted(life).sync == ASP()
+    iterate(checked, 0, first)
+    checked.tell(checked.legal.push(1, change=first))
+    assert iterate(checked, 0, second) == [HoldPush(0, 1)]
+    assert checked.tell(checked.legal.pull(1)) == [AnswerPull(1, 0)]
+    assert checked.tell(checked.legal.push(1, change=second))[0] == HoldPush(1, 1)
+    assert hosted(checked).sync == ASP()
 
 
 def test_who_is_lost_with_its_pull_after_a_change_outstanding_when_the_next_has_begun_is_not_waited_for() -> (
     None
 ):
-    life = begin(ASP(), 2)
+    checked = begin(ASP(), 2)
     first, second = to("bsp", 0, 1, number=1), to("asp", 0, 1, number=2)
-    iterate(life, 0, first)
-    life.tell(life.world.push(1, change=first))
-    iterate(life, 0, second)
-    assert life.tell(life.world.leave(1, lost=True)) == [ApplyMean(((0, 1),)), AnswerPull(0, 1)]
-    assert hosted(life).counts.count.keys() == {0}
+    iterate(checked, 0, first)
+    checked.tell(checked.legal.push(1, change=first))
+    iterate(checked, 0, second)
+    assert checked.tell(checked.legal.leave(1, lost=True)) == [ApplyMean(((0, 1),)), AnswerPull(0, 1)]
+    assert hosted(checked).counts.count.keys() == {0}
 
 
 def test_a_change_that_is_published_anew_takes_the_place_of_the_first() -> None:
     """All members of the first were lost: worker 0 with a flagged push at this shard, worker 1 without. They are
     not waited for, and that they were lost may be heard here at any time later."""
-    life = begin(ASP(), 2)
+    checked = begin(ASP(), 2)
     for _ in range(2):
-        life.tell(life.world.join(change=1))
-    iterate(life, 0, to("bsp", 0, 1, number=1))
+        checked.tell(checked.legal.join(change=1))
+    iterate(checked, 0, to("bsp", 0, 1, number=1))
     again = to("bsp", 2, 3, number=2)
-    assert iterate(life, 2, again) == [ApplyPush(2, 0)]
-    life.refuse(life.world.push(1, change=to("bsp", 0, 1, number=1)))
-    life.tell(life.world.leave(1, lost=True))
-    assert life.tell(life.world.push(3, change=again)) == [
+    assert iterate(checked, 2, again) == [ApplyPush(2, 0)]
+    checked.refuse(checked.legal.push(1, change=to("bsp", 0, 1, number=1)))
+    checked.tell(checked.legal.leave(1, lost=True))
+    assert checked.tell(checked.legal.push(3, change=again)) == [
         ApplyPush(3, 0),
         AnswerPull(0, 0),
         AnswerPull(2, 0),
     ]
-    assert life.tell(life.world.pull(3)) == [AnswerPull(3, 0)]
-    assert iterate(life, 2) == [HoldPush(2, 1)]
-    assert iterate(life, 3) == [HoldPush(3, 1)]
-    assert life.tell(life.world.leave(0, lost=True)) == [
+    assert checked.tell(checked.legal.pull(3)) == [AnswerPull(3, 0)]
+    assert iterate(checked, 2) == [HoldPush(2, 1)]
+    assert iterate(checked, 3) == [HoldPush(3, 1)]
+    assert checked.tell(checked.legal.leave(0, lost=True)) == [
         ApplyMean(((2, 1), (3, 1))),
         AnswerPull(2, 1),
         AnswerPull(3, 1),
     ]
 
 
-def at_two_shards(model: SyncModel) -> tuple[Life, Life]:
+def at_two_shards(model: SyncModel) -> tuple[CheckedShard, CheckedShard]:
     """Worker 0 is the only member of a change; workers 1 and 2 have joined since it was published."""
     lives = begin(model, 1, 0), begin(model, 1, 1)
-    for life in lives:
+    for checked in lives:
         for _ in range(2):
-            life.tell(life.world.join(change=1))
+            checked.tell(checked.legal.join(change=1))
     return lives
 
 
@@ -513,31 +513,31 @@ def test_those_who_joined_during_a_change_do_not_wait_for_one_another_at_two_sha
     all, but they never get to the push that they would flag."""
     change = to("bsp", 0)
     waiting = []
-    for life, before, after in zip(at_two_shards(ASP()), (1, 2), (2, 1), strict=True):
-        life.tell(life.world.push(before))
-        iterate(life, 0, change)
-        life.tell(life.world.push(after))
-        life.tell(life.world.pull(before))
-        life.tell(life.world.pull(after))
-        iterate(life, 0, to("bsp", 0, 1, 2, number=2))
-        waiting.append(life.world.waiting)
+    for checked, before, after in zip(at_two_shards(ASP()), (1, 2), (2, 1), strict=True):
+        checked.tell(checked.legal.push(before))
+        iterate(checked, 0, change)
+        checked.tell(checked.legal.push(after))
+        checked.tell(checked.legal.pull(before))
+        checked.tell(checked.legal.pull(after))
+        iterate(checked, 0, to("bsp", 0, 1, 2, number=2))
+        waiting.append(checked.legal.waiting)
     free = [worker for worker in range(3) if not any(worker in those for those in waiting)]
     assert free, f"everybody waits: {waiting}"
 
 
 def test_a_round_of_the_old_model_means_nothing_to_the_new() -> None:
     """Worker 1 is no member of the change; an answer of the old model told it to go on from round 3."""
-    life = begin(DropStragglers(quorum=1), 1)
-    life.tell(life.world.join())
+    checked = begin(DropStragglers(quorum=1), 1)
+    checked.tell(checked.legal.join())
     for _ in range(3):
-        iterate(life, 0)
-    assert iterate(life, 1) == [DropPush(1, 0), AnswerPull(1, 0, v_train=3)]
-    iterate(life, 0, to("bsp", 0))
-    assert life.tell(life.world.push(1)) == [ApplyPush(1, 1)]
-    assert life.tell(life.world.pull(1)) == [AnswerPull(1, 1)]
-    iterate(life, 0, to("bsp", 0, 1, number=2))
-    iterate(life, 1, to("bsp", 0, 1, number=2))
-    assert hosted(life).counts.count == {0: 0, 1: 0}
+        iterate(checked, 0)
+    assert iterate(checked, 1) == [DropPush(1, 0), AnswerPull(1, 0, v_train=3)]
+    iterate(checked, 0, to("bsp", 0))
+    assert checked.tell(checked.legal.push(1)) == [ApplyPush(1, 1)]
+    assert checked.tell(checked.legal.pull(1)) == [AnswerPull(1, 1)]
+    iterate(checked, 0, to("bsp", 0, 1, number=2))
+    iterate(checked, 1, to("bsp", 0, 1, number=2))
+    assert hosted(checked).counts.count == {0: 0, 1: 0}
 
 
 # -- at the coordinator -----------------------------------------------------------------------------------
@@ -716,15 +716,15 @@ def test_when_all_members_leave_during_a_change_the_shards_have_the_model_that_t
     lives = [begin(BSP(), 1, shard) for shard in (0, 1)]
     told.ask(0, 0, "asp")
     told.tell(WorkerJoined(now_s=1.0, worker=1))
-    for life in lives:
-        life.tell(life.world.join(change=1))
+    for checked in lives:
+        checked.tell(checked.legal.join(change=1))
     if flagged:  # the other never gets it
-        lives[0].tell(lives[0].world.push(0, change=to("asp", 0)))
+        lives[0].tell(lives[0].legal.push(0, change=to("asp", 0)))
     assert told.tell(WorkerLost(now_s=1.0, worker=0)) == published("asp", 1, number=2)
-    for life in lives:
-        life.tell(life.world.leave(0, lost=True))
-        iterate(life, 1, to("asp", 1, number=2))
-    assert [str(hosted(life).sync) for life in lives] == [told.job.sync] * 2
+    for checked in lives:
+        checked.tell(checked.legal.leave(0, lost=True))
+        iterate(checked, 1, to("asp", 1, number=2))
+    assert [str(hosted(checked).sync) for checked in lives] == [told.job.sync] * 2
 
 
 def test_elastic_bsps_planner_begins_with_the_labels_of_those_who_have_passed() -> None:
@@ -970,10 +970,10 @@ def test_a_coordinator_that_is_told_what_shards_hear_is_our_bug(event: AnyEvent)
 
 
 def test_validate_finds_a_change_that_waits_for_nobody() -> None:
-    life = in_the_midst()
-    vars(life.machine)["_remaining"].clear()
+    checked = in_the_midst()
+    vars(checked.machine)["_remaining"].clear()
     with pytest.raises(InternalError):
-        life.machine.validate()
+        checked.machine.validate()
     told = Told("asp", 1)
     told.ask(0, 0, "bsp")
     vars(told.job)["_remaining"].clear()

@@ -49,7 +49,7 @@ from paceline.sync.events import (
     WorkerLost,
 )
 
-from .world import Life, freeze, walk
+from .legal import CheckedShard, freeze, walk
 
 
 def within_one(state: PullState) -> bool:
@@ -142,31 +142,31 @@ REFUSED: dict[str, AnyEvent] = {
 }
 
 
-def begun(sync: SyncModel, host: str = "alone") -> Life:
+def begun(sync: SyncModel, host: str = "alone") -> CheckedShard:
     """Four workers, one whole iteration, and a little more: see `REFUSED`."""
-    life = Life(HOSTS[host](sync))
-    world = life.world
+    checked = CheckedShard(HOSTS[host](sync))
+    legal = checked.legal
     for _ in range(4):
-        life.tell(world.join())
+        checked.tell(legal.join())
     for worker in range(4):
-        life.tell(world.push(worker))
+        checked.tell(legal.push(worker))
     for worker in range(4):
-        life.tell(world.pull(worker))
-    life.fire_timers()
-    assert not world.waiting
-    life.tell(world.leave(3, lost=True))
+        checked.tell(legal.pull(worker))
+    checked.fire_timers()
+    assert not legal.waiting
+    checked.tell(legal.leave(3, lost=True))
     for worker in (1, 2):
-        life.tell(world.push(worker))
-    life.tell(world.pull(2))
-    return life
+        checked.tell(legal.push(worker))
+    checked.tell(legal.pull(2))
+    return checked
 
 
-def after_a_random_life(sync: SyncModel, seed: int, host: str = "alone") -> Life:
+def after_a_random_life(sync: SyncModel, seed: int, host: str = "alone") -> CheckedShard:
     """Some fifty legal events, no two seeds alike."""
-    life = Life(HOSTS[host](sync))
+    checked = CheckedShard(HOSTS[host](sync))
     draw = random.Random(seed)
-    walk(life, [draw.randrange(10_000) for _ in range(50)])
-    return life
+    walk(checked, [draw.randrange(10_000) for _ in range(50)])
+    return checked
 
 
 def test_the_table_has_every_model() -> None:
@@ -176,13 +176,13 @@ def test_the_table_has_every_model() -> None:
 @every_model
 @pytest.mark.parametrize("what", REFUSED)
 def test_is_refused_and_changes_nothing(sync: SyncModel, what: str) -> None:
-    life = begun(sync, "hosted")
-    control = copy.deepcopy(life)
-    life.refuse(REFUSED[what])
-    life.machine.validate()
-    future: list[AnyEvent] = [life.world.push(0), life.world.pull(1)]
+    checked = begun(sync, "hosted")
+    control = copy.deepcopy(checked)
+    checked.refuse(REFUSED[what])
+    checked.machine.validate()
+    future: list[AnyEvent] = [checked.legal.push(0), checked.legal.pull(1)]
     for event in future:
-        assert life.tell(event) == control.tell(event)
+        assert checked.tell(event) == control.tell(event)
 
 
 @every_model
@@ -196,12 +196,12 @@ def test_refusals_say_which_worker(sync: SyncModel) -> None:
 @every_model
 @pytest.mark.parametrize("seed", range(3))
 def test_is_refused_at_any_moment_of_a_life(sync: SyncModel, seed: int) -> None:
-    life = Life(ShardSync(sync))
+    checked = CheckedShard(ShardSync(sync))
     draw = random.Random(seed)
     for _ in range(40):
-        for event in life.world.refused():
-            life.refuse(event)
-        walk(life, [draw.randrange(10_000)])
+        for event in checked.legal.refused():
+            checked.refuse(event)
+        walk(checked, [draw.randrange(10_000)])
 
 
 @every_model
@@ -209,22 +209,22 @@ def test_is_refused_at_any_moment_of_a_life(sync: SyncModel, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "finished"])
 def test_those_who_leave_never_block_the_last_one(sync: SyncModel, host: str, seed: int, lost: bool) -> None:
-    life = after_a_random_life(sync, seed, host)
-    for survivor in list(life.world.phase):
-        alone = copy.deepcopy(life)
-        for other in [worker for worker in life.world.phase if worker != survivor]:
-            alone.tell(alone.world.leave(other, lost=lost))
+    checked = after_a_random_life(sync, seed, host)
+    for survivor in list(checked.legal.phase):
+        alone = copy.deepcopy(checked)
+        for other in [worker for worker in checked.legal.phase if worker != survivor]:
+            alone.tell(alone.legal.leave(other, lost=lost))
         alone.fire_timers()
-        assert not alone.world.waiting
+        assert not alone.legal.waiting
 
 
 @every_model
 @every_host
 def test_who_leaves_is_never_answered_any_more(sync: SyncModel, host: str) -> None:
-    life = begun(sync, host)
-    life.tell(life.world.leave(2, lost=True))
-    actions = [*life.tell(life.world.push(0)), *life.tell(life.world.pull(0)), *life.tell(life.world.pull(1))]
-    actions += life.fire_timers()
+    checked = begun(sync, host)
+    checked.tell(checked.legal.leave(2, lost=True))
+    actions = [*checked.tell(checked.legal.push(0)), *checked.tell(checked.legal.pull(0)), *checked.tell(checked.legal.pull(1))]
+    actions += checked.fire_timers()
     answered = {action.worker for action in actions if isinstance(action, AnswerPull)}
     assert answered == {0, 1}
 
@@ -235,9 +235,9 @@ def test_time_may_stand_still_or_leap(sync: SyncModel, seed: int) -> None:
     """What a shard decides does not hang on the clock: the same events at other times, the same actions."""
     draw = random.Random(seed)
     choices = [draw.randrange(10_000) for _ in range(60)]
-    still, leaping = Life(sync.at_shard()), Life(sync.at_shard())
+    still, leaping = CheckedShard(sync.at_shard()), CheckedShard(sync.at_shard())
     for choice in choices:
-        leaping.world.now_s += draw.choice([0.0, 1e-9, 3.0, 1e9])
+        leaping.legal.now_s += draw.choice([0.0, 1e-9, 3.0, 1e9])
         walk(still, [choice])
         walk(leaping, [choice])
         assert freeze(still.machine) == freeze(leaping.machine)
@@ -254,9 +254,9 @@ def test_machines_of_one_specification_share_nothing(sync: SyncModel) -> None:
 
 @every_model
 def test_the_same_events_give_the_same_actions_alone_and_hosted(sync: SyncModel) -> None:
-    life = after_a_random_life(sync, 1)
+    checked = after_a_random_life(sync, 1)
     machines = (sync.at_shard(), sync.at_shard(), ShardSync(sync))
-    once, again, hosted = ([machine.handle(event) for event in life.events] for machine in machines)
+    once, again, hosted = ([machine.handle(event) for event in checked.events] for machine in machines)
     assert once == again == hosted
 
 
@@ -288,18 +288,18 @@ def test_a_shard_that_is_told_what_only_the_coordinator_hears_is_our_bug(
 
 @every_model
 def test_a_repeated_pull_is_answered_at_once_and_changes_nothing(sync: SyncModel) -> None:
-    life = begun(sync, "hosted")
-    before = freeze(life.machine)
-    assert life.tell(life.world.repeat(0)) == [AnswerPull(0, 0)]
-    assert freeze(life.machine) == before
+    checked = begun(sync, "hosted")
+    before = freeze(checked.machine)
+    assert checked.tell(checked.legal.repeat(0)) == [AnswerPull(0, 0)]
+    assert freeze(checked.machine) == before
 
 
 @every_model
 def test_what_waits_is_said_in_words(sync: SyncModel) -> None:
     for host in HOSTS:
-        life = begun(sync, host)
-        words = cast(ShardMachine | ShardSync, life.machine).waits()
-        assert words.keys() == life.world.waiting
+        checked = begun(sync, host)
+        words = cast(ShardMachine | ShardSync, checked.machine).waits()
+        assert words.keys() == checked.legal.waiting
         assert all(words.values())
 
 
@@ -307,23 +307,23 @@ def test_what_waits_is_said_in_words(sync: SyncModel) -> None:
 @every_host
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "finished"])
 def test_who_joins_anew_takes_part_like_anybody(sync: SyncModel, host: str, lost: bool) -> None:
-    life = Life(HOSTS[host](sync))
-    world = life.world
+    checked = CheckedShard(HOSTS[host](sync))
+    legal = checked.legal
     for _ in range(2):
-        life.tell(world.join())
+        checked.tell(legal.join())
     for worker in range(2):
-        life.tell(world.push(worker))
-        life.tell(world.pull(worker))
-    life.fire_timers()
-    life.tell(world.leave(1, lost=lost))
-    life.tell(WorkerJoined(now_s=0.0, worker=1, iteration=1))
-    updates = len(life.updates)
+        checked.tell(legal.push(worker))
+        checked.tell(legal.pull(worker))
+    checked.fire_timers()
+    checked.tell(legal.leave(1, lost=lost))
+    checked.tell(WorkerJoined(now_s=0.0, worker=1, iteration=1))
+    updates = len(checked.updates)
     for worker in range(2):
-        life.tell(world.push(worker))
-        life.tell(world.pull(worker))
-    life.fire_timers()
-    assert not world.waiting
-    assert len(life.updates) > updates
+        checked.tell(legal.push(worker))
+        checked.tell(legal.pull(worker))
+    checked.fire_timers()
+    assert not legal.waiting
+    assert len(checked.updates) > updates
 
 
 # -- at the coordinator -----------------------------------------------------------------------------------

@@ -23,16 +23,16 @@ from paceline.sync.events import (
     WorkerLost,
 )
 
-from .world import Life
+from .legal import CheckedShard
 
 # -- at a shard -------------------------------------------------------------------------------------------
 
 
-def shard_with(*workers: int) -> Life:
-    life = Life(ElasticBSP().at_shard())
+def shard_with(*workers: int) -> CheckedShard:
+    checked = CheckedShard(ElasticBSP().at_shard())
     for worker in workers:
-        life.tell(WorkerJoined(now_s=0.0, worker=worker))
-    return life
+        checked.tell(WorkerJoined(now_s=0.0, worker=worker))
+    return checked
 
 
 def stop(superstep: int, *members: int) -> Stop:
@@ -40,24 +40,24 @@ def stop(superstep: int, *members: int) -> Stop:
 
 
 def push_and_pull(
-    life: Life, worker: int, flag: Stop | None = None, *, empty: bool = False
+    checked: CheckedShard, worker: int, flag: Stop | None = None, *, empty: bool = False
 ) -> list[AnyAction]:
-    return life.tell(life.world.push(worker, empty=empty, stop=flag)) + life.tell(life.world.pull(worker))
+    return checked.tell(checked.legal.push(worker, empty=empty, stop=flag)) + checked.tell(checked.legal.pull(worker))
 
 
 def test_without_a_plan_it_is_asp() -> None:
-    life = shard_with(0, 1)
+    checked = shard_with(0, 1)
     for iteration in range(20):
-        assert push_and_pull(life, 0) == [ApplyPush(0, iteration), AnswerPull(0, iteration)]
-    assert push_and_pull(life, 1, empty=True) == [DropPush(1, 0), AnswerPull(1, 0)]
+        assert push_and_pull(checked, 0) == [ApplyPush(0, iteration), AnswerPull(0, iteration)]
+    assert push_and_pull(checked, 1, empty=True) == [DropPush(1, 0), AnswerPull(1, 0)]
 
 
 def test_the_last_member_to_stop_releases_the_others_after_the_mean() -> None:
-    life = shard_with(0, 1, 2)
+    checked = shard_with(0, 1, 2)
     flag = stop(0, 0, 1, 2)
-    assert push_and_pull(life, 2, flag) == [HoldPush(2, 0)]
-    assert push_and_pull(life, 0, flag) == [HoldPush(0, 0)]
-    assert push_and_pull(life, 1, flag) == [
+    assert push_and_pull(checked, 2, flag) == [HoldPush(2, 0)]
+    assert push_and_pull(checked, 0, flag) == [HoldPush(0, 0)]
+    assert push_and_pull(checked, 1, flag) == [
         HoldPush(1, 0),
         ApplyMean(((0, 0), (1, 0), (2, 0))),
         AnswerPull(2, 0),
@@ -67,34 +67,34 @@ def test_the_last_member_to_stop_releases_the_others_after_the_mean() -> None:
 
 
 def test_a_member_may_run_on_until_it_stops() -> None:
-    life = shard_with(0, 1)
-    push_and_pull(life, 0, stop(0, 0, 1))
+    checked = shard_with(0, 1)
+    push_and_pull(checked, 0, stop(0, 0, 1))
     for iteration in range(10):
-        assert push_and_pull(life, 1) == [ApplyPush(1, iteration), AnswerPull(1, iteration)]
-    assert life.world.waiting == {0}
+        assert push_and_pull(checked, 1) == [ApplyPush(1, iteration), AnswerPull(1, iteration)]
+    assert checked.legal.waiting == {0}
 
 
 def test_who_is_no_member_neither_waits_nor_is_waited_for() -> None:
-    life = shard_with(0, 1, 2)
-    push_and_pull(life, 0, stop(0, 0, 1))
-    assert push_and_pull(life, 2) == [ApplyPush(2, 0), AnswerPull(2, 0)]
-    assert ApplyMean(((0, 0), (1, 0))) in push_and_pull(life, 1, stop(0, 0, 1))
+    checked = shard_with(0, 1, 2)
+    push_and_pull(checked, 0, stop(0, 0, 1))
+    assert push_and_pull(checked, 2) == [ApplyPush(2, 0), AnswerPull(2, 0)]
+    assert ApplyMean(((0, 0), (1, 0))) in push_and_pull(checked, 1, stop(0, 0, 1))
 
 
 def test_a_pull_that_comes_after_the_close_is_answered_at_once() -> None:
-    life = shard_with(0, 1)
-    life.tell(life.world.push(0, stop=stop(0, 0, 1)))
-    life.tell(life.world.push(1, stop=stop(0, 0, 1)))
-    assert life.tell(life.world.pull(0)) == [AnswerPull(0, 0)]
-    assert life.tell(life.world.pull(1)) == [AnswerPull(1, 0)]
+    checked = shard_with(0, 1)
+    checked.tell(checked.legal.push(0, stop=stop(0, 0, 1)))
+    checked.tell(checked.legal.push(1, stop=stop(0, 0, 1)))
+    assert checked.tell(checked.legal.pull(0)) == [AnswerPull(0, 0)]
+    assert checked.tell(checked.legal.pull(1)) == [AnswerPull(1, 0)]
 
 
 @pytest.mark.parametrize("end", [WorkerLost, WorkerFinished])
 def test_the_end_of_the_last_member_closes_the_superstep(end: type[WorkerLost | WorkerFinished]) -> None:
-    life = shard_with(0, 1, 2)
-    push_and_pull(life, 0, stop(0, 0, 1, 2))
-    push_and_pull(life, 1, stop(0, 0, 1, 2))
-    assert life.tell(end(now_s=1.0, worker=2)) == [
+    checked = shard_with(0, 1, 2)
+    push_and_pull(checked, 0, stop(0, 0, 1, 2))
+    push_and_pull(checked, 1, stop(0, 0, 1, 2))
+    assert checked.tell(end(now_s=1.0, worker=2)) == [
         ApplyMean(((0, 0), (1, 0))),
         AnswerPull(0, 0),
         AnswerPull(1, 0),
@@ -102,16 +102,16 @@ def test_the_end_of_the_last_member_closes_the_superstep(end: type[WorkerLost | 
 
 
 def test_a_member_that_left_before_anybody_stopped_is_not_waited_for() -> None:
-    life = shard_with(0, 1)
-    life.tell(WorkerLost(now_s=1.0, worker=1))
-    assert push_and_pull(life, 0, stop(0, 0, 1)) == [HoldPush(0, 0), ApplyMean(((0, 0),)), AnswerPull(0, 0)]
+    checked = shard_with(0, 1)
+    checked.tell(WorkerLost(now_s=1.0, worker=1))
+    assert push_and_pull(checked, 0, stop(0, 0, 1)) == [HoldPush(0, 0), ApplyMean(((0, 0),)), AnswerPull(0, 0)]
 
 
 def test_the_held_push_of_a_lost_worker_stays_in_the_mean_and_is_not_answered() -> None:
-    life = shard_with(0, 1)
-    push_and_pull(life, 1, stop(0, 0, 1))
-    life.tell(WorkerLost(now_s=1.0, worker=1))
-    assert push_and_pull(life, 0, stop(0, 0, 1)) == [
+    checked = shard_with(0, 1)
+    push_and_pull(checked, 1, stop(0, 0, 1))
+    checked.tell(WorkerLost(now_s=1.0, worker=1))
+    assert push_and_pull(checked, 0, stop(0, 0, 1)) == [
         HoldPush(0, 0),
         ApplyMean(((0, 0), (1, 0))),
         AnswerPull(0, 0),
@@ -119,9 +119,9 @@ def test_the_held_push_of_a_lost_worker_stays_in_the_mean_and_is_not_answered() 
 
 
 def test_an_empty_push_stops_its_worker_and_is_not_in_the_mean() -> None:
-    life = shard_with(0, 1)
-    assert push_and_pull(life, 0, stop(0, 0, 1), empty=True) == [DropPush(0, 0)]
-    assert push_and_pull(life, 1, stop(0, 0, 1)) == [
+    checked = shard_with(0, 1)
+    assert push_and_pull(checked, 0, stop(0, 0, 1), empty=True) == [DropPush(0, 0)]
+    assert push_and_pull(checked, 1, stop(0, 0, 1)) == [
         HoldPush(1, 0),
         ApplyMean(((1, 0),)),
         AnswerPull(0, 0),
@@ -130,30 +130,30 @@ def test_an_empty_push_stops_its_worker_and_is_not_in_the_mean() -> None:
 
 
 def test_a_superstep_of_empty_pushes_updates_nothing_and_releases_everybody() -> None:
-    life = shard_with(0, 1)
-    push_and_pull(life, 0, stop(0, 0, 1), empty=True)
-    assert push_and_pull(life, 1, stop(0, 0, 1), empty=True) == [
+    checked = shard_with(0, 1)
+    push_and_pull(checked, 0, stop(0, 0, 1), empty=True)
+    assert push_and_pull(checked, 1, stop(0, 0, 1), empty=True) == [
         DropPush(1, 0),
         AnswerPull(0, 0),
         AnswerPull(1, 0),
     ]
-    assert life.updates == []
+    assert checked.updates == []
 
 
 def test_two_supersteps_may_be_open_and_close_for_themselves() -> None:
-    life = shard_with(0, 1, 2, 3)
-    push_and_pull(life, 0, stop(0, 0, 1))
-    push_and_pull(life, 2, stop(1, 2, 3))
-    assert push_and_pull(life, 3, stop(1, 2, 3))[1] == ApplyMean(((2, 0), (3, 0)))
-    assert life.world.waiting == {0}
-    assert push_and_pull(life, 1, stop(0, 0, 1))[1] == ApplyMean(((0, 0), (1, 0)))
+    checked = shard_with(0, 1, 2, 3)
+    push_and_pull(checked, 0, stop(0, 0, 1))
+    push_and_pull(checked, 2, stop(1, 2, 3))
+    assert push_and_pull(checked, 3, stop(1, 2, 3))[1] == ApplyMean(((2, 0), (3, 0)))
+    assert checked.legal.waiting == {0}
+    assert push_and_pull(checked, 1, stop(0, 0, 1))[1] == ApplyMean(((0, 0), (1, 0)))
 
 
 def test_a_loss_may_close_two_supersteps_at_once() -> None:
-    life = shard_with(0, 1, 2)
-    push_and_pull(life, 0, stop(0, 0, 2))
-    push_and_pull(life, 1, stop(1, 1, 2))
-    assert life.tell(WorkerLost(now_s=1.0, worker=2)) == [
+    checked = shard_with(0, 1, 2)
+    push_and_pull(checked, 0, stop(0, 0, 2))
+    push_and_pull(checked, 1, stop(1, 1, 2))
+    assert checked.tell(WorkerLost(now_s=1.0, worker=2)) == [
         ApplyMean(((0, 0),)),
         AnswerPull(0, 0),
         ApplyMean(((1, 0),)),
@@ -162,29 +162,29 @@ def test_a_loss_may_close_two_supersteps_at_once() -> None:
 
 
 def test_a_push_for_a_superstep_that_closed_without_it_is_applied_at_once() -> None:
-    life = shard_with(0, 1)
-    push_and_pull(life, 1, stop(1, 1))
-    assert push_and_pull(life, 0, stop(0, 0)) == [ApplyPush(0, 0), AnswerPull(0, 0)]
+    checked = shard_with(0, 1)
+    push_and_pull(checked, 1, stop(1, 1))
+    assert push_and_pull(checked, 0, stop(0, 0)) == [ApplyPush(0, 0), AnswerPull(0, 0)]
 
 
 def test_a_superstep_stays_closed_when_an_earlier_one_closes_after_it() -> None:
-    life = shard_with(0, 1, 2)
-    push_and_pull(life, 0, stop(0, 0, 1))
-    push_and_pull(life, 2, stop(1, 2))
-    push_and_pull(life, 1, stop(0, 0, 1))
-    assert push_and_pull(life, 1, stop(1, 0, 1, 2)) == [ApplyPush(1, 1), AnswerPull(1, 1)]
+    checked = shard_with(0, 1, 2)
+    push_and_pull(checked, 0, stop(0, 0, 1))
+    push_and_pull(checked, 2, stop(1, 2))
+    push_and_pull(checked, 1, stop(0, 0, 1))
+    assert push_and_pull(checked, 1, stop(1, 0, 1, 2)) == [ApplyPush(1, 1), AnswerPull(1, 1)]
 
 
 def test_a_member_that_was_lost_and_has_joined_anew_is_not_waited_for() -> None:
     """The superstep's member is gone; the newcomer of the same number is a member of the next one only."""
-    life = shard_with(0, 1)
-    push_and_pull(life, 0)
-    push_and_pull(life, 1)
-    life.tell(WorkerLost(now_s=1.0, worker=1))
-    life.tell(WorkerJoined(now_s=1.0, worker=1, iteration=1, superstep=1))
-    assert push_and_pull(life, 0, stop(0, 0, 1)) == [HoldPush(0, 1), ApplyMean(((0, 1),)), AnswerPull(0, 1)]
-    assert push_and_pull(life, 0, stop(1, 0, 1)) == [HoldPush(0, 2)]
-    assert ApplyMean(((0, 2), (1, 1))) in push_and_pull(life, 1, stop(1, 0, 1))
+    checked = shard_with(0, 1)
+    push_and_pull(checked, 0)
+    push_and_pull(checked, 1)
+    checked.tell(WorkerLost(now_s=1.0, worker=1))
+    checked.tell(WorkerJoined(now_s=1.0, worker=1, iteration=1, superstep=1))
+    assert push_and_pull(checked, 0, stop(0, 0, 1)) == [HoldPush(0, 1), ApplyMean(((0, 1),)), AnswerPull(0, 1)]
+    assert push_and_pull(checked, 0, stop(1, 0, 1)) == [HoldPush(0, 2)]
+    assert ApplyMean(((0, 2), (1, 1))) in push_and_pull(checked, 1, stop(1, 0, 1))
 
 
 # -- at the coordinator -----------------------------------------------------------------------------------

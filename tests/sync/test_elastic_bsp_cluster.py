@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from paceline.sync import ASP, BSP, SSP, ElasticBSP, SyncModel
 from paceline.testing.admission import NEVER, STOPPED, Admission, more_ahead_than
-from paceline.testing.cluster import Cluster
+from paceline.testing.small_job import SmallJob
 from paceline.testing.states import State
 
 
-def run(cluster: Cluster, seed: int) -> tuple[State, list[str]]:
+def run(cluster: SmallJob, seed: int) -> tuple[State, list[str]]:
     """One interleaving to its end. Some actors are much slower than others, drawn anew for each run."""
     draw = random.Random(seed)
     speed: dict[str, float] = {}
@@ -68,7 +68,7 @@ def test_no_interleaving_hangs_or_makes_shards_disagree(
     any_plan: bool,
     seed: int,
 ) -> None:
-    cluster = Cluster(
+    cluster = SmallJob(
         ElasticBSP(lookahead=lookahead),
         STOPPED,
         workers=workers,
@@ -84,7 +84,7 @@ def test_no_interleaving_hangs_or_makes_shards_disagree(
 def test_without_losses_every_stopping_push_is_averaged_at_every_shard() -> None:
     supersteps = 0
     for seed in range(12):
-        cluster = Cluster(ElasticBSP(lookahead=2), STOPPED, workers=3, shards=2, iterations=15)
+        cluster = SmallJob(ElasticBSP(lookahead=2), STOPPED, workers=3, shards=2, iterations=15)
         state, story = run(cluster, seed)
         flagged = {
             (int(words[2]), int(words[5]))
@@ -116,7 +116,7 @@ def test_models_that_decide_at_each_shard_alone_hang_nobody(
     model: tuple[SyncModel, Admission], workers: int, late: int, losses: int, seed: int
 ) -> None:
     sync, must_wait = model
-    cluster = Cluster(
+    cluster = SmallJob(
         sync,
         must_wait,
         workers=workers,

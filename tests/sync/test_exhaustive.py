@@ -55,7 +55,7 @@ from paceline.sync.events import (
 )
 from paceline.sync.spec_sync import Speculation, Speculator
 from paceline.testing.admission import STOPPED, Admission, ShardView, more_ahead_than
-from paceline.testing.cluster import Cluster
+from paceline.testing.small_job import SmallJob
 from paceline.testing.search import explore, survey
 from paceline.testing.states import Call, State, Step
 
@@ -189,10 +189,10 @@ def cluster_of(
     late: int = 0,
     seed: int = 0,
     commits: bool = True,
-) -> Cluster:
+) -> SmallJob:
     """A job under one of the models above."""
     sync = MODELS[name]
-    return Cluster(
+    return SmallJob(
         sync,
         # Not every pull of a gap above 1 has been delayed when it arrived: some of these have been answered since.
         LAZY_CONDITIONS if name == "conditions-lazy" else None,
@@ -210,7 +210,7 @@ def cluster_of(
     )
 
 
-def visit(name: str, cluster: Cluster) -> int:
+def visit(name: str, cluster: SmallJob) -> int:
     """Search a job, loudly if it is a large one."""
     if not LARGE:
         return explore(cluster)
@@ -272,7 +272,7 @@ def test_no_interleaving_of_two_supersteps_deadlocks() -> None:
 @pytest.mark.parametrize("iterations", [3, 4])
 def test_no_interleaving_of_a_quorum_of_three_workers_deadlocks(iterations: int) -> None:
     """Two shards may disagree about who is late, and by how much; the worker goes on from the later round at both."""
-    cluster = Cluster(
+    cluster = SmallJob(
         DropStragglers(quorum=2), workers=3, shards=2, iterations=iterations, commits=True, agree=False
     )
     assert explore(cluster) > 500
@@ -315,7 +315,7 @@ def test_no_interleaving_with_a_change_of_model_deadlocks_or_breaks_a_bound(
     name: str, changes: list[str], iterations: int, losses: int
 ) -> None:
     each_its_own = ("drop-stragglers", "conditions", "mixed", "|")
-    cluster = Cluster(
+    cluster = SmallJob(
         MODELS[name],
         workers=2,
         shards=2,
@@ -377,7 +377,7 @@ def test_the_reductions_lose_no_end(sync: SyncModel, changes: list[str], size: s
         return states, ends, known
 
     workers, shards, iterations, losses = map(int, size.split(","))
-    cluster = Cluster(
+    cluster = SmallJob(
         sync,
         workers=workers,
         shards=shards,
@@ -428,7 +428,7 @@ def test_it_does_not_matter_in_which_order_a_shard_takes_what_two_workers_have_s
         return list(cluster.steps_of(state, 0, worker))
 
     workers, shards, iterations, losses = map(int, size.split(","))
-    cluster = Cluster(
+    cluster = SmallJob(
         sync,
         workers=workers,
         shards=shards,
@@ -479,14 +479,14 @@ def test_the_search_finds_a_deadlock() -> None:
         return {worker for worker, its in enumerate(told.workers) if its.asks and its.pushed > slowest}
 
     rule = Admission(as_if_nobody_ever_left, as_if_nobody_ever_left)
-    cluster = Cluster(bent(Stubborn), rule, workers=2, shards=1, iterations=1, losses=1)
+    cluster = SmallJob(bent(Stubborn), rule, workers=2, shards=1, iterations=1, losses=1)
     with pytest.raises(AssertionError, match=r"(?s)worker \d is lost.*deadlock: worker \d is"):
         explore(cluster)
 
 
 def test_the_search_finds_a_wrong_bound() -> None:
     with pytest.raises(AssertionError, match=r"\{\d\} wait and set\(\) must"):
-        explore(Cluster(SSP(staleness=1), more_ahead_than(2), workers=2, shards=1, iterations=3))
+        explore(SmallJob(SSP(staleness=1), more_ahead_than(2), workers=2, shards=1, iterations=3))
 
 
 def test_the_search_finds_a_push_that_is_dealt_with_never_or_twice() -> None:
@@ -510,7 +510,7 @@ def test_the_search_finds_a_push_that_is_dealt_with_never_or_twice() -> None:
         (Hoarder, "before its push was applied"),
     ]:
         with pytest.raises(AssertionError, match=words):
-            explore(Cluster(bent(machine), workers=2, shards=1, iterations=2))
+            explore(SmallJob(bent(machine), workers=2, shards=1, iterations=2))
 
 
 def test_the_search_finds_the_deadlock_of_shards_that_change_each_at_its_own_moment() -> None:
@@ -525,7 +525,7 @@ def test_the_search_finds_the_deadlock_of_shards_that_change_each_at_its_own_mom
             self._guests.clear()
             return actions
 
-    cluster = Cluster(
+    cluster = SmallJob(
         ASP(),
         workers=2,
         shards=2,
@@ -569,7 +569,7 @@ def test_the_search_finds_the_deadlock_of_shards_that_each_move_a_late_worker_on
         def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
             return MovingOn()
 
-    cluster = Cluster(
+    cluster = SmallJob(
         Moving(quorum=2), workers=3, shards=2, iterations=3, commits=True, agree=False, watch=False
     )
     with pytest.raises(AssertionError, match=r"(?s)deadlock: worker \d is waiting"):
@@ -599,7 +599,7 @@ def test_the_search_finds_the_deadlock_of_pushes_of_one_worker_in_different_roun
                 requests.append(request)
             return requests
 
-    class AnswersOneByOne(Cluster):
+    class AnswersOneByOne(SmallJob):
         def _answer(self, state: State, index: int, w: int, v_train: int | None) -> State:
             its = state.workers[w]
             answer = Answer(index, self._workers[its.core].iteration, 0, v_train)
@@ -658,7 +658,7 @@ def test_the_search_finds_the_deadlock_of_plans_that_are_sent_to_shards() -> Non
 
         _told = -1
 
-    class PlansToShards(Cluster):
+    class PlansToShards(SmallJob):
         def _order(self, state: State, w: int, core: int, message: Message) -> State:
             if not isinstance(message, PlanPublished):
                 return super()._order(state, w, core, message)

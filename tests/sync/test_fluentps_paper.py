@@ -18,7 +18,7 @@ from paceline.sync import ASP, BSP, SSP, SyncModel
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, HoldPush
 from paceline.sync.conditions import ConditionMachine
 
-from .world import Life
+from .legal import CheckedShard
 
 PullCondition = Callable[[int, int], bool]
 """(progress, V_train) -> answer the pull now."""
@@ -67,22 +67,22 @@ class AlgorithmOne:
         return answered
 
 
-def begin(sync: SyncModel, workers: int) -> tuple[Life, ConditionMachine]:
+def begin(sync: SyncModel, workers: int) -> tuple[CheckedShard, ConditionMachine]:
     machine = sync.at_shard()
     assert isinstance(machine, ConditionMachine)
-    life = Life(machine)
+    checked = CheckedShard(machine)
     for _ in range(workers):
-        life.tell(life.world.join())
-    return life, machine
+        checked.tell(checked.legal.join())
+    return checked, machine
 
 
 def answered(actions: list[AnyAction]) -> list[int]:
     return [action.worker for action in actions if isinstance(action, AnswerPull)]
 
 
-def iterate(life: Life, worker: int) -> list[int]:
+def iterate(checked: CheckedShard, worker: int) -> list[int]:
     """One iteration, Algorithm 1's worker, lines 4 and 5: sPush(key, g, i), then sPull(key, &w, i)."""
-    return answered(life.tell(life.world.push(worker)) + life.tell(life.world.pull(worker)))
+    return answered(checked.tell(checked.legal.push(worker)) + checked.tell(checked.legal.pull(worker)))
 
 
 @every_row
@@ -90,16 +90,16 @@ def iterate(life: Life, worker: int) -> list[int]:
 def test_table_iii_the_pull_condition_decides_when_a_pull_arrives(
     sync: SyncModel, condition: PullCondition, seed: int
 ) -> None:
-    life, machine = begin(sync, 3)
+    checked, machine = begin(sync, 3)
     draw = random.Random(seed)
     asked = 0
     for _ in range(120):
-        movable = [worker for worker in range(3) if worker not in life.world.waiting]
+        movable = [worker for worker in range(3) if worker not in checked.legal.waiting]
         worker = draw.choice(movable)
-        progress = life.world.label[worker]
-        life.tell(life.world.push(worker))
+        progress = checked.legal.label[worker]
+        checked.tell(checked.legal.push(worker))
         holds = condition(progress, machine.v_train)
-        assert (answered(life.tell(life.world.pull(worker))) == [worker]) == holds
+        assert (answered(checked.tell(checked.legal.pull(worker))) == [worker]) == holds
         asked += not holds
     assert (asked > 0) == (not isinstance(sync, ASP))
 
@@ -108,48 +108,48 @@ def test_table_iii_the_pull_condition_decides_when_a_pull_arrives(
 def test_table_iii_the_push_condition_holds_when_all_n_have_pushed_the_round(
     sync: SyncModel, condition: PullCondition
 ) -> None:
-    life, machine = begin(sync, 3)
+    checked, machine = begin(sync, 3)
     for rnd in range(4):
         for count, worker in enumerate([2, 0, 1], start=1):
             assert machine.v_train == rnd
-            life.tell(life.world.push(worker))
+            checked.tell(checked.legal.push(worker))
             assert machine.v_train == rnd + (count == 3)
-            life.tell(life.world.pull(worker))
+            checked.tell(checked.legal.pull(worker))
 
 
 @every_row
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(5))
 def test_algorithm_1_line_by_line(sync: SyncModel, condition: PullCondition, workers: int, seed: int) -> None:
-    life, machine = begin(sync, workers)
+    checked, machine = begin(sync, workers)
     paper = AlgorithmOne(workers, condition)
     draw = random.Random(seed)
     pushed: list[int] = []  # workers whose pull has yet to come
     for _ in range(200):
-        computing = life.world.in_phase("computing")
+        computing = checked.legal.in_phase("computing")
         if pushed and (not computing or draw.random() < 0.5):
             worker = pushed.pop(draw.randrange(len(pushed)))
-            progress = life.world.label[worker] - 1
-            assert answered(life.tell(life.world.pull(worker))) == paper.pull_handler(worker, progress)
+            progress = checked.legal.label[worker] - 1
+            assert answered(checked.tell(checked.legal.pull(worker))) == paper.pull_handler(worker, progress)
         else:
             worker = draw.choice(computing)
-            progress = life.world.label[worker]
-            assert answered(life.tell(life.world.push(worker))) == paper.push_handler(progress)
+            progress = checked.legal.label[worker]
+            assert answered(checked.tell(checked.legal.push(worker))) == paper.push_handler(progress)
             pushed.append(worker)
         assert machine.v_train == paper.v_train
 
 
 def test_algorithm_1_line_15_each_push_is_applied_before_the_push_condition_is_tested() -> None:
-    life, _ = begin(SSP(staleness=0), 2)
-    iterate(life, 0)
-    actions = life.tell(life.world.push(1))
+    checked, _ = begin(SSP(staleness=0), 2)
+    iterate(checked, 0)
+    actions = checked.tell(checked.legal.push(1))
     assert actions == [ApplyPush(1, 0), AnswerPull(0, 0)]
 
 
 def test_section_ii_bsp_aggregates_the_gradients_of_a_round() -> None:
     """Table III's first row answers nobody before the round is whole; its gradients are applied as one mean."""
-    life, _ = begin(BSP(), 3)
-    assert [type(action) for worker in range(3) for action in life.tell(life.world.push(worker))] == [
+    checked, _ = begin(BSP(), 3)
+    assert [type(action) for worker in range(3) for action in checked.tell(checked.legal.push(worker))] == [
         HoldPush,
         HoldPush,
         HoldPush,
@@ -161,79 +161,79 @@ def test_section_iii_b_the_faster_workers_could_avoid_reading_stale_parameters()
     """ "With proper pull condition, the faster workers could avoid reading stale parameters with some absent
     gradients": under BSP whoever is answered reads every gradient of its round, under SSP(s) all but the last s."""
     for staleness in (0, 1, 3):
-        life, machine = begin(SSP(staleness=staleness), 2)
+        checked, machine = begin(SSP(staleness=staleness), 2)
         for _ in range(20):
-            for worker in iterate(life, 0) if 0 not in life.world.waiting else iterate(life, 1):
-                assert life.world.label[worker] - machine.v_train <= staleness
+            for worker in iterate(checked, 0) if 0 not in checked.legal.waiting else iterate(checked, 1):
+                assert checked.legal.label[worker] - machine.v_train <= staleness
 
 
-def figure_3() -> tuple[Life, ConditionMachine]:
+def figure_3() -> tuple[CheckedShard, ConditionMachine]:
     """Fig. 3's workers W0, W1, W2 at the moment when W0 asks for w_4 with only g_0 of the slowest, W2, applied: g_1,
     g_2 and g_3 of W2 are absent. Its steps are those of s = 2, the staleness that delays this pull by Table III."""
-    life, machine = begin(SSP(staleness=2), 3)
+    checked, machine = begin(SSP(staleness=2), 3)
     for worker in (0, 1, 2):
-        assert iterate(life, worker) == [worker]
-    assert iterate(life, 0) == [0]
-    assert iterate(life, 0) == [0]
-    assert iterate(life, 1) == [1]
+        assert iterate(checked, worker) == [worker]
+    assert iterate(checked, 0) == [0]
+    assert iterate(checked, 0) == [0]
+    assert iterate(checked, 1) == [1]
     assert machine.v_train == 1
-    return life, machine
+    return checked, machine
 
 
 def test_fig_3a_before_the_slowest_pushes_g_1_the_fast_worker_cannot_pull_w_4() -> None:
     """ "Before the slowest worker W_2 pushes g_1, the fast worker W_0 cannot pull w_4 because g_1, g_2 and g_3 are
     absent"."""
-    life, _ = figure_3()
-    life.tell(life.world.push(0))
-    assert life.world.label[0] - 1 == 3  # W0 has pushed g_3
-    assert life.tell(life.world.pull(0)) == []
+    checked, _ = figure_3()
+    checked.tell(checked.legal.push(0))
+    assert checked.legal.label[0] - 1 == 3  # W0 has pushed g_3
+    assert checked.tell(checked.legal.pull(0)) == []
 
 
 def test_fig_3a_the_soft_barrier_finishes_after_one_iteration_of_the_slowest() -> None:
     """ "soft barrier (see Figure 3(a)): after one iteration delay and g_1 is updated to servers, the barrier finishes
     and W_0 reads w_4 without g_2 and g_3 (i.e., stale parameters)"."""
-    life, machine = figure_3()
-    iterate(life, 0)
-    assert life.tell(life.world.push(2)) == [ApplyPush(2, 1), AnswerPull(0, 3)]
+    checked, machine = figure_3()
+    iterate(checked, 0)
+    assert checked.tell(checked.legal.push(2)) == [ApplyPush(2, 1), AnswerPull(0, 3)]
     assert machine.v_train == 2  # g_2 and g_3 of W2 are still absent
 
 
 def test_fig_3a_the_soft_barrier_appears_again_at_the_next_iteration() -> None:
     """Section II-B: "since the slowest worker is still following s-1 iterations behind the fast workers, it might
     repeatedly satisfy the SSP condition and the soft barrier will appear frequently"."""
-    life, _ = figure_3()
-    iterate(life, 0)
-    assert iterate(life, 1) == [1]
+    checked, _ = figure_3()
+    iterate(checked, 0)
+    assert iterate(checked, 1) == [1]
     for _ in range(5):
-        assert 0 in iterate(life, 2)  # W2 releases W0,
-        assert iterate(life, 0) == []  # which pauses again after one iteration
-        if 1 not in life.world.waiting:
-            iterate(life, 1)
+        assert 0 in iterate(checked, 2)  # W2 releases W0,
+        assert iterate(checked, 0) == []  # which pauses again after one iteration
+        if 1 not in checked.legal.waiting:
+            iterate(checked, 1)
 
 
 def test_section_iii_b_table_iii_with_s_3_would_answer_the_pull_of_fig_3() -> None:
     """progress = 3 < V_train + s = 1 + 3: by Table III the pull that Fig. 3 delays is answered at s = 3."""
-    life, machine = begin(SSP(staleness=3), 3)
+    checked, machine = begin(SSP(staleness=3), 3)
     for worker in (0, 1, 2):
-        iterate(life, worker)
+        iterate(checked, worker)
     for _ in range(2):
-        iterate(life, 0)
+        iterate(checked, 0)
     assert machine.v_train == 1
-    assert iterate(life, 0) == [0]
+    assert iterate(checked, 0) == [0]
 
 
 def test_fig_3b_lazy_execution_answers_when_the_slowest_has_caught_up() -> None:
     """ "W_0 needs to wait until g_1, g_2, and g_3 are pushed to the servers (i.e., three iterations delay)"."""
-    life, machine = begin(SSP(staleness=2, execution="lazy"), 3)
+    checked, machine = begin(SSP(staleness=2, execution="lazy"), 3)
     for worker in (0, 1, 2):
-        iterate(life, worker)
-    iterate(life, 0)
-    iterate(life, 0)
+        iterate(checked, worker)
+    iterate(checked, 0)
+    iterate(checked, 0)
     for _ in range(3):
-        iterate(life, 1)
-    assert iterate(life, 0) == []
-    assert iterate(life, 2) == [2]
-    assert iterate(life, 2) == [2]
-    life.tell(life.world.push(2))  # g_3 of W2, and all of W1's are there
+        iterate(checked, 1)
+    assert iterate(checked, 0) == []
+    assert iterate(checked, 2) == [2]
+    assert iterate(checked, 2) == [2]
+    checked.tell(checked.legal.push(2))  # g_3 of W2, and all of W1's are there
     assert machine.v_train == 4
-    assert 0 not in life.world.waiting
+    assert 0 not in checked.legal.waiting

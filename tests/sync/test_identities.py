@@ -24,7 +24,7 @@ from paceline.sync import (
 from paceline.sync.actions import AnswerPull, AnyAction
 from paceline.sync.events import Change, WorkerJoined
 
-from .world import Life, walk
+from .legal import CheckedShard, walk
 
 # A busy machine is no failure.
 patiently = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -36,10 +36,10 @@ def side_by_side(
     one: SyncModel, other: SyncModel, choices: list[int]
 ) -> list[tuple[list[AnyAction], list[AnyAction]]]:
     """The actions of both, event by event, while the same events are legal for both."""
-    lives = Life(one.at_shard()), Life(other.at_shard())
+    lives = CheckedShard(one.at_shard()), CheckedShard(other.at_shard())
     actions = []
     for choice in choices:
-        event, same = (life.world.pick(choice) for life in lives)
+        event, same = (checked.legal.pick(choice) for checked in lives)
         assert event == same
         actions.append((lives[0].tell(event), lives[1].tell(event)))
     return actions
@@ -61,10 +61,10 @@ def test_ssp_0_waits_exactly_where_bsp_does(choices: list[int]) -> None:
 def test_ssp_inf_is_asp_and_never_waits(choices: list[int]) -> None:
     for ssp, asp in side_by_side(SSP(staleness=math.inf), ASP(), choices):
         assert ssp == asp
-    life = Life(SSP(staleness=math.inf).at_shard())
+    checked = CheckedShard(SSP(staleness=math.inf).at_shard())
     for choice in choices:
-        walk(life, [choice])
-        assert not life.world.waiting
+        walk(checked, [choice])
+        assert not checked.legal.waiting
 
 
 @patiently
@@ -72,34 +72,34 @@ def test_ssp_inf_is_asp_and_never_waits(choices: list[int]) -> None:
 def test_under_ssp_3_nobody_starts_an_iteration_more_than_3_ahead_of_the_slowest(
     choices: list[int], workers: int
 ) -> None:
-    life = Life(SSP(staleness=3).at_shard())
+    checked = CheckedShard(SSP(staleness=3).at_shard())
     for _ in range(workers):
-        life.tell(life.world.join())
+        checked.tell(checked.legal.join())
     started = dict.fromkeys(range(workers), 0)  # worker -> the iteration that it computes, or did last
     largest = 0
     for choice in choices:
         # Nobody leaves or joins, so iterations may be compared as they are; worker 0 is slow.
-        movable = [worker for worker in range(workers) if worker not in life.world.waiting]
+        movable = [worker for worker in range(workers) if worker not in checked.legal.waiting]
         worker = movable[choice % len(movable)]
         if worker == 0 and choice % 5:
             worker = movable[-1]
-        actions = life.tell(life.world.push(worker)) + life.tell(life.world.pull(worker))
+        actions = checked.tell(checked.legal.push(worker)) + checked.tell(checked.legal.pull(worker))
         for action in releases(actions):
             assert isinstance(action, AnswerPull)
             started[action.worker] = action.iteration + 1
-        slowest = min(life.world.label.values())
+        slowest = min(checked.legal.label.values())
         largest = max(largest, max(started.values()) - slowest)
         assert largest <= 3
 
 
 def test_under_ssp_3_the_bound_is_reached() -> None:
-    life = Life(SSP(staleness=3).at_shard())
+    checked = CheckedShard(SSP(staleness=3).at_shard())
     for _ in range(2):
-        life.tell(life.world.join())
+        checked.tell(checked.legal.join())
     answered = 0
-    while not life.world.waiting:
-        life.tell(life.world.push(1))
-        answered += len(life.tell(life.world.pull(1)))
+    while not checked.legal.waiting:
+        checked.tell(checked.legal.push(1))
+        answered += len(checked.tell(checked.legal.pull(1)))
     assert answered == 3  # it has started its iterations 0, 1, 2 and 3 and waits for leave to start 4
 
 
@@ -144,15 +144,15 @@ def test_drop_stragglers_that_waits_for_all_is_bsp(choices: list[int]) -> None:
 def test_under_dssp_nobody_starts_an_iteration_more_than_upper_ahead(
     choices: list[int], lower: int, spread: int
 ) -> None:
-    life = Life(DSSP(lower=lower, upper=lower + spread).at_shard())
+    checked = CheckedShard(DSSP(lower=lower, upper=lower + spread).at_shard())
     for _ in range(3):
-        life.tell(life.world.join())
+        checked.tell(checked.legal.join())
     count = dict.fromkeys(range(3), 0)
     for choice in choices:
-        free = [worker for worker in range(3) if worker not in life.world.waiting]
+        free = [worker for worker in range(3) if worker not in checked.legal.waiting]
         worker = free[choice % len(free)]
         count[worker] += 1
-        actions = life.tell(life.world.push(worker)) + life.tell(life.world.pull(worker))
+        actions = checked.tell(checked.legal.push(worker)) + checked.tell(checked.legal.pull(worker))
         for action in releases(actions):
             assert isinstance(action, AnswerPull)
             assert count[action.worker] - min(count.values()) <= lower + spread
@@ -163,13 +163,13 @@ def test_the_lead_at_which_pssp_first_delays_has_mean_s_plus_1_over_c_minus_1() 
     staleness, c, trials = 3, 0.25, 4000
     leads = []
     for seed in range(trials):
-        life = Life(PSSP(staleness=staleness, probability=c).at_shard(seed))
+        checked = CheckedShard(PSSP(staleness=staleness, probability=c).at_shard(seed))
         for _ in range(2):
-            life.tell(life.world.join())
+            checked.tell(checked.legal.join())
         lead = 0
-        life.tell(life.world.push(1))
-        while life.tell(life.world.pull(1)):
-            life.tell(life.world.push(1))
+        checked.tell(checked.legal.push(1))
+        while checked.tell(checked.legal.pull(1)):
+            checked.tell(checked.legal.push(1))
             lead += 1
         leads.append(lead)
     mean = staleness + 1 / c - 1
@@ -250,48 +250,48 @@ def test_after_a_change_a_shard_is_like_one_that_began_with_the_model(
     choices: list[int], sync: SyncModel
 ) -> None:
     """But for the labels of those who were there."""
-    changed, fresh = Life(ShardSync(ASP())), Life(ShardSync(sync))
-    for life in (changed, fresh):
+    changed, fresh = CheckedShard(ShardSync(ASP())), CheckedShard(ShardSync(sync))
+    for checked in (changed, fresh):
         for _ in range(2):
-            life.tell(life.world.join())
+            checked.tell(checked.legal.join())
     for worker in range(2):
-        changed.tell(changed.world.push(worker, change=Change(number=1, members=(0, 1), sync=str(sync))))
-        changed.tell(changed.world.pull(worker))
+        changed.tell(changed.legal.push(worker, change=Change(number=1, members=(0, 1), sync=str(sync))))
+        changed.tell(changed.legal.pull(worker))
     for choice in choices:
-        actions, same = (life.tell(life.world.pick(choice)) for life in (changed, fresh))
+        actions, same = (checked.tell(checked.legal.pick(choice)) for checked in (changed, fresh))
         assert [type(action) for action in actions] == [type(action) for action in same]
-        assert changed.world.phase == fresh.world.phase
+        assert changed.legal.phase == fresh.legal.phase
 
 
 def test_dssp_goes_on_with_who_joined_behind_the_rounds_that_are_complete() -> None:
     """Its count is the slowest's at another shard, which this one is ahead of."""
-    life = Life(DSSP(lower=0, upper=2).at_shard())
-    life.tell(life.world.join())
-    life.tell(life.world.push(0))
-    life.tell(WorkerJoined(now_s=0.0, worker=1, count=0))
-    life.tell(life.world.pull(0))
+    checked = CheckedShard(DSSP(lower=0, upper=2).at_shard())
+    checked.tell(checked.legal.join())
+    checked.tell(checked.legal.push(0))
+    checked.tell(WorkerJoined(now_s=0.0, worker=1, count=0))
+    checked.tell(checked.legal.pull(0))
     for _ in range(3):
-        life.tell(life.world.push(1))
-        life.tell(life.world.pull(1))
-        for worker in set(life.world.in_phase("computing")) & {0}:
-            life.tell(life.world.push(worker))
-            life.tell(life.world.pull(worker))
+        checked.tell(checked.legal.push(1))
+        checked.tell(checked.legal.pull(1))
+        for worker in set(checked.legal.in_phase("computing")) & {0}:
+            checked.tell(checked.legal.push(worker))
+            checked.tell(checked.legal.pull(worker))
 
 
 def test_dssp_chooses_anew_when_its_gap_has_come_down_to_lower() -> None:
     """It takes 1 s for an iteration, the slowest 3 s. When it has waited for the slowest and goes on, its gap is 1;
     with its next push it is 2 again, and to spend one or two iterations would shorten the next wait."""
-    life = Life(DSSP(lower=1, upper=4).at_shard())
+    checked = CheckedShard(DSSP(lower=1, upper=4).at_shard())
     for _ in range(2):
-        life.tell(life.world.join())
+        checked.tell(checked.legal.join())
     ends_s = {0: 1.0, 1: 3.0}
     waits = 0
-    while life.world.now_s < 60.0:
+    while checked.legal.now_s < 60.0:
         worker = min(ends_s, key=lambda w: (ends_s[w], w))
-        life.world.now_s = ends_s.pop(worker)
-        actions = life.tell(life.world.push(worker)) + life.tell(life.world.pull(worker))
-        waits += worker in life.world.waiting
+        checked.legal.now_s = ends_s.pop(worker)
+        actions = checked.tell(checked.legal.push(worker)) + checked.tell(checked.legal.pull(worker))
+        waits += worker in checked.legal.waiting
         for action in releases(actions):
             assert isinstance(action, AnswerPull)
-            ends_s[action.worker] = life.world.now_s + (1.0 if action.worker == 0 else 3.0)
+            ends_s[action.worker] = checked.legal.now_s + (1.0 if action.worker == 0 else 3.0)
     assert waits < 15  # one iteration of the slowest, one wait: 20, is SSP(1)

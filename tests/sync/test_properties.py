@@ -77,7 +77,7 @@ from paceline.sync.events import (
 )
 from paceline.sync.notation import parse_shards
 
-from .world import Life
+from .legal import CheckedShard
 
 LARGE = bool(os.environ.get("PACELINE_CHECK_MODELS"))
 
@@ -524,39 +524,39 @@ EXACT_STEPS_S = [
 ]  # where times are compared with one another, and rounding would blur ties
 
 
-class ShardLife(RuleBasedStateMachine):
+class ShardProperties(RuleBasedStateMachine):
     """One machine and its oracle; each rule is one event, or one that is refused."""
 
     def __init__(self, sync: SyncModel, oracle: Oracle) -> None:
         super().__init__()
-        self.life = Life(ShardSync(sync, SEED, SHARD))
-        self.world = self.life.world
+        self.checked = CheckedShard(ShardSync(sync, SEED, SHARD))
+        self.legal = self.checked.legal
         self.oracle = oracle
         self.superstep = -1
         self.yet_to_stop: dict[int, Stop] = {}  # worker -> the flag for one of its next pushes
         self.steps_s = EXACT_STEPS_S if isinstance(sync, DSSP | DSPS) else WILD_STEPS_S
 
     def tell(self, event: AnyEvent) -> None:
-        updates = len(self.life.updates)
-        self.life.tell(event)
-        assert self.life.updates[updates:] == self.oracle.updates_due(self.life.events)
+        updates = len(self.checked.updates)
+        self.checked.tell(event)
+        assert self.checked.updates[updates:] == self.oracle.updates_due(self.checked.events)
 
-    @precondition(lambda self: len(self.world.phase) < MOST_WORKERS)
+    @precondition(lambda self: len(self.legal.phase) < MOST_WORKERS)
     @rule(iteration=st.integers(0, 2))
     def join(self, iteration: int) -> None:
-        self.tell(self.world.join(iteration))
+        self.tell(self.legal.join(iteration))
 
-    @precondition(lambda self: self.world.gone and len(self.world.phase) < MOST_WORKERS)
+    @precondition(lambda self: self.legal.gone and len(self.legal.phase) < MOST_WORKERS)
     @rule(pick=PICK)
     def join_anew(self, pick: int) -> None:
-        worker = self.world.gone[pick % len(self.world.gone)]
-        iteration = 100 * len(self.life.events)  # a label that it has not used
+        worker = self.legal.gone[pick % len(self.legal.gone)]
+        iteration = 100 * len(self.checked.events)  # a label that it has not used
         event = WorkerJoined(
-            now_s=self.world.now_s, worker=worker, iteration=iteration, superstep=self.superstep + 1
+            now_s=self.legal.now_s, worker=worker, iteration=iteration, superstep=self.superstep + 1
         )
         self.tell(event)
 
-    @precondition(lambda self: self.world.in_phase("computing"))
+    @precondition(lambda self: self.legal.in_phase("computing"))
     @rule(
         pick=PICK,
         empty=PICK,
@@ -565,79 +565,79 @@ class ShardLife(RuleBasedStateMachine):
         significance=st.sampled_from([None, 0.0, 0.5, 2.0]),
     )
     def push(self, pick: int, empty: int, flag: bool, pull: bool, significance: float | None) -> None:
-        computing = self.world.in_phase("computing")
+        computing = self.legal.in_phase("computing")
         worker = computing[pick % len(computing)]
         stop = self.yet_to_stop.pop(worker, None) if flag else None
-        self.tell(self.world.push(worker, empty=empty == 0, stop=stop, significance=significance))
+        self.tell(self.legal.push(worker, empty=empty == 0, stop=stop, significance=significance))
         if pull:
-            self.tell(self.world.pull(worker))
+            self.tell(self.legal.pull(worker))
 
-    @precondition(lambda self: self.world.in_phase("pushed"))
+    @precondition(lambda self: self.legal.in_phase("pushed"))
     @rule(pick=PICK)
     def pull(self, pick: int) -> None:
-        pushed = self.world.in_phase("pushed")
-        self.tell(self.world.pull(pushed[pick % len(pushed)]))
+        pushed = self.legal.in_phase("pushed")
+        self.tell(self.legal.pull(pushed[pick % len(pushed)]))
 
-    @precondition(lambda self: self.world.phase)
+    @precondition(lambda self: self.legal.phase)
     @rule(pick=PICK, lost=st.booleans())
     def leave(self, pick: int, lost: bool) -> None:
-        worker = list(self.world.phase)[pick % len(self.world.phase)]
+        worker = list(self.legal.phase)[pick % len(self.legal.phase)]
         self.yet_to_stop.pop(worker, None)
-        self.tell(self.world.leave(worker, lost=lost))
+        self.tell(self.legal.leave(worker, lost=lost))
 
-    @precondition(lambda self: self.world.in_phase("computing"))
+    @precondition(lambda self: self.legal.in_phase("computing"))
     @rule(pick=PICK)
     def repeat(self, pick: int) -> None:
-        computing = self.world.in_phase("computing")
-        self.tell(self.world.repeat(computing[pick % len(computing)]))
+        computing = self.legal.in_phase("computing")
+        self.tell(self.legal.repeat(computing[pick % len(computing)]))
 
-    @precondition(lambda self: self.world.timers)
+    @precondition(lambda self: self.legal.timers)
     @rule(pick=PICK)
     def fire(self, pick: int) -> None:
         """Timers fire on time or late, and so in any order; also for those who have left."""
-        self.tell(self.world.fire(self.world.timers[pick % len(self.world.timers)]))
+        self.tell(self.legal.fire(self.legal.timers[pick % len(self.legal.timers)]))
 
     @rule(step=PICK)
     def pass_time(self, step: int) -> None:
-        self.world.now_s += self.steps_s[step % len(self.steps_s)]
+        self.legal.now_s += self.steps_s[step % len(self.steps_s)]
 
-    @precondition(lambda self: self.world.phase.keys() - self.yet_to_stop and self.last_superstep_is_open())
+    @precondition(lambda self: self.legal.phase.keys() - self.yet_to_stop and self.last_superstep_is_open())
     @rule(newest_only=st.booleans())
     def plan(self, newest_only: bool) -> None:
         """The next superstep: its members stop with one of their next pushes. The last one may still be open."""
-        free = sorted(self.world.phase.keys() - self.yet_to_stop)
+        free = sorted(self.legal.phase.keys() - self.yet_to_stop)
         members = tuple(free[-1:] if newest_only else free)
         self.superstep += 1
         self.yet_to_stop |= dict.fromkeys(members, Stop(superstep=self.superstep, members=members))
 
     def last_superstep_is_open(self) -> bool:
         """Whoever has yet to stop is waited for: somebody has stopped before it."""
-        heard = {event.stop for event in self.life.events if isinstance(event, PushReceived)}
+        heard = {event.stop for event in self.checked.events if isinstance(event, PushReceived)}
         return heard >= set(self.yet_to_stop.values())
 
     @rule(pick=PICK)
     def refuse(self, pick: int) -> None:
-        events = self.world.refused()
-        self.life.refuse(events[pick % len(events)])
+        events = self.legal.refused()
+        self.checked.refuse(events[pick % len(events)])
 
     @invariant()
     def those_wait_who_must(self) -> None:
-        assert self.world.waiting == self.oracle.must_wait(self.life.events)
+        assert self.legal.waiting == self.oracle.must_wait(self.checked.events)
 
     def teardown(self) -> None:
         """Whoever waits goes on when the others have left, one by one."""
-        while len(self.world.phase) > 1:
-            others = sorted(self.world.phase, key=lambda worker: worker in self.world.waiting)
-            self.tell(self.world.leave(others[0], lost=True))
-        self.life.fire_timers()
-        assert not self.world.waiting
-        assert not self.life.faults
+        while len(self.legal.phase) > 1:
+            others = sorted(self.legal.phase, key=lambda worker: worker in self.legal.waiting)
+            self.tell(self.legal.leave(others[0], lost=True))
+        self.checked.fire_timers()
+        assert not self.legal.waiting
+        assert not self.checked.faults
 
 
 @pytest.mark.parametrize(("sync", "oracle"), ORACLES, ids=[str(sync) for sync, _ in ORACLES])
 def test_every_legal_life_agrees_with_the_oracle(sync: SyncModel, oracle: Oracle) -> None:
     run_state_machine_as_test(
-        lambda: ShardLife(sync, oracle),  # type: ignore[arg-type]  # anything that makes one will do
+        lambda: ShardProperties(sync, oracle),  # type: ignore[arg-type]  # anything that makes one will do
         settings=settings(
             max_examples=50 if LARGE else 20,
             stateful_step_count=40,
@@ -695,7 +695,7 @@ class JobLife(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 0.0
         self.job: JobSync
-        self.shards: list[Life] = []
+        self.shards: list[CheckedShard] = []
         self.workers: dict[int, JobWorker] = {}
         self.joined = 0
         self.timers: list[SetTimer] = []  # the coordinator's
@@ -715,7 +715,7 @@ class JobLife(RuleBasedStateMachine):
     def begin(self, sync: str, workers: int, script: list[str]) -> None:
         self.job = JobSync(sync, SEED)
         models = parse_shards(sync)
-        self.shards = [Life(ShardSync(models[index % len(models)], SEED, index)) for index in range(SHARDS)]
+        self.shards = [CheckedShard(ShardSync(models[index % len(models)], SEED, index)) for index in range(SHARDS)]
         for _ in range(workers):
             self.come()
         self.script = script
@@ -785,7 +785,7 @@ class JobLife(RuleBasedStateMachine):
         its = JobWorker()
         its.iteration = iteration
         its.tells_starts = bool(self.job.sync) and any(m.needs_starts for m in parse_shards(self.job.sync))
-        count = min((life.machine.counts.slowest for life in self.shards if life.world.phase), default=None)  # type: ignore[attr-defined]
+        count = min((checked.machine.counts.slowest for checked in self.shards if checked.legal.phase), default=None)  # type: ignore[attr-defined]
         event = WorkerJoined(
             now_s=self.now_s,
             worker=worker,
@@ -796,7 +796,7 @@ class JobLife(RuleBasedStateMachine):
         )
         self.workers[worker] = its
         for shard in range(SHARDS):
-            self.shards[shard].world.now_s = self.now_s
+            self.shards[shard].legal.now_s = self.now_s
             self.tell_shard(shard, event)
         self.tell_coordinator(event)
 
@@ -812,11 +812,11 @@ class JobLife(RuleBasedStateMachine):
     @rule(pick=PICK)
     def fire(self, pick: int) -> None:
         """A timer fires, on time or late."""
-        for life in self.shards:
-            if life.world.timers:
-                timer = life.world.timers[pick % len(life.world.timers)]
+        for checked in self.shards:
+            if checked.legal.timers:
+                timer = checked.legal.timers[pick % len(checked.legal.timers)]
                 self.now_s = max(self.now_s, timer.due_s)
-                self.tell_shard(self.shards.index(life), life.world.fire(timer))
+                self.tell_shard(self.shards.index(checked), checked.legal.fire(timer))
         if self.timers:
             timer = self.timers.pop(pick % len(self.timers))
             self.now_s = max(self.now_s, timer.due_s)
@@ -850,8 +850,8 @@ class JobLife(RuleBasedStateMachine):
         else:
             raise AssertionError(f"not everybody goes on: {[vars(its) for its in self.workers.values()]}")
         models = parse_shards(self.job.sync)
-        for index, life in enumerate(self.shards):
-            assert self.model_of(life) == models[index % len(models)]
+        for index, checked in enumerate(self.shards):
+            assert self.model_of(checked) == models[index % len(models)]
         while self.workers:
             free = [w for w, its in self.workers.items() if not its.awaited]
             self.go(free[0], lost=False)
@@ -987,7 +987,7 @@ class JobLife(RuleBasedStateMachine):
                 for where in range(SHARDS + 1):
                     self.take(worker, where)
             self.now_s += 0.125
-        for _ in range(len(self.timers) + sum(len(life.world.timers) for life in self.shards)):
+        for _ in range(len(self.timers) + sum(len(checked.legal.timers) for checked in self.shards)):
             self.fire(0)
         if any(any([*its.to_shards, its.to_coordinator]) for its in self.workers.values()):
             self.settle()
@@ -1002,11 +1002,11 @@ class JobLife(RuleBasedStateMachine):
 
     def everywhere(self) -> int:
         """The number of the last change that all shards have made."""
-        return min((vars(life.machine)["_changed"] for life in self.shards), default=0)
+        return min((vars(checked.machine)["_changed"] for checked in self.shards), default=0)
 
-    def model_of(self, life: Life) -> SyncModel:
-        assert isinstance(life.machine, ShardSync)
-        return life.machine.sync
+    def model_of(self, checked: CheckedShard) -> SyncModel:
+        assert isinstance(checked.machine, ShardSync)
+        return checked.machine.sync
 
 
 def test_a_job_goes_on_through_all_changes_of_its_model() -> None:

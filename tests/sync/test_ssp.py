@@ -11,107 +11,107 @@ from paceline.sync import SSP
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyPush, DropPush
 from paceline.sync.events import WorkerFinished, WorkerJoined, WorkerLost
 
-from .world import Life
+from .legal import CheckedShard
 
 
-def joined(staleness: float, workers: int) -> Life:
-    life = Life(SSP(staleness=staleness).at_shard())
+def joined(staleness: float, workers: int) -> CheckedShard:
+    checked = CheckedShard(SSP(staleness=staleness).at_shard())
     for _ in range(workers):
-        life.tell(life.world.join())
-    return life
+        checked.tell(checked.legal.join())
+    return checked
 
 
-def iterate(life: Life, worker: int, times: int = 1) -> list[AnyAction]:
+def iterate(checked: CheckedShard, worker: int, times: int = 1) -> list[AnyAction]:
     """Push and pull so many times; the actions of the last pull."""
     actions: list[AnyAction] = []
     for _ in range(times):
-        life.tell(life.world.push(worker))
-        actions = life.tell(life.world.pull(worker))
+        checked.tell(checked.legal.push(worker))
+        actions = checked.tell(checked.legal.pull(worker))
     return actions
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3, 10])
 def test_the_fastest_waits_with_exactly_s_plus_1_more_pushes_than_the_slowest(staleness: int) -> None:
-    life = joined(staleness, 2)
+    checked = joined(staleness, 2)
     for iteration in range(staleness):
-        assert iterate(life, 0) == [AnswerPull(0, iteration)]
-    assert iterate(life, 0) == []
-    assert life.world.label[0] == staleness + 1
+        assert iterate(checked, 0) == [AnswerPull(0, iteration)]
+    assert iterate(checked, 0) == []
+    assert checked.legal.label[0] == staleness + 1
 
 
 def test_slowest_worker_gates_release() -> None:
-    life = joined(1, 3)
-    iterate(life, 0, 2)
-    iterate(life, 1, 1)
-    assert life.world.waiting == {0}
-    assert life.tell(life.world.push(2)) == [ApplyPush(2, 0), AnswerPull(0, 1)]
+    checked = joined(1, 3)
+    iterate(checked, 0, 2)
+    iterate(checked, 1, 1)
+    assert checked.legal.waiting == {0}
+    assert checked.tell(checked.legal.push(2)) == [ApplyPush(2, 0), AnswerPull(0, 1)]
 
 
 def test_the_second_slowest_releases_nobody() -> None:
-    life = joined(0, 3)
-    iterate(life, 0)
-    assert life.tell(life.world.push(1)) == [ApplyPush(1, 0)]
-    assert life.world.waiting == {0}
+    checked = joined(0, 3)
+    iterate(checked, 0)
+    assert checked.tell(checked.legal.push(1)) == [ApplyPush(1, 0)]
+    assert checked.legal.waiting == {0}
 
 
 def test_pushes_of_the_waiting_have_been_applied_already() -> None:
-    life = joined(0, 2)
-    assert life.tell(life.world.push(0)) == [ApplyPush(0, 0)]
-    assert life.tell(life.world.pull(0)) == []
+    checked = joined(0, 2)
+    assert checked.tell(checked.legal.push(0)) == [ApplyPush(0, 0)]
+    assert checked.tell(checked.legal.pull(0)) == []
 
 
 @pytest.mark.parametrize("end", [WorkerLost, WorkerFinished])
 def test_the_end_of_the_slowest_completes_several_rounds_at_once(
     end: type[WorkerLost | WorkerFinished],
 ) -> None:
-    life = joined(2, 4)
-    iterate(life, 0, 3)  # waits: 3 ahead of worker 3
-    iterate(life, 1, 3)
-    iterate(life, 2, 2)
-    assert life.world.waiting == {0, 1}
-    assert life.tell(end(now_s=1.0, worker=3)) == [AnswerPull(0, 2), AnswerPull(1, 2)]
+    checked = joined(2, 4)
+    iterate(checked, 0, 3)  # waits: 3 ahead of worker 3
+    iterate(checked, 1, 3)
+    iterate(checked, 2, 2)
+    assert checked.legal.waiting == {0, 1}
+    assert checked.tell(end(now_s=1.0, worker=3)) == [AnswerPull(0, 2), AnswerPull(1, 2)]
 
 
 def test_after_several_rounds_at_once_a_newcomer_is_level_with_the_slowest_that_is_left() -> None:
-    life = joined(3, 3)
-    iterate(life, 0, 4)
-    iterate(life, 1, 3)
-    life.tell(WorkerLost(now_s=1.0, worker=2))  # min c goes from 0 to 3
-    life.tell(life.world.join())
+    checked = joined(3, 3)
+    iterate(checked, 0, 4)
+    iterate(checked, 1, 3)
+    checked.tell(WorkerLost(now_s=1.0, worker=2))  # min c goes from 0 to 3
+    checked.tell(checked.legal.join())
     for _ in range(2):
-        assert iterate(life, 0) != []
-    assert life.world.waiting == set()  # 3 ahead of worker 1 and of the newcomer
+        assert iterate(checked, 0) != []
+    assert checked.legal.waiting == set()  # 3 ahead of worker 1 and of the newcomer
 
 
 def test_the_end_of_a_waiting_worker_frees_its_place() -> None:
-    life = joined(0, 2)
-    iterate(life, 0)
-    life.tell(WorkerLost(now_s=1.0, worker=0))
-    assert life.tell(life.world.push(1)) == [ApplyPush(1, 0)]  # and nobody is answered
-    assert life.tell(life.world.pull(1)) == [AnswerPull(1, 0)]
+    checked = joined(0, 2)
+    iterate(checked, 0)
+    checked.tell(WorkerLost(now_s=1.0, worker=0))
+    assert checked.tell(checked.legal.push(1)) == [ApplyPush(1, 0)]  # and nobody is answered
+    assert checked.tell(checked.legal.pull(1)) == [AnswerPull(1, 0)]
 
 
 def test_an_empty_push_of_the_slowest_releases_the_others() -> None:
-    life = joined(0, 2)
-    iterate(life, 0)
-    assert life.tell(life.world.push(1, empty=True)) == [DropPush(1, 0), AnswerPull(0, 0)]
+    checked = joined(0, 2)
+    iterate(checked, 0)
+    assert checked.tell(checked.legal.push(1, empty=True)) == [DropPush(1, 0), AnswerPull(0, 0)]
 
 
 def test_a_worker_that_joins_is_level_with_the_slowest() -> None:
-    life = joined(1, 2)
+    checked = joined(1, 2)
     for _ in range(4):
-        iterate(life, 0)
-        iterate(life, 1)
-    life.tell(WorkerJoined(now_s=1.0, worker=2))
-    assert iterate(life, 2) == [AnswerPull(2, 0)]  # one ahead of the others
-    assert iterate(life, 2) == []  # two ahead
-    assert iterate(life, 0) == [AnswerPull(0, 4)]
-    assert life.tell(life.world.push(1)) == [ApplyPush(1, 4), AnswerPull(2, 1)]
+        iterate(checked, 0)
+        iterate(checked, 1)
+    checked.tell(WorkerJoined(now_s=1.0, worker=2))
+    assert iterate(checked, 2) == [AnswerPull(2, 0)]  # one ahead of the others
+    assert iterate(checked, 2) == []  # two ahead
+    assert iterate(checked, 0) == [AnswerPull(0, 4)]
+    assert checked.tell(checked.legal.push(1)) == [ApplyPush(1, 4), AnswerPull(2, 1)]
 
 
 def test_infinite_staleness_never_waits() -> None:
-    life = joined(math.inf, 2)
-    assert iterate(life, 0, 1000) == [AnswerPull(0, 999)]
+    checked = joined(math.inf, 2)
+    assert iterate(checked, 0, 1000) == [AnswerPull(0, 999)]
 
 
 @pytest.mark.parametrize("staleness", [-1, 0.5, math.nan, -math.inf, True, "3", None])

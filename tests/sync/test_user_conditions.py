@@ -37,7 +37,7 @@ from paceline.sync.actions import (
 )
 from paceline.sync.events import Change
 
-from .world import Life
+from .legal import CheckedShard
 
 HERE = __name__
 
@@ -90,29 +90,29 @@ not_a_function = 7
 bound = Bound()
 
 
-def begin(sync: SyncModel, workers: int) -> Life:
-    life = Life(ShardSync(sync))
+def begin(sync: SyncModel, workers: int) -> CheckedShard:
+    checked = CheckedShard(ShardSync(sync))
     for _ in range(workers):
-        life.tell(life.world.join())
-    return life
+        checked.tell(checked.legal.join())
+    return checked
 
 
-def hosted(life: Life) -> ShardSync:
-    assert isinstance(life.machine, ShardSync)
-    return life.machine
+def hosted(checked: CheckedShard) -> ShardSync:
+    assert isinstance(checked.machine, ShardSync)
+    return checked.machine
 
 
-def iterate(life: Life, worker: int, change: Change | None = None) -> list[AnyAction]:
-    return life.tell(life.world.push(worker, change=change)) + life.tell(life.world.pull(worker))
+def iterate(checked: CheckedShard, worker: int, change: Change | None = None) -> list[AnyAction]:
+    return checked.tell(checked.legal.push(worker, change=change)) + checked.tell(checked.legal.pull(worker))
 
 
 # -- a condition that fails ---------------------------------------------------------------------------------------
 
 
 def test_a_pull_condition_that_raises_is_reported_with_the_users_own_traceback() -> None:
-    life = begin(Conditions(pull=raises), 2)
-    assert life.tell(life.world.push(0)) == [ApplyPush(0, 0)]
-    fault, *rest = life.tell(life.world.pull(0))
+    checked = begin(Conditions(pull=raises), 2)
+    assert checked.tell(checked.legal.push(0)) == [ApplyPush(0, 0)]
+    fault, *rest = checked.tell(checked.legal.pull(0))
     assert isinstance(fault, ReportFault)
     assert fault.reason == f"the pull condition {HERE}:raises raised ZeroDivisionError: of all things"
     assert "in raises\n" in fault.traceback
@@ -120,17 +120,17 @@ def test_a_pull_condition_that_raises_is_reported_with_the_users_own_traceback()
     assert "plugins/conditions.py" not in fault.traceback.replace(__file__, "")
     assert fault.sync == "bsp"
     assert rest == []  # under BSP it waits for worker 1
-    assert hosted(life).sync == BSP()
+    assert hosted(checked).sync == BSP()
 
 
 def test_a_push_condition_that_raises_is_reported_after_the_push_has_been_dealt_with() -> None:
-    life = begin(Conditions(pull=near, push=push_raises), 2)
-    applied, fault = life.tell(life.world.push(0))
+    checked = begin(Conditions(pull=near, push=push_raises), 2)
+    applied, fault = checked.tell(checked.legal.push(0))
     assert applied == ApplyPush(0, 0)
     assert isinstance(fault, ReportFault)
     assert fault.reason == f"the push condition {HERE}:push_raises raised KeyError: 'loss'"
-    assert life.tell(life.world.pull(0)) == []
-    assert iterate(life, 1) == [HoldPush(1, 0), ApplyMean(((1, 0),)), AnswerPull(0, 0), AnswerPull(1, 0)]
+    assert checked.tell(checked.legal.pull(0)) == []
+    assert iterate(checked, 1) == [HoldPush(1, 0), ApplyMean(((1, 0),)), AnswerPull(0, 0), AnswerPull(1, 0)]
 
 
 @pytest.mark.parametrize(
@@ -139,20 +139,20 @@ def test_a_push_condition_that_raises_is_reported_after_the_push_has_been_dealt_
     ids=["numpy's True", "numpy's False", "None", "1", "0", "text", "a list"],
 )
 def test_what_is_neither_true_nor_false_is_reported(verdict: object) -> None:
-    life = begin(Conditions(pull=lambda state: verdict), 2)
-    life.tell(life.world.push(0))
-    [fault] = life.tell(life.world.pull(0))
+    checked = begin(Conditions(pull=lambda state: verdict), 2)
+    checked.tell(checked.legal.push(0))
+    [fault] = checked.tell(checked.legal.pull(0))
     assert isinstance(fault, ReportFault)
     assert fault.reason.endswith(f"returned {verdict!r}, expected True or False")
     assert fault.traceback == ""
-    assert AnswerPull(0, 0) in life.tell(life.world.push(1))
+    assert AnswerPull(0, 0) in checked.tell(checked.legal.push(1))
 
 
 def test_a_condition_that_takes_no_argument_is_reported() -> None:
     condition: Any = lambda: True  # noqa: E731
-    life = begin(Conditions(pull=condition), 1)
-    life.tell(life.world.push(0))
-    fault, answer = life.tell(life.world.pull(0))
+    checked = begin(Conditions(pull=condition), 1)
+    checked.tell(checked.legal.push(0))
+    fault, answer = checked.tell(checked.legal.pull(0))
     assert isinstance(fault, ReportFault)
     assert "TypeError" in fault.reason
     assert answer == AnswerPull(0, 0)
@@ -160,9 +160,9 @@ def test_a_condition_that_takes_no_argument_is_reported() -> None:
 
 def test_a_condition_that_asks_for_what_there_is_not_is_reported() -> None:
     condition: Any = lambda state: state.gapp <= 1  # noqa: E731
-    life = begin(Conditions(pull=condition), 1)
-    life.tell(life.world.push(0))
-    fault, _ = life.tell(life.world.pull(0))
+    checked = begin(Conditions(pull=condition), 1)
+    checked.tell(checked.legal.push(0))
+    fault, _ = checked.tell(checked.legal.pull(0))
     assert isinstance(fault, ReportFault)
     assert "'PullState' object has no attribute 'gapp'" in fault.reason
 
@@ -174,11 +174,11 @@ def test_it_is_reported_once_and_nothing_is_asked_any_more() -> None:
         asked.append(state.worker)
         raise ValueError
 
-    life = begin(Conditions(pull=fails), 2)
+    checked = begin(Conditions(pull=fails), 2)
     for _ in range(3):
-        iterate(life, 0)
-        iterate(life, 1)
-    assert len(life.faults) == 1
+        iterate(checked, 0)
+        iterate(checked, 1)
+    assert len(checked.faults) == 1
     assert asked == [0]
 
 
@@ -190,60 +190,60 @@ def test_a_worker_that_leaves_may_bring_it_about() -> None:
             raise ValueError("too few")
         return state.pushed >= state.live
 
-    life = begin(Conditions(pull=behind, push=fails), 3)
-    assert iterate(life, 0) == [ApplyPush(0, 0)]
-    [fault] = life.tell(life.world.leave(2, lost=True))
+    checked = begin(Conditions(pull=behind, push=fails), 3)
+    assert iterate(checked, 0) == [ApplyPush(0, 0)]
+    [fault] = checked.tell(checked.legal.leave(2, lost=True))
     assert isinstance(fault, ReportFault)
-    assert iterate(life, 1) == [HoldPush(1, 0), ApplyMean(((1, 0),)), AnswerPull(0, 0), AnswerPull(1, 0)]
+    assert iterate(checked, 1) == [HoldPush(1, 0), ApplyMean(((1, 0),)), AnswerPull(0, 0), AnswerPull(1, 0)]
 
 
 def test_the_last_push_before_a_change_may_bring_it_about() -> None:
-    life = begin(Conditions(pull=near, push=push_raises), 2)
+    checked = begin(Conditions(pull=near, push=push_raises), 2)
     change = Change(number=1, members=(0, 1), sync="asp")
-    life.tell(life.world.push(0, change=change))
-    assert len(life.faults) == 1
-    life.tell(life.world.pull(0))
-    assert life.tell(life.world.push(1, change=change)) == [
+    checked.tell(checked.legal.push(0, change=change))
+    assert len(checked.faults) == 1
+    checked.tell(checked.legal.pull(0))
+    assert checked.tell(checked.legal.push(1, change=change)) == [
         HoldPush(1, 0),
         ApplyMean(((1, 0),)),
         AnswerPull(0, 0),
     ]
-    assert hosted(life).sync == ASP()
+    assert hosted(checked).sync == ASP()
 
 
 def test_pushes_that_are_held_are_averaged_once_by_bsp() -> None:
-    life = begin(Conditions(pull=behind, push=push_raises, pushes="average"), 2)
-    held, fault = life.tell(life.world.push(1))
+    checked = begin(Conditions(pull=behind, push=push_raises, pushes="average"), 2)
+    held, fault = checked.tell(checked.legal.push(1))
     assert held == HoldPush(1, 0)
     assert isinstance(fault, ReportFault)
-    assert life.tell(life.world.push(0)) == [HoldPush(0, 0), ApplyMean(((0, 0), (1, 0)))]
-    assert life.tell(life.world.pull(1)) == [AnswerPull(1, 0)]
+    assert checked.tell(checked.legal.push(0)) == [HoldPush(0, 0), ApplyMean(((0, 0), (1, 0)))]
+    assert checked.tell(checked.legal.pull(1)) == [AnswerPull(1, 0)]
 
 
-def change_to(life: Life, sync: SyncModel, workers: int, number: int = 1) -> None:
+def change_to(checked: CheckedShard, sync: SyncModel, workers: int, number: int = 1) -> None:
     change = Change(number=number, members=tuple(range(workers)), sync=str(sync))
     for worker in range(workers):
-        iterate(life, worker, change)
-    assert hosted(life).sync == sync
-    assert not life.world.waiting
+        iterate(checked, worker, change)
+    assert hosted(checked).sync == sync
+    assert not checked.legal.waiting
 
 
 @pytest.mark.parametrize(
     "worked", [BSP(), SSP(staleness=1), DSSP(lower=0, upper=2), DSPS(lower=0, upper=2)], ids=str
 )
 def test_the_shard_goes_back_to_the_last_model_that_worked(worked: SyncModel) -> None:
-    life = begin(worked, 3)
-    change_to(life, Conditions(pull=raises_for_2), 3)
+    checked = begin(worked, 3)
+    change_to(checked, Conditions(pull=raises_for_2), 3)
     for worker in (0, 1):
-        assert iterate(life, worker)[-1] == AnswerPull(worker, 1)
-    actions = iterate(life, 2)
-    assert life.faults[0].sync == str(worked)
-    assert hosted(life).sync == worked
+        assert iterate(checked, worker)[-1] == AnswerPull(worker, 1)
+    actions = iterate(checked, 2)
+    assert checked.faults[0].sync == str(worked)
+    assert hosted(checked).sync == worked
     assert AnswerPull(2, 1) in actions  # all have pushed as often
     for _ in range(6):
         for worker in (0, 1, 2):
-            iterate(life, worker)
-    assert not life.world.waiting
+            iterate(checked, worker)
+    assert not checked.legal.waiting
 
 
 def test_a_shard_does_not_fall_back_to_a_model_that_needs_plans_but_to_asp() -> None:
@@ -262,58 +262,58 @@ def test_a_shard_falls_back_to_naive_waiting_and_defers_the_pull() -> None:
 
 def fail_after(worked: SyncModel) -> list[AnyAction]:
     """What a shard does when a condition raises that has replaced a model that worked."""
-    life = begin(worked, 2)
+    checked = begin(worked, 2)
     change = Change(number=1, members=(0, 1), sync=str(Conditions(pull=raises)))
     for worker in (0, 1):
-        iterate(life, worker, change)
-    life.tell(life.world.push(0))
-    return life.tell(life.world.pull(0))
+        iterate(checked, worker, change)
+    checked.tell(checked.legal.push(0))
+    return checked.tell(checked.legal.pull(0))
 
 
 def test_delayed_pulls_are_tested_anew_by_the_model_that_takes_over() -> None:
     """Worker 0 waits for worker 1 under the conditions; SSP(1), which worked before, lets it go on."""
-    life = begin(SSP(staleness=1), 3)
+    checked = begin(SSP(staleness=1), 3)
 
     def for_0_and_2(state: PullState) -> bool:
         return bool(1 // (state.worker != 2)) and state.worker != 0
 
     change = Change(number=1, members=(0, 1, 2), sync=str(Conditions(pull=for_0_and_2)))
     for worker in range(3):
-        iterate(life, worker, change)
-    assert iterate(life, 0) == [ApplyPush(0, 1)]
-    life.tell(life.world.push(2))
-    fault, *answers = life.tell(life.world.pull(2))
+        iterate(checked, worker, change)
+    assert iterate(checked, 0) == [ApplyPush(0, 1)]
+    checked.tell(checked.legal.push(2))
+    fault, *answers = checked.tell(checked.legal.pull(2))
     assert isinstance(fault, ReportFault)
     assert answers == [AnswerPull(0, 1), AnswerPull(2, 1)]
 
 
 def test_no_held_push_is_lost_when_a_model_takes_over_that_holds_none() -> None:
-    life = begin(SSP(staleness=1), 2)
-    change_to(life, Conditions(pull=raises, push=never, pushes="average"), 2)
-    assert life.tell(life.world.push(0)) == [HoldPush(0, 1)]
-    fault, *rest = life.tell(life.world.pull(0))
+    checked = begin(SSP(staleness=1), 2)
+    change_to(checked, Conditions(pull=raises, push=never, pushes="average"), 2)
+    assert checked.tell(checked.legal.push(0)) == [HoldPush(0, 1)]
+    fault, *rest = checked.tell(checked.legal.pull(0))
     assert isinstance(fault, ReportFault)
     assert rest == [ApplyMean(((0, 1),)), AnswerPull(0, 1)]
-    assert not life.held
+    assert not checked.held
 
 
 def test_what_conditions_that_failed_were_replaced_with_has_worked_when_the_next_ones_fail() -> None:
-    life = begin(SSP(staleness=1), 1)
-    change_to(life, Conditions(pull=raises), 1)
-    iterate(life, 0)
-    assert hosted(life).sync == SSP(staleness=1)
-    change_to(life, Conditions(pull=near, push=push_raises), 1, number=2)
-    iterate(life, 0)
-    assert [fault.sync for fault in life.faults] == ["ssp:staleness=1", "ssp:staleness=1"]
+    checked = begin(SSP(staleness=1), 1)
+    change_to(checked, Conditions(pull=raises), 1)
+    iterate(checked, 0)
+    assert hosted(checked).sync == SSP(staleness=1)
+    change_to(checked, Conditions(pull=near, push=push_raises), 1, number=2)
+    iterate(checked, 0)
+    assert [fault.sync for fault in checked.faults] == ["ssp:staleness=1", "ssp:staleness=1"]
 
 
 def test_conditions_that_work_are_gone_back_to() -> None:
     sync = Conditions(pull=near)
-    life = begin(sync, 2)
-    change_to(life, Conditions(pull=raises), 2)
-    iterate(life, 0)
-    assert life.faults[0].sync == str(sync)
-    assert iterate(life, 0) == [ApplyPush(0, 2)]
+    checked = begin(sync, 2)
+    change_to(checked, Conditions(pull=raises), 2)
+    iterate(checked, 0)
+    assert checked.faults[0].sync == str(sync)
+    assert iterate(checked, 0) == [ApplyPush(0, 2)]
 
 
 def test_late_workers_are_taken_over_with_their_counts() -> None:
@@ -325,19 +325,19 @@ def test_late_workers_are_taken_over_with_their_counts() -> None:
             raise ValueError
         return state.pushed >= 1
 
-    life = begin(Conditions(pull=behind, push=one_is_enough, pushes="average"), 2)
+    checked = begin(Conditions(pull=behind, push=one_is_enough, pushes="average"), 2)
     for _ in range(3):
-        iterate(life, 0)
-    dropped, *rest = life.tell(life.world.push(1))
+        iterate(checked, 0)
+    dropped, *rest = checked.tell(checked.legal.push(1))
     assert dropped == DropPush(1, 0)
-    assert life.tell(life.world.pull(1)) == [*rest, AnswerPull(1, 0, v_train=3)]
-    assert not life.faults
+    assert checked.tell(checked.legal.pull(1)) == [*rest, AnswerPull(1, 0, v_train=3)]
+    assert not checked.faults
     for _ in range(2):
-        iterate(life, 0)
-        assert [fault.sync for fault in life.faults] == ["bsp"]
-        iterate(life, 1)
-        assert not life.world.waiting
-    assert not life.held
+        iterate(checked, 0)
+        assert [fault.sync for fault in checked.faults] == ["bsp"]
+        iterate(checked, 1)
+        assert not checked.legal.waiting
+    assert not checked.held
 
 
 # -- what a condition sees ----------------------------------------------------------------------------------------
@@ -361,10 +361,10 @@ def test_a_pull_condition_sees_the_numbers_of_table_iii() -> None:
         seen.append((state.slowest, state.fastest, state.significance, state.count(0), state.count(1)))
         return True
 
-    life = begin(Conditions(pull=look, significance="on"), 3)
-    iterate(life, 1)
-    life.tell(life.world.push(1, significance=0.25))
-    life.tell(life.world.pull(1))
+    checked = begin(Conditions(pull=look, significance="on"), 3)
+    iterate(checked, 1)
+    checked.tell(checked.legal.push(1, significance=0.25))
+    checked.tell(checked.legal.pull(1))
     assert seen == [(1, 0, 0, 1, 0, 3, 1), (0, 1, None, 1, 0), (1, 1, 1, 2, 0, 3, 1), (0, 2, 0.25, 1, 1)]
 
 
@@ -374,18 +374,18 @@ def test_a_push_condition_is_evaluated_in_a_loop() -> None:
     def all_or_late(state: PushState) -> bool:
         return state.pushed >= state.live or (state.fastest >= 3 and state.v_train < 2)
 
-    life = begin(Conditions(pull=lambda state: state.gap <= 9, push=all_or_late), 2)
+    checked = begin(Conditions(pull=lambda state: state.gap <= 9, push=all_or_late), 2)
     for _ in range(2):
-        iterate(life, 0)
-    assert vars(hosted(life))["_machine"].v_train == 0
-    iterate(life, 0)
-    assert vars(hosted(life))["_machine"].v_train == 2
+        iterate(checked, 0)
+    assert vars(hosted(checked))["_machine"].v_train == 0
+    iterate(checked, 0)
+    assert vars(hosted(checked))["_machine"].v_train == 2
 
 
 def test_a_push_condition_that_is_always_true_ends() -> None:
-    life = begin(Conditions(pull=lambda state: True, push=lambda state: True), 2)
+    checked = begin(Conditions(pull=lambda state: True, push=lambda state: True), 2)
     for _ in range(5):
-        assert len(iterate(life, 0)) == 2
+        assert len(iterate(checked, 0)) == 2
 
 
 # -- names --------------------------------------------------------------------------------------------------------
@@ -502,8 +502,8 @@ def test_a_condition_that_ends_the_process_is_a_fault_like_any_other() -> None:
     def leave(state: PullState) -> bool:
         raise SystemExit("enough")
 
-    life = begin(Conditions(pull=leave), 1)
-    [fault] = [action for action in iterate(life, 0) if isinstance(action, ReportFault)]
+    checked = begin(Conditions(pull=leave), 1)
+    [fault] = [action for action in iterate(checked, 0) if isinstance(action, ReportFault)]
     assert "raised SystemExit: enough" in fault.reason
 
 

@@ -29,6 +29,7 @@ from ..sync.events import Change, Stop
 __all__ = [
     "NEVER",
     "STOPPED",
+    "UNKNOWN",
     "Admission",
     "ShardView",
     "WorkerView",
@@ -145,8 +146,16 @@ def superstep_open(shard: ShardView) -> set[int]:
     }
 
 
+def any_of_them(shard: ShardView) -> set[int]:
+    """Return all workers with an unanswered pull."""
+    return {w for w, view in enumerate(shard.workers) if view.asks}
+
+
 NEVER = Admission(none_of_them, none_of_them)
 """No worker waits."""
+
+UNKNOWN = Admission(none_of_them, any_of_them)
+"""Any worker may wait: the rule of a model that is not known."""
 
 STOPPED = Admission(superstep_open, superstep_open)
 """Workers wait at the barrier of their superstep."""
@@ -180,4 +189,4 @@ def admission(sync: SyncModel) -> Admission:
         case Conditions():  # a gap is measured from min c, which a late worker may pull below V_train
             return Admission(beyond(1), beyond(0))
         case _:
-            raise AssertionError(f"no admission rule is known for {sync}")
+            return UNKNOWN

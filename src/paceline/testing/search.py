@@ -1,18 +1,18 @@
-"""Visits all states of a `Cluster`."""
+"""Visits all states of a `SmallJob`."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from .cluster import Cluster
+from .small_job import SmallJob
 from .states import State, Step
 
 __all__ = ["explore", "survey"]
 
 
 def explore(
-    cluster: Cluster,
+    cluster: SmallJob,
     most_states: int = 5_000_000,
     *,
     whole: bool = False,
@@ -22,7 +22,7 @@ def explore(
     """Visit every state that can be reached, nearest first; return how many there are.
 
     A check that fails is raised with the shortest way there (the names of shards and workers may change on it, see
-    `Cluster.canonical`). `whole` does without the reductions of `Cluster.reduced_steps` and without other names;
+    `SmallJob.canonical`). `whole` does without the reductions of `SmallJob.reduced_steps` and without other names;
     `ends` receives the last states, one for all that differ in names; `visit` is called with every state.
     """
     one_for_all = cluster.plain if whole else cluster.canonical
@@ -51,7 +51,7 @@ def explore(
     return len(came_from)
 
 
-def survey(cluster: Cluster, progress: Callable[[int], None]) -> int:
+def survey(cluster: SmallJob, progress: Callable[[int], None]) -> int:
     """As `explore`, in little memory: deepest first, with 64 bits kept of each state.
 
     Two states out of n have the same 64 bits with a probability of about n^2 / 2^65 (10^-4 for 60 million), and then

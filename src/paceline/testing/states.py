@@ -1,4 +1,4 @@
-"""The states of a `Cluster` as values, and the pools that keep one object for each value."""
+"""The states of a `SmallJob` as values, and the pools that keep one object for each value."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ServerState(NamedTuple):
     """A server with one shard, what is on the way to it, and what it owes.
 
     Attributes:
-        core: number of its core in `Cluster.servers`.
+        core: number of its core in `SmallJob.servers`.
         view: what its shard has received.
         queues: for each worker, the messages that are on the way, in order.
         owes: workers that wait for an answer of this server.
@@ -84,7 +84,7 @@ class CoordinatorState(NamedTuple):
     """The coordinator, and what is on the way to it.
 
     Attributes:
-        core: number of its core in `Cluster.coordinators`.
+        core: number of its core in `SmallJob.coordinators`.
         queues: for each worker, the messages that are on the way, in order.
         timers: timers that are set.
         welcomes: for each worker that joins, the servers whose word is on the way.
@@ -102,7 +102,7 @@ class WorkerState(NamedTuple):
 
     Attributes:
         phase: what it does.
-        core: number of its core in `Cluster.workers`.
+        core: number of its core in `SmallJob.workers`.
         orders: messages of the coordinator that it has not received yet.
         v_train: the latest round that an answer has named since its last push. Its core receives all answers
             together,

@@ -128,7 +128,7 @@ from .states import (
     WorkerState,
 )
 
-__all__ = ["Cluster"]
+__all__ = ["SmallJob"]
 
 parse_shards = cache(read_shards)
 
@@ -137,7 +137,7 @@ Item = TypeVar("Item")
 MODEL = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
 
 
-class Cluster:
+class SmallJob:
     """One job.
 
     Args:
@@ -155,6 +155,8 @@ class Cluster:
             have
             named; otherwise its plans are followed as they are. The clock is `now_s`, which the caller may move.
         agree: check that the shards have averaged the same pushes together.
+        symmetric: True if workers, and shards, may be exchanged for each other where the model draws no numbers for
+            them. False for a model that may depend on their indices.
         shard_host: makes the host of the model at a shard, instead of `ShardSync`.
         worker_core: makes the core of a worker, instead of `core.worker.Worker`.
         watch: check at each shard which workers wait and which model is in force.
@@ -175,6 +177,7 @@ class Cluster:
         commits: bool = False,
         any_plan: bool = False,
         agree: bool = True,
+        symmetric: bool = True,
         shard_host: Callable[[SyncModel, int, int], ShardSync] = ShardSync,
         worker_core: type[Worker] = Worker,
         watch: bool = True,
@@ -196,12 +199,12 @@ class Cluster:
         self._first_model = models[0]
         all_models = (models, *map(parse_shards, changes))
         # Shards differ if their models do, or if they draw apart; or if a late worker gets its count from the first.
-        self._alike = not late and all(
+        self._alike = symmetric and not late and all(
             len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
         )
         # Workers differ if a draw is made for each, or if a plan is: ties are broken by their names; or if some join
         # late: cores that have forgotten which workers have left may take a namesake for one of these.
-        namesakes = not late and not any(
+        namesakes = symmetric and not late and not any(
             hasattr(model, "draws") or (isinstance(model, ElasticBSP) and not any_plan)
             for step in all_models
             for model in step
@@ -752,7 +755,9 @@ class Cluster:
         """Check what a shard did about one event, and keep what it has received."""
         assert entry.refused is None, entry.refused
         view = self._seen(at.view, entry.event)
-        at = at._replace(view=self._passed(view, index))
+        if isinstance(entry.event, events.PushReceived | events.WorkerLost | events.WorkerFinished):
+            view = self._passed(view, index)  # joins and pulls close no round
+        at = at._replace(view=view)
         return self._check_actions(at, entry)
 
     def _seen(self, view: ShardView, event: events.AnyEvent) -> ShardView:
@@ -822,7 +827,9 @@ class Cluster:
                         means.add(pushes)
                 case AnswerPull(worker, iteration):
                     assert workers[worker].asks, f"{action}, which was not requested"
-                    assert (worker, iteration) not in held, f"{action} before its push was applied"
+                    assert not (view.sync.lockstep and (worker, iteration) in held), (
+                        f"{action} before its push was applied"
+                    )
                     workers[worker] = workers[worker]._replace(asks=False, deferred=False)
                     answered.append(worker)
                 case SetTimer():

@@ -1,0 +1,185 @@
+"""A shard's machine that is checked after every event.
+
+These promises are checked for every sync model:
+
+- `validate()` passes after every event;
+- a push is applied, held or dropped by its own event, as the first action. A held push is applied later as part of
+  one mean, in worker order. An empty push is dropped;
+- only a requested pull is answered, and only once; under a lockstep model, not before the worker's own push was
+  applied. A worker that is told of a later round continues from there with its next push;
+- at least one live worker does not wait, or a timer is set; and no push remains held when all workers have left;
+- a repeated pull is answered immediately, and has no other effect;
+- a refused event leaves the machine unchanged.
+
+A `ShardSync` keeps the same promises as the machine that it hosts, through all changes of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Hashable, Iterable
+from typing import assert_never
+
+from ..core.shard_sync import ShardSync
+from ..errors import InvalidEventError
+from ..sync import Machine
+from ..sync.actions import (
+    AnswerPull,
+    AnyAction,
+    ApplyMean,
+    ApplyPush,
+    DropPush,
+    HoldPush,
+    PublishChange,
+    PublishPlan,
+    ReportFault,
+    RestartWorker,
+    SetTimer,
+)
+from ..sync.events import AnyEvent, PullRepeated, PushReceived
+from .legal_events import LegalEvents
+from .oracle import Oracle
+
+__all__ = ["CheckedShard", "freeze"]
+
+
+class CheckedShard:
+    """One machine of a shard, with everything that it has received and returned.
+
+    Args:
+        machine: the machine: a `ShardMachine`, or a `ShardSync`, which also takes repeated pulls and changes of the
+            model.
+        oracle: also compare the machine with this oracle.
+
+    Attributes:
+        machine: the machine.
+        legal: the legal events.
+        events: all events that the machine has received.
+        updates: all updates that it has returned.
+        held: the pushes that are held, as (worker, iteration).
+        faults: the reported failures of the user's conditions.
+    """
+
+    def __init__(self, machine: Machine, oracle: Oracle | None = None) -> None:
+        self.machine = machine
+        self.legal = LegalEvents(repeats=isinstance(machine, ShardSync))
+        self.events: list[AnyEvent] = []
+        self.updates: list[ApplyPush | ApplyMean] = []
+        self.held: set[tuple[int, int]] = set()
+        self.faults: list[ReportFault] = []
+        self._oracle = oracle
+
+    def tell(self, event: AnyEvent) -> list[AnyAction]:
+        """Pass a legal event to the machine, check its promises, and return its actions."""
+        before = freeze(self.machine) if isinstance(event, PullRepeated) else None
+        self.events.append(event)
+        actions = self.machine.handle(event)
+        self.machine.validate()
+        self.legal.advance(event)
+        if isinstance(event, PullRepeated):
+            assert actions == [AnswerPull(event.worker, event.iteration - 1)], f"{actions} after {event}"
+            assert freeze(self.machine) == before, f"{event} has changed the machine"
+            return actions
+        fates = [action for action in actions if isinstance(action, ApplyPush | HoldPush | DropPush)]
+        assert len(fates) == isinstance(event, PushReceived), f"{event} was handled {len(fates)} times"
+        if isinstance(event, PushReceived):
+            _check_fate(event, actions[0])
+        known = len(self.updates)
+        for action in actions:
+            self._carry_out(event, action)
+        if self.legal.phase:
+            all_wait = self.legal.waiting == self.legal.phase.keys()
+            assert not all_wait or self.legal.timers, f"all workers wait after {event}"
+        else:
+            assert not self.held, f"all workers have left, and {self.held} will never be applied"
+        if self._oracle is not None:
+            self._compare(self._oracle, self.updates[known:])
+        return actions
+
+    def walk(self, choices: Iterable[int]) -> None:
+        """Pass random legal events to the machine, one for each number."""
+        for choice in choices:
+            self.tell(self.legal.pick(choice))
+
+    def fire_timers(self) -> list[AnyAction]:
+        """Let all timers that are set fire, in the order in which they were set, and return the actions."""
+        return [action for timer in self.legal.timers for action in self.tell(self.legal.fire(timer))]
+
+    def refuse(self, event: AnyEvent) -> None:
+        """Pass an illegal event to the machine, which must refuse it and remain unchanged."""
+        before = freeze(self.machine)
+        try:
+            self.machine.handle(event)
+        except InvalidEventError as error:
+            assert f"worker {event.worker}" in str(error), f"the refusal of {event} does not name the worker: {error}"
+        else:
+            raise AssertionError(f"{event} is illegal, but was not refused")
+        assert freeze(self.machine) == before, f"{event} was refused, but has changed the machine"
+
+    def _carry_out(self, event: AnyEvent, action: AnyAction) -> None:
+        match action:
+            case ApplyPush(worker, iteration) | DropPush(worker, iteration) | HoldPush(worker, iteration):
+                assert (worker, iteration) not in self.held, f"{action}, but the push is held"
+                if isinstance(action, HoldPush):
+                    self.held.add((worker, iteration))
+                elif isinstance(action, ApplyPush):
+                    self.updates.append(action)
+            case ApplyMean(pushes):
+                assert pushes, "the mean of no pushes"
+                assert list(pushes) == sorted(set(pushes)), f"{action} is not in worker order"
+                assert self.held >= set(pushes), f"{action} of pushes that are not held: {self.held}"
+                self.held -= set(pushes)
+                self.updates.append(action)
+            case AnswerPull(worker, iteration, v_train):
+                assert self.legal.phase.get(worker) == "waiting", f"{action}, which was not requested"
+                assert iteration == self.legal.label[worker] - 1, f"{action} has the wrong iteration"
+                if isinstance(self.machine, ShardSync) and self.machine.sync.lockstep:
+                    assert (worker, iteration) not in self.held, f"{action} before its push was applied"
+                self.legal.phase[worker] = "computing"
+                if v_train is not None:
+                    self.legal.progress[worker] = v_train
+            case SetTimer(worker, iteration, due_s):
+                assert self.legal.phase.get(worker) == "waiting", f"{action}, but worker {worker} does not wait"
+                assert iteration == self.legal.label[worker] - 1, f"{action} has the wrong iteration"
+                assert due_s >= event.now_s, f"{action} is due before {event}"
+                self.legal.timers.append(action)
+            case ReportFault():
+                self.faults.append(action)
+            case PublishPlan() | PublishChange() | RestartWorker():
+                raise AssertionError(f"a shard cannot carry out {action}")
+            case _:
+                assert_never(action)
+
+    def _compare(self, oracle: Oracle, updates: list[ApplyPush | ApplyMean]) -> None:
+        due = oracle.updates_due(self.events)
+        assert updates == due, f"{self.events[-1]} caused {updates}, but by the oracle {due} is due"
+        waiting, expected = self.legal.waiting, oracle.must_wait(self.events)
+        assert waiting == expected, f"workers {waiting} wait, but by the oracle {expected} must wait"
+
+
+def _check_fate(push: PushReceived, action: AnyAction) -> None:
+    assert isinstance(action, ApplyPush | HoldPush | DropPush), (
+        f"the first action after {push} is {action}, expected what to do with the push"
+    )
+    assert (action.worker, action.iteration) == (push.worker, push.iteration), f"{action} after {push}"
+    assert isinstance(action, DropPush) or not push.empty, f"{action}, but the push is empty"
+
+
+def freeze(thing: object) -> Hashable:
+    """Return a value that is equal for equal states, including the order of dicts, which may affect actions."""
+    match thing:
+        case dict():
+            return tuple((key, freeze(value)) for key, value in thing.items())
+        case list() | tuple() | deque():
+            return tuple(freeze(item) for item in thing)
+        case set():
+            return frozenset(thing)
+        case types.FunctionType() | functools.partial():
+            return None  # a condition, which does not change
+        case _ if hasattr(thing, "__dict__"):
+            return type(thing).__name__, freeze(vars(thing))
+        case _:
+            assert isinstance(thing, Hashable)
+            return thing

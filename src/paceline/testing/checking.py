@@ -1,0 +1,143 @@
+"""Checks a sync model: its promises on random events, and every interleaving of small jobs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+from ..sync import Conditions, SyncModel, parse
+from .admission import UNKNOWN, Admission
+from .oracle import Oracle
+from .promises import PROMISES, random_events_are_handled
+from .search import explore
+from .small_job import SmallJob
+
+__all__ = ["CheckResult", "check"]
+
+Result = TypeVar("Result")
+
+
+class CheckResult(NamedTuple):
+    """What `check` has tried.
+
+    Attributes:
+        sync: notation of the model.
+        promises: number of promises that were tested with random events.
+        states: number of states of the small jobs that were searched.
+    """
+
+    sync: str
+    promises: int
+    states: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sync} keeps {self.promises} promises on random events, and has no deadlock in {self.states:,} "
+            "states of small jobs"
+        )
+
+
+def check(
+    sync: SyncModel,
+    rule: Admission | None = None,
+    oracle: Oracle | None = None,
+    *,
+    agree: bool = False,
+    workers: int = 2,
+    shards: int = 2,
+    iterations: int = 3,
+) -> CheckResult:
+    """Check that a sync model keeps the promises that every model must keep, and return what was tried.
+
+    First, the machines of the model receive random legal events, and illegal ones. Then all interleavings of small
+    jobs are searched for deadlocks: one in which a worker may be lost at any time, one which another worker joins at
+    any time, and two in which the model is changed, to BSP and from BSP. The jobs run the same code as a live run.
+
+    Args:
+        sync: the model. It must be registered (see `paceline.sync.register`).
+        rule: also check which workers wait, in every state. By default, any worker may wait as long as there is no
+            deadlock; the models of the package have rules of their own (`admission`).
+        oracle: also compare a shard with this oracle, on random events.
+        agree: also check that all shards have averaged the same pushes together. This does not hold for models that
+            drop pushes by their order of arrival, which differs among shards.
+        workers: number of workers of the small jobs.
+        shards: number of shards of the small jobs.
+        iterations: number of iterations of each worker of the small jobs. One more takes about ten times as long.
+
+    Raises:
+        AssertionError: a promise is broken. The message names it and shows the events that lead to the failure.
+
+    >>> from paceline.sync import ASP
+    >>> print(check(ASP(), iterations=1))
+    asp keeps 10 promises on random events, and has no deadlock in 269 states of small jobs
+    """
+    for promise in PROMISES:
+        _tell(f"{sync}: {_name(promise)}")
+        _keep(sync, _name(promise), lambda promise=promise: promise(sync))
+    if oracle is not None:
+        _keep(sync, "the oracle agrees on random events", lambda: random_events_are_handled(sync, oracle))
+    states = 0
+    for name, job in _small_jobs(sync, rule, agree, workers, shards, iterations):
+        _tell(f"{sync}: searching {name}")
+        states += _keep(sync, f"no interleaving of {name} fails", lambda job=job: explore(job))
+    _tell("")
+    return CheckResult(str(sync), len(PROMISES) + (oracle is not None), states)
+
+
+def _small_jobs(
+    sync: SyncModel, rule: Admission | None, agree: bool, workers: int, shards: int, iterations: int
+) -> Iterator[tuple[str, SmallJob]]:
+    ours = type(sync).__module__.startswith("paceline.")
+    if rule is None and isinstance(sync, Conditions):
+        rule = UNKNOWN
+    plans = sync.at_coordinator() is not None
+
+    def job(
+        first: SyncModel | str,
+        *,
+        workers: int = workers,
+        iterations: int = iterations,
+        late: int = 0,
+        losses: int = 0,
+        changes: tuple[str, ...] = (),
+    ) -> SmallJob:
+        return SmallJob(
+            parse(first) if isinstance(first, str) else first,
+            rule,
+            workers=workers,
+            shards=shards,
+            iterations=iterations,
+            late=late,
+            losses=losses,
+            changes=changes,
+            commits=True,
+            any_plan=ours,
+            agree=agree and not late,
+            symmetric=ours,
+        )
+
+    fewer = max(1, iterations - 1)
+    yield "a job in which a worker may be lost", job(sync, losses=1)
+    # With a coordinator's machine, there are many more interleavings.
+    yield "a job that a worker joins late", job(sync, late=1, workers=1 if plans else workers, iterations=fewer)
+    yield "a job that changes to BSP", job(sync, changes=("bsp",), iterations=fewer)
+    yield "a job that changes from BSP", job("bsp", changes=(str(sync),), iterations=fewer)
+
+
+def _keep(sync: SyncModel, promise: str, test: Callable[[], Result]) -> Result:
+    try:
+        return test()
+    except Exception as error:
+        raise AssertionError(f"{sync} breaks a promise: {promise}\n{error or repr(error)}") from error
+
+
+def _name(promise: Callable[..., object]) -> str:
+    return promise.__name__.replace("_", " ")
+
+
+def _tell(line: str) -> None:
+    """Show what is being checked, if standard error is a terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{line}")
+        sys.stderr.flush()

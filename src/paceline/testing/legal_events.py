@@ -1,0 +1,183 @@
+"""The events that a shard may receive next, by the order join, push, pull, answer, leave.
+
+This is the order that `paceline.core.order` enforces, written a second time and independently: nothing here asks a
+machine what it allows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..sync.actions import SetTimer
+from ..sync.events import (
+    AnyEvent,
+    Change,
+    PullRepeated,
+    PullRequested,
+    PushReceived,
+    Stop,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+
+__all__ = ["LegalEvents", "Phase"]
+
+Phase = Literal["computing", "pushed", "waiting"]
+
+MOST_WORKERS = 4
+
+
+class LegalEvents:
+    """Makes legal events, and illegal ones, for a shard.
+
+    Args:
+        repeats: True if the machine under test accepts repeated pulls.
+
+    Attributes:
+        now_s: time of the next event, in seconds. It may be changed.
+        phase: live worker -> what it is doing, in order of joining.
+        label: live worker -> label of its next push.
+        progress: worker that was told to continue from a later round -> that round, until its next push.
+        gone: workers that have left and have not joined again.
+        timers: timers that are set and have not fired.
+    """
+
+    def __init__(self, *, repeats: bool = False) -> None:
+        self.now_s = 0.0
+        self.phase: dict[int, Phase] = {}
+        self.label: dict[int, int] = {}
+        self.progress: dict[int, int] = {}
+        self.gone: list[int] = []
+        self.timers: list[SetTimer] = []
+        self._repeats = repeats
+
+    @property
+    def waiting(self) -> set[int]:
+        """The workers whose pull has not been answered."""
+        return {worker for worker, phase in self.phase.items() if phase == "waiting"}
+
+    def in_phase(self, phase: Phase) -> list[int]:
+        """Return the live workers in this phase, in order of joining."""
+        return [worker for worker, current in self.phase.items() if current == phase]
+
+    def join(self, iteration: int = 0, *, change: int = 0) -> WorkerJoined:
+        """Return the joining of a new worker, after `change` changes of the sync model were published."""
+        worker = len(self.phase) + len(self.gone)
+        return WorkerJoined(now_s=self.now_s, worker=worker, iteration=iteration, change=change)
+
+    def push(
+        self,
+        worker: int,
+        *,
+        empty: bool = False,
+        stop: Stop | None = None,
+        change: Change | None = None,
+        significance: float | None = None,
+    ) -> PushReceived:
+        """Return the next push of a worker that computes."""
+        return PushReceived(
+            now_s=self.now_s,
+            worker=worker,
+            iteration=self.label[worker],
+            empty=empty,
+            stop=stop,
+            change=change,
+            significance=significance,
+            progress=self.progress.get(worker),
+        )
+
+    def pull(self, worker: int) -> PullRequested:
+        """Return the pull after a worker's push."""
+        return PullRequested(now_s=self.now_s, worker=worker, iteration=self.label[worker] - 1)
+
+    def repeat(self, worker: int) -> PullRepeated:
+        """Return another pull for the iteration that a worker computes."""
+        return PullRepeated(now_s=self.now_s, worker=worker, iteration=self.label[worker])
+
+    def fire(self, timer: SetTimer) -> TimerFired:
+        """Return the event of a timer, on time or late."""
+        now_s = max(self.now_s, timer.due_s)
+        return TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration)
+
+    def leave(self, worker: int, *, lost: bool) -> WorkerLost | WorkerFinished:
+        """Return the event of a worker that leaves."""
+        return (WorkerLost if lost else WorkerFinished)(now_s=self.now_s, worker=worker)
+
+    def pick(self, choice: int) -> AnyEvent:
+        """Return one of the legal events, chosen by a number >= 0. About one number in twelve lets a worker leave."""
+        choice, kind = divmod(choice, 12)
+        events: list[AnyEvent] = []
+        if kind == 0:
+            events += [self.leave(worker, lost=lost) for worker in self.phase for lost in (True, False)]
+        else:
+            for worker, phase in self.phase.items():
+                if phase == "computing":
+                    events += [self.push(worker), self.push(worker), self.push(worker, empty=True)]
+                    events += [self.repeat(worker)] * self._repeats
+                elif phase == "pushed":
+                    events += [self.pull(worker)] * 3
+            events += [self.fire(timer) for timer in self.timers]
+        if not events or (kind == 1 and len(self.phase) < MOST_WORKERS):
+            events = [self.join()]
+        return events[choice % len(events)]
+
+    def illegal(self) -> list[AnyEvent]:
+        """Return events that are not legal now, at least one of each kind."""
+        now_s = self.now_s
+        stranger = 1000
+        events: list[AnyEvent] = []
+        for worker in [stranger, *self.gone[:2]]:
+            events += [
+                PushReceived(now_s=now_s, worker=worker, iteration=0),
+                PullRequested(now_s=now_s, worker=worker, iteration=0),
+                WorkerLost(now_s=now_s, worker=worker),
+                WorkerFinished(now_s=now_s, worker=worker),
+            ]
+            events += [PullRepeated(now_s=now_s, worker=worker, iteration=0)] * self._repeats
+        for worker, phase in self.phase.items():
+            label = self.label[worker]
+            events += [
+                WorkerJoined(now_s=now_s, worker=worker, iteration=label),
+                PushReceived(now_s=now_s, worker=worker, iteration=label - 1),  # a push that was received already
+                PushReceived(now_s=now_s, worker=worker, iteration=label + 1),  # an iteration was left out
+                PullRequested(now_s=now_s, worker=worker, iteration=label),  # its push has not been received yet
+            ]
+            if phase != "computing":
+                events.append(PushReceived(now_s=now_s, worker=worker, iteration=label))
+            if phase != "pushed":
+                events.append(PullRequested(now_s=now_s, worker=worker, iteration=label - 1))
+            if self._repeats:
+                events.append(PullRepeated(now_s=now_s, worker=worker, iteration=label + 1))
+                if phase != "computing":
+                    events.append(PullRepeated(now_s=now_s, worker=worker, iteration=label))
+        return events
+
+    def advance(self, event: AnyEvent) -> None:
+        """Record an event that the shard has received."""
+        self.now_s = max(self.now_s, event.now_s)
+        worker = event.worker
+        match event:
+            case WorkerJoined():
+                self.phase[worker] = "computing"
+                self.label[worker] = event.iteration
+                if worker in self.gone:
+                    self.gone.remove(worker)
+            case PushReceived():
+                self.phase[worker] = "pushed"
+                self.label[worker] += 1
+                self.progress.pop(worker, None)
+            case PullRequested():
+                self.phase[worker] = "waiting"
+            case WorkerLost() | WorkerFinished():
+                del self.phase[worker], self.label[worker]
+                self.progress.pop(worker, None)
+                self.gone.append(worker)
+            case TimerFired():
+                fired = worker, event.iteration
+                self.timers = [timer for timer in self.timers if (timer.worker, timer.iteration) != fired]
+            case PullRepeated():
+                pass
+            case _:
+                raise AssertionError(f"a shard does not receive {event}")

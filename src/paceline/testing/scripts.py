@@ -1,0 +1,211 @@
+"""Scripted interactions: a text in which commands are followed by what a machine does.
+
+A line that starts with ">" is a command. The indented lines below it are the result. All other lines are prose.
+
+    > shard SYNC                     start with a new machine of a shard
+    > job SYNC | planner SYNC        start with a new machine of the coordinator
+    > at SECONDS                     set the time of the following events
+    > join WORKER [iteration=N]
+    > push WORKER ITERATION [empty] [stop=SUPERSTEP members=W,W,...] [change=NUMBER to=SYNC members=W,W,...]
+    > pull WORKER ITERATION
+    > again WORKER ITERATION         repeat a pull
+    > timer WORKER ITERATION         let a timer fire
+    > notify WORKER ITERATION [superstep=SUPERSTEP] [change=NUMBER]
+    > started WORKER ITERATION
+    > request WORKER NUMBER SYNC     request a change of the model
+    > lose WORKER
+    > finish WORKER
+    > who waits                      list the workers whose pull is not answered
+    > which model                    show the model in force
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from ..core.job_sync import JobSync
+from ..core.shard_sync import ShardSync
+from ..errors import InvalidEventError
+from ..sync import parse
+from ..sync.actions import (
+    AnswerPull,
+    AnyAction,
+    ApplyMean,
+    ApplyPush,
+    DropPush,
+    HoldPush,
+    PublishChange,
+    PublishPlan,
+    ReportFault,
+    RestartWorker,
+    SetTimer,
+)
+from ..sync.events import (
+    AnyEvent,
+    Change,
+    IterationFinished,
+    IterationStarted,
+    PullRepeated,
+    PullRequested,
+    PushReceived,
+    Stop,
+    SyncRequested,
+    TimerFired,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+
+__all__ = ["play"]
+
+
+def play(script: str) -> str:
+    """Return the script with the results of its commands replaced by what happens now.
+
+    A test compares the returned text with the script.
+
+    >>> print(play("> shard bsp\\n> join 0\\n> push 0 0\\n> pull 0 0"))
+    > shard bsp
+    > join 0
+        nothing
+    > push 0 0
+        hold 0:0
+        apply the mean of 0:0
+    > pull 0 0
+        answer 0:0
+    <BLANKLINE>
+    """
+    stage = Stage()
+    lines: list[str] = []
+    for line in script.splitlines():
+        if line.startswith(">"):
+            lines.append(line)
+            lines += [f"    {result}" for result in stage.perform(line.removeprefix(">").strip())]
+        elif not line.startswith("    "):
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+class Stage:
+    """The machine that a script tests, and the current time."""
+
+    def __init__(self) -> None:
+        self._machine: ShardSync | JobSync | None = None
+        self._now_s = 0.0
+        self._waiting: dict[int, int] = {}  # worker -> iteration of its pull that is not answered
+
+    def perform(self, command: str) -> list[str]:
+        """Execute one command and return its result, line by line."""
+        match command.split():
+            case ["shard", sync]:
+                self._machine, self._now_s, self._waiting = ShardSync(parse(sync)), 0.0, {}
+                return []
+            case ["job" | "planner", sync]:
+                self._machine, self._now_s, self._waiting = JobSync(sync), 0.0, {}
+                return []
+            case ["at", now_s]:
+                if float(now_s) < self._now_s:
+                    raise ValueError(f"the time cannot go back to {now_s} s from {self._now_s:g} s")
+                self._now_s = float(now_s)
+                return []
+            case ["who", "waits"]:
+                waiting = sorted(self._waiting.items())
+                return [f"{worker} after {iteration}" for worker, iteration in waiting] or ["nobody"]
+            case ["which", "model"] if self._machine is not None:
+                return [str(self._machine.sync)]
+            case [verb, *words]:
+                return self._tell(self._event(verb, words))
+            case _:
+                raise ValueError(f"not a command: {command!r}")
+
+    def _event(self, verb: str, words: list[str]) -> AnyEvent:
+        now_s = self._now_s
+        numbers = [int(word) for word in words if word.isdigit()]
+        options = dict(word.split("=", 1) for word in words if "=" in word)
+        members = tuple(map(int, options["members"].split(","))) if "members" in options else ()
+        number = int(options["change"]) if "change" in options else None
+        match verb, numbers:
+            case "join", [worker]:
+                return WorkerJoined(now_s=now_s, worker=worker, iteration=int(options.get("iteration", 0)))
+            case "push", [worker, iteration]:
+                stop = None
+                if "stop" in options:
+                    stop = Stop(superstep=int(options["stop"]), members=members)
+                return PushReceived(
+                    now_s=now_s,
+                    worker=worker,
+                    iteration=iteration,
+                    empty="empty" in words,
+                    stop=stop,
+                    change=Change(number=number, members=members, sync=options["to"]) if number else None,
+                )
+            case "pull", [worker, iteration]:
+                return PullRequested(now_s=now_s, worker=worker, iteration=iteration)
+            case "again", [worker, iteration]:
+                return PullRepeated(now_s=now_s, worker=worker, iteration=iteration)
+            case "timer", [worker, iteration]:
+                return TimerFired(now_s=now_s, worker=worker, iteration=iteration)
+            case "notify", [worker, iteration]:
+                superstep = int(options["superstep"]) if "superstep" in options else None
+                return IterationFinished(
+                    now_s=now_s, worker=worker, iteration=iteration, superstep=superstep, change=number
+                )
+            case "started", [worker, iteration]:
+                return IterationStarted(now_s=now_s, worker=worker, iteration=iteration)
+            case "request", [worker, count]:
+                return SyncRequested(
+                    now_s=now_s, worker=worker, source="script", number=count, sync=words[-1]
+                )
+            case "lose", [worker]:
+                return WorkerLost(now_s=now_s, worker=worker)
+            case "finish", [worker]:
+                return WorkerFinished(now_s=now_s, worker=worker)
+            case _:
+                raise ValueError(f"not a command: {' '.join([verb, *words])!r}")
+
+    def _tell(self, event: AnyEvent) -> list[str]:
+        if self._machine is None:
+            raise ValueError("a script must begin with `shard SYNC` or `job SYNC`")
+        try:
+            actions = self._machine.handle(event)
+        except InvalidEventError as error:
+            return [f"refused: {error}"]
+        finally:
+            self._machine.validate()
+        if isinstance(event, PullRequested):
+            self._waiting[event.worker] = event.iteration
+        if isinstance(event, WorkerLost | WorkerFinished):
+            self._waiting.pop(event.worker, None)
+        for action in actions:
+            if isinstance(action, AnswerPull) and not isinstance(event, PullRepeated):
+                asked = self._waiting.pop(action.worker, None)
+                assert asked == action.iteration, f"{action}, but the pull after iteration {asked} waits"
+        return [_text(action) for action in actions] or ["nothing"]
+
+
+def _text(action: AnyAction) -> str:
+    match action:
+        case ApplyPush(worker, iteration, scale):
+            return f"apply {worker}:{iteration}" + (f" at scale {scale}" if scale != 1 else "")
+        case HoldPush(worker, iteration):
+            return f"hold {worker}:{iteration}"
+        case ApplyMean(pushes):
+            return "apply the mean of " + " ".join(f"{worker}:{iteration}" for worker, iteration in pushes)
+        case DropPush(worker, iteration):
+            return f"drop {worker}:{iteration}"
+        case AnswerPull(worker, iteration):
+            return f"answer {worker}:{iteration}"
+        case PublishPlan(plan):
+            stops = ", ".join(f"{worker} stops with {iteration}" for worker, iteration in plan.stops)
+            return f"plan superstep {plan.superstep}: {stops}; wait {plan.wait_s:g} s, barrier {plan.barrier_s:g} s"
+        case SetTimer(worker, iteration, due_s):
+            return f"timer for {worker}:{iteration} at {due_s:g} s"
+        case RestartWorker(worker, iteration):
+            return f"restart {worker}:{iteration}"
+        case PublishChange(change):
+            members = ",".join(map(str, change.members))
+            return f"change {change.number} to {change.sync}, members {members}"
+        case ReportFault(reason, _, sync):
+            return f"fault: {reason}; from now on {sync}"
+        case _:
+            assert_never(action)
