@@ -18,6 +18,7 @@ from paceline.plugins import load_models, modules_of
 from paceline.sim import Cluster, simulate
 from paceline.sync import MODELS, SSP, ShardMachine, SyncModel, parse, register
 from paceline.sync.asp import ASP
+from paceline.testing import check
 from paceline.trace import read_run, replay
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +79,10 @@ def test_it_is_known_by_its_name(rennala: type[SyncModel]) -> None:
     assert parse("rennala:batch=2") == rennala(batch=2)
     with pytest.raises(ConfigurationError, match="unknown key of sync model 'rennala'"):
         parse("rennala:size=2")
+
+
+def test_it_keeps_the_promises_of_every_model(rennala: type[SyncModel]) -> None:
+    assert check(rennala(batch=2)).states > 10_000
 
 
 def test_it_is_simulated_and_its_trace_replays(rennala: type[SyncModel]) -> None:

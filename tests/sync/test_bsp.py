@@ -7,8 +7,7 @@ import pytest
 from paceline.sync import BSP
 from paceline.sync.actions import AnswerPull, ApplyMean, DropPush, HoldPush
 from paceline.sync.events import PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
-
-from .legal import CheckedShard
+from paceline.testing.checked_shard import CheckedShard
 
 
 def joined(*workers: int) -> CheckedShard:

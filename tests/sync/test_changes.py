@@ -45,8 +45,7 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-
-from .legal import CheckedShard, freeze
+from paceline.testing.checked_shard import CheckedShard, freeze
 
 
 def begin(sync: SyncModel, workers: int, shard: int = 0) -> CheckedShard:
@@ -89,7 +88,11 @@ def test_asp_to_bsp_does_not_stall_the_fast_for_the_gap_that_they_had_gathered()
     assert checked.tell(checked.legal.pull(1)) == [AnswerPull(1, 0)]
     assert hosted(checked).sync == BSP()
     assert iterate(checked, 0) == [HoldPush(0, 51)]  # one round of BSP, not fifty
-    assert checked.tell(checked.legal.push(1)) == [HoldPush(1, 1), ApplyMean(((0, 51), (1, 1))), AnswerPull(0, 51)]
+    assert checked.tell(checked.legal.push(1)) == [
+        HoldPush(1, 1),
+        ApplyMean(((0, 51), (1, 1))),
+        AnswerPull(0, 51),
+    ]
 
 
 def test_pushes_that_are_held_go_into_a_mean_when_the_model_changes() -> None:
@@ -98,7 +101,11 @@ def test_pushes_that_are_held_go_into_a_mean_when_the_model_changes() -> None:
     assert iterate(checked, 2) == [HoldPush(2, 0)]
     assert iterate(checked, 1, change) == [HoldPush(1, 0)]
     # The round is complete with worker 0's push: worker 2 is answered by the old model and ends it with its next.
-    assert iterate(checked, 0, change) == [HoldPush(0, 0), ApplyMean(((0, 0), (1, 0), (2, 0))), AnswerPull(2, 0)]
+    assert iterate(checked, 0, change) == [
+        HoldPush(0, 0),
+        ApplyMean(((0, 0), (1, 0), (2, 0))),
+        AnswerPull(2, 0),
+    ]
     assert checked.legal.waiting == {0, 1}
     assert checked.tell(checked.legal.push(2, change=change)) == [
         HoldPush(2, 1),
@@ -270,7 +277,10 @@ def test_a_push_that_is_empty_passes_the_boundary_like_any_other() -> None:
     change = to("asp", 0, 1)
     assert checked.tell(checked.legal.push(0, empty=True, change=change)) == [DropPush(0, 0)]
     checked.tell(checked.legal.pull(0))
-    assert checked.tell(checked.legal.push(1, empty=True, change=change)) == [DropPush(1, 0), AnswerPull(0, 0)]
+    assert checked.tell(checked.legal.push(1, empty=True, change=change)) == [
+        DropPush(1, 0),
+        AnswerPull(0, 0),
+    ]
 
 
 def test_a_late_push_of_a_round_is_dropped_also_when_it_is_the_last_before_the_change() -> None:
@@ -416,7 +426,7 @@ def test_refusals_in_the_midst_of_a_change_say_which_worker() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_all_that_is_illegal_is_refused_in_the_midst_of_a_change(seed: int) -> None:
     checked = in_the_midst()
-    for event in checked.legal.refused():
+    for event in checked.legal.illegal():
         checked.refuse(event)
 
 

@@ -32,9 +32,8 @@ from paceline.sync import (
     ShardMachine,
     SpecSync,
     SyncModel,
-    parse,
 )
-from paceline.sync.actions import AnswerPull, RestartWorker, SetTimer
+from paceline.sync.actions import AnswerPull
 from paceline.sync.events import (
     AnyEvent,
     IterationFinished,
@@ -43,13 +42,12 @@ from paceline.sync.events import (
     PullRequested,
     PushReceived,
     SyncRequested,
-    TimerFired,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
 )
-
-from .legal import CheckedShard, freeze, walk
+from paceline.testing import PROMISES
+from paceline.testing.checked_shard import CheckedShard, freeze
 
 
 def within_one(state: PullState) -> bool:
@@ -161,16 +159,14 @@ def begun(sync: SyncModel, host: str = "alone") -> CheckedShard:
     return checked
 
 
-def after_a_random_life(sync: SyncModel, seed: int, host: str = "alone") -> CheckedShard:
-    """Some fifty legal events, no two seeds alike."""
-    checked = CheckedShard(HOSTS[host](sync))
-    draw = random.Random(seed)
-    walk(checked, [draw.randrange(10_000) for _ in range(50)])
-    return checked
-
-
 def test_the_table_has_every_model() -> None:
     assert {type(sync) for sync in TABLE} == set(MODELS.values())
+
+
+@every_model
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_keeps_its_promise(sync: SyncModel, promise: Callable[[SyncModel], None]) -> None:
+    promise(sync)
 
 
 @every_model
@@ -186,44 +182,15 @@ def test_is_refused_and_changes_nothing(sync: SyncModel, what: str) -> None:
 
 
 @every_model
-def test_refusals_say_which_worker(sync: SyncModel) -> None:
-    machine = begun(sync, "hosted").machine
-    for event in REFUSED.values():
-        with pytest.raises(InvalidEventError, match=f"worker {event.worker}"):
-            machine.handle(event)
-
-
-@every_model
-@pytest.mark.parametrize("seed", range(3))
-def test_is_refused_at_any_moment_of_a_life(sync: SyncModel, seed: int) -> None:
-    checked = CheckedShard(ShardSync(sync))
-    draw = random.Random(seed)
-    for _ in range(40):
-        for event in checked.legal.refused():
-            checked.refuse(event)
-        walk(checked, [draw.randrange(10_000)])
-
-
-@every_model
-@every_host
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("lost", [True, False], ids=["lost", "finished"])
-def test_those_who_leave_never_block_the_last_one(sync: SyncModel, host: str, seed: int, lost: bool) -> None:
-    checked = after_a_random_life(sync, seed, host)
-    for survivor in list(checked.legal.phase):
-        alone = copy.deepcopy(checked)
-        for other in [worker for worker in checked.legal.phase if worker != survivor]:
-            alone.tell(alone.legal.leave(other, lost=lost))
-        alone.fire_timers()
-        assert not alone.legal.waiting
-
-
-@every_model
 @every_host
 def test_who_leaves_is_never_answered_any_more(sync: SyncModel, host: str) -> None:
     checked = begun(sync, host)
     checked.tell(checked.legal.leave(2, lost=True))
-    actions = [*checked.tell(checked.legal.push(0)), *checked.tell(checked.legal.pull(0)), *checked.tell(checked.legal.pull(1))]
+    actions = [
+        *checked.tell(checked.legal.push(0)),
+        *checked.tell(checked.legal.pull(0)),
+        *checked.tell(checked.legal.pull(1)),
+    ]
     actions += checked.fire_timers()
     answered = {action.worker for action in actions if isinstance(action, AnswerPull)}
     assert answered == {0, 1}
@@ -238,34 +205,10 @@ def test_time_may_stand_still_or_leap(sync: SyncModel, seed: int) -> None:
     still, leaping = CheckedShard(sync.at_shard()), CheckedShard(sync.at_shard())
     for choice in choices:
         leaping.legal.now_s += draw.choice([0.0, 1e-9, 3.0, 1e9])
-        walk(still, [choice])
-        walk(leaping, [choice])
+        still.walk([choice])
+        leaping.walk([choice])
         assert freeze(still.machine) == freeze(leaping.machine)
     assert still.updates == leaping.updates
-
-
-@every_model
-def test_machines_of_one_specification_share_nothing(sync: SyncModel) -> None:
-    first, second = sync.at_shard(), sync.at_shard()
-    fresh = freeze(second)
-    first.handle(WorkerJoined(now_s=0.0, worker=0))
-    assert freeze(second) == fresh
-
-
-@every_model
-def test_the_same_events_give_the_same_actions_alone_and_hosted(sync: SyncModel) -> None:
-    checked = after_a_random_life(sync, 1)
-    machines = (sync.at_shard(), sync.at_shard(), ShardSync(sync))
-    once, again, hosted = ([machine.handle(event) for event in checked.events] for machine in machines)
-    assert once == again == hosted
-
-
-@every_model
-def test_a_specification_is_a_value_that_reads_back(sync: SyncModel) -> None:
-    assert parse(str(sync)) == sync
-    assert hash(parse(str(sync))) == hash(sync)
-    with pytest.raises(AttributeError):
-        sync.name = "other"  # type: ignore[misc]
 
 
 @every_model
@@ -284,46 +227,6 @@ def test_a_shard_that_is_told_what_only_the_coordinator_hears_is_our_bug(
 ) -> None:
     with pytest.raises(InternalError, match=type(event).__name__):
         HOSTS[host](sync).handle(event)
-
-
-@every_model
-def test_a_repeated_pull_is_answered_at_once_and_changes_nothing(sync: SyncModel) -> None:
-    checked = begun(sync, "hosted")
-    before = freeze(checked.machine)
-    assert checked.tell(checked.legal.repeat(0)) == [AnswerPull(0, 0)]
-    assert freeze(checked.machine) == before
-
-
-@every_model
-def test_what_waits_is_said_in_words(sync: SyncModel) -> None:
-    for host in HOSTS:
-        checked = begun(sync, host)
-        words = cast(ShardMachine | ShardSync, checked.machine).waits()
-        assert words.keys() == checked.legal.waiting
-        assert all(words.values())
-
-
-@every_model
-@every_host
-@pytest.mark.parametrize("lost", [True, False], ids=["lost", "finished"])
-def test_who_joins_anew_takes_part_like_anybody(sync: SyncModel, host: str, lost: bool) -> None:
-    checked = CheckedShard(HOSTS[host](sync))
-    legal = checked.legal
-    for _ in range(2):
-        checked.tell(legal.join())
-    for worker in range(2):
-        checked.tell(legal.push(worker))
-        checked.tell(legal.pull(worker))
-    checked.fire_timers()
-    checked.tell(legal.leave(1, lost=lost))
-    checked.tell(WorkerJoined(now_s=0.0, worker=1, iteration=1))
-    updates = len(checked.updates)
-    for worker in range(2):
-        checked.tell(legal.push(worker))
-        checked.tell(legal.pull(worker))
-    checked.fire_timers()
-    assert not legal.waiting
-    assert len(checked.updates) > updates
 
 
 # -- at the coordinator -----------------------------------------------------------------------------------
@@ -403,38 +306,6 @@ def test_a_coordinator_that_is_told_what_only_shards_hear_is_our_bug(
 ) -> None:
     with pytest.raises(InternalError, match=type(event).__name__):
         planner_of(sync, host).handle(event)
-
-
-@every_planned_model
-@pytest.mark.parametrize("seed", range(3))
-def test_the_same_events_give_the_same_actions_at_the_coordinator(sync: SyncModel, seed: int) -> None:
-    """Also of the job's machine that hosts it; and what is decided does not hang on the order of a set."""
-    machines = [COORDINATORS[host](sync) for host in COORDINATORS]
-    draw = random.Random(seed)
-    now_s = 0.0
-    timers: list[SetTimer] = []
-    events: list[AnyEvent] = [WorkerJoined(now_s=0.0, worker=worker) for worker in (5, 0, 3)]
-    following = dict.fromkeys((5, 0, 3), 0)
-    for _ in range(120):
-        while events:
-            event = events.pop(0)
-            actions, same = (machine.handle(event) for machine in machines)
-            assert actions == same
-            for machine in machines:
-                machine.validate()
-            timers += [action for action in actions if isinstance(action, SetTimer)]
-            restarts = [action for action in actions if isinstance(action, RestartWorker)]
-            assert not restarts or isinstance(event, TimerFired)
-        now_s += draw.choice([0.0, 0.125, 0.5])
-        if timers and timers[0].due_s <= now_s:
-            timer = timers.pop(0)
-            events.append(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
-            continue
-        worker = draw.choice([5, 0, 3])
-        events.append(IterationFinished(now_s=now_s, worker=worker, iteration=following[worker]))
-        following[worker] += 1
-        if sync.needs_starts:
-            events.append(IterationStarted(now_s=now_s, worker=worker, iteration=following[worker]))
 
 
 # -- validate() finds what is wrong -----------------------------------------------------------------------

@@ -22,8 +22,7 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
-
-from .legal import CheckedShard
+from paceline.testing.checked_shard import CheckedShard
 
 # -- at a shard -------------------------------------------------------------------------------------------
 
@@ -42,7 +41,9 @@ def stop(superstep: int, *members: int) -> Stop:
 def push_and_pull(
     checked: CheckedShard, worker: int, flag: Stop | None = None, *, empty: bool = False
 ) -> list[AnyAction]:
-    return checked.tell(checked.legal.push(worker, empty=empty, stop=flag)) + checked.tell(checked.legal.pull(worker))
+    return checked.tell(checked.legal.push(worker, empty=empty, stop=flag)) + checked.tell(
+        checked.legal.pull(worker)
+    )
 
 
 def test_without_a_plan_it_is_asp() -> None:
@@ -104,7 +105,11 @@ def test_the_end_of_the_last_member_closes_the_superstep(end: type[WorkerLost | 
 def test_a_member_that_left_before_anybody_stopped_is_not_waited_for() -> None:
     checked = shard_with(0, 1)
     checked.tell(WorkerLost(now_s=1.0, worker=1))
-    assert push_and_pull(checked, 0, stop(0, 0, 1)) == [HoldPush(0, 0), ApplyMean(((0, 0),)), AnswerPull(0, 0)]
+    assert push_and_pull(checked, 0, stop(0, 0, 1)) == [
+        HoldPush(0, 0),
+        ApplyMean(((0, 0),)),
+        AnswerPull(0, 0),
+    ]
 
 
 def test_the_held_push_of_a_lost_worker_stays_in_the_mean_and_is_not_answered() -> None:
@@ -182,7 +187,11 @@ def test_a_member_that_was_lost_and_has_joined_anew_is_not_waited_for() -> None:
     push_and_pull(checked, 1)
     checked.tell(WorkerLost(now_s=1.0, worker=1))
     checked.tell(WorkerJoined(now_s=1.0, worker=1, iteration=1, superstep=1))
-    assert push_and_pull(checked, 0, stop(0, 0, 1)) == [HoldPush(0, 1), ApplyMean(((0, 1),)), AnswerPull(0, 1)]
+    assert push_and_pull(checked, 0, stop(0, 0, 1)) == [
+        HoldPush(0, 1),
+        ApplyMean(((0, 1),)),
+        AnswerPull(0, 1),
+    ]
     assert push_and_pull(checked, 0, stop(1, 0, 1)) == [HoldPush(0, 2)]
     assert ApplyMean(((0, 2), (1, 1))) in push_and_pull(checked, 1, stop(1, 0, 1))
 

@@ -55,8 +55,8 @@ from paceline.sync.events import (
 )
 from paceline.sync.spec_sync import Speculation, Speculator
 from paceline.testing.admission import STOPPED, Admission, ShardView, more_ahead_than
-from paceline.testing.small_job import SmallJob
 from paceline.testing.search import explore, survey
+from paceline.testing.small_job import SmallJob
 from paceline.testing.states import Call, State, Step
 
 LARGE = os.environ.get("PACELINE_CHECK_MODELS", "")

@@ -17,8 +17,7 @@ import pytest
 from paceline.sync import ASP, BSP, SSP, SyncModel
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, HoldPush
 from paceline.sync.conditions import ConditionMachine
-
-from .legal import CheckedShard
+from paceline.testing.checked_shard import CheckedShard
 
 PullCondition = Callable[[int, int], bool]
 """(progress, V_train) -> answer the pull now."""

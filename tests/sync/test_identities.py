@@ -23,8 +23,7 @@ from paceline.sync import (
 )
 from paceline.sync.actions import AnswerPull, AnyAction
 from paceline.sync.events import Change, WorkerJoined
-
-from .legal import CheckedShard, walk
+from paceline.testing.checked_shard import CheckedShard
 
 # A busy machine is no failure.
 patiently = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -63,7 +62,7 @@ def test_ssp_inf_is_asp_and_never_waits(choices: list[int]) -> None:
         assert ssp == asp
     checked = CheckedShard(SSP(staleness=math.inf).at_shard())
     for choice in choices:
-        walk(checked, [choice])
+        checked.walk([choice])
         assert not checked.legal.waiting
 
 

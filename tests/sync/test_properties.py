@@ -1,7 +1,7 @@
 """Random legal lives of one shard's machine, for every model, against a deliberately dumb oracle.
 
 The oracle is told nothing but the events, and works out from all of them, each time anew, who must wait and which
-updates the last event is due to bring about. What every model promises besides is checked in `world.py`.
+updates the last event is due to bring about. The promises of every model are checked by `CheckedShard`.
 
 PACELINE_CHECK_MODELS=1 (`make check-models`) lives more of them.
 """
@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
-    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -76,19 +75,10 @@ from paceline.sync.events import (
     WorkerLost,
 )
 from paceline.sync.notation import parse_shards
-
-from .legal import CheckedShard
+from paceline.testing.checked_shard import CheckedShard
+from paceline.testing.oracle import Events, Oracle
 
 LARGE = bool(os.environ.get("PACELINE_CHECK_MODELS"))
-
-Events = Sequence[AnyEvent]
-
-
-class Oracle(NamedTuple):
-    """What a model ought to do, by the letter."""
-
-    must_wait: Callable[[Events], set[int]]
-    updates_due: Callable[[Events], list[ApplyPush | ApplyMean]]  # after the last of the events
 
 
 class Told(NamedTuple):
@@ -529,17 +519,14 @@ class ShardProperties(RuleBasedStateMachine):
 
     def __init__(self, sync: SyncModel, oracle: Oracle) -> None:
         super().__init__()
-        self.checked = CheckedShard(ShardSync(sync, SEED, SHARD))
+        self.checked = CheckedShard(ShardSync(sync, SEED, SHARD), oracle)
         self.legal = self.checked.legal
-        self.oracle = oracle
         self.superstep = -1
         self.yet_to_stop: dict[int, Stop] = {}  # worker -> the flag for one of its next pushes
         self.steps_s = EXACT_STEPS_S if isinstance(sync, DSSP | DSPS) else WILD_STEPS_S
 
     def tell(self, event: AnyEvent) -> None:
-        updates = len(self.checked.updates)
         self.checked.tell(event)
-        assert self.checked.updates[updates:] == self.oracle.updates_due(self.checked.events)
 
     @precondition(lambda self: len(self.legal.phase) < MOST_WORKERS)
     @rule(iteration=st.integers(0, 2))
@@ -617,12 +604,8 @@ class ShardProperties(RuleBasedStateMachine):
 
     @rule(pick=PICK)
     def refuse(self, pick: int) -> None:
-        events = self.legal.refused()
+        events = self.legal.illegal()
         self.checked.refuse(events[pick % len(events)])
-
-    @invariant()
-    def those_wait_who_must(self) -> None:
-        assert self.legal.waiting == self.oracle.must_wait(self.checked.events)
 
     def teardown(self) -> None:
         """Whoever waits goes on when the others have left, one by one."""
@@ -715,7 +698,9 @@ class JobLife(RuleBasedStateMachine):
     def begin(self, sync: str, workers: int, script: list[str]) -> None:
         self.job = JobSync(sync, SEED)
         models = parse_shards(sync)
-        self.shards = [CheckedShard(ShardSync(models[index % len(models)], SEED, index)) for index in range(SHARDS)]
+        self.shards = [
+            CheckedShard(ShardSync(models[index % len(models)], SEED, index)) for index in range(SHARDS)
+        ]
         for _ in range(workers):
             self.come()
         self.script = script
@@ -785,7 +770,9 @@ class JobLife(RuleBasedStateMachine):
         its = JobWorker()
         its.iteration = iteration
         its.tells_starts = bool(self.job.sync) and any(m.needs_starts for m in parse_shards(self.job.sync))
-        count = min((checked.machine.counts.slowest for checked in self.shards if checked.legal.phase), default=None)  # type: ignore[attr-defined]
+        count = min(
+            (checked.machine.counts.slowest for checked in self.shards if checked.legal.phase), default=None
+        )
         event = WorkerJoined(
             now_s=self.now_s,
             worker=worker,

@@ -1,4 +1,4 @@
-"""Scripted interactions with golden output: `scripts/*.txt`, one story each, in the language of `paceline.testing.play`.
+"""Scripted interactions with golden output: `scripts/*.txt`, in the language of `paceline.testing.play`.
 
 PACELINE_REWRITE_SCRIPTS=1 writes the current output into the files. Commit the difference only if you understand why
 each line of it has changed.

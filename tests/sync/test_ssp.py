@@ -10,8 +10,7 @@ from paceline.errors import ConfigurationError
 from paceline.sync import SSP
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyPush, DropPush
 from paceline.sync.events import WorkerFinished, WorkerJoined, WorkerLost
-
-from .legal import CheckedShard
+from paceline.testing.checked_shard import CheckedShard
 
 
 def joined(staleness: float, workers: int) -> CheckedShard:

@@ -36,8 +36,7 @@ from paceline.sync.actions import (
     SetTimer,
 )
 from paceline.sync.events import Change
-
-from .legal import CheckedShard
+from paceline.testing.checked_shard import CheckedShard
 
 HERE = __name__
 

@@ -1,8 +1,11 @@
 """Tests for sync models, also for models of your own.
 
-`check` tests a model thoroughly. Its parts can be used separately: the promises that every model must keep, on random
-events (`PROMISES`, `CheckedShard`); a comparison with plain functions that say what the model should do (`Oracle`); the
-exhaustive search of small jobs (`explore`, `SmallJob`, `Admission`); and scripted interactions (`play`).
+`check` tests a model thoroughly. Its parts can be used separately:
+
+- `PROMISES` and `CheckedShard`: what every model must keep, on random events;
+- `Oracle`: a comparison with plain functions that say what the model should do;
+- `explore`, `SmallJob` and `Admission`: the exhaustive search of small jobs;
+- `play`: scripted interactions.
 """
 
 from __future__ import annotations

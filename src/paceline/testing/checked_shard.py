@@ -24,7 +24,7 @@ from typing import assert_never
 
 from ..core.shard_sync import ShardSync
 from ..errors import InvalidEventError
-from ..sync import Machine
+from ..sync import ShardMachine
 from ..sync.actions import (
     AnswerPull,
     AnyAction,
@@ -62,7 +62,7 @@ class CheckedShard:
         faults: the reported failures of the user's conditions.
     """
 
-    def __init__(self, machine: Machine, oracle: Oracle | None = None) -> None:
+    def __init__(self, machine: ShardMachine | ShardSync, oracle: Oracle | None = None) -> None:
         self.machine = machine
         self.legal = LegalEvents(repeats=isinstance(machine, ShardSync))
         self.events: list[AnyEvent] = []
@@ -110,12 +110,15 @@ class CheckedShard:
     def refuse(self, event: AnyEvent) -> None:
         """Pass an illegal event to the machine, which must refuse it and remain unchanged."""
         before = freeze(self.machine)
+        refusal = ""
         try:
             self.machine.handle(event)
         except InvalidEventError as error:
-            assert f"worker {event.worker}" in str(error), f"the refusal of {event} does not name the worker: {error}"
-        else:
-            raise AssertionError(f"{event} is illegal, but was not refused")
+            refusal = str(error)
+        assert refusal, f"{event} is illegal, but was not refused"
+        assert f"worker {event.worker}" in refusal, (
+            f"the refusal of {event} does not name the worker: {refusal}"
+        )
         assert freeze(self.machine) == before, f"{event} was refused, but has changed the machine"
 
     def _carry_out(self, event: AnyEvent, action: AnyAction) -> None:
@@ -141,7 +144,9 @@ class CheckedShard:
                 if v_train is not None:
                     self.legal.progress[worker] = v_train
             case SetTimer(worker, iteration, due_s):
-                assert self.legal.phase.get(worker) == "waiting", f"{action}, but worker {worker} does not wait"
+                assert self.legal.phase.get(worker) == "waiting", (
+                    f"{action}, but worker {worker} does not wait"
+                )
                 assert iteration == self.legal.label[worker] - 1, f"{action} has the wrong iteration"
                 assert due_s >= event.now_s, f"{action} is due before {event}"
                 self.legal.timers.append(action)

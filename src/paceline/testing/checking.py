@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from ..sync import Conditions, SyncModel, parse
 from .admission import UNKNOWN, Admission
@@ -14,8 +15,6 @@ from .search import explore
 from .small_job import SmallJob
 
 __all__ = ["CheckResult", "check"]
-
-Result = TypeVar("Result")
 
 
 class CheckResult(NamedTuple):
@@ -70,18 +69,19 @@ def check(
 
     >>> from paceline.sync import ASP
     >>> print(check(ASP(), iterations=1))
-    asp keeps 10 promises on random events, and has no deadlock in 269 states of small jobs
+    asp keeps 10 promises on random events, and has no deadlock in 1,309 states of small jobs
     """
     for promise in PROMISES:
-        _tell(f"{sync}: {_name(promise)}")
-        _keep(sync, _name(promise), lambda promise=promise: promise(sync))
+        with _named(sync, promise.__name__.replace("_", " ")):
+            promise(sync)
     if oracle is not None:
-        _keep(sync, "the oracle agrees on random events", lambda: random_events_are_handled(sync, oracle))
+        with _named(sync, "the oracle agrees"):
+            random_events_are_handled(sync, oracle)
     states = 0
     for name, job in _small_jobs(sync, rule, agree, workers, shards, iterations):
-        _tell(f"{sync}: searching {name}")
-        states += _keep(sync, f"no interleaving of {name} fails", lambda job=job: explore(job))
-    _tell("")
+        with _named(sync, f"no interleaving of {name} fails"):
+            states += explore(job)
+    _show("")
     return CheckResult(str(sync), len(PROMISES) + (oracle is not None), states)
 
 
@@ -120,24 +120,27 @@ def _small_jobs(
     fewer = max(1, iterations - 1)
     yield "a job in which a worker may be lost", job(sync, losses=1)
     # With a coordinator's machine, there are many more interleavings.
-    yield "a job that a worker joins late", job(sync, late=1, workers=1 if plans else workers, iterations=fewer)
+    yield (
+        "a job that a worker joins late",
+        job(sync, late=1, workers=1 if plans else workers, iterations=fewer),
+    )
     yield "a job that changes to BSP", job(sync, changes=("bsp",), iterations=fewer)
     yield "a job that changes from BSP", job("bsp", changes=(str(sync),), iterations=fewer)
 
 
-def _keep(sync: SyncModel, promise: str, test: Callable[[], Result]) -> Result:
+@contextmanager
+def _named(sync: SyncModel, promise: str) -> Iterator[None]:
+    """Name the promise that is tested, in a failure and on the terminal."""
+    _show(f"{sync}: {promise}")
     try:
-        return test()
+        yield
     except Exception as error:
-        raise AssertionError(f"{sync} breaks a promise: {promise}\n{error or repr(error)}") from error
+        _show("")
+        raise AssertionError(f"{sync} breaks a promise: {promise}\n{str(error) or repr(error)}") from error
 
 
-def _name(promise: Callable[..., object]) -> str:
-    return promise.__name__.replace("_", " ")
-
-
-def _tell(line: str) -> None:
-    """Show what is being checked, if standard error is a terminal."""
+def _show(line: str) -> None:
+    """Replace the last line of the terminal, if standard error is one."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{line}")
         sys.stderr.flush()

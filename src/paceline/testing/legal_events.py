@@ -140,9 +140,13 @@ class LegalEvents:
             label = self.label[worker]
             events += [
                 WorkerJoined(now_s=now_s, worker=worker, iteration=label),
-                PushReceived(now_s=now_s, worker=worker, iteration=label - 1),  # a push that was received already
+                PushReceived(
+                    now_s=now_s, worker=worker, iteration=label - 1
+                ),  # a push that was received already
                 PushReceived(now_s=now_s, worker=worker, iteration=label + 1),  # an iteration was left out
-                PullRequested(now_s=now_s, worker=worker, iteration=label),  # its push has not been received yet
+                PullRequested(
+                    now_s=now_s, worker=worker, iteration=label
+                ),  # its push has not been received yet
             ]
             if phase != "computing":
                 events.append(PushReceived(now_s=now_s, worker=worker, iteration=label))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
 from typing import NamedTuple
 
 from ..core.job_sync import JobSync
@@ -16,7 +18,15 @@ from ..core.shard_sync import ShardSync
 from ..errors import ConfigurationError
 from ..sync import SyncModel, parse
 from ..sync.actions import PublishPlan, RestartWorker, SetTimer
-from ..sync.events import AnyEvent, Change, IterationFinished, IterationStarted, TimerFired, WorkerJoined, WorkerLost
+from ..sync.events import (
+    AnyEvent,
+    Change,
+    IterationFinished,
+    IterationStarted,
+    TimerFired,
+    WorkerJoined,
+    WorkerLost,
+)
 from .checked_shard import CheckedShard, freeze
 from .oracle import Oracle
 
@@ -65,7 +75,9 @@ def notation_reads_back(sync: SyncModel) -> None:
         sync.name = "other"  # type: ignore[misc]
     except AttributeError:
         return
-    raise AssertionError(f"{type(sync).__name__} is mutable; write `class {type(sync).__name__}(SyncModel, frozen=True)`")
+    raise AssertionError(
+        f"{type(sync).__name__} is mutable; write `class {type(sync).__name__}(SyncModel, frozen=True)`"
+    )
 
 
 def machines_share_nothing(sync: SyncModel) -> None:
@@ -82,7 +94,10 @@ def machines_share_nothing(sync: SyncModel) -> None:
 def random_events_are_handled(sync: SyncModel, oracle: Oracle | None = None) -> None:
     """The promises of `CheckedShard` hold for random events, and those of the oracle if there is one."""
     for walk in WALKS:
-        _shown(CheckedShard(ShardSync(sync), oracle), lambda checked, walk=walk: follow(checked, walk))
+        for machine in (sync.at_shard(), ShardSync(sync)):
+            checked = CheckedShard(machine, oracle)
+            with _shown(checked.events):
+                follow(checked, walk)
 
 
 def same_events_give_same_actions(sync: SyncModel) -> None:
@@ -97,75 +112,65 @@ def same_events_give_same_actions(sync: SyncModel) -> None:
 
 def illegal_events_are_refused(sync: SyncModel) -> None:
     """An illegal event is refused, and the refusal changes nothing."""
-
-    def refuse_all(checked: CheckedShard) -> None:
-        for event in checked.legal.illegal():
-            checked.refuse(event)
-
     for walk in WALKS[: 2 * SEEDS_PER_LENGTH]:
         checked = CheckedShard(ShardSync(sync))
-        for choice in walk.choices():
-            checked.walk([choice])
-            _shown(checked, refuse_all)
+        with _shown(checked.events):
+            for choice in walk.choices():
+                checked.walk([choice])
+                for event in checked.legal.illegal():
+                    checked.refuse(event)
 
 
 def no_worker_waits_for_one_that_has_left(sync: SyncModel) -> None:
     """When all other workers have left, and timers have fired, the last worker does not wait."""
-
-    def leave_one(checked: CheckedShard) -> None:
-        for survivor in list(checked.legal.phase):
-            for lost in (True, False):
-                alone = copy.deepcopy(checked)
+    for walk in WALKS:
+        checked = follow(CheckedShard(ShardSync(sync)), walk)
+        for survivor, lost in product(checked.legal.phase, (True, False)):
+            alone = copy.deepcopy(checked)
+            with _shown(alone.events):
                 for other in [worker for worker in alone.legal.phase if worker != survivor]:
                     alone.tell(alone.legal.leave(other, lost=lost))
                 alone.fire_timers()
                 assert not alone.legal.waiting, f"worker {survivor} waits, but all other workers have left"
 
-    for walk in WALKS:
-        _shown(follow(CheckedShard(ShardSync(sync)), walk), leave_one)
-
 
 def workers_that_return_take_part(sync: SyncModel) -> None:
     """A worker that has left and joins again computes and is answered as before."""
-
-    def leave_and_return(checked: CheckedShard) -> None:
-        legal = checked.legal
-        for _ in range(2):
-            checked.tell(legal.join())
-        for iteration in range(3):
-            for worker in range(2):
-                checked.tell(legal.push(worker))
-                checked.tell(legal.pull(worker))
-            checked.fire_timers()
-            assert not legal.waiting, f"workers {legal.waiting} wait, but all have pushed equally often"
-            checked.tell(legal.leave(1, lost=bool(iteration % 2)))
-            checked.tell(WorkerJoined(now_s=legal.now_s, worker=1, iteration=iteration + 1))
-
-    _shown(CheckedShard(ShardSync(sync)), leave_and_return)
+    checked = CheckedShard(ShardSync(sync))
+    legal = checked.legal
+    with _shown(checked.events):
+        checked.tell(legal.join())
+        for number in range(3):
+            label = 100 * number
+            checked.tell(WorkerJoined(now_s=legal.now_s, worker=1, iteration=label))
+            for _ in range(6):
+                for worker in legal.in_phase("computing"):
+                    checked.tell(legal.push(worker))
+                    checked.tell(legal.pull(worker))
+                checked.fire_timers()
+            assert legal.label[1] > label + 1, "worker 1 has joined, but is not answered"
+            checked.tell(legal.leave(1, lost=bool(number % 2)))
 
 
 def delayed_pulls_are_described(sync: SyncModel) -> None:
     """`waits()` describes exactly the delayed pulls, each in words."""
-
-    def described(checked: CheckedShard) -> None:
-        words = checked.machine.waits()  # type: ignore[attr-defined]
-        waiting = checked.legal.waiting
-        assert words.keys() == waiting, f"workers {waiting} wait, but waits() describes {words}"
-        assert all(words.values()), f"waits() returns an empty description: {words}"
-
     for walk in WALKS:
-        _shown(follow(CheckedShard(ShardSync(sync)), walk), described)
+        machine = sync.at_shard()
+        checked = follow(CheckedShard(machine), walk)
+        words, waiting = machine.waits(), checked.legal.waiting
+        with _shown(checked.events):
+            assert words.keys() == waiting, f"workers {waiting} wait, but waits() describes {words}"
+            assert all(words.values()), f"waits() returns an empty description: {words}"
 
 
 def changes_complete(sync: SyncModel) -> None:
     """A change to another model and back completes at any time: all held pushes are applied, and no worker waits."""
-
-    def change_twice(checked: CheckedShard) -> None:
-        for number, other in enumerate(("asp", str(sync)), start=1):
-            _change(checked, Change(number=number, members=tuple(sorted(checked.legal.phase)), sync=other))
-
     for walk in WALKS:
-        _shown(follow(CheckedShard(ShardSync(sync)), walk), change_twice)
+        checked = follow(CheckedShard(ShardSync(sync)), walk)
+        with _shown(checked.events):
+            for number, other in enumerate(("asp", str(sync)), start=1):
+                members = tuple(sorted(checked.legal.phase))
+                _change(checked, Change(number=number, members=members, sync=other))
 
 
 def _change(checked: CheckedShard, change: Change) -> None:
@@ -177,7 +182,9 @@ def _change(checked: CheckedShard, change: Change) -> None:
             checked.tell(legal.pull(worker))
         checked.fire_timers()
         able = [worker for worker in legal.in_phase("computing") if worker in to_pass]
-        assert able, f"workers {to_pass} cannot end the model: they wait, but all other workers have ended it"
+        assert able, (
+            f"workers {to_pass} wait, but all other workers have sent their last push under the old model"
+        )
         checked.tell(legal.push(able[0], change=change))
         to_pass.remove(able[0])
     for worker in legal.in_phase("pushed"):
@@ -186,13 +193,14 @@ def _change(checked: CheckedShard, change: Change) -> None:
     assert not legal.waiting, f"workers {legal.waiting} wait after the change to {change.sync}"
 
 
-def _shown(checked: CheckedShard, check: Callable[[CheckedShard], object]) -> None:
-    """Run a check of a shard. If it fails, show the events that the shard has received."""
+@contextmanager
+def _shown(events: list[AnyEvent]) -> Iterator[None]:
+    """If a check fails, show the events that the machine has received."""
     try:
-        check(checked)
+        yield
     except Exception as error:
-        events = "\n".join(f"    {event}" for event in checked.events)
-        raise AssertionError(f"{error or repr(error)}\nafter these events at one shard:\n{events}") from error
+        lines = "\n".join(f"    {event}" for event in events)
+        raise AssertionError(f"{str(error) or repr(error)}\nafter these events:\n{lines}") from error
 
 
 # -- at the coordinator ----------------------------------------------------------------------------------------
@@ -200,67 +208,73 @@ def _shown(checked: CheckedShard, check: Callable[[CheckedShard], object]) -> No
 
 def coordinator_is_deterministic(sync: SyncModel) -> None:
     """The coordinator's machine returns equal actions for equal events: plans, timers and restarts."""
-    if sync.at_coordinator() is None:
+    alone = sync.at_coordinator()
+    if alone is None:
         return
     for seed in range(2 * SEEDS_PER_LENGTH):
-        events: list[AnyEvent] = []
-        try:
-            for event in _reports(sync, seed, events):
-                events.append(event)
-        except Exception as error:
-            shown = "\n".join(f"    {event}" for event in events)
-            raise AssertionError(f"{error or repr(error)}\nafter these events at the coordinator:\n{shown}") from error
+        reports = Reports(sync, seed)
+        with _shown(reports.events):
+            reports.run(150)
 
 
-def _reports(sync: SyncModel, seed: int, events: list[AnyEvent]) -> Iterator[AnyEvent]:
-    """Yield random reports of three workers, and pass each to two machines, one of them hosted."""
-    draw = random.Random(seed)
-    machines = [sync.at_coordinator(), JobSync(str(sync))]
-    following = dict.fromkeys((5, 0, 3), 0)
-    now_s = 0.0
-    timers: list[SetTimer] = []
-    supersteps = -1
-    todo: list[AnyEvent] = [WorkerJoined(now_s=now_s, worker=worker) for worker in following]
-    for step in range(150):
-        while todo:
-            event = todo.pop(0)
-            yield event
-            actions, same = (machine.handle(event) for machine in machines if machine is not None)
-            assert actions == same, f"{event} caused {actions} and, in another machine, {same}"
-            for machine in machines:
-                assert machine is not None
-                machine.validate()
-            for action in actions:
-                assert isinstance(action, PublishPlan | SetTimer | RestartWorker), (
-                    f"a coordinator's machine cannot return {action}"
-                )
-                if isinstance(action, SetTimer):
-                    timers.append(action)
-                elif isinstance(action, PublishPlan):
-                    assert action.plan.superstep > supersteps, f"{action} after superstep {supersteps}"
-                    assert set(action.plan.members) <= following.keys(), f"{action} names workers that have left"
-                    supersteps = action.plan.superstep
-                else:
-                    assert action.worker in following, f"{action} of a worker that has left"
-        now_s += draw.choice([0.0, 0.125, 0.5])
-        if timers and timers[0].due_s <= now_s:
-            timer = timers.pop(0)
-            todo.append(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
-        elif step == 100:
-            del following[3]
-            todo.append(WorkerLost(now_s=now_s, worker=3))
-        else:
-            worker = draw.choice(list(following))
-            todo.append(IterationFinished(now_s=now_s, worker=worker, iteration=following[worker]))
-            following[worker] += 1
-            if sync.needs_starts:
-                todo.append(IterationStarted(now_s=now_s, worker=worker, iteration=following[worker]))
+class Reports:
+    """Random reports of three workers, which two machines receive: one alone, and one in its host."""
+
+    def __init__(self, sync: SyncModel, seed: int) -> None:
+        alone = sync.at_coordinator(seed)
+        assert alone is not None
+        self.events: list[AnyEvent] = []
+        self._starts = sync.needs_starts
+        self._alone, self._hosted = alone, JobSync(str(sync), seed)
+        self._draw = random.Random(seed)
+        self._next = dict.fromkeys((5, 0, 3), 0)  # live worker -> iteration that it finishes next
+        self._timers: list[SetTimer] = []
+        self._superstep = -1
+
+    def run(self, steps: int) -> None:
+        """Send the reports. One of the workers is lost after two thirds of the steps."""
+        now_s = 0.0
+        for worker in self._next:
+            self._tell(WorkerJoined(now_s=now_s, worker=worker))
+        for step in range(steps):
+            now_s += self._draw.choice(STEPS_S)
+            if self._timers and self._timers[0].due_s <= now_s:
+                timer = self._timers.pop(0)
+                self._tell(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
+            elif step == 2 * steps // 3:
+                del self._next[3]
+                self._tell(WorkerLost(now_s=now_s, worker=3))
+            else:
+                worker = self._draw.choice(list(self._next))
+                self._tell(IterationFinished(now_s=now_s, worker=worker, iteration=self._next[worker]))
+                self._next[worker] += 1
+                if self._starts:
+                    self._tell(IterationStarted(now_s=now_s, worker=worker, iteration=self._next[worker]))
+
+    def _tell(self, event: AnyEvent) -> None:
+        self.events.append(event)
+        actions, same = self._alone.handle(event), self._hosted.handle(event)
+        assert actions == same, f"{event} caused {actions} and, in another machine, {same}"
+        self._alone.validate()
+        self._hosted.validate()
+        for action in actions:
+            match action:
+                case SetTimer():
+                    self._timers.append(action)
+                case PublishPlan(plan):
+                    assert plan.superstep > self._superstep, f"{action} after superstep {self._superstep}"
+                    assert set(plan.members) <= self._next.keys(), f"{action} names workers that have left"
+                    self._superstep = plan.superstep
+                case RestartWorker(worker):
+                    assert worker in self._next, f"{action}, but the worker has left"
+                case _:
+                    raise AssertionError(f"a coordinator's machine cannot return {action}")
 
 
 PROMISES: tuple[Callable[[SyncModel], None], ...] = (
     notation_reads_back,
-    machines_share_nothing,
     random_events_are_handled,
+    machines_share_nothing,
     same_events_give_same_actions,
     illegal_events_are_refused,
     no_worker_waits_for_one_that_has_left,

@@ -199,15 +199,23 @@ class SmallJob:
         self._first_model = models[0]
         all_models = (models, *map(parse_shards, changes))
         # Shards differ if their models do, or if they draw apart; or if a late worker gets its count from the first.
-        self._alike = symmetric and not late and all(
-            len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
+        self._alike = (
+            symmetric
+            and not late
+            and all(
+                len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
+            )
         )
         # Workers differ if a draw is made for each, or if a plan is: ties are broken by their names; or if some join
         # late: cores that have forgotten which workers have left may take a namesake for one of these.
-        namesakes = symmetric and not late and not any(
-            hasattr(model, "draws") or (isinstance(model, ElasticBSP) and not any_plan)
-            for step in all_models
-            for model in step
+        namesakes = (
+            symmetric
+            and not late
+            and not any(
+                hasattr(model, "draws") or (isinstance(model, ElasticBSP) and not any_plan)
+                for step in all_models
+                for model in step
+            )
         )
         # Orders in which a shard takes what several workers have sent it make no difference.
         self._unordered = not changes and commits and namesakes and all(map(_in_any_order, models))
