@@ -223,7 +223,7 @@ def test_a_machine_that_keeps_the_promises_passes() -> None:
 def test_the_search_finds_a_deadlock_that_needs_two_shards() -> None:
     assert check(model_of(WaitsForAnotherPush), shards=1).states > 100
     with pytest.raises(
-        AssertionError, match=r"(?s)no interleaving of .*shard 1 takes.*deadlock: worker \d is waiting"
+        AssertionError, match=r"(?s)no interleaving of .*shard 1 receives.*deadlock: worker \d is waiting"
     ):
         check(parse("waitsforanotherpush"))
 
@@ -246,7 +246,8 @@ def test_a_model_that_is_not_registered_is_named() -> None:
 
 def test_a_rule_that_does_not_hold_is_found() -> None:
     with pytest.raises(
-        AssertionError, match=r"a worker may be lost fails\n(?s:.*)\{\d\} wait and set\(\) must"
+        AssertionError,
+        match=r"a worker may be lost fails\n(?s:.*)workers \{\d\} wait at a shard, but set\(\) must",
     ):
         check(SSP(staleness=1), more_ahead_than(2))
 

@@ -1,8 +1,8 @@
 """ElasticBSP's two machines together: planner, several shards and workers, through random interleavings.
 
 Messages of one worker to one peer keep their order; everything else, a plan's arrival above all, may be late as
-long as it likes. What is checked on the way and at the end is in `cluster.py`: who waits, what becomes of each
-push, that NEVER hangs, and that all shards average the same pushes in the same superstep.
+long as it likes. What is checked on the way and at the end is in `paceline.testing.small_job`: who waits, what
+becomes of each push, that NEVER hangs, and that all shards average the same pushes in the same superstep.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Every interleaving of a small job, time abstracted away: nothing deadlocks, and the bounds hold.
 
-What is checked in every state is in `cluster.py`, the admission rules are in `cluster_rules.py`. What a model decides
-by times or by chance is decided by tables here, of which several are tried, with another column for each shard.
+What is checked in every state is in `paceline.testing.small_job`, the admission rules are in `admission`. What a
+model decides by times or by chance is decided by tables here, of which several are tried, with another column for
+each shard.
 
 PACELINE_CHECK_MODELS=1 goes to 3 workers, 2 shards and 4 iterations for every model and prints how far it is
 (`make check-models`); PACELINE_CHECK_MODELS="workers,shards,iterations,losses" to another size. Each step up costs
@@ -485,7 +486,7 @@ def test_the_search_finds_a_deadlock() -> None:
 
 
 def test_the_search_finds_a_wrong_bound() -> None:
-    with pytest.raises(AssertionError, match=r"\{\d\} wait and set\(\) must"):
+    with pytest.raises(AssertionError, match=r"workers \{\d\} wait at a shard, but set\(\) must"):
         explore(SmallJob(SSP(staleness=1), more_ahead_than(2), workers=2, shards=1, iterations=3))
 
 
@@ -505,8 +506,8 @@ def test_the_search_finds_a_push_that_is_dealt_with_never_or_twice() -> None:
             return []
 
     for machine, words in [
-        (Forgetful, "was dealt with 0 times"),
-        (Eager, "was dealt with 2 times"),
+        (Forgetful, "was handled 0 times"),
+        (Eager, "was handled 2 times"),
         (Hoarder, "before its push was applied"),
     ]:
         with pytest.raises(AssertionError, match=words):
@@ -536,7 +537,7 @@ def test_the_search_finds_the_deadlock_of_shards_that_change_each_at_its_own_mom
         shard_host=Hasty,
         watch=False,
     )
-    with pytest.raises(AssertionError, match=r"(?s)ends model 0 with.*deadlock: worker \d is"):
+    with pytest.raises(AssertionError, match=r"(?s)its last push under model 0.*deadlock: worker \d is"):
         explore(cluster)
 
 

@@ -1,7 +1,7 @@
 """Which workers must wait at a shard, by the admission rule of each sync model.
 
-The rules are written from the models' docstrings. They see the events that a shard has received and the pulls that it
-has answered, and never the state of a machine, so a machine that miscounts is found out.
+The rules are written from the models' descriptions. They use only the events that a shard has received and the pulls
+that it has answered, never the state of a machine, so they detect a machine that miscounts.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ __all__ = [
 
 
 class WorkerView(NamedTuple):
-    """What one shard has received of one worker.
+    """What one shard has received from one worker.
 
     Attributes:
-        state: "passed" if it has ended the old model during a change.
+        state: "unknown" before the worker joins, "live" while it takes part, "passed" if its last push under the old
+            model has arrived while a change is in progress, "left" after it has finished or was lost.
         pushed: c_p under the model in force.
-        asks: True if its last pull is not answered.
-        deferred: True until a timer has fired after its last pull.
-        stop: the flag of its last push.
-        last_stop: the latest superstep that it has flagged a push for, or is no member of.
+        asks: True if the worker's last pull has not been answered.
+        deferred: True if no timer has fired since the worker's last pull.
+        stop: the barrier flag of the worker's last push.
+        last_stop: the latest superstep for which the worker has stopped, or of which it is not a member.
     """
 
     state: Literal["unknown", "live", "passed", "left"] = "unknown"
@@ -64,8 +65,8 @@ class ShardView(NamedTuple):
 
     Attributes:
         sync: the model in force.
-        worked: the model before it, which replaces one whose condition fails.
-        workers: what it has received of each worker.
+        worked: the previous model, to which the shard falls back if a user's condition fails.
+        workers: what the shard has received from each worker.
         round: V_train.
         change: the change in progress.
         changed: the number of the last completed change.
@@ -80,16 +81,16 @@ class ShardView(NamedTuple):
 
 
 Workers = Callable[[ShardView], set[int]]
-"""What one shard has received -> some of the workers there."""
+"""Given what a shard has received, returns some of its workers."""
 
 
 class Admission(NamedTuple):
-    """Which workers wait at a shard.
+    """The rule by which workers wait at a shard.
 
     Attributes:
-        must: workers that must wait.
-        may: workers that may wait besides.
-        quorum: the number of pushes that closes a round; None for those of all workers. It determines
+        must: returns the workers that must wait.
+        may: returns the other workers that may wait.
+        quorum: number of pushes that close a round; None if all workers must push. This determines
             `ShardView.round`.
     """
 
@@ -104,7 +105,10 @@ def none_of_them(shard: ShardView) -> set[int]:
 
 
 def beyond(gap: float) -> Workers:
-    """Workers that ask with c_p - V_train > gap. V_train is min c, except while a late worker is behind it."""
+    """Return a function for the workers with an unanswered pull and c_p - V_train > gap.
+
+    V_train is min c, unless a worker that has joined late is behind V_train.
+    """
 
     def workers(shard: ShardView) -> set[int]:
         return {w for w, view in enumerate(shard.workers) if view.asks and view.pushed - shard.round > gap}
@@ -113,27 +117,27 @@ def beyond(gap: float) -> Workers:
 
 
 def more_ahead_than(staleness: float) -> Admission:
-    """SSP: a worker that asks with c_p - V_train > s waits."""
+    """Return the rule of SSP: a worker waits if c_p - V_train > s."""
     return Admission(beyond(staleness), beyond(staleness))
 
 
 def within(must: float, may: float) -> Admission:
-    """A worker that asks with a gap above `must` waits; one with a gap above `may` may wait."""
+    """Return a rule by which workers with a gap above `must` wait, and workers with a gap above `may` may wait."""
     return Admission(beyond(must), beyond(may))
 
 
 def round_open(shard: ShardView) -> set[int]:
-    """Workers whose round has not closed."""
+    """Return the workers whose round has not closed."""
     return {w for w, view in enumerate(shard.workers) if view.asks and view.pushed > shard.round}
 
 
 def timer_runs(shard: ShardView) -> set[int]:
-    """Workers whose pull is deferred by a timer."""
+    """Return the workers whose pull is deferred by a timer."""
     return {w for w, view in enumerate(shard.workers) if view.asks and view.deferred}
 
 
 def superstep_open(shard: ShardView) -> set[int]:
-    """Workers that have stopped while a live member of their superstep has not."""
+    """Return the workers that have stopped, but whose superstep has a live member that has not."""
     return {
         w
         for w, view in enumerate(shard.workers)
@@ -155,14 +159,14 @@ NEVER = Admission(none_of_them, none_of_them)
 """No worker waits."""
 
 UNKNOWN = Admission(none_of_them, any_of_them)
-"""Any worker may wait: the rule of a model that is not known."""
+"""Any worker may wait. This is the rule for unknown models."""
 
 STOPPED = Admission(superstep_open, superstep_open)
 """Workers wait at the barrier of their superstep."""
 
 
 def admission(sync: SyncModel) -> Admission:
-    """Return the rule of a model. A user's conditions are taken for "answered iff the gap is at most 1"."""
+    """Return the rule of a model. For a user's conditions, this is "a pull is answered if the gap is at most 1"."""
     match sync:
         case BSP():
             return more_ahead_than(0)
@@ -186,7 +190,7 @@ def admission(sync: SyncModel) -> Admission:
             return STOPPED
         case SpecSync():
             return admission(sync.base)
-        case Conditions():  # a gap is measured from min c, which a late worker may pull below V_train
+        case Conditions():  # the gap is relative to min c, which is below V_train after a worker has joined late
             return Admission(beyond(1), beyond(0))
         case _:
             return UNKNOWN

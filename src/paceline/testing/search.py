@@ -1,4 +1,4 @@
-"""Visits all states of a `SmallJob`."""
+"""Exhaustive search through the states of a `SmallJob`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ __all__ = ["explore", "survey"]
 
 
 def explore(
-    cluster: SmallJob,
+    job: SmallJob,
     most_states: int = 5_000_000,
     *,
     whole: bool = False,
     ends: set[State] | None = None,
     visit: Callable[[State], object] | None = None,
 ) -> int:
-    """Visit every state that can be reached, nearest first; return how many there are.
+    """Visit every reachable state, breadth first, and return the number of states.
 
-    A check that fails is raised with the shortest way there (the names of shards and workers may change on it, see
-    `SmallJob.canonical`). `whole` does without the reductions of `SmallJob.reduced_steps` and without other names;
-    `ends` receives the last states, one for all that differ in names; `visit` is called with every state.
+    Args:
+        job: the job to search.
+        most_states: limit of the number of states.
+        whole: True to search without the reductions of the job.
+        ends: receives the states without next steps, one for all states that differ only in names.
+        visit: called with every state.
+
+    Raises:
+        AssertionError: a check failed. The message lists the shortest sequence of steps that leads to the failure.
+            Names of shards and workers may change along the way (see `SmallJob.canonical`).
     """
-    one_for_all = cluster.plain if whole else cluster.canonical
-    first = one_for_all(cluster.first)
+    one_for_all = job.plain if whole else job.canonical
+    first = one_for_all(job.first)
     came_from: dict[State, tuple[State, str] | None] = {first: None}
     todo = deque([first])
     while todo:
@@ -35,11 +42,11 @@ def explore(
         try:
             if visit is not None:
                 visit(state)
-            steps, losses = cluster.steps(state) if whole else cluster.reduced_steps(state)
+            steps, losses = job.steps(state) if whole else job.reduced_steps(state)
             if not steps:
-                cluster.check_end(state)
+                job.check_end(state)
                 if ends is not None:
-                    ends.add(cluster.canonical(state))
+                    ends.add(job.canonical(state))
             for label, take in steps + losses:
                 after = one_for_all(take())
                 if after not in came_from:
@@ -47,25 +54,28 @@ def explore(
                     todo.append(after)
         except Exception as error:
             raise AssertionError("\n".join([*_way_to(state, came_from), label, repr(error)])) from error
-        assert len(came_from) <= most_states, "too big to be searched whole"
+        assert len(came_from) <= most_states, (
+            "the job has too many states; choose fewer workers, shards or iterations"
+        )
     return len(came_from)
 
 
-def survey(cluster: SmallJob, progress: Callable[[int], None]) -> int:
-    """As `explore`, in little memory: deepest first, with 64 bits kept of each state.
+def survey(job: SmallJob, progress: Callable[[int], None]) -> int:
+    """Like `explore`, in little memory: depth first, with a 64-bit hash of each visited state.
 
-    Two states out of n have the same 64 bits with a probability of about n^2 / 2^65 (10^-4 for 60 million), and then
-    the later one's future is not looked at. The way to a check that fails is not the shortest.
+    Among n states, two have the same hash with a probability of about n^2 / 2^65 (10^-4 for 60 million states). Then
+    the states after the second one are not visited. The sequence of steps that leads to a failure is not the
+    shortest. `progress` is called with the number of visited states.
     """
-    state = cluster.canonical(cluster.first)
-    known = {cluster.digest(state)}
+    state = job.canonical(job.first)
+    known = {job.digest(state)}
     way: list[str] = []
     stack: list[Iterator[Step]] = []
     try:
         while True:
-            steps, losses = cluster.reduced_steps(state)
+            steps, losses = job.reduced_steps(state)
             if not steps:
-                cluster.check_end(state)
+                job.check_end(state)
             stack.append(iter(steps + losses))
             way.append("")
             while stack:
@@ -75,8 +85,8 @@ def survey(cluster: SmallJob, progress: Callable[[int], None]) -> int:
                     stack.pop()
                     way.pop()
                     continue
-                state = cluster.canonical(take())
-                number = cluster.digest(state)
+                state = job.canonical(take())
+                number = job.digest(state)
                 if number not in known:
                     known.add(number)
                     if len(known) % 200_000 == 0:

@@ -1,70 +1,61 @@
-"""A whole job in miniature: workers, channels, servers and the coordinator, as one immutable state with its next
-steps.
+"""A small job for the exhaustive search: an immutable state of all processes, and the steps that may follow.
 
-The cores are those that run live (`paceline.core`): one for each worker, one for each server, which holds one shard,
-and one for the coordinator. Messages of one peer to another keep their order; everything else happens in any order,
-which is what a network and a scheduler may do. A step is one of: a worker joins, pushes, is lost, requests another
-sync model or restarts an iteration; a server or the coordinator takes the next message of one worker, or notices that
-it is gone; a timer fires. There is no time: a timer may fire at any later step, and a worker may or may not have
-received what the coordinator has sent it when it pushes. Every check is made on the way, from what a shard has
-received and never from the state of a machine:
+The cores are those of a live run (`paceline.core`): one for each worker, one for each server, which has one shard,
+and one for the coordinator. Messages from one process to another keep their order. Otherwise, anything can happen
+in any order, as with a real network and scheduler. In one step, a worker joins, pushes, is lost, requests another
+sync model or restarts an iteration; a server or the coordinator receives the next message from a worker, or notices
+that the worker is lost; or a timer fires. There is no clock: a timer may fire at any later step, and when a worker
+pushes, it may or may not have received what the coordinator has sent to it. Checks are made in every step. They use
+what a shard has received, never the state of a machine:
 
-- the workers that wait at a shard are those that must, or may, by the admission rule of the model in force
-(`admission`);
+- the workers that wait at a shard are those that must, or may, wait by the rule of the model in force (`admission`);
 - each push is applied, averaged or dropped exactly once;
-- an iteration is restarted at most once; a shard has the model in force that the flags it has received say;
-- when nothing more can happen, every worker that was not lost has done all iterations (no deadlock), the shards have
-  passed all changes that a survivor has passed, and have averaged the same pushes together.
+- an iteration is restarted at most once, and a shard runs the model that the received flags call for;
+- when no step is left, every worker that was not lost has done all its iterations (no deadlock), and the shards have
+  completed all changes that any remaining worker has passed, and have averaged the same pushes together.
 
-What keeps the number of states small, and why nothing is missed:
+The following reductions keep the number of states small. For each one, the reason why no failure is missed:
 
-- *Commits.* A push and its pull arrive together, as in a live run. `commits=False` has them arrive one by one.
-- *Answers together.* A worker receives the answers of all shards when the last one arrives. Which have arrived before
-changes
-  nothing but the latest round that they name, and that is kept.
-- *Orders are received when a worker pushes.* What the coordinator sends changes only the next push, or restarts the
-  iteration; so it may as well be received then, and each number of messages is tried. A restart that comes too late
-  is ignored whenever it is received, and is forgotten immediately.
-- *Losses while waiting* (as the next ones, in `reduced_steps`). A worker that is lost before a push is one that is
-lost
-  after it, with nothing delivered; so only waiting workers are lost.
-- *The coordinator's word of a loss.* It only tells a server what the server may notice by itself at any time.
-- *Pushes first.* If no order of the coordinator can reach a worker any more, nothing that happens before its push
-  changes the push, so it comes first.
-- *One shard first.* If a shard owes an answer to every worker that may still push, no worker can send it more than is
-on
-  the way until it takes a step itself. If no worker can be lost any more either, everything else that may happen
-  commutes with the steps of that shard, so only these are followed. (This is a persistent set; there are no cycles,
-  since each step uses something up.) A shard is checked by what it has received alone, so each of its checks is made
-  all the same.
-- *Stale timers.* A timer that would do nothing never does anything again under the same model, and is forgotten where
-the
+- *Commits.* A push and its pull arrive together, as in a live run. With `commits=False`, they arrive one by one.
+- *Answers together.* A worker receives the answers of all shards when the last one arrives. The earlier ones only
+  affect which round the worker continues from, and the latest such round is kept.
+- *Orders are received at the push.* What the coordinator sends changes only the worker's next push, or restarts the
+  iteration. So it is received just before the push, and every possible number of received messages is tried. A
+  restart that comes too late is ignored whenever it is received, and is discarded immediately.
+- *Losses while waiting* (this reduction and the following ones are made by `reduced_steps`). A worker that is lost
+  before a push has the same effect as one that is lost after the push when no message was delivered. So only waiting
+  workers are lost.
+- *Notices of a loss.* The coordinator's notice tells a server only what the server may notice by itself at any time.
+- *Pushes first.* If no message from the coordinator can reach a worker any longer, nothing that happens before its
+  push changes the push. So the push comes first.
+- *One shard first.* If a shard owes an answer to every worker that may still push, no worker can send it anything new
+  before the shard takes a step. If also no worker can be lost any longer, all other possible steps commute with the
+  steps of this shard, so only these are followed. (This is a persistent set. There are no cycles, because each step
+  uses something up.) The checks of a shard depend only on what it has received, so all of them are still made.
+- *Stale timers.* A timer that has no effect now will never have one under the same model. It is discarded if the
   model does not change.
-- *Deliveries first* (`_in_any_order`; ElasticBSP and SpecSync without late workers or changes). What two workers send
-to
-  a shard may be taken in either order: the same follows, and neither keeps the other from anything. So a shard takes
-  a message immediately, unless its sender is lost just then (or has been, and the message may be dropped). A loss
-  that comes later commutes with everything between it and the push: no worker receives the answers. That the order
-  does not matter is tested by itself, in every state of small jobs.
-- *Notifications first, and patience* (`_apart`; SpecSync upon ASP). There a push affects the others only when the
-  coordinator takes its notification. A restart that the coordinator orders in between is ignored, as is one that is
-  not received before the push. So the push may as well come right before the notification is taken, and after
-  everything that the coordinator takes of this worker before; if a worker is lost before that, no other worker is
-  affected by the push.
-- *Shards in no order* (`canonical`). Those of one model that draw the same numbers differ in name only.
-- *Workers' names* (`canonical`). Workers differ in name only, too, unless the model draws for each, or breaks ties by
-  name, as plans do that are followed as they are, or a worker is late. Of all states that differ in names one is
-  kept.
-- *Shards that all workers have left* (where deliveries come first). Their state has no effect.
-- *Means.* A mean that all shards have applied says nothing about their agreement, and is forgotten. (No push is in
-two
-  means, so no two means can be mistaken for each other.)
-- *Cores* are interned (`states.Interned`): each state of a core is made once, and each call in it is made once. The
-order of
-  a dict reaches at most the order of answers within one event, the labels of workers that have left matter only to
-  one that returns, and held pushes are summed in worker order: none of these tells two states apart. Of SpecSync's
-  coordinator only that is kept which may still decide a restart (`states._outlook`). That the same follows is tested
-  by itself, too.
+- *Deliveries first* (`_in_any_order`; ElasticBSP and SpecSync without late workers or changes). The messages of two
+  workers to a shard may be received in either order with the same result, and neither prevents the other. So a shard
+  receives a message immediately, unless its sender is lost at that moment (or was lost before, so that the message
+  may be dropped). A later loss commutes with everything between it and the push, because no worker receives the
+  answers. A separate test shows in every state of small jobs that the order has no effect.
+- *Notifications first, and late pushes* (`_apart`; SpecSync with base ASP). There, a push affects other workers only
+  when the coordinator receives its notification. A restart that the coordinator orders in between is ignored, like
+  one that is received after the push. So the push comes right before its notification is received, and after all
+  earlier messages from this worker to the coordinator were received. If the worker is lost before that, its push
+  affects no other worker.
+- *Order of shards* (`canonical`). Shards of one model that draw the same numbers differ in name only.
+- *Names of workers* (`canonical`). Workers differ in name only, unless the model draws numbers for each worker or
+  breaks ties by name (as plans do that are followed exactly), or a worker joins late. Of all states that differ in
+  names only, one is kept.
+- *Shards that all workers have left* (with "deliveries first"). Their state has no effect.
+- *Means.* A mean that all shards have applied says nothing about their agreement, and is discarded. (No push is in
+  two means, so two means cannot be confused.)
+- *Interned cores* (`states.Interned`). Each state of a core is stored once, and each call in it is made once. The
+  order of a dict affects at most the order of answers within one event, the labels of workers that have left matter
+  only if a worker returns, and held pushes are summed in worker order. So none of these distinguishes two states. Of
+  SpecSync's machine at the coordinator, only what may still cause a restart is kept (`states._outlook`). A separate
+  test shows that the same steps follow.
 """
 
 from __future__ import annotations
@@ -138,28 +129,27 @@ MODEL = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
 
 
 class SmallJob:
-    """One job.
+    """A small job whose interleavings can be searched.
 
     Args:
         sync: the sync model, or one for each shard.
-        rule: the admission rule, if it is not `admission(sync)`.
-        workers: number of workers from the start.
+        rule: the admission rule; by default `admission(sync)`.
+        workers: number of workers at the start.
         shards: number of shards.
         iterations: number of iterations of each worker.
-        late: number of workers that join at any time.
-        losses: number of workers that may be lost.
+        late: number of workers that join later, at any time.
+        losses: number of workers that may be lost, at any time.
         changes: the sync models that workers request, one after another, at any time.
-        seed: seed of the run.
+        seed: random seed.
         commits: True if a push and its pull arrive together, as in a live run; otherwise they arrive one by one.
-        any_plan: True to follow the planner only in *whether* there is a plan, and allow every stop that it could
-            have
-            named; otherwise its plans are followed as they are. The clock is `now_s`, which the caller may move.
-        agree: check that the shards have averaged the same pushes together.
+        any_plan: True to allow every stop that a plan could name; otherwise plans are followed exactly. Their times
+            are those of the attribute `now_s`, which the caller may change.
+        agree: True to check that the shards have averaged the same pushes together.
         symmetric: True if workers, and shards, may be exchanged for each other where the model draws no numbers for
             them. False for a model that may depend on their indices.
-        shard_host: makes the host of the model at a shard, instead of `ShardSync`.
-        worker_core: makes the core of a worker, instead of `core.worker.Worker`.
-        watch: check at each shard which workers wait and which model is in force.
+        shard_host: class of the host of the model at a shard.
+        worker_core: class of the core of a worker.
+        watch: True to check at each shard which workers wait and which model is in force.
     """
 
     def __init__(
@@ -198,7 +188,8 @@ class SmallJob:
             models = tuple(sync)
         self._first_model = models[0]
         all_models = (models, *map(parse_shards, changes))
-        # Shards differ if their models do, or if they draw apart; or if a late worker gets its count from the first.
+        # Shards are distinguishable if their models differ, or if each draws its own numbers, or if a late worker
+        # starts with its count at the first shard.
         self._alike = (
             symmetric
             and not late
@@ -206,8 +197,8 @@ class SmallJob:
                 len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
             )
         )
-        # Workers differ if a draw is made for each, or if a plan is: ties are broken by their names; or if some join
-        # late: cores that have forgotten which workers have left may take a namesake for one of these.
+        # Workers are distinguishable if numbers are drawn for each, if plans break ties by their names, or if some
+        # join late: a core that no longer knows which workers have left would confuse workers of the same name.
         namesakes = (
             symmetric
             and not late
@@ -217,15 +208,15 @@ class SmallJob:
                 for model in step
             )
         )
-        # Orders in which a shard takes what several workers have sent it make no difference.
+        # The order in which a shard receives messages of different workers has no effect.
         self._unordered = not changes and commits and namesakes and all(map(_in_any_order, models))
-        # What a worker does affects others at the coordinator only.
+        # Workers affect each other through the coordinator only.
         self._apart = self._unordered and all(
             isinstance(model, SpecSync) and isinstance(model.base, ASP) for model in models
         )
         self._schedule = Schedule((ScheduleStep(models if len(set(models)) > 1 else models[:1]),))
         tape = Tape()
-        # The labels of workers that have left matter only if a worker with such a name joins later.
+        # The labels of workers that have left matter only if such a worker joins again.
         remembers = late > 1
         self._workers: Interned[Worker] = Interned(tape)
         self._servers: Interned[Server] = Interned(tape, remembers=remembers)
@@ -273,7 +264,7 @@ class SmallJob:
         worker_core: type[Worker],
         tape: Tape,
     ) -> tuple[Worker, list[Server], Coordinator]:
-        """Let a run begin: return a worker with its first weights, the servers, and the coordinator."""
+        """Start a run; return a worker that has its first weights, the servers, and the coordinator."""
         shards = len(models)
         chief = Coordinator(
             self._schedule,
@@ -285,7 +276,7 @@ class SmallJob:
             recorder=tape,
         )
         if len(set(models)) == 1 and type(parse(str(models[0]))) is not type(models[0]):
-            chief._sync._machine = models[0].at_coordinator(seed)  # a model that is not registered
+            chief._sync._machine = models[0].at_coordinator(seed)  # for a model that is not registered
         for index in range(shards):
             chief.connected(server_peer(index), 0.0)
         requests: list[Request] = []
@@ -329,12 +320,12 @@ class SmallJob:
     # -- the states ---------------------------------------------------------------------------------------
 
     def steps(self, state: State) -> tuple[list[Step], list[Step]]:
-        """Return everything that may happen next, and the losses that may."""
+        """Return all possible next steps other than losses, and the possible losses."""
         losses = [step for w in range(len(state.workers)) for step in self._loss(state, w)]
         return list(self._steps(state)), losses
 
     def reduced_steps(self, state: State) -> tuple[list[Step], list[Step]]:
-        """Return enough of these to reach everything that can follow: see above."""
+        """Return a subset of these steps that is sufficient to find every failure (see the module's docstring)."""
         if self._unordered:
             for index, w in product(range(len(state.servers)), range(len(state.workers))):
                 steps = list(self.steps_of(state, index, w))
@@ -361,7 +352,7 @@ class SmallJob:
         return list(self._steps(state, self._apart)), [step for w in waiting for step in self._loss(state, w)]
 
     def plain(self, state: State) -> State:
-        """Return one state for all that differ in means that all shards have, or at a shard that all have left."""
+        """Return the state without the means that all shards have applied, and without shards that all have left."""
         if self._agree and (common := frozenset.intersection(*(at.means for at in state.servers))):
             servers = (self._server_pool(at._replace(means=at.means - common)) for at in state.servers)
             state = state._replace(servers=tuple(servers))
@@ -374,7 +365,7 @@ class SmallJob:
         return state
 
     def canonical(self, state: State) -> State:
-        """Return one state for all that differ in the shards' order or the workers' names besides."""
+        """Return one state for all that also differ only in the order of shards or the names of workers."""
         state = self.plain(state)
         if self._renamings:
             return self._named(state)
@@ -385,7 +376,7 @@ class SmallJob:
         return state
 
     def _named(self, state: State) -> State:
-        """Return the state by those names of the workers that make its numbers least."""
+        """Return the state with the names of the workers that give it the smallest numbers."""
         number = self._worker_pool.number
         least: list[int] = []
         best: list[tuple[tuple[WorkerState, ...], Renaming]] = []
@@ -413,7 +404,7 @@ class SmallJob:
         return found
 
     def apart_from_shards(self, state: State) -> set[Hashable]:
-        """Return where each worker is, and the coordinator's core, one for all names."""
+        """Return the progress of each worker and the coordinator's core, the same for all names of the workers."""
         core = state.coordinator.core
         least = min((renaming.coordinator_core(core) for renaming in self._renamings), default=core)
         return {
@@ -422,11 +413,11 @@ class SmallJob:
         }
 
     def coordinator_differs(self) -> str:
-        """See `Interned.difference`."""
+        """Return the result of `Interned.difference` for the coordinator."""
         return self._coordinators.difference()
 
     def digest(self, state: State) -> int:
-        """Return 64 bits that stand for a state."""
+        """Return a 64-bit hash of a state."""
         numbers = array(
             "q",
             [
@@ -440,7 +431,7 @@ class SmallJob:
         return int.from_bytes(blake2b(numbers, digest_size=8).digest())
 
     def check_end(self, state: State) -> None:
-        """Check a state without a next step: everything must be done."""
+        """Check a state without next steps: all work must be done."""
         for w, its in enumerate(state.workers):
             assert its.phase in ("finished", "lost"), (
                 f"deadlock: worker {w} is {its.phase} with iteration {self._iteration(its)}; "
@@ -452,8 +443,8 @@ class SmallJob:
             )
         changed = max((its.changed for its in state.workers if its.phase == "finished"), default=0)
         for at in state.servers:
-            assert not at.held, f"{at.held} will never be applied"
-            assert at.view.changed >= changed, f"a shard has not made change {changed}"
+            assert not at.held, f"the pushes {at.held} will never be applied"
+            assert at.view.changed >= changed, f"a shard has not completed change {changed}"
         if not self._agree:
             return
         survivors = {w for w, its in enumerate(state.workers) if its.phase == "finished"}
@@ -469,8 +460,10 @@ class SmallJob:
     # -- steps --------------------------------------------------------------------------------------------
 
     def _steps(self, state: State, patient: bool = False) -> Iterator[Step]:
-        """Return all but losses; if `patient`, without the pushes of workers of which the coordinator has yet to take
-        a message."""
+        """Return all steps other than losses.
+
+        If `patient`, leave out the pushes of workers from which a message to the coordinator is still in flight.
+        """
         for w, its in enumerate(state.workers):
             if its.phase == "absent":
                 yield f"worker {w} joins", lambda w=w: self._join(state, w)  # type: ignore[misc]
@@ -487,26 +480,26 @@ class SmallJob:
             yield label, lambda t=timer: self._fire_at_coordinator(state, t)  # type: ignore[misc]
 
     def _steps_at_coordinator(self, state: State, w: int) -> Iterator[Step]:
-        """The coordinator takes the next message of one worker, or notices that it is gone."""
+        """Steps in which the coordinator receives the next message from a worker, or notices its loss."""
         at = state.coordinator
         for index, joining in sorted(at.welcomes):
             if joining == w:
-                label = f"the coordinator hears that server {index} knows worker {w}"
+                label = f"the coordinator receives that server {index} has welcomed worker {w}"
                 yield label, lambda i=index: self._welcome(state, i, w)  # type: ignore[misc]
         if state.workers[w].phase == "lost" and self._known(at, w):
             label = f"the coordinator notices the loss of worker {w}"
             yield label, lambda: self._end_at_coordinator(state, w)
         if at.queues[w]:
-            label = f"the coordinator takes {_text(at.queues[w][0])} of worker {w}"
+            label = f"the coordinator receives {_text(at.queues[w][0])} from worker {w}"
             yield label, lambda: self._deliver_to_coordinator(state, w)
 
     def _steps_at(self, state: State, index: int) -> Iterator[Step]:
-        """The steps of one shard."""
+        """Steps of one shard."""
         at = state.servers[index]
         key = at, index
         if key not in self._labels:
             self._labels[key] = [
-                (f"shard {index} takes {_text(queue[0])} of worker {w}", w, None)
+                (f"shard {index} receives {_text(queue[0])} from worker {w}", w, None)
                 for w, queue in enumerate(at.queues)
                 if queue
             ] + [
@@ -522,10 +515,10 @@ class SmallJob:
             yield from self._end_of(state, index, w)
 
     def steps_of(self, state: State, index: int, w: int) -> Iterator[Step]:
-        """Return the steps in which one shard takes the next message of one worker, or notices that it is gone."""
+        """Steps in which a shard receives the next message from a worker, or notices that the worker is lost."""
         queue = state.servers[index].queues[w]
         if queue:
-            label = f"shard {index} takes {_text(queue[0])} of worker {w}"
+            label = f"shard {index} receives {_text(queue[0])} from worker {w}"
             yield label, lambda: self._deliver_to_server(state, w, index)
         yield from self._end_of(state, index, w)
 
@@ -536,13 +529,13 @@ class SmallJob:
             yield label, lambda: self._end_at_server(state, w, index)
 
     def _pushes(self, state: State, w: int) -> Iterator[Step]:
-        """A computing worker pushes, or restarts its iteration, after it has received some of its orders."""
+        """Steps in which a worker receives messages from the coordinator, then pushes or restarts its iteration."""
         its = state.workers[w]
         while True:
             core = self._workers[its.core]
             what = "pushes"
             if core._change is not None:
-                what = f"ends model {its.changed} with"
+                what = f"sends its last push under model {its.changed}, of iteration"
             elif core._plan is not None and core.iteration >= core._plan[1]:
                 what = "stops with"
             yield f"worker {w} {what} {core.iteration}", lambda its=its: self._push(state, w, its)  # type: ignore[misc]
@@ -551,13 +544,13 @@ class SmallJob:
             order = its.orders[0]
             match order:
                 case RestartOrdered():
-                    assert not its.restarted, f"worker {w} is to restart {core.iteration} once more"
+                    assert not its.restarted, f"worker {w} is told to restart {core.iteration} twice"
                 case ChangePublished():
-                    assert core._change is None, f"worker {w} has two changes to pass"
+                    assert core._change is None, f"worker {w} is told of two changes"
                 case PlanPublished():
-                    assert core._plan is None, f"worker {w} has two plans to follow"
+                    assert core._plan is None, f"worker {w} is told of two plans"
                 case _:
-                    raise AssertionError(f"no worker receives {order}")
+                    raise AssertionError(f"a worker cannot receive {order}")
             number, _ = self._workers.after(its.core, Call("handle", message=order))
             its = self._worker_pool(its._replace(core=number, orders=its.orders[1:]))
             if self._workers[number].restart_ordered:
@@ -570,7 +563,7 @@ class SmallJob:
             yield f"worker {w} is lost", lambda: self._lose(state, w)
 
     def _is_quiet(self, state: State) -> bool:
-        """True if no order of the coordinator will reach a worker any more."""
+        """Return True if no further message from the coordinator can reach any worker."""
         if not self._hosted:
             return True
         if state.requested < len(self._changes) or any(
@@ -584,13 +577,13 @@ class SmallJob:
         return self._quiet[number]
 
     def _may_request(self, state: State) -> bool:
-        """One change is requested at a time: a worker that requests the next has requested this one too."""
+        """Return True if the next change may be requested: the previous request must have been received."""
         return state.requested < len(self._changes) and not any(
             isinstance(message, SyncRequested) for queue in state.coordinator.queues for message in queue
         )
 
     def _request(self, state: State, w: int) -> State:
-        """A worker requests a change. Its earlier requests, which another worker has made before, change nothing."""
+        """Let a worker request a change, after the earlier ones, which other workers have requested already."""
         its = state.workers[w]
         number, sent = its.core, its.core
         for sync in self._changes[self._workers[sent]._asked : state.requested + 1]:
@@ -606,13 +599,13 @@ class SmallJob:
         return self._with_worker(state, w, lost)._replace(losses=state.losses - 1)
 
     def _join(self, state: State, w: int) -> State:
-        """A worker joins."""
+        """Let a worker join."""
         asked = messages.WorkerJoined(w, 0, self._count_for_newcomer(state), 0, 0)
         state = self._with_worker(state, w, state.workers[w]._replace(phase="joining"))
         return self._at_coordinator(state, Call("admit", w, asked, self.now_s))
 
     def _count_for_newcomer(self, state: State) -> int | None:
-        """Return the c_p that every shard gives a late worker: near the slowest worker's, as one of them has it."""
+        """Return the c_p that a late worker starts with at every shard: that of the slowest worker at one shard."""
         view = state.servers[0].view
         return min((other.pushed for other in view.workers if other.state == "live"), default=view.round)
 
@@ -623,7 +616,7 @@ class SmallJob:
         return self._at_coordinator(state._replace(coordinator=at), call)
 
     def _start(self, state: State, w: int, started: Started) -> State:
-        """A worker that joins connects to every server, and gets its first weights."""
+        """Let a worker that joins connect to every server and receive its first weights."""
         its = state.workers[w]
         if its.phase != "joining":
             return state
@@ -659,10 +652,10 @@ class SmallJob:
     def _with_worker(self, state: State, w: int, its: WorkerState) -> State:
         return state._replace(workers=_put(state.workers, w, self._worker_pool(its)))
 
-    # -- messages on their way ----------------------------------------------------------------------------
+    # -- messages in flight ------------------------------------------------------------------------------
 
     def _send_all(self, state: State, w: int, requests: Sequence[Request]) -> State:
-        """Put what a worker sends into the queues."""
+        """Add the messages that a worker sends to the queues."""
         for request in requests:
             if isinstance(request, Proceed):
                 continue
@@ -691,12 +684,12 @@ class SmallJob:
 
     def _to_coordinator(self, state: State, w: int, message: Message) -> State:
         if not self._hosted:
-            return state  # the coordinator affects no worker
+            return state  # the coordinator has no effect on workers
         at = state.coordinator
         at = self._coordinator_pool(at._replace(queues=_put(at.queues, w, (*at.queues[w], message))))
         return state._replace(coordinator=at)
 
-    # -- a worker that is lost: what has not been delivered of its messages never is ----------------------------
+    # -- a lost worker: its messages that have not been delivered never will be ---------------------------------
 
     def _known(self, at: CoordinatorState, w: int) -> bool:
         core = self._coordinators[at.core]
@@ -748,7 +741,7 @@ class SmallJob:
         return state
 
     def _server_takes(self, at: ServerState, index: int, call: Call) -> tuple[ServerState, tuple[Send, ...]]:
-        """Return what becomes of a server by a call, and what it sends."""
+        """Return the state of a server after a call, and the messages that it sends."""
         core, outcome = self._servers.after(at.core, call)
         at = at._replace(core=core)
         for entry in outcome.entries:
@@ -760,7 +753,7 @@ class SmallJob:
         return self._server_pool(at), sent
 
     def _check(self, at: ServerState, entry: Entry, index: int) -> ServerState:
-        """Check what a shard did about one event, and keep what it has received."""
+        """Check the actions of a shard after one event, and record the event."""
         assert entry.refused is None, entry.refused
         view = self._seen(at.view, entry.event)
         if isinstance(entry.event, events.PushReceived | events.WorkerLost | events.WorkerFinished):
@@ -792,7 +785,7 @@ class SmallJob:
         return view._replace(workers=_put(view.workers, event.worker, its))
 
     def _passed(self, view: ShardView, index: int) -> ShardView:
-        """Return the shard with the next model, if all members of the change have ended the old one."""
+        """Return the shard with the next model if all members have sent their last push under the old one."""
         change = view.change
         if change is None or any(view.workers[member].state == "live" for member in change.members):
             return view._replace(round=self._round(view))
@@ -806,7 +799,7 @@ class SmallJob:
         )
 
     def _round(self, view: ShardView) -> int:
-        """V_train: how many rounds enough of the workers have pushed."""
+        """Return V_train, the number of rounds that enough workers have pushed."""
         counts = sorted((its.pushed for its in view.workers if its.state == "live"), reverse=True)
         quorum = self._admission(view).quorum or len(counts)
         return max(view.round, counts[min(quorum, len(counts)) - 1]) if counts else view.round
@@ -850,7 +843,7 @@ class SmallJob:
                 case _:
                     raise AssertionError(f"a shard cannot {action}")
         received = isinstance(event, events.PushReceived)
-        assert fates == received, f"{event} was dealt with {fates} times"
+        assert fates == received, f"{event} was handled {fates} times"
         view = view._replace(workers=tuple(workers))
         at = at._replace(view=view, held=frozenset(held), means=frozenset(means))
         if self._watch:
@@ -858,30 +851,32 @@ class SmallJob:
         return at
 
     def _check_waiting(self, at: ServerState, event: events.AnyEvent, answered: list[int]) -> None:
-        """Check that the workers that wait at a shard are those that must, or may."""
+        """Check that every worker that must wait at a shard waits, and no worker that may not."""
         view = at.view
         for shard in self._servers[at.core].shards.values():
             assert shard.sync.sync == view.sync or not self._is_last(at, event), (
-                f"after {event} {view.sync} is in force"
+                f"after {event}, the shard runs {shard.sync.sync}, expected {view.sync}"
             )
         rule = self._admission(view)
         passed = {w for w, its in enumerate(view.workers) if its.state == "passed"}
-        assert passed.isdisjoint(answered), f"{passed} were let past the change {view.change}"
+        assert passed.isdisjoint(answered), (
+            f"workers {passed} were answered before the change {view.change} was complete"
+        )
         waiting = {w for w, its in enumerate(view.workers) if its.asks} - passed
         must_wait = rule.must(view) - passed
         may_wait = must_wait | rule.may(view)
         assert must_wait <= waiting <= may_wait, (
-            f"at a shard {waiting} wait and {must_wait} must"
-            + (f" ({may_wait} may)" if may_wait != must_wait else "")
+            f"workers {waiting} wait at a shard, but {must_wait} must wait"
+            + (f" and {may_wait} may wait" if may_wait != must_wait else "")
             + f", after {event}"
         )
 
     def _is_last(self, at: ServerState, event: events.AnyEvent) -> bool:
-        """True if the core is in the state after this event, which is the last one of its call."""
+        """Return True if this is the last event of a call of the core, whose state is known only after the call."""
         return not (isinstance(event, events.PushReceived) and self._commits)
 
     def _answer(self, state: State, index: int, w: int, v_train: int | None) -> State:
-        """A shard's weights reach a worker, whose core receives all answers together, with the last one."""
+        """Deliver the answer of a shard to a worker. Its core receives all answers together, with the last one."""
         its = state.workers[w]
         if its.phase != "waiting":
             return state
@@ -898,7 +893,7 @@ class SmallJob:
         return self._go_on(state, w, its._replace(core=number, v_train=None), requests)
 
     def _go_on(self, state: State, w: int, its: WorkerState, requests: Sequence[Request]) -> State:
-        """A worker that has all answers computes its next iteration, or leaves if it has done its work."""
+        """Let a worker that has received all answers compute its next iteration, or finish."""
         its = its._replace(phase="computing")
         state = self._send_all(self._with_worker(state, w, its), w, requests)
         if self._iteration(its) < self._iterations:
@@ -935,7 +930,7 @@ class SmallJob:
                 case Send(to, messages.WorkerJoined() as message):
                     state = self._to_server(state, message.worker, to.index, message)
                 case Send(Peer(role="server"), messages.WorkerLost()):
-                    pass  # see above
+                    pass  # the server notices it by itself at some step
                 case Send(to, message):
                     state = self._order(state, to.index, core, message)
                 case _:
@@ -946,21 +941,23 @@ class SmallJob:
         return state._replace(coordinator=self._coordinator_pool(at))
 
     def _matters(self, core: int, timer: Timer) -> bool:
-        """True if something follows from this timer if it fires now. Otherwise nothing ever will, under the model."""
+        """Return True if the timer has an effect when it fires now. If not, it never will under the same model."""
         after, outcome = self._coordinators.after(core, Call("fire", message=timer, now_s=self.now_s))
         return after != core or bool(outcome.requests)
 
     def _order(self, state: State, w: int, core: int, message: Message) -> State:
-        """Send an order to a worker, if it can still follow it."""
+        """Send a message from the coordinator to a worker, unless the message comes too late to have an effect."""
         its = state.workers[w]
         iteration = self._iteration(its)
         if isinstance(message, RestartOrdered) and (its.phase, iteration) != ("computing", message.iteration):
-            return state  # it is ignored
+            return state  # the worker ignores it
         if isinstance(message, PlanPublished):
-            # After a change the coordinator catches up on what it has received meanwhile, and a plan that it makes on
-            # the way may name an iteration that it takes next: the worker stops later.
+            # After a change, the coordinator processes the events that it has kept. A plan that it makes from them
+            # may name an iteration that has passed already; then the worker stops later.
             known = self._coordinators[core]._sync._order.label(w)
-            assert self._changes or message.iteration >= known, f"worker {w} is past {message} already"
+            assert self._changes or message.iteration >= known, (
+                f"worker {w} is past the stop of {message} already"
+            )
             if self._any_plan:
                 message = PlanPublished(message.stop, 0)
         done = iteration + (its.phase == "waiting" and not self._workers[its.core]._pulls_again)
@@ -974,7 +971,7 @@ def _put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
 
 
 def _in_any_order(model: SyncModel) -> bool:
-    """True if a shard may take what several workers send in any order, and the same follows."""
+    """Return True if the order in which a shard receives messages of different workers has no effect."""
     match model:
         case SpecSync(base=SSP(execution="lazy")):
             return False
@@ -995,6 +992,6 @@ def _text(message: Message) -> str:
         case IterationFinished(superstep=superstep, change=number):
             flag = f", the last of superstep {superstep}" if superstep is not None else ""
             flag += f", the last before change {number}" if number is not None else ""
-            return f"the end of {message.iteration}{flag}"
+            return f"the report of iteration {message.iteration}{flag}"
         case _:
             return f"{type(message).__name__} {getattr(message, 'iteration', '')}".strip()

@@ -1,4 +1,4 @@
-"""The states of a `SmallJob` as values, and the pools that keep one object for each value."""
+"""The states of a `SmallJob` as immutable values, and the pools that store each value once."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ Key = tuple[int, int]
 """(worker, iteration) of a push."""
 
 MOST_WORKERS = 4
-"""In one cluster."""
+"""Largest number of workers of a `SmallJob`."""
 
 
 def pooled(kind: type[Item]) -> type[Item]:
-    """Compare by identity: for tuples of which a `Pool` keeps one for each value."""
+    """Make a class of tuples compare by identity. A `Pool` must keep one object for each value."""
     kind.__hash__ = object.__hash__  # type: ignore[method-assign]
     kind.__eq__ = object.__eq__  # type: ignore[method-assign]
     return kind
@@ -58,16 +58,16 @@ def pooled(kind: type[Item]) -> type[Item]:
 
 @pooled
 class ServerState(NamedTuple):
-    """A server with one shard, what is on the way to it, and what it owes.
+    """A server with one shard, the messages that are in flight to it, and the answers that it owes.
 
     Attributes:
-        core: number of its core in `SmallJob.servers`.
+        core: number of its core among the interned ones.
         view: what its shard has received.
-        queues: for each worker, the messages that are on the way, in order.
-        owes: workers that wait for an answer of this server.
+        queues: for each worker, the messages in flight, in order.
+        owes: workers that wait for an answer from this server.
         timers: timers that are set.
-        held: pushes that await their mean.
-        means: the means that it has applied, each as its pushes.
+        held: pushes that are held for a mean.
+        means: the means that the shard has applied, each as its pushes.
     """
 
     core: int
@@ -81,13 +81,13 @@ class ServerState(NamedTuple):
 
 @pooled
 class CoordinatorState(NamedTuple):
-    """The coordinator, and what is on the way to it.
+    """The coordinator, and the messages that are in flight to it.
 
     Attributes:
-        core: number of its core in `SmallJob.coordinators`.
-        queues: for each worker, the messages that are on the way, in order.
+        core: number of its core among the interned ones.
+        queues: for each worker, the messages in flight, in order.
         timers: timers that are set.
-        welcomes: for each worker that joins, the servers whose word is on the way.
+        welcomes: (server, worker) of each acknowledgement in flight that a server knows a joining worker.
     """
 
     core: int
@@ -98,17 +98,16 @@ class CoordinatorState(NamedTuple):
 
 @pooled
 class WorkerState(NamedTuple):
-    """A worker, and what is on the way to it.
+    """A worker, and the messages that are in flight to it.
 
     Attributes:
-        phase: what it does.
-        core: number of its core in `SmallJob.workers`.
-        orders: messages of the coordinator that it has not received yet.
-        v_train: the latest round that an answer has named since its last push. Its core receives all answers
-            together,
-            with the last one.
-        restarted: True if it has restarted the iteration at hand.
-        changed: number of the last change that it has flagged a push with.
+        phase: the phase of the worker.
+        core: number of its core among the interned ones.
+        orders: messages from the coordinator that the worker has not received yet.
+        v_train: the latest round that an answer has named since the worker's last push; None if none has. The core
+            receives all answers together, with the last one.
+        restarted: True if the worker has restarted its current iteration.
+        changed: number of the last change that the worker has set as the flag of a push.
     """
 
     phase: Literal["absent", "joining", "computing", "waiting", "finished", "lost"]
@@ -120,7 +119,7 @@ class WorkerState(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything.
+    """A state of the whole job.
 
     Attributes:
         workers: the workers.
@@ -138,11 +137,15 @@ class State(NamedTuple):
 
 
 Step = tuple[str, Callable[[], State]]
-"""What happens, as text that begins with the actor, and what follows from it."""
+"""The description of a step, which begins with the process that takes it; and a function for the next state."""
 
 
 class Pool(Generic[Item]):
-    """One object for each value, so that comparing two is quick; `number` is in order of appearance."""
+    """Stores one object for each value, so that comparisons are fast.
+
+    Attributes:
+        number: object -> its index, in order of first appearance.
+    """
 
     def __init__(self) -> None:
         self._by_value: dict[Hashable, Item] = {}
@@ -159,11 +162,11 @@ class Call(NamedTuple):
     """One call of a core, as a value.
 
     Attributes:
-        method: its method.
-        worker: the worker that the call is about or comes from; -1 for none.
-        message: the message or timer that is handed over.
-        now_s: the time.
-        models: the sync models that are requested.
+        method: name of the method.
+        worker: the worker that the call concerns; -1 if there is none.
+        message: the message or timer that is passed to the core.
+        now_s: current time, in seconds.
+        models: the sync models that a worker requests.
     """
 
     method: str
@@ -174,21 +177,21 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a call: what the host must do, and what the core has recorded."""
+    """The result of a call: the requests to the host, and the recorded entries."""
 
     requests: tuple[Request, ...]
     entries: tuple[Entry, ...]
 
 
 class Tape:
-    """Records the entries of one call."""
+    """A recorder that keeps the entries of one call."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.record = self.entries.append
 
     def take(self) -> tuple[Entry, ...]:
-        """Return what was recorded, and forget it."""
+        """Return and remove the recorded entries."""
         entries = tuple(self.entries)
         self.entries.clear()
         return entries
@@ -198,11 +201,11 @@ class Tape:
 
 
 class Interned(Generic[Core]):
-    """The states that cores of one kind have been in, by number. Each call in each state is made once.
+    """Stores each state of the cores of one kind once, under a number, and makes each call in each state once.
 
     Args:
-        tape: what the cores record with.
-        remembers: True if two states differ that differ only in the labels of workers that have left.
+        tape: the recorder of the cores.
+        remembers: True to distinguish states that differ only in the labels of workers that have left.
     """
 
     def __init__(self, tape: Tape, *, remembers: bool = False) -> None:
@@ -217,7 +220,7 @@ class Interned(Generic[Core]):
         return self._cores[number]
 
     def after(self, number: int, call: Call) -> tuple[int, Outcome]:
-        """Return what becomes of a core by a call, and what came of it."""
+        """Return the number of a core's state after a call, and the result of the call."""
         key = number, call
         if key not in self._next:
             core = _copied(self._cores[number])
@@ -234,9 +237,9 @@ class Interned(Generic[Core]):
         return number
 
     def difference(self) -> str:
-        """Describe how a core behaves differently from the one that it is taken for; "" if none does.
+        """Describe a core that behaves differently from the stored core with the same number; "" if there is none.
 
-        For small jobs without late workers, since it distinguishes all states.
+        This compares all states in full, so it is for small jobs without late workers.
         """
         calls: dict[int, list[Call]] = {}
         for number, call in self._next:
@@ -257,9 +260,9 @@ class Interned(Generic[Core]):
         return ""
 
     def renamed(self, number: int, call: Callable[[Call], Call], known: dict[int, int]) -> int:
-        """Return what would have become of a core if every call had been another one.
+        """Return the number of the state that a core would have if every call had been replaced.
 
-        The first state is the same for all names.
+        The first state must be the same for all names of workers.
         """
         way = []
         while number not in known:
@@ -287,7 +290,7 @@ class Interned(Generic[Core]):
 
 
 def _call(core: Core, call: Call) -> Sequence[Request]:
-    """Make a call."""
+    """Call a core, and return its requests."""
     message = call.message
     if isinstance(core, Worker):
         match call.method:
@@ -320,11 +323,11 @@ def _call(core: Core, call: Call) -> Sequence[Request]:
             assert isinstance(message, messages.WorkerWelcomed)
             return core.handle(Peer("server", call.worker), message, call.now_s)
         case _:
-            raise InternalError(f"no core has {call.method}")
+            raise InternalError(f"a core has no method {call.method}")
 
 
 class Memo(dict[Item, Item]):
-    """What a function returns for each item."""
+    """Caches the result of a function for each item."""
 
     def __init__(self, of: Callable[[Item], Item]) -> None:
         super().__init__()
@@ -336,10 +339,10 @@ class Memo(dict[Item, Item]):
 
 
 class Renaming:
-    """Everything as it would be if the workers had other names.
+    """Renames the workers in states.
 
-    The states of cores are not looked into: a core is renamed by repeating the calls that led to it, with renamed
-    arguments. A worker's core does not know its own name.
+    The states of cores are not inspected: a core is renamed by repeating the calls that led to it, with renamed
+    arguments. The core of a worker does not know its own name.
 
     Args:
         names: the new name of each worker.
@@ -378,7 +381,7 @@ class Renaming:
         return call._replace(worker=name, message=self._message(call.message))
 
     def _message(self, message: Value) -> Value:
-        """Return a message or a timer with other names in it."""
+        """Return a message or a timer with the workers renamed."""
         match message:
             case Timer():
                 return message._replace(worker=self._names[message.worker])
@@ -438,7 +441,7 @@ class Renaming:
 
 
 def _copied(core: Core) -> Core:
-    """Return a copy; a user's conditions, which report to the machine that they were made for, are made again."""
+    """Return a copy of a core. A user's conditions are made again, because they are bound to their machine."""
     core = copy.deepcopy(core)
     if isinstance(core, Server):
         for shard in core.shards.values():
@@ -457,7 +460,7 @@ def _renew_conditions(sync: ShardSync) -> None:
 
 IRRELEVANT: Set[str] = frozenset(
     {
-        # What decides nothing, or is the same in all states of one search.
+        # Attributes that affect no decision, or are the same in all states of one search.
         *("_former", "_versions", "_recorder", "_recorder_of", "_read_sync", "_shortage", "_schedule"),
         *("last_commit", "initializer", "finished", "lost", "cut_off", "endings", "faults", "board", "waits"),
         *("model", "slices", "addresses", "started", "_connected", "_models", "_addresses"),
@@ -466,7 +469,7 @@ IRRELEVANT: Set[str] = frozenset(
 
 
 def _frozen(thing: object, whole: bool = False, ignored: Set[str] = IRRELEVANT) -> Hashable:
-    """Return a value that is equal for equal states; unless `whole`, also for states with the same future."""
+    """Return a value that is equal for equal states and, unless `whole`, for states with the same future."""
     match thing:
         case dict():
             return frozenset((key, _frozen(value, whole, ignored)) for key, value in thing.items())
@@ -494,9 +497,9 @@ def _frozen(thing: object, whole: bool = False, ignored: Set[str] = IRRELEVANT) 
 
 
 def _outlook(speculator: Speculator) -> dict[str, object]:
-    """Return what decides which restarts a speculator orders: the number of pushes since a start that is watched.
+    """Return the part of a speculator's state that affects restarts: the pushes since each watched start.
 
-    A number that is more than enough is replaced by the smallest such number.
+    A count that is large enough for a restart is replaced by the smallest such count.
     """
     workers = {}
     assert len(speculator._workers) <= MOST_WORKERS
