@@ -31,19 +31,19 @@ check: $(READY)  ## run the linter, the formatter's check and the type checker
 test: check  ## run `make check` and all tests, two files at a time (about 10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-check-models: $(READY)  ## check every interleaving of 3 workers, 2 shards, 4 iterations under every sync model (takes long; prints its progress)
+check-models: $(READY)  ## check every interleaving of 3 workers, 2 shards and 4 iterations under every sync model (slow; prints its progress)
 	PACELINE_CHECK_MODELS=1 $(BIN)/python -m pytest -s tests/zipline/test_methods.py tests/sync/test_properties.py tests/sync/test_exhaustive.py
 
 stress: $(READY)  ## test 100,000 pulls during concurrent pushes on each transport, and a million small steps (about half an hour)
 	PACELINE_STRESS=1 $(BIN)/python -m pytest -s tests/test_stress.py
 
-chaos: $(READY)  ## test 50 runs in which a random process receives a random signal, and more ways in which runs end (about 15 minutes)
+chaos: $(READY)  ## test 50 runs in which a random process receives a random signal, and other ways in which runs end (about 15 minutes)
 	PACELINE_CHAOS=$${PACELINE_CHAOS:-50} $(BIN)/python -m pytest -s -m chaos
 
-fuzz: $(READY)  ## send 500,000 mutated frames to hosts in process and 50,000 over sockets, with a valid token (about 9 minutes; FUZZ=n for fewer)
+fuzz: $(READY)  ## send 500,000 mutated frames to hosts in the same process and 50,000 over sockets, with a valid token (about 9 minutes; FUZZ=n for fewer)
 	PACELINE_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_fuzz.py
 
-siege: $(READY)  ## open 10,000 connections that reset immediately and hold 2,000 open, during a run with few descriptors (about 3 minutes)
+siege: $(READY)  ## during a run with few file descriptors, open 10,000 connections that reset immediately, and hold 2,000 open (about 3 minutes)
 	PACELINE_SIEGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_siege.py
 
 bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)
@@ -58,7 +58,7 @@ paper: $(READY)  ## reproduce all tables and figures of the papers (about 2 hour
 tune: $(READY)  ## find each sync model's best learning rate and momentum for the demo (about 45 minutes)
 	$(BIN)/python -m reproductions tune-demo
 
-docs: $(READY)  ## regenerate the generated pages and pictures of the documentation, and run its examples
+docs: $(READY)  ## regenerate pages and pictures of the documentation, and run its examples
 	$(BIN)/python docs/make_sync_models.py
 	$(BIN)/python docs/make_rehearse.py
 	$(BIN)/python -m pytest docs README.md

@@ -1,4 +1,4 @@
-"""The commands of `python -m benchmarks`: they read options, measure, and print tables or JSON."""
+"""The commands of `python -m benchmarks`, which read options, measure, and print tables or JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def main() -> None:
 
 
 class _SpacedLists(TyperCommand):
-    """A command without arguments whose list options also accept spaces: `--sizes 1 25` means `--sizes 1,25`."""
+    """A command whose list options also accept spaces: `--sizes 1 25` means `--sizes 1,25`.
+
+    The command must not have positional arguments.
+    """
 
     LISTS = ("--sizes", "--workers", "--systems")
 
@@ -52,12 +55,12 @@ class _SpacedLists(TyperCommand):
 def transport(
     as_json: AsJson = False,
     sizes: Annotated[
-        str, typer.Option("--sizes", metavar="MB ...", help="Model sizes, in MB of 2**20 bytes.")
+        str, typer.Option("--sizes", metavar="MB ...", help="Sizes of the model, in MB of 2**20 bytes.")
     ] = "0.004,1,25,100",
     workers: Annotated[str, typer.Option("--workers", metavar="N ...", help="Numbers of workers.")] = "2,4",
     servers: Annotated[int, typer.Option("--servers", help="Number of servers.")] = 2,
     rounds: Annotated[
-        int, typer.Option("--rounds", help="Number of rounds. Each figure is the median over the rounds.")
+        int, typer.Option("--rounds", help="Number of rounds. Each result is the median over the rounds.")
     ] = 3,
     systems: Annotated[
         str,
@@ -68,7 +71,7 @@ def transport(
         ),
     ] = "floor,socket,gloo,paceline,optimizer",
 ) -> None:
-    """Time a training step over shared memory and TCP, compared with plain copies, plain sockets and gloo.
+    """Time a training step over shared memory and over TCP, and compare it with plain copies, sockets and gloo.
 
     Takes about 11 minutes.
     """
@@ -100,7 +103,7 @@ def overlap(
         str, typer.Option("--rate", help="Rate of each link in each direction, for example 250mbit.")
     ] = "1gbit",
     rounds: Annotated[
-        int, typer.Option("--rounds", help="Number of rounds. Each figure is the median over the rounds.")
+        int, typer.Option("--rounds", help="Number of rounds. Each result is the median over the rounds.")
     ] = 3,
     iterations: Annotated[int, typer.Option("--iterations", help="Iterations of each run.")] = 8,
     shards: Annotated[
@@ -111,12 +114,12 @@ def overlap(
         typer.Option(
             "--picture",
             metavar="PATH",
-            help="Also draw one iteration of each setting into this PNG file.",
+            help="Also draw one iteration of each setting and save the picture as this PNG file.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Measure how much time overlap synchronization and even slicing save on slow links, as in FluentPS.
+    """Measure how much time overlap synchronization and even slicing save on slow links, as in the FluentPS paper.
 
     Runs 4 workers and 4 servers, each in its own network namespace. Takes about 5 minutes.
 
@@ -129,10 +132,10 @@ def overlap(
     plan = benchmark.OverlapPlan(rate=rate, rounds=rounds, iterations=iterations, shards=shards)
     plan.require_sound()
     if picture is not None:
-        new_figure(1.0, 1.0)  # raises now, before anything starts, if pictures cannot be drawn
+        new_figure(1.0, 1.0)  # raises an error if pictures cannot be drawn, before anything starts
         if not picture.parent.is_dir():
             raise ConfigurationError(
-                f"the picture {str(picture)!r} cannot be written: its folder does not exist."
+                f"the picture cannot be saved as {str(picture)!r}: the folder does not exist; create it first."
             )
     console = Console(stderr=True)
     _announce(console, benchmark.estimate_s(plan))
@@ -174,15 +177,15 @@ def zipline(
         typer.Option(
             "--rounds",
             min=1,
-            help="Number of rounds. Each figure is the median over the rounds. Default: 3, or 1 with --quick.",
+            help="Number of rounds. Each result is the median over the rounds. Default: 3, or 1 with --quick.",
             show_default=False,
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure only small inputs, which takes a few seconds.")
+        bool, typer.Option("--quick", help="Measure only small inputs. This takes a few seconds.")
     ] = False,
 ) -> None:
-    """Time the choice of a barrier: Tables 3 and 4 of the ElasticBSP paper, and this project's goals.
+    """Time how long choosing a barrier takes: Tables 3 and 4 of the ElasticBSP paper, and this project's goals.
 
     Takes about 3 minutes.
     """
@@ -203,7 +206,7 @@ def zipline(
 
 @app.command("simulator")
 def simulator(as_json: AsJson = False) -> None:
-    """Compare simulations with live runs under every sync model, and measure how fast they are.
+    """Compare simulations with live runs under every sync model, and measure the speed of simulations.
 
     Takes about 8 minutes.
     """

@@ -1,10 +1,10 @@
 """`python -m benchmarks simulator`: the accuracy and the speed of simulations.
 
-Accuracy: four unequal workers, emulated by sleeping, train live under every sync model. All simulations use the
-cluster that one run under BSP has recorded, and are compared with the other live runs.
+Accuracy: four workers, made unequal by sleeping, train live under every sync model. Each live run is compared with a
+simulation. All simulations use the cluster that was recorded in one additional run under BSP.
 
-Speed: events per second, simulations with thousands of workers, and the overhead of training in virtual time over the
-computation of the gradients.
+Speed: events per second, simulations with thousands of workers, and the overhead of training in virtual time compared
+with a handwritten training loop.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ MODELS = (
 PACE_S = (0.10, 0.12, 0.15, 0.30)
 JITTER = 0.1
 LIVE_S = 15.0
-START_S = 12.0  # approximate time in which the processes of a live run start and end on a slow machine
+START_S = 12.0  # approximate time for starting and ending the processes of a live run on a slow machine
 
 FIDELITY_GOALS = (0.10, 0.15)
-"""Largest relative errors of the updates per second and of the mean staleness."""
+"""Goals: the largest relative errors of the updates per second and of the mean staleness."""
 
 
 class FidelityRow(msgspec.Struct, frozen=True):
-    """Updates per second and mean staleness under one sync model, live and simulated."""
+    """A comparison under one sync model: updates per second and mean staleness, live and simulated."""
 
     sync: str
     live_updates_per_s: float
@@ -88,13 +88,13 @@ class FidelityRow(msgspec.Struct, frozen=True):
 
 
 class SpeedRow(msgspec.Struct, frozen=True):
-    """A measurement of speed and its goal.
+    """A measurement of the simulator's speed, and the goal for it.
 
     Attributes:
-        what: what was measured.
+        what: description of the measurement.
         value: measured value.
-        goal: bound on the value.
-        unit: unit of the value and the goal.
+        goal: bound on `value`.
+        unit: unit of `value` and `goal`.
         at_least: True if the goal is a lower bound, False if it is an upper bound.
     """
 
@@ -111,11 +111,11 @@ class SpeedRow(msgspec.Struct, frozen=True):
 
 
 class SimulatorReport(msgspec.Struct, frozen=True):
-    """All measurements.
+    """All results of the benchmark.
 
     Attributes:
-        fidelity: accuracy, one row per sync model.
-        speed: speed, one row per measurement.
+        fidelity: accuracy of simulations, one row per sync model.
+        speed: speed of simulations, one row per measurement; empty if it was not measured.
     """
 
     fidelity: list[FidelityRow]
@@ -123,20 +123,20 @@ class SimulatorReport(msgspec.Struct, frozen=True):
 
 
 def estimate_s(models: Sequence[str] = MODELS, live_s: float = LIVE_S) -> float:
-    """Estimate how long `measure` takes."""
+    """Estimate how long `measure` takes, in seconds."""
     return (len(models) + 1) * (live_s + START_S) + 150.0
 
 
 def measure(
     tell: TellShare, models: Sequence[str] = MODELS, live_s: float = LIVE_S, *, speed: bool = True
 ) -> SimulatorReport:
-    """Measure accuracy and speed. Takes minutes.
+    """Measure accuracy and speed. This takes minutes.
 
     Args:
         tell: progress callback.
-        models: sync models to simulate.
+        models: sync models to run live and to simulate.
         live_s: duration of each live run.
-        speed: False to measure the accuracy only.
+        speed: False to measure only the accuracy.
     """
     return SimulatorReport(_fidelity(tell, models, live_s), _speed(tell) if speed else [])
 
@@ -145,7 +145,7 @@ def measure(
 
 
 def train(duration_s: float) -> None:
-    """Train a small network on random data for a given time. It reads the clock, so it is for live runs only."""
+    """Train a small network on random data for a given time. Reads the real clock, so it cannot be simulated."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
@@ -205,7 +205,7 @@ def _live(sync: str, live_s: float, seed: int, run_dir: Path) -> dict[str, float
 
 
 def jittery(workers: int) -> Cluster:
-    """Return a cluster whose iterations take about a second. Each worker is a little slower than the one before."""
+    """Return a cluster whose iterations take about a second. Each worker is slightly slower than the previous one."""
     return Cluster(
         compute_s=[Uniform(low=0.9 + 0.3 * k / workers, high=1.1 + 0.3 * k / workers) for k in range(workers)]
     )
@@ -220,7 +220,7 @@ def _speed(tell: TellShare) -> list[SpeedRow]:
     lighter, heavier = (median(training_ratio(batch) for _ in range(3)) for batch in (128, 512))
     return [
         SpeedRow("events per second, 100 workers, asp", 1e6 / few, 100_000, "1/s", at_least=True),
-        # An event takes logarithmic time: log 10^4 / log 10^2 = 2.
+        # The time of an event grows with the logarithm of the number of workers: log 10^4 / log 10^2 = 2.
         SpeedRow("time of an event with 10,000 workers, compared with 100", many / few, 2.0, "x"),
         SpeedRow("10,000 workers x 100 iterations, elastic-bsp:lookahead=15", took_s, 60.0, "s"),
         SpeedRow("the same, peak memory", peak_mib, 1024.0, "MiB"),
@@ -236,7 +236,7 @@ def _cost_us(workers: int, iterations: int) -> float:
 
 
 def _ten_thousand() -> tuple[float, float]:
-    """Simulate 10,000 workers. Return the seconds it took and the peak memory of this process in MiB."""
+    """Simulate 10,000 workers. Return the duration in seconds and the peak memory of this process in MiB."""
     begun_s = time.perf_counter()
     simulate(jittery(10_000), "elastic-bsp:lookahead=15", 100)
     return time.perf_counter() - begun_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -248,10 +248,10 @@ def _in_a_process(function: Callable[[], tuple[float, float]]) -> tuple[float, f
 
 
 def training_ratio(batch: int, workers: int = 4, iterations: int = 60) -> float:
-    """Measure the time of an iteration in virtual time, divided by that of an iteration in a handwritten loop.
+    """Measure the wall-clock time of an iteration in a simulation, divided by the time in a handwritten loop.
 
-    An iteration of the loop computes the gradient of one batch on the next replica of the model, applies it with the
-    optimizer, and copies the weights to the replica.
+    An iteration of the handwritten loop computes the gradient of one batch on the next replica of the model, applies
+    the gradient with the optimizer, and copies the weights to the replica.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -265,7 +265,7 @@ def training_ratio(batch: int, workers: int = 4, iterations: int = 60) -> float:
 
 
 def _by_hand(batch: int, workers: int, iterations: int) -> float:
-    """Return the seconds that the handwritten loop takes, without its first round over the replicas."""
+    """Return the duration of the handwritten loop in seconds, without its first pass over the replicas."""
     master, _, _ = _problem(batch)
     replicas = [_problem(batch) for _ in range(workers)]
     optimizer = torch.optim.SGD(master.parameters(), lr=0.01, momentum=0.9)
@@ -295,8 +295,8 @@ def _problem(batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 def _timed(batch: int, iterations: int, times: list[float]) -> None:
     """Train as one worker in virtual time.
 
-    Appends to `times` the wall-clock time at which the first worker begins its second iteration, and the time at
-    which each worker ends.
+    Appends wall-clock times to `times`: first, the time at which the first worker begins its second iteration, and
+    then the time at which each worker ends.
     """
     model, x, y = _problem(batch)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model=model)
@@ -313,10 +313,10 @@ def _timed(batch: int, iterations: int, times: list[float]) -> None:
 
 
 def tables(report: SimulatorReport) -> list[Table]:
-    """Return a table of the accuracy and, if it was measured, one of the speed."""
+    """Return a table of the accuracy and, if the speed was measured, a table of the speed."""
     updates_goal, staleness_goal = FIDELITY_GOALS
     accuracy = Table(
-        title="accuracy: live runs, and simulations of the cluster that another run (under bsp) recorded",
+        title="accuracy: live runs, and simulations of the cluster recorded in another run (under bsp)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks sync`: the processor time that a sync model takes in a shard, per push and pull."""
+"""`python -m benchmarks sync`: the processor time per push and pull that a shard spends in a sync model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paceline.sync.events import AnyEvent, PullRequested, PushReceived, TimerFir
 __all__ = ["GOALS_US", "MODELS", "CostRow", "cost_table", "measure"]
 
 GOALS_US = {10: 6.0, 10_000: 12.0}
-"""Goals for the median time of one push and one pull, by the number of workers."""
+"""Number of workers -> goal for the median time of one push and one pull together."""
 
-MEASURED = 20_000  # number of pushes, per model and number of workers
+MEASURED = 20_000  # pushes that are measured for each model and number of workers
 STEP_S = 1e-3  # simulated time between two pushes
 
 
 def within_two(state: PullState) -> bool:
-    """Answer a pull if the worker is at most two iterations ahead of the slowest."""
+    """Return True if the worker is at most two iterations ahead of the slowest worker."""
     return state.gap <= 2
 
 
@@ -53,13 +53,13 @@ MODELS: tuple[SyncModel, ...] = (
 
 
 class CostRow(msgspec.Struct, frozen=True):
-    """The time of one sync model with one number of workers.
+    """The measured time of a sync model with a given number of workers.
 
     Attributes:
         sync: sync model.
         workers: number of workers.
-        median_us: median time of one push and one pull.
-        goal_us: goal for this time.
+        median_us: median time of one push and one pull together.
+        goal_us: goal for `median_us`.
     """
 
     sync: str
@@ -69,7 +69,7 @@ class CostRow(msgspec.Struct, frozen=True):
 
 
 def measure(models: Sequence[SyncModel] = MODELS, pushes: int = MEASURED) -> list[CostRow]:
-    """Measure the median time of one push and one pull under each model, hosted as in a live shard."""
+    """Measure the median time of one push and one pull under each model, with the code of a live shard."""
     return [
         CostRow(str(model), workers, _cost_us(model, workers, pushes), goal_us)
         for model in models
@@ -80,7 +80,7 @@ def measure(models: Sequence[SyncModel] = MODELS, pushes: int = MEASURED) -> lis
 def _cost_us(model: SyncModel, workers: int, pushes: int) -> float:
     """Measure one model.
 
-    Workers push in turn, each as soon as its last pull was answered. Some run ahead as far as the model allows.
+    Each worker pushes as soon as its last pull was answered, so some workers run ahead as far as the model allows.
     """
     shard = ShardSync(model)
     for worker in range(workers):

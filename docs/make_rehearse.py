@@ -27,7 +27,7 @@ def quiet(done: int, of: int, what: str) -> None:
 
 
 def main() -> int:
-    """Draw all pictures with the functions that implement the commands on the page. Return the exit code."""
+    """Draw all pictures, with the functions that the commands on the page call. Return the exit code."""
     cluster, console = load_cluster(str(CLUSTER)), Console(quiet=True)
     with TemporaryDirectory() as folder:
         out = Path(folder)

@@ -1,6 +1,6 @@
 """Write `docs/sync-models.md` and its pictures: `python docs/make_sync_models.py`.
 
-The text is taken from the module docstring of each model, and the pictures from simulations in virtual time. With
+The text comes from the module docstring of each model, and the pictures show simulations in virtual time. With
 --check, nothing is written, and the exit code is 0 if the page matches the docstrings, 1 otherwise.
 """
 
@@ -44,32 +44,34 @@ SHOWN: dict[str, list[str]] = {
     "spec-sync": ["spec-sync:abort_time_s=0.3,abort_rate=0.2"],
     "conditions": ["conditions"],
 }
-"""For each model, the settings that are pictured."""
+"""For each model, the settings for which a timeline is drawn."""
 
 INTRODUCTION = """\
 # The synchronization models
 
-A synchronization model, or *sync model*, decides which worker may start its next iteration, which worker waits, and
-what happens to a push. In code, a sync model is a value (see `paceline.sync`); on the command line, it is a name with
-keys. `paceline sync` lists all models, and `paceline sync ssp` describes one of them.
+A synchronization model, or *sync model*, decides when a worker may start its next iteration and when it has to wait,
+and whether a push is applied, held back or dropped. In Python, a sync model is an object (see `paceline.sync`); on
+the command line, it is a name with parameters. `paceline sync` lists all models, and `paceline sync ssp` describes
+one of them.
 
 The following terms are used for every model. c_p is the number of iterations that worker p has pushed, and min c is
 the smallest c_p of all live workers. *Progress* is c_p - 1, the index of the iteration that was just pushed. A
-*round* is complete when every live worker has pushed its gradient for it (some models define this differently), and
-V_train is the number of complete rounds. A *delayed pull* is a pull that is not answered on arrival. Each picture
-shows a simulation in virtual time, which runs the same synchronization code as a live run. It has four workers, one
-of them three times slower than the others, and iteration times that vary randomly by 10 % around their mean.
+*round* is complete when every live worker has pushed its gradient for this round (some models define this
+differently), and V_train is the number of complete rounds. A *delayed pull* is a pull that is not answered on
+arrival. Each picture shows a simulation in virtual time, which runs the same synchronization code as a live run.
+There are four workers, and one of them is three times slower than the others. The iteration times vary randomly by 10
+% around their mean.
 
 Shards may run different models, and a run may change its model:
 
     paceline run --workers 4 --servers 2 --sync 'bsp|ssp:staleness=3' train.py    # shard 0, shard 1
     paceline run --workers 4 --sync bsp@0,elastic-bsp@epoch:5 train.py            # from the 6th epoch on
 
-A script can change the model with `paceline.set_sync("elastic-bsp")`. All shards change at the same boundary: the old
-model ends for each worker with its next push, and the new model begins when all workers have sent that push. Pushes
-that were held back are averaged and applied at the boundary, so none is lost, and all workers have the same c_p when
-the new model begins. Some models need the whole job and cannot be combined with other models on other shards:
-`drop-stragglers`, `elastic-bsp`, `spec-sync`, and `conditions` that average.
+A script can change the model with `paceline.set_sync("elastic-bsp")`. All shards change at the same boundary: for
+each worker, the old model ends with the worker's next push, and the new model begins when all workers have sent this
+push. Pushes that were held back are averaged and applied at the boundary, so no push is lost, and all workers have
+the same c_p when the new model begins. Some models must run on all shards: `drop-stragglers`, `elastic-bsp`,
+`spec-sync`, and `conditions` with `pushes=average`.
 
 """
 
@@ -87,7 +89,7 @@ def draw(sync: str, path: Path) -> None:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Wrap the paragraphs of a text. Indented paragraphs stay unchanged."""
+    """Wrap the paragraphs of a text, but leave indented paragraphs unchanged."""
     paragraphs = [
         part
         if part.startswith(" ")
@@ -100,7 +102,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def section(page: Page) -> str:
-    """Return the section of the page on one model."""
+    """Return the section about one model."""
     lines = [f"## {page.name}", "", f"**{page.title}**", ""]
     if page.theory:
         lines += [wrapped(page.theory), ""]
@@ -121,7 +123,7 @@ def text() -> str:
 
 
 def main() -> int:
-    """Write the page and its pictures, or check the page with --check."""
+    """Write the page and its pictures or, with --check, only check the page. Return the exit code."""
     if "--check" in sys.argv[1:]:
         return TARGET.read_text() != text()
     PICTURES.mkdir(exist_ok=True)

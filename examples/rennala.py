@@ -1,4 +1,4 @@
-"""Rennala SGD: a server collects B gradients of the current version, applies their mean, and drops all others.
+"""Rennala SGD: each shard collects B gradients on the current weights, applies their mean, and drops all others.
 
 Reference: Tyurin and Richtarik, "Optimal time complexities of parallel stochastic optimization methods under a fixed
 computation model", NeurIPS 2023.
@@ -24,7 +24,7 @@ class Rennala(SyncModel, frozen=True):
 
 
 class RennalaShard(ShardMachine):
-    """What Rennala does at one shard."""
+    """The rule of Rennala SGD at one shard."""
 
     def __init__(self, batch: int) -> None:
         super().__init__()

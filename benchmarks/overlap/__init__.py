@@ -1,1 +1,1 @@
-"""`python -m benchmarks overlap`: how much overlap synchronization and even slicing save on slow links."""
+"""`python -m benchmarks overlap`: how much time overlap synchronization and even slicing save on slow links."""

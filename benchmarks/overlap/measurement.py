@@ -1,20 +1,21 @@
-"""The comparison of FluentPS (section IV): communication times with and without overlap and even slicing.
+"""The comparison in section IV of the FluentPS paper: communication times with and without overlap and even slicing.
 
-Each worker and each server runs in its own network namespace, with its own link of a limited rate. The settings:
+Each worker and each server runs in its own network namespace, with its own link of a limited rate. There are three
+settings:
 
-    1  overlap off, sliced by parameter     PS-Lite: no worker pulls before all workers have pushed everything
+    1  overlap off, sliced by parameter     PS-Lite: no worker pulls before all workers have pushed all slices
     2  overlap, sliced by parameter         overlap synchronization
     3  overlap, sliced evenly               with Elastic Parameter Slicing and several shards on each server
 
-All settings run under BSP over TCP. Nearly all parameters of the model are in one fully connected layer. When slicing
-by parameter, this layer is kept whole and lies on one shard.
+All settings run under BSP over TCP. Nearly all parameters of the model are in one fully connected layer. Slicing by
+parameter does not cut this layer, so one shard holds all of it.
 
-The *communication time* is the time of an iteration minus the time of a forward and backward pass alone. The latter
-is measured in the same processes, in all of them at the same time, after the last iteration. Each figure is the
-median over iterations, then the mean over workers, then the median over rounds.
+The *communication time* is the time of an iteration minus the time of a forward and backward pass alone. After the
+last iteration, all processes measure these passes at the same time. For each time, the median over iterations is
+computed first, then the mean over workers, then the median over rounds.
 
-The *link minimum* is the time for which the link of the busiest server is in use: the server must receive the parts
-of all workers before it can answer with its last shard or, without overlap, before it can answer at all. The minimum
+The *link minimum* is the time for which the link of the busiest server is in use. This server must receive its slices
+from all workers before it can answer for its last shard or, without overlap, before it can answer at all. The minimum
 does not include protocol overhead, processor time or delays.
 """
 
@@ -67,24 +68,25 @@ __all__ = [
 
 WORKERS = 4
 SERVERS = 4
-SHARDS = 16  # in setting 3, see `OverlapPlan`
+SHARDS = 16  # number of shards in setting 3, see `OverlapPlan`
 ROUNDS = 3
-WIDTH = 2048  # outputs of the large layer; the model then has 38 MB
+WIDTH = 2048  # outputs of the large layer, which give the model a size of 38 MB
 WARM_UP = 2  # iterations that are not measured
 BATCH = 4
 LR = 1e-3
-STARTING_S = 15.0  # approximate time in which the processes of a run start on two cores
+STARTING_S = 15.0  # approximate time for starting the processes of a run on two cores
 
 
 class OverlapSetting(msgspec.Struct, frozen=True):
-    """A setting of the comparison.
+    """One of the settings that are compared.
 
     Attributes:
         name: name in the table and the picture.
-        overlap: the argument `overlap` of `launch`.
-        slicing: the argument `slicing` of `launch`.
+        overlap: argument `overlap` for `launch`.
+        slicing: argument `slicing` for `launch`.
         shards: number of shards.
-        paper_less: share of the first setting's communication time that this setting saved in FluentPS.
+        paper_less: share of the first setting's communication time that this setting saves according to FluentPS;
+            None for the first setting.
     """
 
     name: str
@@ -95,16 +97,16 @@ class OverlapSetting(msgspec.Struct, frozen=True):
 
 
 class OverlapPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure. Call `require_sound` before anything starts.
+    """The parameters of the benchmark. Call `require_sound` before anything starts.
 
     Attributes:
         rate: rate of each link in each direction, in the notation of tc.
-        delay_s: delay of everything that a machine sends.
+        delay_s: delay of each packet that a machine sends.
         rounds: number of rounds.
         iterations: number of measured iterations of each run.
         shards: number of shards in setting 3. With one shard per server, a server answers only after it has received
-            all of its pushes. With several, it sends the first answers while later pushes arrive, at the price of
-            more messages.
+            all pushes. With several shards per server, a server sends the first answers while later pushes arrive,
+            but there are more messages.
         width: number of outputs of the large layer.
     """
 
@@ -117,7 +119,7 @@ class OverlapPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> tuple[OverlapSetting, ...]:
-        """The settings. The others are compared with the first one."""
+        """The settings. All others are compared with the first one."""
         return (
             OverlapSetting("1 overlap off, by parameter", "off", "by-parameter", SERVERS, None),
             OverlapSetting("2 overlap, by parameter", "shards", "by-parameter", SERVERS, 0.86),
@@ -134,7 +136,7 @@ class OverlapPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OverlapRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one setting.
+    """The results for one setting.
 
     Attributes:
         setting: name of the setting.
@@ -147,7 +149,7 @@ class OverlapRow(msgspec.Struct, frozen=True, kw_only=True):
         bare_ms: time of a forward and backward pass alone.
         least_ms: the link minimum.
         less: share of the first setting's communication time that this setting saves; None for the first setting.
-        paper_less: the same share in FluentPS.
+        paper_less: share that this setting saves according to FluentPS; None for the first setting.
     """
 
     setting: str
@@ -164,17 +166,17 @@ class OverlapRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OverlapReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of all settings, and the conditions under which they were measured.
+    """The results for all settings, and the conditions of the measurement.
 
     Attributes:
         rate: rate of each link in each direction.
-        delay_ms: delay of everything that a machine sends; 0 if the kernel cannot delay packets.
+        delay_ms: delay of each packet that a machine sends; 0 if the kernel cannot delay packets.
         workers: number of workers, each on its own machine.
         servers: number of servers, each on its own machine.
         size_mb: size of the model, in MB of 2**20 bytes.
         rounds: number of rounds.
-        rows: figures, one row per setting.
-        exchanges: the median iteration of the last round, for each setting.
+        rows: one row per setting.
+        exchanges: for each setting, the iteration of the last round with the median duration.
     """
 
     rate: str
@@ -188,7 +190,7 @@ class OverlapReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def conditions(self) -> str:
-        """Description of the conditions."""
+        """Description of the conditions of the measurement."""
         delay = f"{self.delay_ms:g} ms of delay" if self.delay_ms else "no delay (this kernel has no netem)"
         return (
             f"{self.workers} workers and {self.servers} servers, each with a link of {self.rate} each way, "
@@ -197,13 +199,13 @@ class OverlapReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The figures of one run.
+    """The results of one run.
 
     Attributes:
         communication_s: communication time of an iteration.
         bare_s: time of a forward and backward pass alone.
         least_s: the link minimum.
-        exchange: the median iteration.
+        exchange: the iteration with the median duration.
     """
 
     communication_s: float
@@ -234,12 +236,12 @@ def measure(plan: OverlapPlan, tell: TellShare = lambda what, share, slow=False:
     """Measure everything in the plan, round by round.
 
     Args:
-        plan: what to measure.
+        plan: parameters of the benchmark.
         tell: progress callback, called before each run.
 
     Raises:
-        ConfigurationError: the plan is invalid, or this system cannot create the machines; nothing was started.
-        RunFailedError: a process failed; all others have been ended.
+        ConfigurationError: the plan is invalid, or network namespaces cannot be created; nothing was started.
+        RunFailedError: a process failed; all other processes have been ended.
     """
     plan.require_sound()
     found: list[list[Found]] = [[] for _ in plan.settings]
@@ -264,7 +266,7 @@ def measure(plan: OverlapPlan, tell: TellShare = lambda what, share, slow=False:
 
 
 def estimate_s(plan: OverlapPlan) -> float:
-    """Estimate how long the measurements take on two cores."""
+    """Estimate how long the measurements take on two cores, in seconds."""
     transfer_s = _layout(plan).size_bytes * 8 / rate_bps(plan.rate)
     iterations_s = (WARM_UP + plan.iterations) * transfer_s * (2 * WORKERS + 2 * WORKERS + 2)
     return plan.rounds * (len(plan.settings) * STARTING_S + iterations_s)
@@ -297,9 +299,9 @@ def _run(plan: OverlapPlan, setting: OverlapSetting, machines: Network, out: Pat
 
 
 def _train(width: int, iterations: int, out: Path) -> None:
-    """Train as one worker, then time forward and backward alone.
+    """Train as one worker, then time the forward and backward passes alone.
 
-    Under BSP all workers finish the last iteration together, so all of them time it at the same time.
+    Under BSP, all workers finish the last iteration together, so they all time these passes at the same time.
     """
     torch.manual_seed(worker_index())
     images, labels = torch.randn(BATCH, 3, 32, 32), torch.randint(10, (BATCH,))
@@ -325,7 +327,7 @@ def _time_s(step: Callable[[], object]) -> float:
 
 
 def least_s(plan: OverlapPlan, setting: OverlapSetting) -> float:
-    """Return the link minimum of one iteration: the time for which the link of the busiest server is in use."""
+    """Return the link minimum of one iteration in seconds, see the module docstring."""
     layout = _layout(plan)
     cut = layout.slice_evenly if setting.slicing == "even" else layout.slice_by_parameter
     of_server: dict[int, list[int]] = {}
@@ -347,7 +349,14 @@ def found_in(
     bare_s: Sequence[float],
     least_s: float,
 ) -> Found:
-    """Compute the figures of a run from its records, the traces of its shards, and each worker's bare time."""
+    """Compute the results of a run.
+
+    Args:
+        records: iterations of each worker.
+        shards: trace of each shard.
+        bare_s: for each worker, the time of a forward and backward pass alone.
+        least_s: the link minimum.
+    """
     times_s = [[row.answered_s - row.begun_s for row in worker[WARM_UP:]] for worker in records]
     whole_s = [median(worker) for worker in times_s]
     of_all_s = [max(iteration) for iteration in zip(*times_s, strict=True)]
@@ -361,7 +370,7 @@ def found_in(
 
 
 def rows(settings: Sequence[OverlapSetting], found: Sequence[Sequence[Found]]) -> tuple[OverlapRow, ...]:
-    """Return one row per setting from the figures of its runs."""
+    """Return one row per setting, computed from the results of its runs."""
     made: list[OverlapRow] = []
     for setting, runs in zip(settings, found, strict=True):
         times_ms = [run.communication_s * 1e3 for run in runs]
@@ -390,8 +399,8 @@ def table(report: OverlapReport) -> Table:
         title="Communication of an iteration, ms",
         title_justify="left",
         caption=f"{report.conditions}\nmedians of {report.rounds} round{'s' if report.rounds != 1 else ''}; low "
-        "and high are of single rounds\nlink minimum: time in which the busiest server's link carries the data\n"
-        "saved: compared with setting 1; paper: FluentPS, section IV, ResNet-56, compared with PS-Lite",
+        "and high: fastest and slowest round\nlink minimum: time for which the busiest server's link is in use\n"
+        "saved: compared with setting 1; paper: saved compared with PS-Lite, FluentPS, section IV, ResNet-56",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,

@@ -1,13 +1,13 @@
-"""Several virtual machines on one machine: network namespaces that are connected by links of a given rate.
+"""An emulated network on one machine: network namespaces that are connected by links of a given rate.
 
-`network` creates the namespaces and their devices and always removes them again. Each machine has one link, a veth
-pair to a switch. The switch is a bridge in its own namespace, so the firewall of this system does not affect it. A
-token bucket (tc-tbf) limits each direction of a link, so a machine can send and receive at the full rate at the same
-time, as with a full-duplex cable. If the kernel has netem, everything that a machine sends is delayed as well. The
-launcher runs outside of the machines. It reaches the switch by a link without a limit, the only device outside the
-namespaces.
+`network` creates the namespaces and their devices and always removes them at the end. Each emulated machine has one
+link, a veth pair to a switch. The switch is a bridge in its own namespace, so the firewall of the host does not
+affect it. A token bucket (tc-tbf) limits each direction of a link, so a machine can send and receive at the full rate
+at the same time, as with a full-duplex cable. If the kernel has netem, each packet that a machine sends is delayed as
+well. The launcher runs outside the namespaces and reaches the switch by a link without a limit. The end of this link
+is the only device outside the namespaces.
 
-The machines share the processors of the real machine.
+All emulated machines share the processors of the host.
 
 The names of namespaces and devices contain the process id of the launcher that created them. If a launcher was killed
 before it could remove them, the next one does.
@@ -34,8 +34,8 @@ __all__ = ["Network", "NetworkLink", "network", "rate_bps", "why_not"]
 
 NAMESPACES = Path("/var/run/netns")  # where `ip netns` stores namespaces
 DEVICES = Path("/sys/class/net")
-# Names of namespaces and devices that this module creates. A process id has at most 7 digits, the name of a device
-# at most 15 characters.
+# Names of namespaces and devices that this module creates. A process id has at most 7 digits, and the name of a
+# device must have at most 15 characters.
 OURS = re.compile(r"paceline(\d+)(-.*)?")
 
 SUBNETS = 512  # in 198.18.0.0/15, which is reserved for benchmarks (RFC 2544)
@@ -46,18 +46,18 @@ UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 FASTEST_BPS = 100 * 10**9
 SLOWEST_BPS = 10**6
 
-BURST_S = 0.001  # size of a burst that may be sent immediately, as time at the rate of the link
+BURST_S = 0.001  # size of a burst that may be sent immediately, divided by the rate of the link
 SMALLEST_BURST_BYTES = 128 * 1024  # two of the largest packets that TCP passes to a device
-QUEUE_S = 0.05  # length of the queue, as time at the rate of the link; further packets are dropped
-PACKETS = 100_000  # packets that may be delayed at the same time
+QUEUE_S = 0.05  # size of the queue, divided by the rate of the link; further packets are dropped
+PACKETS = 100_000  # maximum number of packets that are being delayed at the same time
 
 
 class NetworkLink(msgspec.Struct, frozen=True):
-    """The link of a machine.
+    """The link of an emulated machine.
 
     Attributes:
         rate: rate in each direction, in the notation of tc, for example "1gbit".
-        delay_s: delay of everything that the machine sends, if the kernel can delay packets.
+        delay_s: delay of each packet that the machine sends, if the kernel can delay packets.
     """
 
     rate: str = "1gbit"
@@ -65,12 +65,12 @@ class NetworkLink(msgspec.Struct, frozen=True):
 
 
 class Network(msgspec.Struct, frozen=True):
-    """A network of machines.
+    """A network of emulated machines.
 
     Attributes:
         host: address of the launcher.
-        machines: the machines.
-        delayed: True if packets are delayed. False if no delay was asked for, or the kernel lacks netem.
+        machines: for each machine, its address and the command that runs a process on it.
+        delayed: True if packets are delayed; False if no delay was requested or the kernel lacks netem.
     """
 
     host: str
@@ -82,7 +82,7 @@ def rate_bps(rate: str) -> float:
     """Convert a rate to bits per second.
 
     Raises:
-        ConfigurationError: this is not a rate that a link can have.
+        ConfigurationError: the rate is not in this notation, or a link cannot have it.
 
     >>> rate_bps("1gbit"), rate_bps("2.5mbit")
     (1000000000.0, 2500000.0)
@@ -97,7 +97,7 @@ def rate_bps(rate: str) -> float:
 
 
 def why_not() -> str:
-    """Describe what is missing on this system to create machines. Return "" if nothing is missing."""
+    """Return a description of what is missing to create network namespaces, or "" if nothing is missing."""
     missing = [f"the command {name!r}" for name in ("ip", "tc") if shutil.which(name) is None]
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         missing.insert(0, "root (try sudo)")
@@ -106,7 +106,7 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def network(count: int, link: NetworkLink) -> Iterator[Network]:
-    """Create machines with one link each, and remove them when the context exits.
+    """Create a network of machines with one link each, and remove it when the context exits.
 
     A process can have only one network at a time.
 
@@ -161,7 +161,7 @@ def _make(name: str, count: int, link: NetworkLink, bps: float) -> Network:
 
 
 def _limit(namespace: str, device: str, bps: float, delay_s: float) -> None:
-    """Limit the rate at which a device sends. Packets are delayed before the limit."""
+    """Limit the rate at which a device sends. If `delay_s` is not 0, packets are delayed before the limit."""
     parent = "root"
     if delay_s:
         delay_us = round(delay_s * 1e6)
@@ -178,7 +178,7 @@ def _limit(namespace: str, device: str, bps: float, delay_s: float) -> None:
 
 
 def _has_netem(switch: str) -> bool:
-    """Return True if the kernel has netem. Tries it on a device that has no limit."""
+    """Return True if the kernel has netem. Tries netem on the launcher's device, which has no limit."""
     tried = _run(f"tc -n {switch} qdisc add dev launcher root netem delay 1us")
     if tried.returncode == 0:
         _do(f"tc -n {switch} qdisc del dev launcher root")
@@ -186,23 +186,25 @@ def _has_netem(switch: str) -> bool:
 
 
 def _free_subnet() -> str:
-    """Return the first three numbers of an unused subnet. Processes begin their search at different ones."""
+    """Return the first three numbers of an unused subnet. Different processes begin at different subnets."""
     known = _do("ip -4 route show table all")
     for number in range(os.getpid(), os.getpid() + SUBNETS):
         subnet = f"198.{18 + number % SUBNETS // 256}.{number % 256}"
         if f"{subnet}." not in known:
             return subnet
-    raise ConfigurationError("no subnet of 198.18.0.0/15 is free for the machines.")
+    raise ConfigurationError(
+        "creating network namespaces needs a free subnet of 198.18.0.0/15, but all of them are in use."
+    )
 
 
 def _present() -> list[str]:
-    """Return the names of all namespaces and devices of this system."""
+    """Return the names of all network namespaces and devices on the host."""
     folders = [folder for folder in (NAMESPACES, DEVICES) if folder.is_dir()]
     return sorted(path.name for folder in folders for path in folder.iterdir())
 
 
 def _remove(owner: int) -> None:
-    """Remove everything that a process has created so far. Removing a namespace removes its devices."""
+    """Remove all namespaces and devices that a process has created. Removing a namespace also removes its devices."""
     for name in _present():
         match = OURS.fullmatch(name)
         if match is not None and int(match[1]) == owner:
@@ -220,7 +222,7 @@ def _do(command: str) -> str:
 
 
 def _run(command: str) -> subprocess.CompletedProcess[str]:
-    # In its own process group, so that only the launcher receives Ctrl-C and no command is interrupted midway.
+    # The command has its own process group, so that Ctrl-C interrupts only the launcher and not a running command.
     return subprocess.run(
         command.split(),
         capture_output=True,
@@ -233,7 +235,7 @@ def _run(command: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C in this context. Only the main thread receives it, so other threads need not do anything."""
+    """Ignore Ctrl-C in this context. In other threads, do nothing: only the main thread receives Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
-"""A picture of one iteration: for each worker and shard, when a push was in flight, when it waited, when it was
-answered.
+"""A picture of one iteration, which shows how pushes and answers overlap.
 
-Where overlap synchronization takes effect, answers leave while other pushes still arrive.
+For each worker and shard, it shows when the push was in flight, when the worker waited, and when the shard answered.
+With overlap synchronization, shards send answers while other pushes are still arriving.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ANSWERING = "#009E73"
 
 WIDTH_INCHES = 11.0
 PANEL_HEIGHT_INCHES = 2.7
-GAP = 0.16  # share of a worker's row that separates it from the next
+GAP = 0.16  # share of a worker's row that is left empty between this row and the next
 
 
 class Exchange(msgspec.Struct, frozen=True):
     """The pushes and pulls of one iteration. All times are in seconds since the first worker began the iteration.
 
     Attributes:
-        computed_s: for each worker, when its gradient was ready. Parts of it may have been sent before.
+        computed_s: for each worker, when its gradient was ready. Parts of the gradient may have been sent earlier.
         answered_s: for each worker, when it had received the weights of all shards.
         received_s: for each shard and worker, when the push had arrived completely.
         released_s: for each shard and worker, when the shard began to send the answer.
@@ -59,7 +59,7 @@ class Exchange(msgspec.Struct, frozen=True):
 
     @property
     def overlap_s(self) -> float:
-        """Time between the first answer and the last arrival of a push; 0 if all pushes arrived before it."""
+        """Time from the first answer to the last arrival of a push; 0 if all pushes arrived before that answer."""
         first_s = min(min(shard) for shard in self.released_s)
         return max(0.0, max(max(shard) for shard in self.received_s) - first_s)
 
@@ -93,12 +93,12 @@ def exchange_of(
 
 
 def overlap_picture(title: str, note: str, exchanges: Mapping[str, Exchange]) -> Figure:
-    """Draw one panel per setting, all with the same time axis.
+    """Draw one panel per setting. All panels have the same time axis.
 
     Args:
         title: title of the figure.
         note: smaller text below the title, which describes the links.
-        exchanges: one iteration for each setting, by the name of the setting.
+        exchanges: name of a setting -> one iteration with this setting.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -145,7 +145,7 @@ def draw_exchange(axes: Axes, exchange: Exchange) -> None:
 
 
 def _explain(panel: Axes) -> None:
-    """Draw a legend of the colors above the first panel."""
+    """Draw a legend for the colors above the first panel."""
     from matplotlib.patches import Patch
 
     meanings = {

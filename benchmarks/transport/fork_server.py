@@ -26,23 +26,23 @@ from .systems import SERVER_ROLES, WORKER_ROLES, launch_paceline
 
 __all__ = ["ForkServer", "fork_server", "main", "measure_turn", "one_thread_each"]
 
-LOG_LINES = 15  # shown of the log if a process fails
-ROOT = Path(__file__).resolve().parents[2]  # where `benchmarks` can be imported
+LOG_LINES = 15  # number of lines of the log that are shown if a process fails
+ROOT = Path(__file__).resolve().parents[2]  # directory that contains the package `benchmarks`
 
 
 class ForkServer(NamedTuple):
-    """A running fork server. It reads a turn and a directory, and writes a line when the turn is measured.
+    """A running fork server. For each turn and directory that it reads, it writes a line when the turn is measured.
 
     Attributes:
         process: the process of the fork server.
-        log: file to which it writes its standard error.
+        log: file that contains the standard error of the process.
     """
 
     process: subprocess.Popen[bytes]
     log: Path
 
     def run(self, turn: Turn, out: Path) -> None:
-        """Run the processes of a turn.
+        """Run the processes of a turn, which write their results into the directory `out`.
 
         Raises:
             RunFailedError: a process failed.
@@ -62,7 +62,7 @@ class ForkServer(NamedTuple):
 
 @contextmanager
 def fork_server(home: Path) -> Iterator[ForkServer]:
-    """Start a fork server that writes its log into `home`. On exit, end it with all processes it has forked."""
+    """Start a fork server that writes its log into `home`. On exit, kill it and all processes that it has forked."""
     log = home / "fork-server.log"
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -71,7 +71,7 @@ def fork_server(home: Path) -> Iterator[ForkServer]:
             stdout=subprocess.PIPE,
             stderr=errors,
             cwd=ROOT,
-            process_group=0,  # only the parent receives Ctrl-C; it ends the fork server
+            process_group=0,  # only the parent receives Ctrl-C, and then kills the fork server
         )
     try:
         yield ForkServer(process, log)
@@ -98,12 +98,12 @@ def one_thread_each() -> Iterator[None]:
 
 
 def measure_turn(turn: Turn, out: Path, server: ForkServer) -> Figures:
-    """Measure a turn. Return the means of the workers' figures."""
+    """Measure a turn. Return the means over the workers."""
     run = launch_paceline if turn.cases[0].system == "paceline" else server.run
     run(turn, out)
     found = [json.loads(path.read_text()) for path in out.glob("figures-*")]
     assert len(found) == turn.workers, (
-        f"{turn.name}: {len(found)} of {turn.workers} workers have written their figures"
+        f"{turn.name}: {len(found)} of {turn.workers} workers have written their results"
     )
     return {mode: fmean(figures[mode] for figures in found) for mode in found[0]}
 
@@ -111,7 +111,7 @@ def measure_turn(turn: Turn, out: Path, server: ForkServer) -> Figures:
 def main() -> None:
     """Run as the fork server: fork the processes of each turn that arrives on standard input."""
     torch.set_num_threads(1)
-    torch.optim.SGD([torch.zeros(1)], lr=LR)  # imports half of torch here, once, and not in each process
+    torch.optim.SGD([torch.zeros(1)], lr=LR)  # imports many modules of torch once, instead of in each process
     for line in sys.stdin.buffer:
         turn, out = msgspec.json.decode(line, type=tuple[Turn, str])
         _fork(turn, Path(out))
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def _fork(turn: Turn, out: Path) -> None:
-    """Start the processes of a turn and wait until they end. If one fails, exit, which ends the others."""
+    """Start the processes of a turn and wait until they end. If one fails, exit; this ends all other processes."""
     fork = multiprocessing.get_context("fork")
     system = turn.cases[0].system
     servers = turn.servers if system in SERVER_ROLES else 0

@@ -1,4 +1,4 @@
-"""Goals for the figures, and whether they are met."""
+"""Goals for the results of the benchmark, and whether they are met."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["GOALS", "Times", "TransportGoal", "goal_rows", "ratio_of", "times_by
 
 
 class Goal(NamedTuple):
-    """A bound on a figure, or on the ratio of two figures.
+    """A bound on a time, or on the ratio of two times.
 
     Attributes:
-        top: case of the figure, or of the numerator.
-        bottom: case of the denominator; None if the bound is on the figure itself, in microseconds.
+        top: case of the time, or of the numerator.
+        bottom: case of the denominator; None if the bound is on the time itself, in microseconds.
         size_mb: size of the model, in MB of 2**20 bytes.
         workers: number of workers.
         bound: the bound.
-        at_least: True if it is a lower bound.
+        at_least: True if `bound` is a lower bound, False if it is an upper bound.
     """
 
     top: Case
@@ -59,12 +59,12 @@ GOALS: tuple[Goal, ...] = (
 
 
 class TransportGoal(msgspec.Struct, frozen=True):
-    """A goal and its measured figure.
+    """A goal and its result.
 
     Attributes:
         goal: the goal.
-        figure: measured figure or ratio.
-        met: True if the figure is within the bound.
+        figure: measured time in microseconds, or measured ratio.
+        met: True if `figure` is within the bound.
     """
 
     goal: Goal
@@ -73,11 +73,11 @@ class TransportGoal(msgspec.Struct, frozen=True):
 
 
 Times = Mapping[tuple[Case, float, int], float]
-"""Milliseconds by (case, size in MB, number of workers)."""
+"""(case, size in MB, number of workers) -> time in milliseconds."""
 
 
 def goal_rows(rows: Sequence[TransportRow]) -> list[TransportGoal]:
-    """Compare the goals with the rows. Goals whose figures were not measured are left out."""
+    """Compare the goals with the rows. Goals that need a time which was not measured are left out."""
     times_ms = times_by_case(rows)
     found = []
     for goal in GOALS:
@@ -96,16 +96,16 @@ def _measured(times_ms: Times, goal: Goal) -> float | None:
 
 
 def ratio_of(times_ms: Times, top: Case, bottom: Case, size_mb: float, workers: int) -> float | None:
-    """Return the ratio of two cases; None if one was not measured or is not positive.
+    """Return the ratio of the times of two cases; None if one of the times was not measured or is not positive.
 
-    A time may be negative, since the time of the backward pass is subtracted.
+    A time may be negative, because the time of the backward pass is subtracted.
     """
     above, below = (times_ms.get((case, size_mb, workers), 0.0) for case in (top, bottom))
     return above / below if above > 0 and below > 0 else None
 
 
 def times_by_case(rows: Sequence[TransportRow]) -> Times:
-    """Return the medians of the rows by case, size and number of workers."""
+    """Return the median time of each row by case, size and number of workers."""
     times_ms: dict[tuple[Case, float, int], float] = {}
     for row in rows:
         case = Case(row.system, row.transport, row.mode)

@@ -22,18 +22,18 @@ def measure(
     """Measure everything in the plan, round by round.
 
     Args:
-        plan: what to measure.
+        plan: parameters of the benchmark.
         tell: progress callback, called before each turn.
 
     Raises:
         ConfigurationError: the plan is invalid; nothing was started.
-        RunFailedError: a process failed; all others have been ended.
+        RunFailedError: a process failed; all other processes have been ended.
     """
     plan.require_sound()
     turns = turns_of(plan)
     total_s, done_s = estimate_s(plan), 0.0
     found: dict[Turn, list[Figures]] = {turn: [] for turn in turns}
-    # The fork server ends before its directory is removed.
+    # Contexts exit in reverse order, so the fork server ends before its directory is removed.
     with one_thread_each(), tempfile.TemporaryDirectory() as home, fork_server(Path(home)) as server:
         for number in range(plan.rounds):
             for turn in turns:
@@ -47,7 +47,7 @@ def measure(
 
 
 def rows_of(turn: Turn, rounds: Sequence[Figures]) -> list[TransportRow]:
-    """Return one row for each case of a turn, from its figures in each round."""
+    """Return one row for each case of a turn, computed from the results of all rounds."""
     rows = []
     for system, transport, mode in turn.cases:
         figures_ms = [figures[mode] * 1e3 for figures in rounds]

@@ -1,4 +1,4 @@
-"""The plan of the measurements: systems, sizes, processes, iterations, and an estimate of the time they take."""
+"""The plan of the measurements: systems, sizes, processes, iterations, and an estimate of the total time."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ WORKERS = (2, 4)
 SERVERS = 2
 ROUNDS = 3
 
-TENSORS = 8  # tensors of a model: few models consist of a single tensor
+TENSORS = 8  # number of tensors of a model, since few models consist of a single tensor
 ONE_TENSOR_BELOW_KB = 64
 SMALLEST_MB = 0.001
 OPTIMIZER_MB = 100.0
 
-SECONDS = 0.5  # approximate time spent on iterations, per figure and round
+SECONDS = 0.5  # approximate time spent on iterations, per result and round
 WARM_UP = 2  # iterations that are not measured
-FEWEST, MOST = 8, 1500  # limits on the number of iterations
+FEWEST, MOST = 8, 1500  # smallest and largest number of iterations
 LR = 1e-3
 
 
 class Case(NamedTuple):
-    """What a figure measures: a system, its transport and its mode."""
+    """What is measured: a system with a transport and a mode."""
 
     system: str
     transport: str
@@ -89,7 +89,7 @@ SYSTEMS = (*dict.fromkeys(turn[0].system for turn in TURNS), OPTIMIZER.system)
 
 
 class Updated(NamedTuple):
-    """An optimizer, and the memory traffic of its updates.
+    """An optimizer and the memory traffic of its updates.
 
     Attributes:
         make: creates the optimizer.
@@ -110,7 +110,7 @@ OPTIMIZERS: dict[str, Updated] = {
 
 
 class TransportPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure. Call `require_sound` before anything starts.
+    """The parameters of the benchmark. Call `require_sound` before anything starts.
 
     Attributes:
         sizes_mb: sizes of the model, in MB of 2**20 bytes.
@@ -130,7 +130,7 @@ class TransportPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Check the plan.
 
         Raises:
-            ConfigurationError: a value is invalid. The message contains the value and what was expected.
+            ConfigurationError: a parameter is invalid. The message contains its value and what was expected.
         """
         for system in self.systems:
             if system not in SYSTEMS:
@@ -148,7 +148,7 @@ class TransportPlan(msgspec.Struct, frozen=True, kw_only=True):
             most = elements(size_mb) * ITEM_BYTES["float32"] // ALIGNMENT_BYTES
             if self.servers > most:
                 raise ConfigurationError(
-                    f"servers is {self.servers}, expected at most {most}: {size_mb:g} MB has no more slices."
+                    f"servers is {self.servers}, expected at most {most}: a model of {size_mb:g} MB cannot be cut into more slices."
                 )
 
 
@@ -173,7 +173,7 @@ class Turn(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Name of the measurement, for the progress and for errors."""
+        """Name of the measurement, for the progress display and error messages."""
         system, transport, _ = self.cases[0]
         if self.optimizer is not None:
             return f"update by {self.optimizer}, {self.size_mb:g} MB"
@@ -182,7 +182,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One figure.
+    """One result of the benchmark.
 
     Attributes:
         system: name of the system, see `SYSTEMS`.
@@ -193,8 +193,8 @@ class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         median_ms: time of a step or an update, the median over the rounds.
         low_ms: smallest time of a round.
         high_ms: largest time of a round.
-        optimizer: key in `OPTIMIZERS` if this is the time of an update.
-        traffic_ms: time that the memory traffic of the update takes at the speed of a copy.
+        optimizer: key in `OPTIMIZERS` if this is the time of an update, else None.
+        traffic_ms: time for copying as many bytes as the update reads and writes; None if this is not an update.
     """
 
     system: str
@@ -210,16 +210,16 @@ class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 Figures = dict[str, float]
-"""Seconds by mode, or by "traffic"."""
+"""Mode, or "traffic" -> seconds."""
 
 
 def estimate_s(plan: TransportPlan) -> float:
-    """Estimate how long the measurements take on two cores."""
+    """Estimate how long the measurements take on two cores, in seconds."""
     return plan.rounds * sum(work_s(turn) for turn in turns_of(plan))
 
 
 def turns_of(plan: TransportPlan) -> list[Turn]:
-    """List the measurements of one round."""
+    """Return the measurements of one round."""
     turns = [
         Turn(cases, size_mb, workers, plan.servers, _iterations(size_mb, workers))
         for size_mb in dict.fromkeys(plan.sizes_mb)
@@ -234,21 +234,23 @@ def turns_of(plan: TransportPlan) -> list[Turn]:
 
 
 def _guess_s(size_mb: float, workers: int) -> float:
-    """Estimate the time of one step."""
+    """Estimate the time of one step, in seconds."""
     return max(1.0, workers / 2) * (0.0003 + 0.002 * size_mb)
 
 
 def _iterations(size_mb: float, workers: int) -> int:
-    """Estimate how many iterations fit into `SECONDS`. All processes then run the same number."""
+    """Estimate how many iterations fit into `SECONDS`. All processes run the same number of iterations."""
     return max(FEWEST, min(MOST, int(SECONDS / _guess_s(size_mb, workers))))
 
 
 def work_s(turn: Turn) -> float:
-    """Estimate how long a measurement takes."""
+    """Estimate how long a measurement takes, in seconds."""
     system = turn.cases[0].system
-    series = len(turn.cases) + (system in ("gloo", "paceline"))  # one more for backward alone
+    series = len(turn.cases) + (
+        system in ("gloo", "paceline")
+    )  # gloo and Paceline also measure backward alone
     steps_s = series * (WARM_UP + turn.iterations) * _guess_s(turn.size_mb, turn.workers)
-    # The processes import torch on two cores, and a run saves its weights at the end.
+    # Starting a run includes the import of torch in all processes on two cores, and saving the weights at the end.
     launching_s = 0.8 + (turn.workers + turn.servers) * (1.0 + turn.size_mb / 200)
     start_s = launching_s if system == "paceline" else 0.2
     return start_s + steps_s

@@ -1,4 +1,4 @@
-"""Coordination of the processes of a turn by files in a common directory: barriers, and figures of the workers."""
+"""Coordination of the processes of a turn by files in a common directory: barriers and published results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def publish(out: Path, name: str, text: str) -> None:
 
 
 def meet(out: Path, name: str, index: int, count: int) -> None:
-    """Wait until `count` workers have called this with the same name. `index` is the caller's number."""
+    """Wait until `count` workers have called this function with the same name. `index` is the caller's index."""
     Path(out, f"{name}-{index}").touch()
     paths = [Path(out, f"{name}-{other}") for other in range(count)]
     await_until(lambda: all(path.exists() for path in paths), f"{count} workers to reach {name!r}")
@@ -32,7 +32,7 @@ def await_until(arrived: Callable[[], bool], what: str) -> None:
     """Poll until the condition is true.
 
     Raises:
-        DeadlineError: the condition has not become true in time.
+        DeadlineError: the condition is still false after `MEETING_TIMEOUT_S`.
     """
     deadline_s = time.monotonic() + MEETING_TIMEOUT_S
     while not arrived():

@@ -18,10 +18,11 @@ __all__ = ["echo_server", "echo_worker"]
 
 
 def echo_worker(turn: Turn, index: int, out: Path) -> Figures:
-    """Exchange with each server its slice of the gradient for its slice of the weights.
+    """In each iteration, send each server its slice of the gradient and receive its slice of the weights.
 
-    A worker sends to the servers in a fixed order and receives from them in any order. A worker whose send blocks
-    then waits only for servers later in that order, so the processes cannot deadlock even with small kernel buffers.
+    A worker sends to the servers in a fixed order and receives from them in any order. Therefore, a worker whose send
+    blocks waits only for servers later in that order, and the processes cannot deadlock even if kernel buffers are
+    small.
     """
     length = elements(turn.size_mb)
     gradient, weights = torch.ones(length), torch.zeros(length)
@@ -40,12 +41,12 @@ def echo_worker(turn: Turn, index: int, out: Path) -> Figures:
 
     meet(out, "before", index, turn.workers)
     step_s = median_s(step, turn.iterations)
-    meet(out, "after", index, turn.workers)  # a connection that ends earlier is a failure
+    meet(out, "after", index, turn.workers)  # a server fails if a connection ends before all workers are done
     return {turn.cases[0].mode: step_s}
 
 
 def echo_server(turn: Turn, index: int, out: Path) -> None:
-    """Hold a slice of the weights, and answer each push (ASP) or all pushes of an iteration together (BSP)."""
+    """Hold a slice of the weights. Answer each push immediately (ASP), or all pushes of an iteration together (BSP)."""
     part = _slices(elements(turn.size_mb), turn.servers)[index]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         publish(out, f"port-{index}", str(listener.getsockname()[1]))

@@ -1,4 +1,4 @@
-"""The systems that are compared: what their workers and servers do."""
+"""The code of the workers and servers of the compared systems."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _gloo(turn: Turn, index: int, out: Path) -> Figures:
         model().backward()
         for layer, place in zip(model.layers, places, strict=True):
             assert layer.grad is not None
-            place.copy_(layer.grad)  # gradients are views of a bucket, as in DDP
+            place.copy_(layer.grad)  # as in DDP, gradients are views of a bucket
             layer.grad = place
         dist.all_reduce(flat)
         flat.div_(turn.workers)
@@ -76,7 +76,7 @@ def _gloo(turn: Turn, index: int, out: Path) -> Figures:
     return {"bsp": step_s - bare_s}
 
 
-SETTLING_S = 0.1  # time for the change of the model to reach all workers
+SETTLING_S = 0.1  # time until the change of the sync model has reached all workers
 
 
 def _train(turn: Turn, out: Path) -> None:
@@ -93,16 +93,18 @@ def _train(turn: Turn, out: Path) -> None:
         optimizer.step()
 
     figures = {"asp": median_s(step, turn.iterations) - bare_s}
-    meet(out, "changing", index, turn.workers)  # a worker waits at the change until all others reach it
+    meet(
+        out, "changing", index, turn.workers
+    )  # otherwise, workers that reach the change first would wait there
     if index == 0:
         set_sync("bsp")
-    time.sleep(SETTLING_S)  # the change is then made during the warm-up
+    time.sleep(SETTLING_S)  # so the change is completed during the warm-up
     figures["bsp"] = median_s(step, turn.iterations) - bare_s
     publish(out, f"figures-{index}", json.dumps(figures))
 
 
 def launch_paceline(turn: Turn, out: Path) -> None:
-    """Measure the system `paceline` in a run. The workers write their figures into the directory `out`."""
+    """Measure the system `paceline` in a run. The workers write their results into the directory `out`."""
     launch(
         _train,
         args=(turn, out),

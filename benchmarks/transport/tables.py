@@ -1,4 +1,4 @@
-"""The results as tables: steps, updates and goals."""
+"""Tables of the results: steps, updates and goals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .plan import FLOOR, GLOO, SHM_ASP, SHM_BSP, SOCKET_ASP, SOCKET_BSP, TCP_ASP
 
 __all__ = ["tables"]
 
-# For each column, the rows that have a ratio in it and the two cases of the ratio.
+# For each column of ratios: the rows with a ratio in this column, and the numerator and denominator of the ratio.
 RATIOS: dict[str, dict[Case, tuple[Case, Case]]] = {
     "x\nfloor": {SHM_ASP: (SHM_ASP, FLOOR)},
     "gloo /\nthis": {SHM_BSP: (GLOO, SHM_BSP), TCP_BSP: (GLOO, TCP_BSP)},
@@ -21,7 +21,7 @@ RATIOS: dict[str, dict[Case, tuple[Case, Case]]] = {
 
 
 def tables(rows: Sequence[TransportRow], rounds: int) -> list[Table]:
-    """Return tables of the steps, the updates and the goals that were measured."""
+    """Return tables of the measured steps, updates and goals."""
     steps = [row for row in rows if row.optimizer is None]
     updates = [row for row in rows if row.optimizer is not None]
     goals = goal_rows(rows)
@@ -33,7 +33,7 @@ def tables(rows: Sequence[TransportRow], rounds: int) -> list[Table]:
 def _step_table(rows: Sequence[TransportRow], rounds: int) -> Table:
     table = _table("A step", ("MB", "workers", "ms", "low - high", *RATIOS), ("system", "", ""))
     table.caption = (
-        f"medians of {rounds} round{'s' if rounds != 1 else ''}; low and high are of single rounds"
+        f"medians of {rounds} round{'s' if rounds != 1 else ''}; low and high: fastest and slowest round"
     )
     times_ms = times_by_case(rows)
     before = None

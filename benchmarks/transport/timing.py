@@ -1,4 +1,4 @@
-"""The timing of a step, and of the backward pass alone, which is subtracted from it."""
+"""The timing of a step, and of the backward pass alone, whose time is subtracted from the time of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Flat(nn.Module):
 
 
 def median_s(step: Callable[[], object], iterations: int) -> float:
-    """Return the median time of one call, after a warm-up."""
+    """Return the median time of one call after a warm-up, in seconds."""
     times_s = []
     for index in range(WARM_UP + iterations):
         begun_s = time.perf_counter()
@@ -39,7 +39,7 @@ def median_s(step: Callable[[], object], iterations: int) -> float:
 
 
 def bare_backward_s(turn: Turn, index: int, out: Path) -> float:
-    """Time `zero_grad()` and backward without a step, while all workers do the same."""
+    """Return the time of `zero_grad()` and backward without a step, in seconds, while all workers do the same."""
     model = Flat(turn.size_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 

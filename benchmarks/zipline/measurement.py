@@ -1,11 +1,11 @@
 """Waiting times and computation times of ZipLine's methods, compared with the paper's Tables 3 and 4.
 
-This module contains the figures printed in the paper, the inputs for our own measurements, and the goals for the fast
-solver. It measures times and waits only; the tests check that the methods' answers are correct.
+This module contains the numbers printed in the paper, the inputs for our own measurements, and the goals for the fast
+solver. It measures only times and waits; the tests check that the methods' answers are correct.
 
-No small input is used twice in a row: the branch predictor would learn it, and the method would appear several times
-faster than it is. Within a round, the methods that are compared take turns, each on a different input if there are
-several, so that a change in the machine's speed affects all of them. All figures are medians.
+No small input is used twice in a row, because the branch predictor would learn it, and the method would appear
+several times faster than it is. Within a round, the compared methods take turns, each on a different input if there
+are several inputs, so that a change in the machine's speed affects all methods. All results are medians.
 
 Source ("the paper"): Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model",
 Machine Learning (2021), section 6.1.
@@ -56,7 +56,7 @@ def _no_progress(what: str, share: float, slow: bool = False) -> None:
     pass
 
 
-# -- figures of the paper ----------------------------------------------------------------------------------------
+# -- numbers from the paper --------------------------------------------------------------------------------------
 
 TABLE_3_SHAPES: tuple[Shape, ...] = tuple((n, r) for r in (15, 150) for n in (10, 50, 100, 500, 1000))
 TABLE_4_SHAPES: tuple[Shape, ...] = tuple((n, r) for n in (10, 100, 1000) for r in (15, 150))
@@ -69,10 +69,10 @@ PAPER_WAITS_MS: dict[str, tuple[int, ...]] = {
     "full-grid-scan": _EXACT_WAITS,
     "grid-scan": (599, 1103, 1345, 1357, 1405, 518, 1103, 1253, 1344, 1401),
 }
-"""Table 3, in the order of TABLE_3_SHAPES."""
+"""Method -> waits in Table 3, in the order of TABLE_3_SHAPES."""
 
 PAPER_SUCCESS_SHARES = {method: 0.3 if method == "grid-scan" else 1.0 for method in PAPER_WAITS_MS}
-"""Last column of Table 3."""
+"""Method -> success share, the last column of Table 3."""
 
 PAPER_MEANS_US: dict[str, tuple[float, ...]] = {
     "zipline": (1.49e2, 1.32e3, 6.37e3, 4.99e4, 2.53e5, 2.38e6),
@@ -81,20 +81,20 @@ PAPER_MEANS_US: dict[str, tuple[float, ...]] = {
     "full-grid-scan": (1.54e3, 4.67e4, 8.13e4, 2.15e6, 4.04e6, 2.07e8),
     "grid-scan": (1.68e2, 5.50e3, 1.11e3, 4.38e4, 7.45e3, 2.57e5),
 }
-"""Table 4, in the order of TABLE_4_SHAPES."""
+"""Method -> times in Table 4, in the order of TABLE_4_SHAPES."""
 
-# -- measured figures --------------------------------------------------------------------------------------------
+# -- own measurements --------------------------------------------------------------------------------------------
 
 PERIODIC = "solve_periodic"
 COLUMNS = (*PAPER_WAITS_MS, "naive", "auto", PERIODIC)
-NAIVE_SHAPE: Shape = (4, 10)  # not in the paper; small enough to form all sets
-NAIVE_SETS = 10**5  # the naive method is not measured with more sets, which would take minutes
+NAIVE_SHAPE: Shape = (4, 10)  # not in the paper; small enough for the naive method, which forms all sets
+NAIVE_SETS = 10**5  # largest number of sets for which the naive method is measured; more would take minutes
 
 GOALS_MS: dict[Shape, float] = {(10, 15): 0.025, (1000, 15): 0.15, (1000, 150): 1.4, (10_000, 150): 30.0}
-"""Goals for the time of `solve_periodic`, including the prediction."""
-MATRIX_GOAL = 1.2  # goal for the time of solve on a given matrix, divided by that of solve_periodic
+"""Shape -> goal for the time of `solve_periodic`, including the prediction."""
+MATRIX_GOAL = 1.2  # goal for the time of solve on a given matrix divided by the time of solve_periodic
 PLAIN_SORT_GOAL = (
-    1.5  # goal for the time of solve divided by that of a plain sort, on other inputs than the paper's
+    1.5  # goal for the time of solve divided by the time of a plain sort, on other inputs than the paper's
 )
 PLAIN_SORT_SHAPES: tuple[Shape, ...] = ((10, 15), (1000, 15), (1000, 150), (10_000, 150))
 
@@ -106,28 +106,32 @@ DISTRIBUTIONS: dict[str, Callable[[int, int, np.random.Generator], Floats]] = {
     "bursts": lambda n, r, g: g.exponential(g.choice([1.0, 5000.0], (n, r), p=[0.9, 0.1])).cumsum(axis=1),
     "heavy tails": lambda n, r, g: 1000 * g.pareto(0.6, (n, r)).cumsum(axis=1),
 }
-"""Generators of end times in ms, of shape (n, R), that no prediction from two pushes would give."""
+"""Distribution -> generator of end times in ms with the shape (n, R).
+
+A prediction from two pushes never gives such end times, because it is periodic.
+"""
 
 NOTES = (
     "The paper's times: C++11 on a Xeon E5-2620 v3 (2.4 GHz), means of 10 runs on one data set. Our times: Python "
     "and NumPy on this machine, medians over different inputs. A ratio of the two depends on languages and machines "
-    "as much as on methods: compare within a row.",
-    "Our times begin with the last two pushes, so they include the prediction and the matrix of end times. The paper "
-    "does not say whether its times do.",
-    "zipline, zipline-opt, zipline-opt-bs and naive are plain Python loops. The grid scans use NumPy within one set, "
-    "auto and solve_periodic use it throughout. The methods of the paper therefore compare differently here than in "
-    "the paper. naive, auto and solve_periodic are not in the paper's tables.",
-    "Waits depend on the workers that were drawn, strongly so if there are few workers. The paper's waits are of one "
-    "data set, ours are medians. In the paper's published data, the first predicted end time is the last push "
-    "itself; ours is the one after it.",
+    "as much as on methods, so compare within a row.",
+    "Our methods start from the last two pushes, so our times include the prediction and the matrix of end times. The "
+    "paper does not say whether its times include them.",
+    "zipline, zipline-opt, zipline-opt-bs and naive are plain Python loops. The grid scans use NumPy within one set; "
+    "auto and solve_periodic use NumPy throughout. Therefore, the ratios between the paper's methods are different "
+    "here and in the paper. naive, auto and solve_periodic are not in the paper's tables.",
+    "Waits depend on the randomly drawn workers, and depend on them strongly if there are few workers. The "
+    "paper's waits are from one data set; ours are medians. In the paper's published data, the first predicted end time is "
+    "the time of the last push; in ours, it is one interval later.",
     "Success: ours is the share of inputs on which a method finds the smallest wait that any method finds, averaged "
-    "over the rows with n >= 10. The paper's seems to be the share of the rows (grid-scan: 3 of 10). full-grid-scan "
-    "is not exact: the grid point nearest to an end time may be on its wrong side.",
-    f"naive is empty where there are more than {NAIVE_SETS:,} sets, since it forms all R^n of them; with 10 workers "
-    "and 15 end times there are already 5.8e11. It was measured with 4 workers, for which the paper prints nothing.",
-    "Goals: times of solve_periodic include the prediction. In ratios they do not: solve and the plain sort get the "
-    "matrix, solve_periodic gets the last push and the interval. The plain sort (argsort of all end times, running "
-    "maximum, picks) does not check its input. solve does, which costs most on small inputs.",
+    "over the rows with n >= 10. The paper's success seems to be the share of the rows (grid-scan: 3 of 10). "
+    "full-grid-scan is not exact: the grid point nearest to an end time may lie on the wrong side of it.",
+    f"naive forms all R^n sets, so it is not measured if there are more than {NAIVE_SETS:,} sets. With 10 workers and "
+    "15 end times, there are already 5.8e11 sets. It is measured with 4 workers, for which the paper has no numbers.",
+    "Goals: times of solve_periodic include the prediction, but ratios do not: solve and the plain sort receive the "
+    "matrix, and solve_periodic receives the last push and the interval. The plain sort (argsort of all end times, "
+    "running maximum, picks) does not check its input. solve does, which takes a large share of the time if the "
+    "input is small.",
 )
 
 
@@ -139,10 +143,12 @@ class WaitRow(msgspec.Struct, frozen=True, kw_only=True):
         workers: n, the number of workers.
         lookahead: R, the lookahead.
         inputs: number of inputs that were measured.
-        wait_ms: d_Z of the barrier that the method finds, the median over the inputs; None if it was not measured.
-        optimal_share: share of the inputs on which no method finds a smaller wait, from 0 to 1.
-        paper_wait_ms: the paper's figure; None if it has none.
-        empty_because: the reason why it was not measured, or None.
+        wait_ms: d_Z of the barrier that the method finds, the median over the inputs; None if the method was not
+            measured.
+        optimal_share: share of the inputs on which no method finds a smaller wait, from 0 to 1; None if the method
+            was not measured.
+        paper_wait_ms: wait in the paper, or None.
+        empty_because: the reason why the method was not measured, or None.
     """
 
     method: str
@@ -162,7 +168,7 @@ class SuccessRow(msgspec.Struct, frozen=True, kw_only=True):
         method: see `WaitRow`.
         shapes: number of shapes that were measured.
         optimal_share: mean of `WaitRow.optimal_share` over these shapes; None if there are none.
-        paper_success_share: the paper's figure; None if it has none.
+        paper_success_share: success share in the paper, or None.
     """
 
     method: str
@@ -178,10 +184,10 @@ class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
         method: see `WaitRow`.
         workers: n, the number of workers.
         lookahead: R, the lookahead.
-        inputs: number of calls that were measured, each with another input.
-        median_ms: median time from the last two pushes to the answer; None if it was not measured.
-        paper_mean_ms: the paper's figure; None if it has none.
-        empty_because: the reason why it was not measured, or None.
+        inputs: number of measured calls, each with a different input.
+        median_ms: median time for computing the answer from the last two pushes; None if the method was not measured.
+        paper_mean_ms: mean time in the paper, or None.
+        empty_because: the reason why the method was not measured, or None.
     """
 
     method: str
@@ -194,18 +200,18 @@ class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ZiplineGoal(msgspec.Struct, frozen=True, kw_only=True):
-    """A goal of this project: a bound on a time, or on the ratio of two times that were measured in turns.
+    """A goal of this project and its result. A goal is a bound on a time or on the ratio of two times.
 
     Attributes:
-        what: the function that is measured.
+        what: name of the measured function.
         distribution: distribution of the end times.
         workers: n, the number of workers.
         lookahead: R, the lookahead.
         inputs: number of inputs that were measured.
         median_ms: median time over the inputs.
-        against: the function it is compared with; None if the goal is a time.
-        against_median_ms: median time of that function over the inputs.
-        ratio: ratio of the medians of a round, the median over the rounds.
+        against: name of the function with which it is compared; None if the goal is a bound on a time.
+        against_median_ms: median time of that function over the inputs, or None.
+        ratio: median, over the rounds, of the ratio between the two functions' median times in a round; or None.
         goal_ms: upper bound on `median_ms`, or None.
         goal_ratio: upper bound on `ratio`, or None.
         met: True if the goal is met.
@@ -239,7 +245,7 @@ class ZiplineReport(msgspec.Struct, frozen=True, kw_only=True):
         success: last column of Table 3.
         times: cells of Table 4.
         goals: goals of this project.
-        notes: remarks on how to read the figures.
+        notes: remarks on how to read the results.
     """
 
     python: str
@@ -256,25 +262,25 @@ class ZiplineReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Call(NamedTuple):
-    """The duration of one call, and the wait of the barrier it found."""
+    """The duration of one call, and the wait at the barrier that the call found."""
 
     duration_ms: float
     wait_ms: float
 
 
 Round = dict[str, list[_Call]]
-"""Calls by name, in the order of the inputs."""
+"""Name of a function -> its calls in the order of the inputs."""
 
 
 class _Heat(NamedTuple):
-    """A group of functions that take turns on inputs of one kind.
+    """A group of functions that are measured in turn on inputs of one kind.
 
     Attributes:
         name: kind of input.
         shape: number of workers, and lookahead.
         inputs: number of inputs per round.
-        work_s: approximate time per round, for the progress.
-        make: draws an input and returns the functions, bound to it.
+        work_s: approximate time per round, for the progress display.
+        make: function that draws an input and returns the functions to measure, each bound to this input.
     """
 
     name: str
@@ -287,12 +293,12 @@ class _Heat(NamedTuple):
 def measure(
     *, rounds: int | None = None, quick: bool = False, tell: TellShare = _no_progress
 ) -> ZiplineReport:
-    """Measure everything; takes about a minute per round.
+    """Run all measurements. This takes about a minute per round.
 
     Args:
         rounds: number of rounds, each with new inputs. By default 3, or 1 if `quick`.
         quick: True to measure only small inputs, which take milliseconds.
-        tell: progress callback, called before each call that is measured.
+        tell: progress callback, called before each measured call.
 
     Raises:
         ConfigurationError: `rounds` is less than 1.
@@ -341,7 +347,7 @@ def measure(
 
 
 def plain_sort(times: Floats) -> Solution:
-    """Find the best barrier by sorting all end times, as a straightforward implementation to compare `solve` with.
+    """Find the best barrier by sorting all end times: a straightforward implementation that `solve` is compared with.
 
     `times` has the shape (n, R) and is not checked.
 
@@ -355,7 +361,7 @@ def plain_sort(times: Floats) -> Solution:
     following[lookahead - 1 :: lookahead] = np.inf
     order = start.argsort()
     start = start[order]
-    # A window must reach every worker's first end time, and the successor of each end time that lies before it.
+    # A window must include every worker's first end time, and the successor of each end time before the window.
     end = np.empty_like(start)
     end[0] = times[:, 0].max()
     end[1:] = following[order[:-1]]
@@ -370,12 +376,12 @@ def plain_sort(times: Floats) -> Solution:
 
 
 def _heats(quick: bool) -> list[_Heat]:
-    """List everything that one round measures."""
+    """Return everything that one round measures."""
     heats = []
     for n, r in (NAIVE_SHAPE, *TABLE_3_SHAPES):
         if _left_out((n, r), quick):
             continue
-        # Full GridScan takes almost all of the time.
+        # The number of inputs is limited by the full grid scan, which takes almost all of the time.
         inputs = int(np.clip(1e9 / (n * r) ** 2, 1, 20))
         heats.append(
             _Heat("paper", (n, r), inputs, inputs * 2e-9 * (n * r) ** 2, partial(_by_all_methods, n, r))
@@ -399,12 +405,12 @@ def _left_out(shape: Shape, quick: bool, largest: int = 1500) -> bool:
 
 
 def _inputs_for_fast(n: int, r: int) -> int:
-    """Return the number of inputs per round. Small inputs are fast and vary, so there are more of them."""
+    """Return the number of inputs per round. Small inputs are fast but vary, so more of them are used."""
     return int(np.clip(2e6 / (n * r), 5, 200))
 
 
 def _by_all_methods(n: int, r: int, generator: np.random.Generator) -> dict[str, Attempt]:
-    """Draw workers as in the paper. Return all methods that can choose their barrier."""
+    """Draw workers as in the paper. Return all methods that can choose a barrier for these workers."""
     pushes = generate_pushes(n, generator)
     attempts: dict[str, Attempt] = {
         method: partial(_predict_and_solve, pushes, r, method)
@@ -416,7 +422,7 @@ def _by_all_methods(n: int, r: int, generator: np.random.Generator) -> dict[str,
 
 
 def _by_ours(n: int, r: int, generator: np.random.Generator) -> dict[str, Attempt]:
-    """Draw workers as in the paper. Return the functions for which there are goals."""
+    """Draw workers as in the paper. Return the functions that have goals."""
     pushes = generate_pushes(n, generator)
     last, interval = LastInterval()(pushes)
     return {
@@ -443,7 +449,7 @@ def _predict_and_solve_periodic(pushes: Floats, lookahead: int) -> Solution:
 
 
 def _end_times(last: Floats, interval: Floats, lookahead: int) -> Floats:
-    """Return the matrix of end times that `solve_periodic` solves, with exactly the same values."""
+    """Return the matrix of exactly those end times that `solve_periodic` considers."""
     times: Floats = last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]
     return times
 
@@ -454,7 +460,7 @@ def _too_many_sets(method: str, shape: Shape) -> bool:
 
 
 def _in_turns(calls: Sequence[Mapping[str, Attempt]], tell: TellShare) -> Round:
-    """Call every function once on every input. They take turns, each on an input far from that of the one before."""
+    """Call every function once on every input. The functions take turns; successive calls have different inputs."""
     names = list(calls[0])
     found: dict[str, dict[int, _Call]] = {name: {} for name in names}
     count = len(calls) * len(names)
@@ -482,7 +488,7 @@ def _wait_rows(paper: Mapping[Shape, Round], quick: bool) -> list[WaitRow]:
     rows = []
     for shape in (NAIVE_SHAPE, *TABLE_3_SHAPES):
         found = paper.get(shape, {})
-        # zip yields one tuple per input, which has one call per method.
+        # zip yields one tuple per input, which contains one call per method.
         least = [min(call.wait_ms for call in one) for one in zip(*found.values(), strict=True)]
         for method in COLUMNS:
             calls = found.get(method, [])
@@ -593,7 +599,7 @@ def _median_ms(calls: Sequence[_Call]) -> float:
 def _printed(
     table: Mapping[str, Sequence[float]], method: str, shapes: Sequence[Shape], shape: Shape
 ) -> float | None:
-    """Return the figure in the paper, or None if it has none."""
+    """Return the number printed in the paper, or None if there is no such number."""
     return table[method][shapes.index(shape)] if method in table and shape in shapes else None
 
 

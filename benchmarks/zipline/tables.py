@@ -1,4 +1,4 @@
-"""The report of the ZipLine benchmark as tables."""
+"""Tables of the results of the ZipLine benchmark."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GOAL_NAMES = {PERIODIC: "periodic", "plain sort": "sort"}
 def tables(report: ZiplineReport) -> list[Table]:
     """Return Table 3, Table 4 and the goals as tables of at most 80 columns."""
     rounds = f"{report.rounds} round{'s' if report.rounds != 1 else ''}"
-    empty = f"\n-: not measured; {'--quick leaves most of it out' if report.quick else 'see below'}"
+    empty = f"\n-: not measured; {'left out by --quick' if report.quick else 'see below'}"
     waits = _paper_table("Table 3: smallest wait found, ms")
     times = _paper_table("Table 4: computation time, ms")
     inputs = _span([row.inputs for row in report.waits])
@@ -111,7 +111,7 @@ def _add_pair(
     paper: Sequence[float | None],
     text: Callable[[float | None], str],
 ) -> None:
-    """Add a row with our figures and, if the paper has any, a row with the paper's."""
+    """Add a row with our numbers and, if the paper has numbers, a row with the paper's numbers."""
     table.add_row(
         str(shape[0]), str(shape[1]), "ours", *("-" if value is None else text(value) for value in ours)
     )
