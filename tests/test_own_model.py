@@ -202,7 +202,7 @@ def test_a_model_of_the_script_itself_cannot_reach_the_servers() -> None:
             return ASP().at_shard()
 
     Mine.__module__ = "__main__"
-    with pytest.raises(ConfigurationError, match="Move the class into a module beside the script"):
+    with pytest.raises(ConfigurationError, match="Move the class into a module next to the script"):
         modules_of([Mine()])
 
 

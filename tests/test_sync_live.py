@@ -393,7 +393,7 @@ def test_a_condition_that_raises_is_reported_and_the_shard_goes_back_to_what_wor
         assert "return [True][state.progress // 5]" in fault.traceback
         assert "plugins/conditions.py" not in fault.traceback
         assert set(fates(trace).values()) == {1}
-    assert "It goes on with bsp." in caplog.text
+    assert "The shard continues with bsp." in caplog.text
     assert "return [True][state.progress // 5]" in caplog.text
 
 

@@ -475,9 +475,7 @@ def test_what_cannot_be_found_here_is_refused_before_anything_starts(name: str, 
 
 def test_what_lies_in_another_module_than_the_one_that_is_named_is_refused() -> None:
     """Else naming one module would name all that it imports: `mine:os.system`."""
-    with pytest.raises(
-        ConfigurationError, match="'itertools' is a module of its own; name it before the colon"
-    ):
+    with pytest.raises(ConfigurationError, match="'itertools' is a module; name it before the colon"):
         Conditions(pull="paceline.plugins.conditions:itertools.count").require_runnable(2)
 
 
