@@ -76,7 +76,7 @@ def test_the_page_shows_the_code_of_the_example() -> None:
 def test_it_is_known_by_its_name(rennala: type[SyncModel]) -> None:
     assert str(rennala()) == "rennala:batch=4"
     assert parse("rennala:batch=2") == rennala(batch=2)
-    with pytest.raises(ConfigurationError, match="unknown key of sync model 'rennala'"):
+    with pytest.raises(ConfigurationError, match="unknown parameter of sync model 'rennala'"):
         parse("rennala:size=2")
 
 

@@ -490,7 +490,7 @@ def test_only_conditions_of_modules_that_were_named_at_the_launch_may_be_changed
                 ConfigurationError, match=r"was not named when the run was launched.*--import"
             ):
                 require_named([SSP(), model], launched, ["more"])
-    with pytest.raises(ConfigurationError, match="put its conditions into a module"):
+    with pytest.raises(ConfigurationError, match="Put its conditions into a module"):
         require_named([Conditions(pull="local:f-99")], launched, [])
     with pytest.raises(ConfigurationError):
         require_named([own], [SSP()], ["local"])
