@@ -247,7 +247,7 @@ BAD_INPUT = {
     ),
     "a key for a model without keys": (
         ["--sync", "bsp:staleness=3", "train.py"],
-        "error: unknown key of sync model 'bsp': 'staleness'; it takes none.",
+        "error: unknown parameter of sync model 'bsp': 'staleness'. This model has no parameters.",
     ),
     "a key without a value": (["--sync", "ssp:staleness", "train.py"], "'staleness' is not key=value"),
     "a key given twice": (
@@ -293,7 +293,7 @@ BAD_INPUT = {
     "a base that is none": (["--sync", "spec-sync:base=bsp", "train.py"], "base is bsp, expected asp or ssp"),
     "a quorum of more workers than there are": (
         ["--workers", "2", "--sync", "bsp@0,drop-stragglers:quorum=3@9", "train.py"],
-        "quorum is 3, but there are 2 workers",
+        "quorum is 3, expected at most 2, the number of workers",
     ),
     "a probability above 1": (["--sync", "pssp:probability=2", "train.py"], "probability is 2, expected"),
     "a lower bound above the upper": (

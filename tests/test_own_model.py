@@ -77,7 +77,7 @@ def test_the_page_shows_the_code_of_the_example() -> None:
 def test_it_is_known_by_its_name(rennala: type[SyncModel]) -> None:
     assert str(rennala()) == "rennala:batch=4"
     assert parse("rennala:batch=2") == rennala(batch=2)
-    with pytest.raises(ConfigurationError, match="unknown key of sync model 'rennala'"):
+    with pytest.raises(ConfigurationError, match="unknown parameter of sync model 'rennala'"):
         parse("rennala:size=2")
 
 
@@ -207,7 +207,7 @@ def test_a_model_of_the_script_itself_cannot_reach_the_servers() -> None:
             return ASP().at_shard()
 
     Mine.__module__ = "__main__"
-    with pytest.raises(ConfigurationError, match="Move the class into a module beside the script"):
+    with pytest.raises(ConfigurationError, match="Move the class into a module next to the script"):
         modules_of([Mine()])
 
 

@@ -238,7 +238,7 @@ def test_a_condition_that_fails_is_shown_below_the_table(
         f"conditions:pull=own_{way}:broken: shard 0: the pull condition own_{way}:broken raised KeyError"
         in printed
     )
-    assert "It goes on with bsp." in printed
+    assert "The shard continues with bsp." in printed
     assert f"--sync conditions:pull=own_{way}:broken SCRIPT" not in printed
 
 

@@ -499,7 +499,7 @@ def test_a_condition_that_fails_is_replaced_and_reported_and_the_run_goes_on() -
         words, traceback = fault.split("\n", maxsplit=1)
         assert words == (
             f"shard {shard}: the pull condition {sync.pull} raised IndexError: list index out of range. "
-            "It goes on with bsp."
+            "The shard continues with bsp."
         )
         assert "return [True][state.progress // 5]" in traceback
         assert [type(a) for e in trace.entries for a in e.actions].count(ReportFault) == 1

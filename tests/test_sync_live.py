@@ -355,7 +355,7 @@ def test_bad_requests_for_a_change_are_refused_in_the_script(run_on_threads: Run
             "did you mean 'bsp'",
             "is for the whole job",
             "shard is 5, expected a number from 0 to 1",
-            "quorum is 9, but there are 2 workers",
+            "quorum is 9, expected at most 2, the number of workers",
             "its conditions into a module",
         ],
         strict=True,
@@ -393,7 +393,7 @@ def test_a_condition_that_raises_is_reported_and_the_shard_goes_back_to_what_wor
         assert "return [True][state.progress // 5]" in fault.traceback
         assert "plugins/conditions.py" not in fault.traceback
         assert set(fates(trace).values()) == {1}
-    assert "It goes on with bsp." in caplog.text
+    assert "The shard continues with bsp." in caplog.text
     assert "return [True][state.progress // 5]" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""The exceptions of Paceline, divided by the cause of the error.
+"""The exceptions of Paceline, grouped by the cause of the error.
 
     PacelineError
     ├── ConfigurationError        the input is not valid; nothing was started (exit code 2)
@@ -12,8 +12,7 @@
     ├── RunFailedError            a process of the run failed; contains the traceback of that process
     └── InternalError             an internal invariant is violated: a bug in Paceline, please report it
 
-Waiting is never an error. All exceptions can be pickled, since their arguments are positional and are stored as
-attributes.
+Waiting is never an error. All exceptions can be pickled, because each passes all its arguments to `Exception`.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ __all__ = [
 
 
 class PacelineError(Exception):
-    """The base class of all exceptions that are defined by Paceline."""
+    """The base class of all exceptions that Paceline defines."""
 
 
 class ConfigurationError(PacelineError):
-    """An input is not valid, which was found before any process was started.
+    """An input is not valid. Paceline checks its inputs before it starts any process.
 
     The message names the value, what was expected, and what to do.
     """
@@ -62,7 +61,7 @@ class NonFiniteGradientError(UsageError):
 
     Attributes:
         worker: index of the worker.
-        iteration: number of the worker's iteration, from 0.
+        iteration: number of the worker's iteration, counted from 0.
         parameter: name of the first parameter whose gradient is not finite.
     """
 
@@ -117,7 +116,7 @@ class RunFailedError(PacelineError):
 
 
 class InternalError(PacelineError):
-    """An internal invariant of Paceline is violated. Please report this bug with the events in the message.
+    """An internal invariant of Paceline is violated. This is a bug: please report it with the events in the message.
 
     Attributes:
         what: description of the error.
@@ -149,7 +148,7 @@ def first_line(error: BaseException) -> str:
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> ConfigurationError:
-    """Return the error for a name that is not one of `choices`. It suggests the nearest one and lists all of them."""
+    """Return the error for a name that is not in `choices`. It suggests the closest choice and lists all choices."""
     known = sorted(choices)
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""

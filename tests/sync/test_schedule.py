@@ -197,7 +197,7 @@ def test_one_model_or_one_for_each_shard_is_taken(models: list[SyncModel], shard
         (
             [ASP(), ElasticBSP()],
             2,
-            "elastic-bsp:lookahead=15 is for the whole job, so all shards must have it",
+            "elastic-bsp:lookahead=15 is for the whole job, so all shards must use it",
         ),
         ([ASP(), SpecSync()], 2, "spec-sync"),
         ([ASP(), DropStragglers(quorum=2)], 2, "drop-stragglers:quorum=2 is for the whole job"),
@@ -213,7 +213,7 @@ def test_other_mixtures_are_refused(models: list[SyncModel], shards: int, compla
 
 def test_every_step_is_to_be_runnable() -> None:
     read_schedule("bsp@0,drop-stragglers:quorum=2@5").require_runnable(workers=2, shards=3)
-    with pytest.raises(ConfigurationError, match="quorum is 2, but there are 1 workers"):
+    with pytest.raises(ConfigurationError, match="quorum is 2, expected at most 1, the number"):
         read_schedule("bsp@0,drop-stragglers:quorum=2@5").require_runnable(workers=1, shards=3)
     with pytest.raises(ConfigurationError, match="names 2 sync models for 3 shards"):
         read_schedule("bsp@0,asp|bsp@5").require_runnable(workers=2, shards=3)

@@ -409,7 +409,7 @@ def test_is_read_and_written(text: str, sync: SpecSync) -> None:
         ("spec-sync:abort_time_s=1,abort_rate=-0.5", "abort_rate is -0.5, expected a number >= 0"),
         ("spec-sync:abort_time_s=1,abort_rate=nan", "abort_rate is nan"),
         ("spec-sync:abort_time_s=soon,abort_rate=1", "abort_time_s is 'soon', expected a number"),
-        ("spec-sync:staleness=3", "unknown key of sync model 'spec-sync': 'staleness'"),
+        ("spec-sync:staleness=3", "unknown parameter of sync model 'spec-sync': 'staleness'"),
         ("spec-sync:base=asp,staleness=3", "'staleness'"),
     ],
 )

@@ -474,9 +474,7 @@ def test_what_cannot_be_found_here_is_refused_before_anything_starts(name: str, 
 
 def test_what_lies_in_another_module_than_the_one_that_is_named_is_refused() -> None:
     """Else naming one module would name all that it imports: `mine:os.system`."""
-    with pytest.raises(
-        ConfigurationError, match="'itertools' is a module of its own; name it before the colon"
-    ):
+    with pytest.raises(ConfigurationError, match="'itertools' is a module; name it before the colon"):
         Conditions(pull="paceline.plugins.conditions:itertools.count").require_runnable(2)
 
 
@@ -491,7 +489,7 @@ def test_only_conditions_of_modules_that_were_named_at_the_launch_may_be_changed
                 ConfigurationError, match=r"was not named when the run was launched.*--import"
             ):
                 require_named([SSP(), model], launched, ["more"])
-    with pytest.raises(ConfigurationError, match="put its conditions into a module"):
+    with pytest.raises(ConfigurationError, match="Put its conditions into a module"):
         require_named([Conditions(pull="local:f-99")], launched, [])
     with pytest.raises(ConfigurationError):
         require_named([own], [SSP()], ["local"])

@@ -1,1 +1,1 @@
-"""The protocol of a run, without I/O: the cores take messages and the time, and return requests to their hosts."""
+"""The protocol of a run, without I/O: each core takes messages and the time, and returns requests to its host."""

@@ -1,11 +1,11 @@
-"""The protocol of the coordinator: membership, start and end of a run, plans, restarts and changes. No I/O.
+"""The protocol of the coordinator, without I/O: members, start and end of a run, plans, restarts and changes.
 
-    start     servers connect and workers register; when all have, CreateShards to every server; when all servers are
-              Ready, Started to every worker
-    run       IterationFinished, IterationStarted and SyncRequested go to the sync model's part at the coordinator;
-              its plans, restarts and changes go to the workers; without overlap, the coordinator also notifies the
-              workers when they may pull
-    end       WorkerFinished, or a lost connection; every server is notified of a lost worker
+    start     all servers connect and all workers register; then every server receives CreateShards; when all servers
+              are Ready, every worker receives Started
+    run       IterationFinished, IterationStarted and SyncRequested are passed to the coordinator's part of the sync
+              model; its plans, restarts and changes are sent to the workers; with overlap off, the coordinator also
+              tells the workers when they may pull
+    end       a worker sends WorkerFinished, or its connection is lost; every server is notified of a lost worker
 
 No push or pull goes through the coordinator.
 """
@@ -62,7 +62,7 @@ MOST_WARNINGS = 100
 
 
 class Coordinator:
-    """One coordinator.
+    """The coordinator of a run: it starts the run, tracks its members and runs the model's part for the whole job.
 
     Args:
         schedule: the sync models of the job, and when they change.
@@ -70,28 +70,29 @@ class Coordinator:
         servers: number of servers. Shard k is at server k modulo the number of servers.
         shards: number of shards.
         slicing: how the parameters are sliced: "even" or "by-parameter".
-        overlap: False if no worker pulls until all workers have pushed to all shards.
-        seed: random seed of the run, for the sync models.
-        read_sync: parses a sync model that a worker requests; raises `ConfigurationError` if the run cannot use it.
-        late: workers that join later, through `admit`.
-        shortage: given the model and the number of workers, returns why the run cannot begin on this machine; "" if
-            it can.
-        recorder: receives each event of the sync model and its actions; None to record nothing.
+        overlap: False to let no worker pull until all workers have pushed to all shards.
+        seed: random seed of the run, used by the sync models.
+        read_sync: function that parses the sync model that a worker requests. It raises `ConfigurationError` if the
+            run cannot use the model.
+        late: workers that will join later, through `admit`.
+        shortage: function of the model and the number of workers. It returns why the run cannot start on this
+            machine, or "" if the run can start.
+        recorder: receives each event for the sync model, with the resulting actions; None to record nothing.
 
     Attributes:
         model: the model to train; None before the shards are created.
         slices: the slices of the parameters; () before the shards are created.
         addresses: for each shard, the address of its server; () before the shards are created.
         initializer: the worker that sends the initial weights; -1 before the shards are created.
-        started: True once a worker has reported that it has its first weights.
-        present: the workers that take part and have not left.
-        finished: workers that have finished their work, in order.
-        lost: workers that were lost, in order.
-        cut_off: workers that were lost because another process has ended, as they reported.
-        endings: worker that was lost -> the reason, if the worker has reported one.
+        started: True once a worker has reported that it has received its first weights.
+        present: the workers that have joined and have not left.
+        finished: workers that have finished their work, in the order in which they finished.
+        lost: workers that were lost, in the order in which they were lost.
+        cut_off: lost workers that reported that they failed only because another process had ended.
+        endings: lost worker -> the reason that the worker reported, if any.
         faults: descriptions of the problems that did not end the run, in order.
-        board: worker -> its last status.
-        waits: server -> its last list of waiting workers.
+        board: worker -> the last status that the worker reported.
+        waits: server -> the last list of waiting workers that the server sent.
     """
 
     def __init__(
@@ -137,9 +138,9 @@ class Coordinator:
         self._addresses: dict[int, str] = {}  # connected server -> its address
         self._ready: set[int] = set()  # servers that have received their shards
         self._left = set(late)  # workers that are not present: finished, lost, or joining later
-        # Worker that joins a run in progress -> its event, and the servers that have not acknowledged it yet.
+        # Worker that joins a run in progress -> the message about it, and the servers that must still acknowledge it.
         self._admitted: dict[int, tuple[messages.WorkerJoined, set[int]]] = {}
-        # without overlap: worker -> iteration after which it waits to pull
+        # With overlap off: worker that waits to pull -> the iteration that it has just pushed.
         self._committed: dict[int, int] = {}
 
     @property
@@ -149,17 +150,17 @@ class Coordinator:
 
     @property
     def shards(self) -> list[tuple[ShardSlice, str]]:
-        """Each shard with the address of its server."""
+        """The slice of each shard, with the address of the shard's server."""
         return list(zip(self.slices, self.addresses, strict=True))
 
     @property
     def awaiting_turn(self) -> set[int]:
-        """The workers that have pushed and wait for the pushes of the others before they pull, without overlap."""
+        """With overlap off: the workers that have pushed and may not pull until all other workers have pushed."""
         return set(self._committed)
 
     @property
     def sync(self) -> str:
-        """The sync model in force, or the next one while a change is in progress; "" if unknown."""
+        """The sync model in force, or the next one while a change is in progress; "" if it is unknown."""
         return self._sync.sync
 
     def fate(self, worker: int) -> str:
@@ -169,7 +170,7 @@ class Coordinator:
     # -- connections --------------------------------------------------------------------------------------
 
     def require_expected(self, peer: Peer) -> None:
-        """Raise `ProtocolError` if this worker or server may not connect."""
+        """Raise `ProtocolError` unless this worker or server may connect now."""
         index = peer.index
         match peer.role:
             case "worker":
@@ -184,7 +185,7 @@ class Coordinator:
             raise ProtocolError(f"{peer} is not expected")
 
     def expects_model(self, peer: Peer) -> bool:
-        """Return True if this is a connected worker that has not registered, and the run has not begun."""
+        """Return True if the run has not begun and this peer is a connected worker that has not registered."""
         unregistered = peer.index in self._connected and peer.index not in self._models
         return peer.role == "worker" and unregistered and self.model is None and peer.index not in self._left
 
@@ -198,7 +199,7 @@ class Coordinator:
         return self._begin_if_complete(now_s)
 
     def disconnected(self, peer: Peer, now_s: float) -> list[Request]:
-        """Handle the end of the connection of a worker or a server. A worker that has not finished is lost."""
+        """Handle a closed connection to a worker or server. If the worker has not finished, it is lost."""
         if peer.role == "worker":
             self._connected.discard(peer.index)
             return self._leave(peer.index, WorkerLost, now_s)
@@ -206,7 +207,7 @@ class Coordinator:
         return []
 
     def ended(self, worker: int, now_s: float) -> list[Request]:
-        """Handle the end of the process of a worker that is not connected."""
+        """Handle the exit of a worker's process whose connection is already closed or was never made."""
         return self._leave(worker, WorkerLost, now_s)
 
     # -- messages -----------------------------------------------------------------------------------------
@@ -228,13 +229,13 @@ class Coordinator:
         return self.take(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
 
     def admit(self, worker: int, iteration: int, count: int | None, now_s: float) -> list[Request]:
-        """Let a worker join a run in progress. It begins when every server has acknowledged it.
+        """Let a worker join a run in progress. The worker begins when every server has acknowledged it.
 
         Args:
             worker: index of the worker, which may have been part of the run before.
-            iteration: label of its first iteration.
-            count: its c_p, which is equal at all shards and near the c_p of the slowest live worker; None if there is
-                only one shard.
+            iteration: label of the worker's first iteration.
+            count: the worker's initial c_p: the same number at all shards, close to the c_p of the slowest live
+                worker. None if there is only one shard.
             now_s: current time.
         """
         superstep, change = self._sync.next_superstep, self._sync.changes
@@ -244,10 +245,12 @@ class Coordinator:
         return [Send(server_peer(server), joined) for server in range(self._servers)]
 
     def validate(self) -> None:
-        """Check the collections of workers against each other; raise `InternalError` if two disagree."""
+        """Check that the collections of workers are consistent; raise `InternalError` if they are not."""
         self._sync.validate()
         if self.present & self._left or not self._committed.keys() <= self.present:
-            raise InternalError(f"{self.present} are present, {self._left} have left, {self._committed} wait")
+            raise InternalError(
+                f"inconsistent workers: present {self.present}, left {self._left}, waiting {self._committed}"
+            )
 
     def _handle_worker(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
         worker = sender.index
@@ -331,7 +334,7 @@ class Coordinator:
         except ConfigurationError as error:
             return self._refuse([initializer], str(error), f"worker {initializer}")
         if reason := self._shortage(model, len(models)):
-            # Refuse all workers: if only some were refused, the others would begin when these have left.
+            # Refuse all workers: if only some were refused, the others would begin once the refused ones had left.
             self._models.clear()
             return self._refuse(list(models), reason, "the run")
         self.model, self.slices, self.initializer = model, slices, initializer
@@ -364,7 +367,7 @@ class Coordinator:
     # -- members ------------------------------------------------------------------------------------------
 
     def _welcome(self, server: int, worker: int, now_s: float) -> list[Request]:
-        """Handle a server's acknowledgement of a worker that joins. After the last one, the worker begins."""
+        """Handle a server's acknowledgment of a joining worker. After the last acknowledgment, the worker begins."""
         joined, unacknowledged = self._admitted[worker]
         unacknowledged.discard(server)
         if unacknowledged:
@@ -412,7 +415,7 @@ class Coordinator:
         return requests + self._begin_if_complete(now_s) + self._allow_pulls()
 
     def _allow_pulls(self) -> list[Request]:
-        """Let all workers pull if every shard has received the push of every worker, without overlap."""
+        """With overlap off: let all workers pull if every shard has received every worker's push."""
         if not self.present or self._committed.keys() != self.present:
             return []
         committed, self._committed = self._committed, {}
@@ -425,7 +428,7 @@ class Coordinator:
             self._read_sync(message.sync)
         except ConfigurationError as error:
             raise ProtocolError(
-                f"it requests a sync model that cannot be used in this run: {error}"
+                f"it requested a sync model that cannot be used in this run: {error}"
             ) from error
         return self.take(
             SyncRequested(
@@ -438,7 +441,7 @@ class Coordinator:
         )
 
     def take(self, event: AnyEvent) -> list[Request]:
-        """Pass an event to the sync model's part at the coordinator, and return the resulting requests."""
+        """Pass an event to the coordinator's part of the sync model, and return the resulting requests."""
         try:
             actions = self._sync.handle(event)
         except ProtocolError as error:
@@ -451,7 +454,7 @@ class Coordinator:
 
 
 def _requests(action: AnyAction) -> list[Request]:
-    """Return the requests by which a host carries out one action of the sync model."""
+    """Translate one action of the sync model into requests to the host."""
     match action:
         case PublishPlan(plan):
             stop = Stop(superstep=plan.superstep, members=plan.members)
@@ -464,10 +467,10 @@ def _requests(action: AnyAction) -> list[Request]:
         case SetTimer():
             return [Timer(action.due_s, action.worker, action.iteration)]
         case _:
-            raise InternalError(f"a coordinator does not carry out {action}")
+            raise InternalError(f"a coordinator cannot carry out {action}")
 
 
 def fault_report(message: FaultReported) -> str:
-    """Return a description of a user's condition that has failed."""
-    report = f"shard {message.shard}: {message.reason}. It goes on with {message.sync}."
+    """Return the warning about a user's condition that has failed."""
+    report = f"shard {message.shard}: {message.reason}. The shard continues with {message.sync}."
     return f"{report}\n{message.traceback}".strip()

@@ -18,10 +18,10 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         event: the event.
         actions: the actions that the sync model returned for it, in order.
-        refused: why the event was refused; None if it was not.
+        refused: reason why the event was refused; None if it was accepted.
         version: number of updates that the shard had applied after the event; None at the coordinator.
-        staleness: for each push that was applied because of this event, in order: (worker, iteration, number of
-            updates between that worker's last pull and the application of this push).
+        staleness: (worker, iteration, staleness) of each push that was applied because of this event, in order. The
+            staleness is the number of updates between the worker's last pull and the application of its push.
         gap: largest c_p - min c among the workers whose pulls were answered because of this event, as counted by the
             model in force; 0 at the coordinator.
     """

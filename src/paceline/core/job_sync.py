@@ -1,10 +1,10 @@
-"""The coordinator's part of the sync model: the machine of the model in force, and the order of changes.
+"""The coordinator's part of the sync model: it runs the machine of the model in force and publishes model changes.
 
-Changes are made one at a time: the next one is published when the current one is complete at all shards. This is
-certain once a worker that has passed the boundary starts its next iteration, because every shard has answered it
-then. If all workers that have passed are lost before that, it is unknown which shards have changed. If a worker has
-joined in the meantime, it has not received the change. In both cases, the change is published again to all workers.
-`shard_sync` explains how a change works.
+Changes are made one at a time: the next change is published when the current one is complete at all shards. The
+current change is known to be complete once a worker that has passed the boundary starts its next iteration, because
+every shard has then answered that worker. If all workers that have passed are lost before then, it is unknown which
+shards have changed. If a worker has joined in the meantime, the worker has not received the change. In both cases,
+the change is published again to all workers. `shard_sync` explains how a change works.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ MOST_REQUESTED = 1000  # maximum number of requested changes that have not been 
 
 
 class JobSync:
-    """The coordinator's part of the sync model, which persists when the model changes.
+    """The coordinator's part of the sync model. One object serves the whole run and replaces its model on a change.
 
     Args:
-        sync: the first model in the notation of the command line, or one for each shard.
+        sync: the first model, or one model per shard, in the notation of the command line.
         seed: random seed of the run.
 
     Attributes:
@@ -51,21 +51,21 @@ class JobSync:
         self._seed = seed
         self._machine: JobMachine | None = self._new_machine(sync)
         self._order = ReportOrder()
-        self._seen = {"schedule": -1, "script": -1}  # number of the last request of each source
-        self._requested: deque[str] = deque()  # models that were requested but not published yet
+        self._seen = {"schedule": -1, "script": -1}  # source -> number of its last request
+        self._requested: deque[str] = deque()  # requested models that are not published yet
         self._change: Change | None = None  # the change in progress
-        self._certain = False  # True if every shard is known to make the change in progress
-        self._remaining: set[int] = set()  # members of the change that have not passed yet
-        # member that has passed -> the event by which it joins the new model
+        self._certain = False  # True once every shard is known to have made the change
+        self._remaining: set[int] = set()  # members that have not passed the change's boundary yet
+        # member that has passed -> the event with which the member joins the new model
         self._passed: dict[int, WorkerJoined] = {}
-        self._early: list[AnyEvent] = []  # events of these members under the new model, kept until it begins
+        self._early: list[AnyEvent] = []  # events of these members for the new model, kept until it starts
         self._joined: set[int] = set()  # live workers that are not members of the change
-        # workers that passed a change and have not reported their first start yet
+        # workers that have passed a change but have not reported the start of an iteration since then
         self._to_start: set[int] = set()
 
     @property
     def next_superstep(self) -> int:
-        """First superstep of a worker that joins now; 0 if the model plans no barriers."""
+        """The first superstep of a worker that joins now; 0 if the model plans no barriers."""
         return self._machine.next_superstep if self._machine is not None else 0
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
@@ -84,7 +84,7 @@ class JobSync:
                     return self._start_first(event)
                 return self._tell(event)
             case TimerFired():
-                # During a change, the timer was set by the old model.
+                # During a change, the timer is ignored, because the old model has set it.
                 return [] if self._change is not None else self._tell(event)
             case SyncRequested():
                 return self._request(event)
@@ -93,18 +93,20 @@ class JobSync:
             case WorkerLost() | WorkerFinished():
                 return self._leave(event)
             case _:
-                raise InternalError(f"a coordinator does not take a {type(event).__name__}", (event,))
+                raise InternalError(
+                    f"a coordinator cannot process the event {type(event).__name__}", (event,)
+                )
 
     def validate(self) -> None:
-        """Check the derived collections against each other; raise `InternalError` if two disagree."""
+        """Check that the derived collections are consistent; raise `InternalError` if they are not."""
         live = self._order.live
         if self._machine is not None:
             self._machine.validate()
         if not self._to_start <= live:
-            raise InternalError(f"{self._to_start} have yet to start, but {set(live)} are live")
+            raise InternalError(f"workers {self._to_start} have yet to start, but only {set(live)} are live")
         waiting = self._remaining or self._passed or self._joined or self._early
         if self._change is None and (waiting or (self._requested and live)):
-            raise InternalError("no change is in progress, but something waits for one")
+            raise InternalError("no change is in progress, but workers, events or requests wait for one")
         if self._change is not None and (
             self._remaining | self._passed.keys() | self._joined != live
             or self._remaining & self._passed.keys()
@@ -114,8 +116,7 @@ class JobSync:
     # -- one event ----------------------------------------------------------------------------------------
 
     def _require(self, event: AnyEvent) -> None:
-        """Raise `InvalidEventError` for an event that the order, the change in progress or the model does not
-        allow."""
+        """Raise `InvalidEventError` if the order, the change in progress or the model does not allow the event."""
         self._order.require(event)
         worker = event.worker
         if isinstance(event, IterationFinished) and event.change is not None:
@@ -148,7 +149,7 @@ class JobSync:
         return self._tell(event)
 
     def _tell(self, event: AnyEvent) -> list[AnyAction]:
-        """Pass an event to the machine of the worker's model, or keep it until that model begins."""
+        """Pass an event to the machine of the worker's model, or keep the event until that model starts."""
         if event.worker in self._passed:
             self._early.append(event)
             return []
@@ -181,7 +182,7 @@ class JobSync:
 
     def _request(self, event: SyncRequested) -> list[AnyAction]:
         if event.number <= self._seen[event.source]:
-            return []  # another worker has requested it already
+            return []  # another worker has already requested this change
         self._seen[event.source] = event.number
         self._requested.append(event.sync)
         return self._publish_next()
@@ -200,11 +201,11 @@ class JobSync:
         self._change = Change(number=self.changes, members=tuple(sorted(live)), sync=sync)
         self._remaining = set(live)
         self._certain = False
-        self._machine = None  # plans that it would make from now on come too late
+        self._machine = None  # any further plans of the old model would come too late
         return [PublishChange(self._change)]
 
     def _pass(self, event: IterationFinished) -> list[AnyAction]:
-        """Handle the last push of a member under the old model."""
+        """Handle a member's last push under the old model."""
         worker = event.worker
         self._order.finished(event, parse_shards(self.sync))
         self._remaining.remove(worker)
@@ -213,18 +214,18 @@ class JobSync:
         return self._complete()
 
     def _start_first(self, event: IterationStarted) -> list[AnyAction]:
-        """Handle the first start of a worker after a change, which shows that every shard has answered it.
+        """Handle a worker's first start after a change. The start shows that every shard has answered the worker.
 
-        The new model does not receive this event, because the worker joins it with that iteration.
+        The new model does not receive this event, because the worker joins the model with this iteration.
         """
         self._to_start.remove(event.worker)
-        if event.worker not in self._passed:  # it passed an earlier change
+        if event.worker not in self._passed:  # the worker passed an earlier change
             return []
         self._certain = True
         return self._complete()
 
     def _complete(self) -> list[AnyAction]:
-        """Begin the new model if every member has passed or left and every shard is known to make the change."""
+        """Start the new model if every member has passed or left and all shards are known to have changed."""
         if self._remaining or (self._passed and not self._certain):
             return []
         passed, early = self._passed, self._early

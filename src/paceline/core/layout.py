@@ -1,9 +1,9 @@
 """The layout of parameters in flat vectors, and the slicing of those vectors into shards.
 
 This module contains only the arithmetic, without tensors or torch. The parameters of a model are placed one after
-another in one flat vector per dtype, each of them beginning at a 64-byte boundary. Elastic Parameter Slicing (EPS;
-FluentPS, section III) then cuts each vector into equal parts, whatever the sizes of the layers: every shard gets the
-same number of elements, and a layer may be spread over several shards. A push or a pull transfers slices of these
+another in one flat vector per dtype, and each parameter begins at a 64-byte boundary. Elastic Parameter Slicing (EPS;
+FluentPS, section III) then cuts each vector into equal parts, regardless of the sizes of the layers: every shard gets
+the same number of elements, and a layer may be spread over several shards. A push or a pull transfers slices of these
 vectors without conversion.
 
 >>> layout = Layout.of([Parameter(("w",), (4, 5), "float32"), Parameter(("b",), (4,), "float32")])
@@ -37,16 +37,16 @@ __all__ = [
 ALIGNMENT_BYTES = 64
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""Size of one element in bytes, for each dtype that a parameter may have. The names are torch's."""
+"""Size in bytes of one element of each dtype that a parameter may have. The keys are the dtype names of torch."""
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """One trainable tensor.
+    """A trainable tensor of the model, without its values.
 
     Attributes:
         names: all names of the tensor in the model's `state_dict`; more than one if the parameter is tied.
         shape: shape of the tensor.
-        dtype: torch's name of the dtype, for example "float32".
+        dtype: name of the dtype in torch, for example "float32".
     """
 
     names: tuple[str, ...]
@@ -68,9 +68,9 @@ class Segment(msgspec.Struct, frozen=True):
     Attributes:
         parameter: index of the parameter.
         dtype: dtype of the vector that contains the segment.
-        start: first element, counted from the beginning of the shard's slice of that vector.
-        stop: one past the last element.
-        offset: element of the flattened parameter at which the segment begins.
+        start: index of the segment's first element within the shard's slice of that vector.
+        stop: index after the segment's last element within that slice.
+        offset: index of the segment's first element within the flattened parameter.
     """
 
     parameter: int
@@ -81,7 +81,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Piece(NamedTuple):
-    """The elements [start, stop) of a shard's slice of one vector, and the parameters that they belong to."""
+    """The elements [start, stop) of a shard's slice of one vector, and the indices of the parameters in them."""
 
     dtype: str
     start: int
@@ -98,11 +98,11 @@ class ShardSlice(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Size in bytes of one push or pull of this shard."""
+        """Size in bytes of one push to this shard, or of one pull from it."""
         return sum((stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in self.bounds.items())
 
     def pieces(self, size_bytes: int) -> tuple[Piece, ...]:
-        """Return the slice in pieces of at most `size_bytes`, in order. A piece is sent as soon as it is computed."""
+        """Cut the slice into pieces of at most `size_bytes`, in order. A piece is sent as soon as it is computed."""
         pieces = []
         for dtype, (low, high) in self.bounds.items():
             step = max(1, size_bytes // ITEM_BYTES[dtype])
@@ -123,7 +123,7 @@ class Layout(msgspec.Struct, frozen=True):
     Attributes:
         parameters: the parameters, in the order of the optimizer's groups.
         offsets: for each parameter, the index of its first element in the vector of its dtype.
-        sizes: dtype -> number of elements of its vector, with padding.
+        sizes: dtype -> number of elements in the vector of that dtype, including padding.
     """
 
     parameters: tuple[Parameter, ...]
@@ -132,10 +132,10 @@ class Layout(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, parameters: Sequence[Parameter]) -> Layout:
-        """Return the layout of parameters in the order given.
+        """Return the layout of the given parameters, in the given order.
 
         Raises:
-            ConfigurationError: there are no parameters, or one has a dtype that cannot be trained.
+            ConfigurationError: there are no parameters, or a parameter has a dtype that cannot be trained.
         """
         if not any(parameter.size for parameter in parameters):
             raise ConfigurationError("The optimizer has no parameters to train.")
@@ -153,15 +153,15 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Size in bytes of one push or pull of all shards together."""
+        """Size in bytes of one push to all shards together, or of one pull from them."""
         return sum(size * ITEM_BYTES[dtype] for dtype, size in self.sizes.items())
 
     def sliced(self, shards: int, slicing: str) -> tuple[ShardSlice, ...]:
-        """Return the slices for `slicing` "even" or "by-parameter". See the two methods below."""
+        """Return the slices; `slicing` is "even" (see `slice_evenly`) or "by-parameter" (`slice_by_parameter`)."""
         return {"even": self.slice_evenly, "by-parameter": self.slice_by_parameter}[slicing](shards)
 
     def slice_evenly(self, shards: int) -> tuple[ShardSlice, ...]:
-        """Cut every vector into `shards` parts that differ by at most one aligned block."""
+        """Cut every vector into `shards` parts whose sizes differ by at most one block of 64 bytes."""
         bounds = [
             {
                 dtype: (_cut(size, dtype, shard, shards), _cut(size, dtype, shard + 1, shards))
@@ -172,10 +172,10 @@ class Layout(msgspec.Struct, frozen=True):
         return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
 
     def slice_by_parameter(self, shards: int) -> tuple[ShardSlice, ...]:
-        """Give every shard an equal number of adjacent parameters, whatever their sizes.
+        """Give every shard equally many adjacent parameters (give or take one), regardless of their sizes.
 
-        This is the default slicing of PS-Lite, which divides the range of keys: the shard with the largest layer
-        holds most of the model (FluentPS, section III). It is provided for comparison.
+        PS-Lite slices in this way by default, because it divides the range of keys. The shard with the largest layer
+        then holds most of the model (FluentPS, section III). This slicing is provided for comparison.
 
         Raises:
             ConfigurationError: there are fewer parameters than shards.
@@ -183,8 +183,8 @@ class Layout(msgspec.Struct, frozen=True):
         count = len(self.parameters)
         if shards > count:
             raise ConfigurationError(
-                f"shards is {shards}, but the model has {count} parameters, and each shard needs at least one with "
-                f"slicing 'by-parameter'. Use at most {count} shards, or slicing 'even'."
+                f"shards is {shards}, but the model has {count} parameters, and with slicing 'by-parameter' each "
+                f"shard needs at least one. Use at most {count} shards, or slicing 'even'."
             )
         bounds: list[dict[str, tuple[int, int]]] = []
         ends = dict.fromkeys(self.sizes, 0)
@@ -211,7 +211,7 @@ def _block(dtype: str) -> int:
 
 
 def aligned(size: int, dtype: str) -> int:
-    """Return a number of elements, rounded up to the next position at which a parameter may begin."""
+    """Round a number of elements up to the next position at which a parameter may begin."""
     block = _block(dtype)
     return -(-size // block) * block
 

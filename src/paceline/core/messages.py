@@ -1,8 +1,9 @@
 """The messages between the processes of a run.
 
-On a connection, a message is a small MessagePack header, followed by raw bulk data (slices of weights and gradients).
-Each side decodes only the messages that its peer may send; see the unions at the end of this module. In virtual time,
-the same values are passed without encoding. Indices and counts from a less trusted peer have the type `Number`.
+On a connection, a message is a small MessagePack header, followed by its payload: raw bulk data, such as slices of
+weights and gradients. Each side decodes only the messages that its peer may send; see the unions at the end of this
+module. In virtual time, the same objects are passed without encoding. Indices and counts from a less trusted peer
+have the type `Number`, which limits them.
 
 A message that becomes an event at its receiver has the same name as the event. A commit becomes two events, a push
 and a pull.
@@ -84,21 +85,21 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bell(Message, frozen=True, tag=True):
-    """The ring contains data. This message wakes a sleeping peer and has no other meaning."""
+    """Wakes a peer that sleeps while its ring contains data. The message has no other meaning."""
 
 
 class Hello(Message, frozen=True, tag=True):
-    """The first message of every connection. Without the run's token, no further message is read.
+    """The first message of every connection. If its token is wrong, the receiver reads no further message.
 
     Attributes:
-        token: the run's token.
+        token: the secret token of the run.
         role: role of the caller.
         index: index of the worker or server; 0 for a reader.
         address: address on which a server listens; "" for other roles.
         memory_bytes: size of the shared memory whose descriptor is attached to this message; 0 if there is none.
-        channels: number of pairs of rings in that memory.
-        channel: index of the pair of rings for this connection; -1 if there is none.
-        follows: True if a worker can read the weights in the memory of the servers.
+        channels: number of pairs of rings in the shared memory.
+        channel: index of the pair of rings for this connection; -1 if the connection uses none.
+        follows: True if the caller is a worker that can read the weights in the servers' memory.
     """
 
     token: str
@@ -123,12 +124,13 @@ class Register(Message, frozen=True, tag=True):
 class CreateShards(Message, frozen=True, tag=True):
     """A server must create its shards. The initializer will send their weights.
 
-    With shared memory, the descriptor of the memory of the weights is attached to this message and to `Started`.
+    With shared memory, the descriptor of the memory that holds the weights is attached to this message and to
+    `Started`.
 
     Attributes:
         model: the model to train.
         shards: the slices that this server holds.
-        sync: the first sync model, or one for each shard, in the notation of the command line.
+        sync: the first sync model, or one model per shard, in the notation of the command line.
         workers: the workers that take part from the start, in ascending order.
         initializer: the worker that sends the initial weights.
     """
@@ -163,7 +165,7 @@ class Started(Message, frozen=True, tag=True):
 
 
 class Refused(Message, frozen=True, tag=True):
-    """A worker may not take part."""
+    """The coordinator refuses a worker, which then cannot take part in the run."""
 
     reason: str
 
@@ -185,7 +187,7 @@ class WorkerWelcomed(Message, frozen=True, tag=True):
 
 
 class InitialState(Message, frozen=True, tag=True):
-    """The optimizer state of a shard, sent by the initializer before the weights if a run is resumed.
+    """The optimizer state of a shard. When a run is resumed, the initializer sends it before the weights.
 
     The payload is in safetensors format.
     """
@@ -196,7 +198,7 @@ class InitialState(Message, frozen=True, tag=True):
 class InitialWeights(Message, frozen=True, tag=True):
     """The initial weights of a shard, sent by the initializer.
 
-    The payload is the weights and, for shard 0, the other tensors of the model.
+    The payload contains the weights and, for shard 0, the other tensors of the model.
     """
 
     shard: Number
@@ -206,10 +208,10 @@ class InitialWeights(Message, frozen=True, tag=True):
 
 
 class Stage(Message, frozen=True, tag=True):
-    """A part of the gradient that is still being computed, sent before the commit.
+    """Pieces of a gradient, sent before the commit while other pieces are still being computed.
 
-    The payload is the pieces, in order. They have no effect until the commit. If a piece is sent twice, the later one
-    is used.
+    The payload contains the pieces, in order. They have no effect until the commit. If a piece is sent twice, the
+    later copy is used.
     """
 
     shard: Number
@@ -221,9 +223,9 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         present: for each parameter, 1 if it had a gradient, 0 if not.
-        groups: the hyper-parameters of the groups, encoded as MessagePack.
+        groups: the hyper-parameters of the parameter groups, encoded as MessagePack.
         pieces: indices of the pieces of the gradient that are in the payload.
-        buffers: for shard 0, the indices of the buffers that have changed and follow in the payload.
+        buffers: for shard 0, the indices of the changed buffers, which follow the pieces in the payload.
     """
 
     present: bytes
@@ -233,21 +235,23 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Commit(Message, frozen=True, tag=True):
-    """A worker's finished iteration for one shard: a push and, usually, the pull that follows it.
+    """A worker's finished iteration, sent to one shard: a push and, usually, the pull that follows it.
 
-    The payload is the pieces of the gradient that were not staged (none with shared memory, which already contains
-    the gradient), followed by the buffers.
+    The payload contains the pieces of the gradient that were not staged, followed by the buffers. With shared memory,
+    it contains no pieces, because the shared memory already contains the gradient.
 
     Attributes:
         shard: index of the shard.
         iteration: label of the iteration.
         content: content of the push; None in virtual time.
-        empty: True if the gradient was left out; the payload then contains no gradient.
+        empty: True if the worker skipped the iteration; the payload then contains no gradient.
         stop: set if this is the worker's last push before the barrier of its superstep.
         change: set if this is the worker's last push before the sync model changes.
-        significance: |g| / |w| over all parameters, if the sync model needs it.
-        progress: the round that the push is for, if a shard has told the worker to continue from a later round.
-        pulls: False if the pull follows later, in a `PullRequested`.
+        significance: |g| / |w|, the norm of the whole gradient divided by the norm of all weights; None if the sync
+            model does not need it.
+        progress: the round that the push is for; None unless a shard has told the worker to continue from a later
+            round.
+        pulls: False if the worker pulls later, with a `PullRequested`.
     """
 
     shard: Number
@@ -267,20 +271,20 @@ class Commit(Message, frozen=True, tag=True):
 
 
 class Committed(Message, frozen=True, tag=True):
-    """A shard has received a push whose pull follows later."""
+    """A shard has received a push that did not include a pull."""
 
     shard: int
     iteration: int
 
 
 class AllCommitted(Message, frozen=True, tag=True):
-    """Without overlap: every shard has received a worker's push of this iteration."""
+    """With overlap off: every shard has received the sender's push of this iteration."""
 
     iteration: Number
 
 
 class PullAllowed(Message, frozen=True, tag=True):
-    """Without overlap: every shard has received the push of every worker, so the worker may pull."""
+    """With overlap off: every shard has received every worker's push, so the worker may pull."""
 
     iteration: int
 
@@ -306,8 +310,8 @@ class Answer(Message, frozen=True, tag=True):
         shard: index of the shard.
         iteration: label of the iteration that the worker has pushed; -1 for the initial weights.
         version: version of the weights.
-        v_train: set if the worker's push came too late for its round. The worker continues from this round.
-        in_place: True if the worker must read the weights in the memory of the servers until its next commit.
+        v_train: the round from which the worker continues if its push came too late for its own round; else None.
+        in_place: True if the worker must read the weights in the servers' memory until its next commit.
     """
 
     shard: int
@@ -322,8 +326,8 @@ class IterationFinished(Message, frozen=True, tag=True):
 
     Attributes:
         iteration: label of the iteration.
-        superstep: set if the push was the worker's last one before the barrier of this superstep.
-        change: set if the push was the worker's last one before this change.
+        superstep: set if the push was the worker's last one before the barrier of the superstep with this number.
+        change: set if the push was the worker's last one before the model change with this number.
     """
 
     iteration: Number
@@ -332,20 +336,20 @@ class IterationFinished(Message, frozen=True, tag=True):
 
 
 class IterationStarted(Message, frozen=True, tag=True):
-    """A worker has its weights and computes this iteration. Sent if the sync model needs it, and after a change."""
+    """A worker has its weights and computes this iteration. Sent if the sync model needs it, or after a change."""
 
     iteration: Number
 
 
 class PlanPublished(Message, frozen=True, tag=True):
-    """The part of a plan for one worker: the worker must stop with its first push at or past `iteration`."""
+    """A plan as sent to one worker: the worker must stop with its first push at or past `iteration`."""
 
     stop: Stop
     iteration: int
 
 
 class RestartOrdered(Message, frozen=True, tag=True):
-    """A worker must abort its computation of this iteration, pull and restart it, unless it has pushed it."""
+    """A worker must abort its computation of this iteration, pull and compute again, unless it has already pushed."""
 
     iteration: int
 
@@ -397,7 +401,7 @@ class FetchSnapshot(Message, frozen=True, tag=True):
 class Snapshot(Message, frozen=True, tag=True):
     """The weights of a shard at one version.
 
-    The payload is the weights and, for shard 0, the other tensors of the model, pooled over the workers.
+    The payload contains the weights and, for shard 0, the other tensors of the model, pooled over the workers.
     """
 
     shard: int
@@ -411,7 +415,7 @@ class ShardWaits(msgspec.Struct, frozen=True):
         shard: index of the shard.
         sync: the sync model in force there.
         pulls: (worker, iteration) of each delayed pull, in worker order.
-        reasons: for each of these pulls, what it waits for.
+        reasons: for each delayed pull, in the same order, what the pull waits for.
     """
 
     shard: int
@@ -421,7 +425,7 @@ class ShardWaits(msgspec.Struct, frozen=True):
 
 
 class FetchWaits(Message, frozen=True, tag=True):
-    """Request the list of workers that wait at a server. If the server does not answer, it hangs."""
+    """Request the list of workers that wait at a server. A server that does not answer is considered to hang."""
 
 
 class Waits(Message, frozen=True, tag=True):
@@ -429,7 +433,7 @@ class Waits(Message, frozen=True, tag=True):
 
     Attributes:
         shards: one entry per shard.
-        timers: True if a timer is set, because it may release a worker.
+        timers: True if the server has set a timer. When such a timer is due, a worker may be released.
     """
 
     shards: tuple[ShardWaits, ...]
@@ -458,7 +462,7 @@ class WorkerFinished(Message, frozen=True, tag=True):
 
 
 class WorkerLost(Message, frozen=True, tag=True):
-    """A worker was lost. Its connection may still be open, because a child process of the worker may hold it."""
+    """A worker was lost. Its connection may still be open, because a child process of the worker may have a copy."""
 
     worker: int
 
@@ -469,7 +473,7 @@ class Failed(Message, frozen=True, tag=True):
     Attributes:
         reason: the error in one line.
         traceback: traceback of the error.
-        consequence: True if the error is only a consequence of the end of another process, which is then the cause.
+        consequence: True if the error occurred only because another process had ended.
     """
 
     reason: str

@@ -1,7 +1,7 @@
-"""The description of a model as a value: the layout of its parameters, the optimizer, and its other tensors.
+"""The description of a model that is sent between processes: its parameters, its optimizer, and its other tensors.
 
-Workers register it, the coordinator compares it, and servers create their shards from it. This module does not import
-torch.
+Each worker registers such a description, the coordinator checks that all of them are equal, and the servers create
+their shards from it. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HyperParameters = dict[str, float | int | bool | tuple[float, float] | None]
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True):
-    """A user's optimizer as a value.
+    """The description of a user's optimizer.
 
     Attributes:
         name: name of the class in `torch.optim` that the servers use.
@@ -36,8 +36,8 @@ class BufferSpec(msgspec.Struct, frozen=True):
     Attributes:
         name: name of the tensor in the `state_dict`.
         shape: shape of the tensor.
-        dtype: torch's name of the dtype.
-        fixed: True if training does not change the tensor (a parameter that the optimizer does not have).
+        dtype: name of the dtype in torch.
+        fixed: True if training does not change the tensor: it is a parameter that the optimizer does not update.
     """
 
     name: str
@@ -50,7 +50,7 @@ class BufferSpec(msgspec.Struct, frozen=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """The model and optimizer that a worker trains. They must be equal for all workers of a job."""
+    """The description of the model that a worker trains. It must be the same for all workers of a job."""
 
     layout: Layout
     optimizer: OptimizerSpec
@@ -58,7 +58,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 
 def first_difference(model: ModelSpec, other: ModelSpec) -> str:
-    """Describe the first difference of another model from a model; return "" if they are equal."""
+    """Return a description of the first difference between `other` and `model`; "" if the two are equal."""
     pairs = zip(model.layout.parameters, other.layout.parameters, strict=False)
     for expected, found in pairs:
         if expected != found:

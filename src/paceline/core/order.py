@@ -4,12 +4,12 @@
     at the coordinator    join -> finished -> (started) -> finished -> ...
 
 Only this module checks the order. Before a model receives an event, its host calls `require`, which refuses illegal
-events and changes no state. The host calls `advance` when nothing can refuse the event any more. So a model receives
-legal events only.
+events and changes no state. When all checks have passed, the host calls `advance`. A model therefore receives legal
+events only.
 
-A worker's *label* is its own count of iterations. It increases by one with each push, and no label is used twice, not
-even after the worker was lost and has joined again. c_p, the model's count of pushes, is a different number (see
-`Counts`).
+A worker's *label* is the worker's own count of iterations. The label increases by one with each push, and no label is
+used twice, not even after the worker was lost and has joined again. c_p, the model's count of pushes, is a different
+number (see `Counts`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Phase = Literal["computing", "pushed", "waiting"]
 """The phase of a live worker: computing its iteration, about to pull, or waiting for the answer to its pull."""
 
 
-# Type of event -> verb and preposition for refusals, the required phase, and the label of the next push minus the
-# required label.
+# Type of event -> verb and preposition for error messages, the required phase, and the difference between the label
+# of the worker's next push and the label that the event must have.
 STEPS: dict[type[AnyEvent], tuple[str, str, Phase, int]] = {
     PushReceived: ("sent a push", "of", "computing", 0),
     PullRequested: ("sent a pull", "of", "pushed", 1),
@@ -58,7 +58,7 @@ class Order:
     def __init__(self) -> None:
         self.label: dict[int, int] = {}
         self.phase: dict[int, Phase] = {}
-        # worker that has left -> the smallest label with which it may return
+        # worker that has left -> the smallest label with which the worker may return
         self._former: dict[int, int] = {}
 
     def require(self, event: AnyEvent) -> None:
@@ -101,9 +101,9 @@ class Order:
         self.phase[worker] = "computing"
 
     def validate(self) -> None:
-        """Check labels against phases; raise `InternalError` if they are of different workers."""
+        """Raise `InternalError` if the labels and the phases are not stored for the same workers."""
         if self.label.keys() != self.phase.keys():
-            raise InternalError(f"labels {self.label} and phases {self.phase} are of different workers")
+            raise InternalError(f"labels {self.label} and phases {self.phase} belong to different workers")
 
     def _require_other(self, event: AnyEvent) -> None:
         if isinstance(event, WorkerJoined):
@@ -111,7 +111,7 @@ class Order:
         elif isinstance(event, WorkerLost | WorkerFinished):
             self._require_live(event)
         elif not isinstance(event, TimerFired):
-            raise InternalError(f"a shard does not take a {type(event).__name__}", (event,))
+            raise InternalError(f"a shard cannot process the event {type(event).__name__}", (event,))
 
     def _require_live(self, event: AnyEvent) -> None:
         if event.worker not in self.phase:
@@ -132,13 +132,13 @@ UNKNOWN = -1
 
 
 class Reporter:
-    """The state of a live worker, as far as it reports to the coordinator.
+    """The coordinator's record of one live worker: which report the worker may send next.
 
     Attributes:
-        label: the iteration that it finishes next; -1 if unknown.
-        computing: False if it must report the start of that iteration first.
-        finishes: True if it reports every finished iteration.
-        starts: True if it reports the start of every iteration except its first one.
+        label: label of the iteration that the worker finishes next; -1 if unknown.
+        computing: False if the worker must report the start of its next iteration before it reports the end.
+        finishes: True if the worker reports every finished iteration.
+        starts: True if the worker reports the start of every iteration except its first one.
     """
 
     def __init__(self, models: Sequence[SyncModel]) -> None:
@@ -147,23 +147,23 @@ class Reporter:
         self.follow(models)
 
     def follow(self, models: Sequence[SyncModel]) -> None:
-        """Set which reports these models need."""
+        """Set which reports these models require of the worker."""
         self.finishes = models[0].at_coordinator() is not None
         self.starts = any(model.needs_starts for model in models)
 
     def compute(self, iteration: int) -> None:
-        """Set the iteration that the worker computes. It is unknown unless the worker reports every iteration."""
+        """Record that the worker computes `iteration`. Its label is kept only if it reports every iteration."""
         self.computing = True
         self.label = iteration if self.finishes else UNKNOWN
 
 
 class ReportOrder:
-    """The reports to the coordinator that each live worker may send next.
+    """Checks the order of the reports that the live workers send to the coordinator.
 
         join -> finished -> (started) -> finished -> ...        and at any time: lost, finished its work
 
     The model in force determines whether a worker reports starts, and whether it reports finished iterations at all.
-    It always reports the first start after a change of the model.
+    After a change of the model, a worker always reports the start of its next iteration.
     """
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class ReportOrder:
             if reporter.computing:
                 raise _unexpected("started", event, "which it has started already")
         elif isinstance(event, PushReceived | PullRequested | PullRepeated):
-            raise InternalError(f"a coordinator does not take a {type(event).__name__}", (event,))
+            raise InternalError(f"a coordinator cannot process the event {type(event).__name__}", (event,))
 
     def joined(self, event: WorkerJoined, models: Sequence[SyncModel]) -> None:
         """Record that a worker joins under these models."""
@@ -209,7 +209,7 @@ class ReportOrder:
         reporter.compute(event.iteration)
 
     def finished(self, event: IterationFinished, models: Sequence[SyncModel] = ()) -> None:
-        """Record a finished iteration. If models are given, it is the last one before a change to these models."""
+        """Record a finished iteration. If `models` is given, the worker then changes to these models."""
         reporter = self._reporters[event.worker]
         if models:
             reporter.follow(models)

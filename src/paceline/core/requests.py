@@ -1,7 +1,7 @@
 """Requests of a core to its host.
 
-For every message, a core returns a list of requests, which the host must carry out in order. An update must be
-applied before a later answer is sent, because an answer carries the weights as they are at its position in the list.
+For every message, a core returns a list of requests, which the host must carry out in order. In particular, each
+answer to a pull must contain all updates that precede it in the list, and none that follow it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """One process or connection of a run.
+    """The role and index of a process that takes part in a run or reads from it.
 
     Attributes:
         role: role of the peer.
@@ -70,13 +70,13 @@ class Send(NamedTuple):
 
 
 class Timer(NamedTuple):
-    """Call the core's `fire` with this value when the timer is due.
+    """Call the core's `fire` with this object when the timer is due.
 
     Attributes:
         due_s: due time in seconds, on the clock of the events.
         worker: worker for which the timer was set.
         iteration: iteration for which the timer was set.
-        shard: index of the shard that has set it; -1 for the coordinator.
+        shard: index of the shard that has set the timer; -1 if the coordinator has set it.
     """
 
     due_s: float
@@ -86,12 +86,12 @@ class Timer(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Update a shard: take one optimizer step with the sum of these pushes, in the order given, times `scale`.
+    """Update a shard: add up the gradients of these pushes in the order given, and take one optimizer step.
 
     Attributes:
         shard: index of the shard.
         pushes: (worker, iteration) of each push.
-        scale: factor by which the sum is multiplied.
+        scale: factor by which the sum of the gradients is multiplied.
     """
 
     shard: int
@@ -108,7 +108,7 @@ class Discard(NamedTuple):
 
 
 class Preserve(NamedTuple):
-    """Copy a held push, because its worker is answered next and will overwrite the memory of the gradient."""
+    """Copy the gradient of a held push. Its worker is answered next and will then overwrite the gradient's memory."""
 
     shard: int
     worker: int
@@ -116,7 +116,7 @@ class Preserve(NamedTuple):
 
 
 class Proceed(NamedTuple):
-    """Let the worker compute: everything that it waited for has arrived."""
+    """Let the worker compute: everything that the worker waited for has arrived."""
 
 
 PROCEED = Proceed()
@@ -135,10 +135,10 @@ class Warn(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """End the run, because it has failed.
+    """End the run, because a part of it has failed.
 
     Attributes:
-        where: the part of the run that has failed.
+        where: the part of the run that has failed, for example "worker 2".
         reason: what was wrong, in one sentence.
         traceback: traceback of the failure; "" if there is none.
     """

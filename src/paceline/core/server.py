@@ -1,9 +1,9 @@
-"""The protocol of a server: the workers that it serves, and the effect of each message on its shards. No I/O.
+"""The protocol of a server, without I/O: which workers it serves, and how each message affects its shards.
 
     create      CreateShards from the coordinator; each shard begins when the initializer's initial weights arrive
-    iteration   Commit = push + pull; without overlap: Commit, Committed, PullRequested
+    iteration   Commit = push + pull; with overlap off: Commit, Committed, PullRequested
     restart     PullRepeated
-    end         WorkerFinished from the worker, or WorkerLost from the coordinator or because its connection ended
+    end         WorkerFinished from the worker, WorkerLost from the coordinator, or the worker's connection is closed
 
 The host of this class moves bytes and tensors and reads the clock. It stores the payload of a message before it
 carries out the requests that `handle` returns. A message that is not allowed raises `ProtocolError` and does not
@@ -46,20 +46,21 @@ from .shard import Shard
 __all__ = ["Server"]
 
 RecorderOf = Callable[[int], EntryRecorder | None]
-"""Returns the recorder for the events of a shard, given its index."""
+"""A function that returns the recorder for the shard with a given index; None to record nothing."""
 
 
 class Server:
-    """One server.
+    """A server of a run: it passes the workers' messages to its shards as events and returns their requests.
 
     Args:
-        seed: random seed of the run, for the sync models.
-        read_sync: parses the sync model of a change; raises `ConfigurationError` if the run cannot change to it.
-        recorder_of: returns the recorder of a shard; called once for each shard, when it begins.
+        seed: random seed of the run, used by the sync models.
+        read_sync: function that parses the sync model of a change. It raises `ConfigurationError` if the run cannot
+            use the model.
+        recorder_of: returns the recorder for a shard; called once for each shard, when the shard begins.
 
     Attributes:
-        shards: the shards that have begun, by index.
-        expected: the workers that take part and have not left.
+        shards: index -> shard, for each shard that has received its initial weights.
+        expected: the workers that have joined the run and have not left.
         initializer: the worker that sends the initial weights; -1 before the shards are created.
     """
 
@@ -78,30 +79,30 @@ class Server:
         self._models: tuple[SyncModel, ...] = ()
         self._to_begin: set[int] = set()  # shards that were created but have no weights yet
         self._connected: set[int] = set()  # connected workers
-        self._readers: set[int] = set()  # connected workers that can read the weights in place
+        self._readers: set[int] = set()  # connected workers that can read the weights in the server's memory
 
     def shard(self, index: int) -> Shard:
-        """Return a shard that has begun. Raise `ProtocolError` if it is not at this server or has no weights yet."""
+        """Return a shard. Raise `ProtocolError` if the shard is not at this server or has no weights yet."""
         if index not in self.shards:
             raise ProtocolError(f"shard {index} is not at this server, or has no weights yet")
         return self.shards[index]
 
     def require_beginning(self, index: int) -> None:
-        """Raise `ProtocolError` unless this shard was created and waits for its weights."""
+        """Raise `ProtocolError` unless this shard was created and waits for its initial weights."""
         if index not in self._to_begin:
             raise ProtocolError(f"initial weights for shard {index} are not expected")
 
     # -- connections --------------------------------------------------------------------------------------
 
     def require_expected(self, worker: int) -> None:
-        """Raise `ProtocolError` if this worker may not connect."""
+        """Raise `ProtocolError` unless this worker may connect now."""
         if self.initializer < 0:
             raise ProtocolError("training has not begun")
         if worker not in self.expected or worker in self._connected:
             raise ProtocolError(f"worker {worker} is not expected, or is already connected")
 
     def connected(self, worker: int, *, reads_in_place: bool = False) -> list[Request]:
-        """Handle a worker that has connected: send it the weights of the shards that have begun."""
+        """Handle a worker that has connected: send it the weights of all shards that have begun."""
         self.require_expected(worker)
         self._connected.add(worker)
         if reads_in_place:
@@ -109,7 +110,7 @@ class Server:
         return [shard.welcome(worker) for shard in self.shards.values()]
 
     def disconnected(self, worker: int, now_s: float) -> list[Request]:
-        """Handle the end of a worker's connection. If the worker has not finished, it is lost."""
+        """Handle a closed connection to a worker. If the worker has not finished, it is lost."""
         self._connected.discard(worker)
         self._readers.discard(worker)
         return self._leave(worker, WorkerLost, now_s)
@@ -151,7 +152,7 @@ class Server:
         return self.shards[timer.shard].handle(event)
 
     def waits(self, *, timers: bool) -> Waits:
-        """Return which workers wait at each shard. `timers` must be True if the host has a timer set."""
+        """Return which workers wait at each shard. The host passes True for `timers` if it has set a timer."""
         described = []
         for index, shard in sorted(self.shards.items()):
             reasons = dict(sorted(shard.sync.waits().items()))
@@ -160,13 +161,15 @@ class Server:
         return Waits(tuple(described), timers)
 
     def validate(self) -> None:
-        """Check the collections of workers against each other; raise `InternalError` if two disagree."""
+        """Check that the collections of workers are consistent; raise `InternalError` if they are not."""
         for shard in self.shards.values():
             shard.sync.validate()
             if shard.sync.order.phase.keys() != self.expected:
-                raise InternalError(f"the workers of shard {shard.index} are not {self.expected}")
+                raise InternalError(f"the workers of shard {shard.index} differ from {self.expected}")
         if not self._readers <= self._connected:
-            raise InternalError(f"{self._readers} read in place, but {self._connected} are connected")
+            raise InternalError(
+                f"workers {self._readers} read the server's memory, but only {self._connected} are connected"
+            )
 
     def _create(self, message: CreateShards) -> list[Request]:
         self.expected = set(message.workers)
@@ -176,10 +179,10 @@ class Server:
         return [Send(COORDINATOR, Ready())]
 
     def _begin(self, worker: int, index: int, now_s: float) -> list[Request]:
-        """Begin a shard, whose initial weights have arrived."""
+        """Create the core of a shard whose initial weights have arrived."""
         if worker != self.initializer:
             raise ProtocolError(
-                f"the initial weights come from worker {self.initializer}, not from worker {worker}"
+                f"the initial weights must come from worker {self.initializer}, not from worker {worker}"
             )
         self.require_beginning(index)
         self._to_begin.remove(index)
@@ -192,11 +195,11 @@ class Server:
     def _commit(self, worker: int, commit: Commit, now_s: float) -> list[Request]:
         shard = self.shard(commit.shard)
         if commit.change is not None:
-            try:  # checked now, because the shard could not undo the change later
+            try:  # check the model now, because the shard could not undo the change later
                 self._read_sync(commit.change.sync)
             except ConfigurationError as error:
                 raise ProtocolError(
-                    f"it changes to a sync model that cannot be used in this run: {error}"
+                    f"its push changes to a sync model that cannot be used in this run: {error}"
                 ) from error
         requests = shard.handle(
             PushReceived(

@@ -1,4 +1,4 @@
-"""One shard without its tensors: it runs the sync model, counts versions, records events, and returns requests."""
+"""A shard without its tensors: it runs the sync model, counts versions, records events, and returns requests."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["Shard"]
 
 
 class Shard:
-    """One shard.
+    """A shard's part of the protocol: it turns the events at the shard into requests to the host.
 
     Args:
         index: index of the shard.
         models: the first sync model of the run, or one for each shard.
-        seed: random seed of the run, for the sync model.
-        readers: the workers that can read the weights in place.
+        seed: random seed of the run, used by the sync model.
+        readers: the workers that can read the weights in the server's memory.
         recorder: receives each event and its actions; None to record nothing.
 
     Attributes:
         index: index of the shard.
-        sync: the host of the sync model, which persists when the model changes.
+        sync: runs the sync model, and replaces it when the model changes.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Shard:
                 faulted = FaultReported(index, action.reason, action.traceback, action.sync)
                 requests.append(Send(COORDINATOR, faulted))
             else:
-                raise InternalError(f"a shard does not carry out {action}", (event,))
+                raise InternalError(f"a shard cannot carry out {action}", (event,))
         self._record(Entry(event, actions, None, versions.version, staleness, gap))
         return requests
 
@@ -111,11 +111,11 @@ class Shard:
 
     @property
     def _lockstep(self) -> bool:
-        """True if workers may read the weights in place, without a copy.
+        """True if workers may read the weights in the server's memory, without a copy.
 
-        All shards must answer in the same way, because a worker reads either all slices in place or none. Therefore
-        this depends on the models that were given for all shards, and not on the model to which one shard has fallen
-        back after a condition has failed.
+        The result must be the same at all shards, because a worker reads either all slices in this way or none.
+        Therefore it depends on the models that were given for all shards, not on the model to which a single shard
+        has fallen back after a condition has failed.
         """
         return all(model.lockstep for model in self.sync.changed_to or self._first)
 

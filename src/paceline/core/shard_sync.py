@@ -1,27 +1,27 @@
-"""The sync model of one shard, and its changes.
+"""Runs the sync model of one shard, and changes it during the run.
 
-A job may change its sync model during the run. All shards must change at the same boundary. If two shards counted a
-worker's progress from different iterations, one of them could wait for worker 0 because of worker 1, and the other
-one for worker 1 because of worker 0. Therefore the workers determine the boundary. The coordinator publishes a
-change. Each member flags its next push with the change, identically to all shards; this push ends the old model for
-the worker. Every live worker is in one of three states:
+All shards must change at the same boundary. If two shards counted the progress of the workers from different
+iterations, the workers could block each other: worker 0 could wait for worker 1 at one shard, and worker 1 for
+worker 0 at another. Therefore the workers determine the boundary. The coordinator publishes a change, and each member
+flags its next push with the change, in the same way for all shards. This push is the worker's last one under the old
+model. Every live worker is in one of three states:
 
     in the model     the usual state
-    passed           it has sent its flagged push. The old model has received that push and then the departure of the
-                     worker, so it no longer waits for the worker. The pull of the worker waits until every member has
-                     passed, has finished or is lost. Then the passed workers join the new model with equal counts,
-                     and their pulls are answered
-    guest            it joined while a change was in progress. Until it passes a change, it belongs to no model, waits
-                     for no other worker, and no other worker waits for it
+    passed           the worker has sent its flagged push. The old model has processed that push and then the
+                     departure of the worker, so it no longer waits for the worker. The worker's pull waits until
+                     every member has passed, has finished or is lost. Then the passed workers join the new model with
+                     equal counts, and their pulls are answered
+    guest            the worker joined while a change was in progress. Until it passes a change, it belongs to no
+                     model, waits for no other worker, and no other worker waits for it
 
-The flagged pushes carry the boundary, so the shards cannot disagree, however late the coordinator's message arrives,
-and no push or pull goes through the coordinator. `JobSync` is the coordinator's side of a change.
+The flagged pushes themselves mark the boundary, so the shards cannot disagree about it, even if the coordinator's
+message arrives late. No push or pull goes through the coordinator. `JobSync` is the coordinator's part of a change.
 
-If a condition of a user fails, this shard alone falls back to the last model that worked, which continues with the
+If a user's condition fails, only this shard falls back to the last model that worked, which continues with the
 current counts.
 
-Guarantee: The run makes progress if it does under both models. Each push is applied, averaged or dropped exactly
-once.
+Guarantee: If the run makes progress under both models, it also makes progress across the change. Each push is
+applied, averaged or dropped exactly once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["ShardSync"]
 
 
 class ShardSync:
-    """The host of one shard's sync model, which persists when the model changes.
+    """Runs the sync model of one shard, and replaces it when the model changes.
 
     Args:
         sync: the first model.
@@ -59,7 +59,7 @@ class ShardSync:
 
     Attributes:
         sync: the model in force.
-        changed_to: the models of all shards after the last change that was completed here; () before the first one.
+        changed_to: the models of all shards after the last change that this shard completed; () before the first one.
         order: phases and labels of all live workers.
     """
 
@@ -70,11 +70,11 @@ class ShardSync:
         self._seed = seed
         self._shard = shard
         self._machine: ShardMachine = sync.at_shard(seed, shard)
-        self._worked: SyncModel = BSP()  # replaces a model whose condition fails
+        self._worked: SyncModel = BSP()  # the model to fall back to if a condition fails
         self._change: Change | None = None  # the change in progress
-        self._changed = 0  # number of the last change that was completed here
+        self._changed = 0  # number of the last change that this shard completed
         self._remaining: set[int] = set()  # live members of the change in progress that have not passed yet
-        self._joined_after: dict[int, int] = {}  # live worker -> last change published before it joined
+        self._joined_after: dict[int, int] = {}  # live worker -> number of the last change before it joined
         self._guests: set[int] = set()
         self._passed: set[int] = set()
         # workers that have passed a completed change but have not pulled yet; their pulls are answered on arrival
@@ -82,7 +82,7 @@ class ShardSync:
 
     @property
     def counts(self) -> Counts:
-        """c_p of the workers in the model."""
+        """The counts c_p of the workers that are in the model."""
         return self._machine.counts
 
     def last_iteration(self, worker: int) -> int:
@@ -90,7 +90,7 @@ class ShardSync:
         return self.order.label[worker] - 1
 
     def waits(self) -> dict[int, str]:
-        """Return what each delayed pull waits for, as worker -> description."""
+        """Return worker -> description of what its delayed pull waits for."""
         waits = dict(self._machine.waits())
         if self._change is not None:
             boundary = f"the change to {self._change.sync}, for workers {sorted(self._remaining)}"
@@ -108,11 +108,11 @@ class ShardSync:
             self._require_boundary(event, event.change)
         if event.worker not in self._guests:
             self._machine.check(event)
-        self.order.advance(event)  # from here on, nothing refuses the event
+        self.order.advance(event)  # all checks have passed, so the event can no longer be refused
         return self._take(event)
 
     def validate(self) -> None:
-        """Check the derived collections against each other; raise `InternalError` if two disagree."""
+        """Check that the derived collections are consistent; raise `InternalError` if they are not."""
         self._machine.validate()
         self.order.validate()
         modelled, live = self.counts.count.keys(), self.order.phase.keys()
@@ -122,15 +122,19 @@ class ShardSync:
             or self._joined_after.keys() != live
         ):
             raise InternalError(
-                f"live {set(live)} are not those in the model {set(modelled)}, guests {self._guests} and passed "
-                f"{self._passed}"
+                f"the live workers {set(live)} do not match those in the model {set(modelled)}, the guests "
+                f"{self._guests} and those that have passed {self._passed}"
             )
         if self._change is None and (self._passed or self._remaining):
-            raise InternalError(f"no change is in progress, but {self._passed} wait for {self._remaining}")
+            raise InternalError(
+                f"no change is in progress, but workers {self._passed} wait for {self._remaining}"
+            )
         if self._change is not None and not (self._remaining and self._remaining <= live - self._passed):
             raise InternalError(f"the change {self._change} waits for {self._remaining} of {set(live)}")
         if any(self.order.phase[worker] != "pushed" for worker in self._to_pull):
-            raise InternalError(f"{self._to_pull} have yet to pull, but their phases are {self.order.phase}")
+            raise InternalError(
+                f"workers {self._to_pull} have yet to pull, but the phases are {self.order.phase}"
+            )
 
     # -- one event ----------------------------------------------------------------------------------------
 
@@ -157,7 +161,7 @@ class ShardSync:
             case WorkerLost() | WorkerFinished():
                 return self._leave(event)
             case _:
-                raise InternalError(f"a shard does not take a {type(event).__name__}", (event,))
+                raise InternalError(f"a shard cannot process the event {type(event).__name__}", (event,))
 
     def _pull(self, pull: PullRequested) -> list[AnyAction]:
         worker = pull.worker
@@ -200,13 +204,13 @@ class ShardSync:
     # -- a change -----------------------------------------------------------------------------------------
 
     def _pass(self, push: PushReceived, change: Change) -> list[AnyAction]:
-        """Handle the last push of a worker under the old model."""
+        """Handle a worker's last push under the old model."""
         if change.number <= self._changed:
             return []  # the change was completed without the worker, so no worker waits for it
         worker = push.worker
         if self._change is None or self._change.number < change.number:
-            # A higher number: the change was published again, because all members that passed the earlier one are
-            # lost.
+            # The number is higher: all members that had passed the earlier change were lost, so the coordinator has
+            # published the change again.
             self._change = change
             self._remaining = {
                 m
@@ -218,18 +222,18 @@ class ShardSync:
         actions: list[AnyAction] = []
         if worker in self._guests:
             self._guests.remove(worker)
-        else:  # for the old model, the worker leaves: the model no longer waits for it, but keeps its pushes
+        else:  # tell the old model that the worker leaves: the model keeps its pushes but no longer waits for it
             actions = self._tell(WorkerFinished(now_s=push.now_s, worker=worker))
         return actions + self._complete(push.now_s)
 
     def _complete(self, now_s: float) -> list[AnyAction]:
-        """Begin the new model if every member has passed or left."""
+        """Start the new model if every member has passed or left."""
         change = self._change
         if change is None or self._remaining:
             return []
         updates: list[AnyAction] = []
         answers: list[AnyAction] = []  # returned after all updates
-        for worker in list(self.counts.count):  # not members: they have joined since the change was published
+        for worker in list(self.counts.count):  # these workers joined after the change was published
             self._guests.add(worker)
             if self._waiting(worker):
                 answers.append(self._answer(worker))
@@ -252,11 +256,11 @@ class ShardSync:
         return self.order.phase[worker] == "waiting"
 
     def _answer(self, worker: int) -> AnyAction:
-        """Answer a pull that the model does not answer."""
+        """Return the answer to a pull that this class answers instead of the model."""
         self.order.answered(worker)
         return AnswerPull(worker, self.last_iteration(worker))
 
 
 def _apply(push: PushReceived) -> AnyAction:
-    """Return what becomes of a guest's push."""
+    """Return the action for a guest's push, which no model receives: apply it, or drop it if it is empty."""
     return (DropPush if push.empty else ApplyPush)(push.worker, push.iteration)

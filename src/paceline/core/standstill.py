@@ -1,4 +1,4 @@
-"""Describes a run in which every worker waits and no condition will release any of them."""
+"""The report about a run in which every worker waits and no condition will release any of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["standstill"]
 
 
 def standstill(shards: Iterable[ShardWaits]) -> str:
-    """Return which worker waits for what, at which shard."""
+    """Return a report that lists, for each worker and shard, what the worker waits for."""
     lines = [
         f"  worker {worker}, after its iteration {iteration}, at shard {shard.shard} ({shard.sync}): for {reason}"
         for shard in shards

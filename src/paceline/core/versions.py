@@ -1,4 +1,4 @@
-"""The staleness of each push, from the version of a shard and the version of the weights that each worker has."""
+"""Computes the staleness of each push at a shard: how many updates its gradient does not take into account."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Key = tuple[int, int]
 
 
 class Versions:
-    """Counts the updates of a shard.
+    """Counts the updates of a shard and computes the staleness of each push.
 
     Attributes:
-        version: number of updates.
+        version: number of updates that have been applied.
     """
 
     def __init__(self) -> None:
         self.version = 0
-        self._pulled: dict[int, int] = {}  # live worker -> version of the weights that it has
+        self._pulled: dict[int, int] = {}  # live worker -> version of the weights that the worker has
         # push that is neither applied nor dropped yet -> version of the weights on which its gradient was computed
         self._computed_on: dict[Key, int] = {}
 
     def note(self, event: AnyEvent) -> None:
-        """Record an event that the model has accepted. Must be called before its actions are recorded."""
+        """Record an event that the model has accepted. Must be called before the resulting actions are recorded."""
         if type(event) is PushReceived:
             self._computed_on[event.worker, event.iteration] = self._pulled[event.worker]
         elif type(event) is WorkerJoined:
@@ -43,7 +43,7 @@ class Versions:
         del self._computed_on[worker, iteration]
 
     def apply_one(self, push: Key) -> tuple[int, int, int]:
-        """Apply an update of one push; see `apply`."""
+        """Record one update with a single push; return (worker, iteration, staleness) of the push."""
         missed = self.version - self._computed_on.pop(push)
         self.version += 1
         return (*push, missed)

@@ -1,15 +1,15 @@
-"""The protocol of a worker: the messages that it sends and waits for, and the flags of its pushes. No I/O.
+"""The protocol of a worker, without I/O: the messages that it sends and waits for, and the flags of its pushes.
 
     register      Register -> Started from the coordinator -> first weights from every shard
     iteration     compute -> Commit to every shard -> Answer from every shard -> compute the next iteration
-                  without overlap: Commit -> Committed from every shard -> AllCommitted -> PullAllowed
+                  with overlap off: Commit -> Committed from every shard -> AllCommitted -> PullAllowed
                   -> PullRequested -> Answer
     restart       RestartOrdered during a computation -> PullRepeated to every shard -> Answer from every shard
                   -> compute again
     end           WorkerFinished to every server and to the coordinator
 
 The host of this class moves bytes and tensors, runs the training script and determines how long a computation takes.
-The class depends only on what a sync model requires of workers. It does not store the index of its worker.
+The class depends only on what a sync model requires of workers. It does not store the index of the worker.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ __all__ = ["Worker"]
 
 
 class Worker:
-    """One worker.
+    """A worker of a run: it turns the steps of the training script and the received messages into requests.
 
     Args:
         schedule: the sync models of the job, and when they change.
         workers: number of workers.
         shards: number of shards.
         servers: number of servers. Shard k is at server k modulo the number of servers.
-        overlap: False if no worker pulls until all workers have pushed to all shards.
+        overlap: False to let no worker pull until all workers have pushed to all shards.
 
     Attributes:
-        iteration: label of the iteration that it computes, or whose answers it waits for.
-        waiting_for: "start", "commits", "turn" or "answers" while it waits; "" while it computes or after it has
-            left.
-        last_commit: the last commit that it has sent to shard 0; None before the first commit.
-        left: True if it has finished.
-        in_place: True if the worker must read the weights in the memory of the servers, according to the last answer.
-        started: the message with which its training started; None before that.
-        needs_significance: True if pushes must carry |g| / |w|.
-        may_restart: True if a computation may be aborted and restarted.
+        iteration: label of the current iteration, which lasts until all shards have answered the pull after it.
+        waiting_for: what the worker waits for: "start" (of training), "commits" (a `Committed` from every shard),
+            "turn" (a `PullAllowed`) or "answers" (an `Answer` from every shard); "" if it does not wait.
+        last_commit: the last commit that the worker has sent to shard 0; None before the first commit.
+        left: True if the worker has finished and left the run.
+        in_place: True if the last answer told the worker to read the weights in the servers' memory.
+        started: the `Started` message that the worker has received; None before training starts.
+        needs_significance: True if each push must contain |g| / |w|.
+        may_restart: True if the sync model may order the worker to abort and restart an iteration.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Worker:
         self._last_first = list(enumerate(self._servers))[::-1]
         self._every_shard = frozenset(range(shards))
         self._overlap = overlap
-        self._awaited: set[int] = set()  # shards that have not sent yet what it waits for
-        self._first = True  # True until its first weights have arrived
-        self._pulls_again = False  # True if it waits for the weights with which it restarts its computation
+        self._awaited: set[int] = set()  # shards that have not yet sent what the worker waits for
+        self._first = True  # True until the worker's first weights have arrived
+        self._pulls_again = False  # True while the worker waits for the weights to restart its computation
         self._steps = list(enumerate(schedule.steps[1:]))  # steps of the schedule that were not requested yet
         self._epoch = 0
         self._wanted = schedule.first  # models of all shards after all changes that the worker has requested
@@ -97,7 +97,7 @@ class Worker:
         self._early: list[Send] = []  # requests made before training began
         self._change: Change | None = None  # change with which the next push must be flagged
         self._flagged: Change | None = None  # change with which the push in flight is flagged
-        # the stop, and the iteration at or after which it takes place
+        # the next stop, and the iteration at or after which the worker stops
         self._plan: tuple[Stop, int] | None = None
         self._restart = -1  # the iteration that must be restarted
         self._progress: int | None = None  # latest round from which a shard has told the worker to continue
@@ -110,22 +110,22 @@ class Worker:
 
     @property
     def partly_served(self) -> bool:
-        """True if some but not all shards have sent what the worker waits for."""
+        """True if some shards, but not all, have sent what the worker waits for."""
         return bool(self.waiting_for) and 0 < len(self._awaited) < self._shards
 
     def awaits(self, shard: int) -> bool:
-        """Return True if the worker waits for the answer of this shard."""
+        """Return True if the worker waits for an answer from this shard."""
         return self.waiting_for == "answers" and shard in self._awaited
 
     # -- actions of the script ----------------------------------------------------------------------------
 
     def register(self, model: ModelSpec) -> list[Request]:
-        """Register the model that the script trains, when it has reached its first step."""
+        """Register the model that the script trains. The host calls this when the script reaches its first step."""
         self.waiting_for = "start"
         return [Send(COORDINATOR, Register(model))]
 
     def initialize(self) -> list[Request]:
-        """Send every shard its initial weights. Only the initializer does this."""
+        """Send every shard its initial weights. Only the initializer calls this."""
         return [Send(server, InitialWeights(shard)) for shard, server in enumerate(self._servers)]
 
     def push(
@@ -139,8 +139,8 @@ class Worker:
 
         Args:
             contents: content of the push for each shard; None in virtual time.
-            empty: True if the gradient is left out.
-            significance: |g| / |w|, if `needs_significance`.
+            empty: True to skip the iteration, that is, to push no gradient.
+            significance: |g| / |w|, if `needs_significance` is True.
         """
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
@@ -186,11 +186,11 @@ class Worker:
         return [Send(peer, goodbye) for peer in [*dict.fromkeys(self._servers), COORDINATOR]]
 
     def reach_epoch(self, epoch: int) -> None:
-        """Record that the script begins an epoch, a pass over its part of the data. Epochs are counted from 0."""
+        """Record that the script begins an epoch (one pass over the worker's part of the data), counted from 0."""
         self._epoch = max(self._epoch, epoch)
 
     def request_sync(self, models: Sequence[SyncModel], shard: int | None = None) -> list[Request]:
-        """Request a change of the sync model of all shards, or of one shard, for the script.
+        """Request, for the script, that all shards or one shard change to another sync model.
 
         Raises:
             ConfigurationError: the job cannot use this model.
@@ -198,8 +198,8 @@ class Worker:
         if shard is not None:
             if not 0 <= shard < self._shards or len(models) != 1:
                 raise ConfigurationError(
-                    f"shard is {shard}, expected a number from 0 to {self._shards - 1}, and one sync model for this "
-                    "shard."
+                    f"shard is {shard}, expected a number from 0 to {self._shards - 1}, and exactly one sync model "
+                    "for this shard."
                 )
             all_models = list(self._wanted) * (self._shards if len(self._wanted) == 1 else 1)
             all_models[shard] = models[0]
@@ -227,7 +227,7 @@ class Worker:
 
         Raises:
             ConfigurationError: the coordinator refuses this worker.
-            ProtocolError: the message is not one that a worker receives.
+            ProtocolError: workers do not receive messages of this type.
         """
         match message:
             case Answer():
@@ -285,7 +285,7 @@ class Worker:
         ]
 
     def _answered(self) -> list[Request]:
-        """Continue after every shard has answered, with the first iteration, a restarted one, or the next one."""
+        """Start the first iteration, restart the current one or start the next one: every shard has answered."""
         self.waiting_for = ""
         if self._first or self._pulls_again:
             self._first = self._pulls_again = False
@@ -301,7 +301,7 @@ class Worker:
     # -- the sync model -----------------------------------------------------------------------------------
 
     def _due(self) -> list[Request]:
-        """Return a request for each step of the schedule that this worker has reached since the last call."""
+        """Return a request for each step of the schedule that the worker has reached since the last call."""
         requests: list[Request] = []
         while self._steps:
             number, step = self._steps[0]

@@ -1,4 +1,4 @@
-"""Extensions by users: sync models in their own modules, and functions that are used as conditions."""
+"""Extensions written by users: sync models in modules of their own, and functions that serve as conditions."""
 
 from __future__ import annotations
 

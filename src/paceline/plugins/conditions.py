@@ -3,20 +3,20 @@
 Reference: FluentPS (Yao, Wu and Wang, CLUSTER 2019), section III, Algorithm 1, SetcondPull and SetcondPush.
 Admission: A pull is answered on arrival if and only if the pull condition holds. Otherwise it is filed under a round
 and answered when that round closes. The round V_train closes when the push condition holds.
-State: That of every model made of conditions, see `paceline.sync.conditions`.
+State: As in every model made of conditions; see `paceline.sync.conditions`.
 Guarantee: Each push is handled exactly once: it is applied on arrival, averaged with the others of its round, or
 dropped. Progress is not guaranteed: conditions that never hold stall all workers, which the run detects and reports.
-A condition that raises an exception, or returns anything other than True or False, is reported, and the shard goes
-back to the last model that worked (BSP if there was none).
+If a condition raises an exception or returns anything other than True or False, the run reports this failure, and the
+shard falls back to the last model that worked (BSP if there was none).
 Use: To try out a synchronization rule of your own.
 Deviations: None.
 
 >>> model = Conditions(pull=lambda state: state.gap <= 2)  # SSP(2), in one line
 >>> shard = model.at_shard()
 
-Conditions are looked up by name in each process that needs them, so a trace of a run with conditions can be replayed
-wherever the conditions can be imported. In a run, they are imported only from modules that were named when the run
-was launched: no module is ever imported because a connection asks for it (see `require_named`).
+Each process that needs a condition looks it up by its name, so a trace of a run with conditions can be replayed
+wherever the conditions can be imported. A run imports conditions only from modules that were named when the run was
+launched. No message over a connection can cause the import of another module (see `require_named`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ PUSHES = ("apply", "average")
 Condition = Callable[[Any], bool]
 
 local_conditions: dict[str, Condition] = {}
-"""Those of this process that no other could import, by name. Whoever starts processes hands them on."""
+"""Name -> condition, for conditions that other processes cannot import. They are passed on to child processes."""
 
-LOCAL = "local"  # in place of a module, where there is none
+LOCAL = "local"  # stands for the module in the names of these conditions
 
 _numbers = itertools.count()
 
@@ -94,15 +94,15 @@ class Conditions(ConditionModel, frozen=True, repr_omit_defaults=True):
 
 
 def require_named(models: Iterable[object], launched: Iterable[object], imports: Sequence[str]) -> None:
-    """Refuse conditions that are from no module which was named when the run was launched.
+    """Refuse conditions from modules that were not named when the run was launched.
 
     Args:
-        models: to which a run is to change.
-        launched: those that it was launched with.
-        imports: the modules that were named besides.
+        models: the models to which the run is to change.
+        launched: the models with which the run was launched.
+        imports: other modules that were named at the launch.
 
     Raises:
-        ConfigurationError: and what to do.
+        ConfigurationError: a condition is from another module. The message says what to do.
     """
     known = {name for model in launched if isinstance(model, Conditions) for name in (model.pull, model.push)}
     modules = {*(name.partition(":")[0] for name in known), *imports} - {LOCAL}
@@ -113,8 +113,8 @@ def require_named(models: Iterable[object], launched: Iterable[object], imports:
                 continue
             if module == LOCAL:
                 raise ConfigurationError(
-                    f"{model} cannot be sent to the servers in mid-run: put its conditions into a module, and name "
-                    "that at the launch with --import MODULE, or launch(imports=['MODULE'])."
+                    f"{model} cannot be sent to the servers during the run. Put its conditions into a module, and "
+                    "name this module at the launch with --import MODULE, or launch(imports=['MODULE'])."
                 )
             raise ConfigurationError(
                 f"conditions: the module of {name!r} was not named when the run was launched. Name it there with "
@@ -123,7 +123,7 @@ def require_named(models: Iterable[object], launched: Iterable[object], imports:
 
 
 class UserMachine(ConditionMachine):
-    """Algorithm 1 with conditions that may fail. Once one has, it is set aside: see `fault`."""
+    """Algorithm 1 with conditions that may fail. After the first failure, which sets `fault`, it calls none."""
 
     def __init__(self, model: Conditions) -> None:
         super().__init__(
@@ -135,14 +135,14 @@ class UserMachine(ConditionMachine):
         )
 
     def _watched(self, what: str, condition: Condition) -> Callable[[PullState | PushState], bool]:
-        """The condition, but for its faults: then nothing is decided, and `fault` says why."""
+        """Return a condition that does not raise: if `condition` fails, it sets `fault` and returns False."""
 
         def holds(state: PullState | PushState) -> bool:
             if self.fault is not None:
                 return False
             try:
                 verdict = condition(state)
-            except (Exception, SystemExit) as error:  # the user's, whatever it is: with their own traceback
+            except (Exception, SystemExit) as error:  # report it with the user's part of the traceback
                 own = error.__traceback__.tb_next if error.__traceback__ is not None else None
                 text = "".join(traceback.format_exception(type(error), error, own))
                 self.fault = Fault(f"{what} raised {type(error).__name__}: {error}", text)
@@ -156,7 +156,7 @@ class UserMachine(ConditionMachine):
 
 
 def _name_of(key: str, condition: object) -> str:
-    """The name by which a condition is looked up; one that cannot be imported gets a name in this process."""
+    """Return the name of a condition. If the condition cannot be imported, the name is valid in this process only."""
     if isinstance(condition, str):
         module, colon, path = condition.partition(":")
         if not (module and colon and path):
@@ -182,20 +182,20 @@ def _name_of(key: str, condition: object) -> str:
 
 
 def _imported(module: str, path: str) -> object:
-    """What is found under this name, in this module itself. Raises `ImportError` or `AttributeError`."""
+    """Return the object `path` of a module. Raise `ImportError` or `AttributeError` if the module has none."""
     found: object = import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
         if isinstance(found, ModuleType):
-            raise ImportError(f"{part!r} is a module of its own; name it before the colon")
+            raise ImportError(f"{part!r} is a module; name it before the colon")
     return found
 
 
 def _find(name: str) -> Condition:
-    """The condition of that name.
+    """Return the condition with this name.
 
     Raises:
-        ConfigurationError: it cannot be imported here.
+        ConfigurationError: the condition cannot be imported in this process.
     """
     if not name or name in local_conditions:
         return local_conditions.get(name, everybody)
@@ -210,7 +210,7 @@ def _find(name: str) -> Condition:
     if found is None:
         raise ConfigurationError(
             f"conditions: {name!r} cannot be imported here: {why}. Put the function into a module that every process "
-            "of the run finds."
+            "of the run can import."
         )
     if not callable(found):
         raise ConfigurationError(f"conditions: {name!r} is {found!r}, expected a function.")

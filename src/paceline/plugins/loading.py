@@ -1,12 +1,12 @@
-"""Loading of the sync models that users have written, from modules that they name and from installed packages.
+"""Loads the sync models that users have written: from modules that users name, and from installed packages.
 
 A model registers itself when its module is imported (`paceline.sync.register`). Every process that reads the notation
-of the model must have imported that module. An installed package may declare its models instead, by name:
+of the model must have imported that module. Alternatively, an installed package may declare its models by name:
 
     [project.entry-points."paceline.sync"]
     rennala = "my_package.rennala"
 
-Nothing is ever imported because a peer asks for it over a connection.
+No message over a connection can cause the import of a module.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["imported_modules", "load_models", "modules_of"]
 GROUP = "paceline.sync"
 
 NAME = re.compile(r"(?:^|[|,@=])\s*([a-z][a-z0-9-]*)")
-"""A possible name of a model in the notation of a schedule. Values of keys match as well."""
+"""Matches every name of a model in the notation of a schedule, but also the values of parameters."""
 
 
 def load_models(sync: object, imports: Iterable[str] = ()) -> None:
     """Import the modules that define the models of a run.
 
     Args:
-        sync: notation of the sync models. Any other object is ignored.
+        sync: notation of the sync models. An object that is not a string is ignored.
         imports: modules to import.
 
     Raises:
@@ -66,8 +66,8 @@ def _import(names: Iterable[str]) -> None:
             _imported[name] = None
         except Exception as error:  # a module may raise any exception when it is imported
             raise ConfigurationError(
-                f"the module {name!r} cannot be imported: {error!r}. Name a module that Python finds beside the "
-                "script or in its path, as in --import mymodule."
+                f"the module {name!r} cannot be imported: {error!r}. Name a module that is next to the script or on "
+                "Python's module search path, as in --import mymodule."
             ) from error
 
 
@@ -83,7 +83,7 @@ def modules_of(models: Sequence[SyncModel]) -> tuple[str, ...]:
         if module == "__main__":
             raise ConfigurationError(
                 f"the sync model {model} is defined in the script itself, which the servers cannot import. Move the "
-                "class into a module beside the script."
+                "class into a module next to the script."
             )
         if not module.startswith("paceline."):
             modules.append(module)

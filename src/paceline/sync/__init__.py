@@ -1,8 +1,8 @@
 """Synchronization models: they decide which worker may continue and which one waits.
 
-Each model is in a file of its own and is a pure function of its events: it receives events and returns actions. No
-module here reads a clock, the environment or a global random source. `parse` reads the notation of the command line,
-`name:key=value,key=value`. `MODELS` holds all registered models by name.
+Each model is in a file of its own. It receives events and returns actions, which depend on its events only. No module
+here reads a clock, the environment or a global random source. `parse` reads the notation of the command line,
+`name:key=value,key=value`. `MODELS` maps names to registered models.
 
 >>> parse("ssp:staleness=4")
 SSP(staleness=4)
@@ -50,7 +50,7 @@ __all__ = [
     "register",
 ]
 
-# `Conditions` is defined in `plugins`, because conditions are imported by name, but users find it here.
+# `Conditions` is public here, but it is defined in `plugins`, because it imports functions by name.
 from ..plugins.conditions import Conditions
 
 for _model in (

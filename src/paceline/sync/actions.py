@@ -1,7 +1,7 @@
-"""Actions: the requests that a sync model makes to its host. They are frozen values, named in the imperative.
+"""Actions: the requests that a sync model makes to its host. They are immutable, with names in the imperative.
 
-The host carries them out in the order given, each one completely before the next. For example, an update is applied
-before any pull that waits for it is answered.
+The host carries them out in the order given and completes each action before the next. For example, an update is
+applied before any pull that waits for it is answered.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class DropPush(Action, frozen=True, tag=True):
 class AnswerPull(Action, frozen=True, tag=True, repr_omit_defaults=True):
     """Send the current weights to this worker, whose pull followed its push of `iteration`.
 
-    `v_train` is set if the worker's push came too late for its round. The worker then continues from the latest such
-    round that any shard has sent, and reports that round to all shards with its next push.
+    `v_train` is set if the worker's push came too late for its round. It is the round from which the worker should
+    continue. If several shards send such a round, the worker uses the latest and reports it with its next push.
     """
 
     worker: int
@@ -75,14 +75,14 @@ class AnswerPull(Action, frozen=True, tag=True, repr_omit_defaults=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The position of the next barrier, given in iterations and never in times.
+    """The position of the next barrier, given as an iteration of each member, never as a time.
 
     Attributes:
         superstep: number of the superstep, counted from 0.
         stops: a pair (worker, iteration) for each member. The member stops with its first push at or past that
             iteration.
-        wait_s: the predicted d_Z: the seconds between the first and the last arrival at the barrier.
-        barrier_s: the predicted time of the last arrival, on the clock of the events.
+        wait_s: the predicted d_Z, in seconds: the time between the first and the last arrival at the barrier.
+        barrier_s: the predicted time of the last arrival, in seconds on the clock of the events.
     """
 
     superstep: int
@@ -103,15 +103,17 @@ class PublishPlan(Action, frozen=True, tag=True):
 
 
 class RestartWorker(Action, frozen=True, tag=True):
-    """Tell this worker to abort its computation of `iteration`, pull, and restart it, unless it has already
-    pushed."""
+    """Tell this worker to abort its computation of `iteration`, pull, and compute it again.
+
+    The order has no effect if the worker has already pushed the iteration.
+    """
 
     worker: int
     iteration: int
 
 
 class SetTimer(Action, frozen=True, tag=True):
-    """Send a `TimerFired` for this worker and iteration back at `due_s`, on the clock of the events."""
+    """Send a `TimerFired` event for this worker and iteration to the model at `due_s`, on the clock of the events."""
 
     worker: int
     iteration: int
@@ -119,7 +121,7 @@ class SetTimer(Action, frozen=True, tag=True):
 
 
 class PublishChange(Action, frozen=True, tag=True):
-    """Send this change to each of its members. Each member flags its next push with it."""
+    """Send this change to each of its members. Each member flags its next push with the change."""
 
     change: Change
 
@@ -129,7 +131,7 @@ class ReportFault(Action, frozen=True, tag=True):
 
     Attributes:
         reason: what was wrong, in one sentence.
-        traceback: traceback of the condition, or "" if it returned an invalid value instead of raising.
+        traceback: traceback of the condition; "" if it returned an invalid value instead of raising an exception.
         sync: the model in force from now on.
     """
 

@@ -1,8 +1,9 @@
-"""Exponential, logarithm and normal quantile, computed with + - * / and the square root alone.
+"""Exponential, logarithm and normal quantile, computed only with + - * / and the square root.
 
-The functions of the C library differ in the last bit between machines. These do not, because IEEE 754 defines the
-rounding of every operation that they use. Simulations that use them give bit-identical results on every machine.
-The results are within a few units in the last place of the true values (`normal_quantile`: relative error 1.2e-9).
+The results of the C library's functions differ in the last bit between machines. The results of the functions here do
+not, because IEEE 754 defines the rounding of every operation that they use. Simulations that use them give
+bit-identical results on every machine. Errors are at most a few units in the last place (`normal_quantile`: relative
+error 1.2e-9).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ LN2_HIGH = 0.693147180369123816490  # the leading 32 bits of ln 2: its product w
 LN2_LOW = 1.90821492927058770002e-10  # ln 2 - LN2_HIGH
 SQRT_HALF = 0.7071067811865476
 MOST, LEAST = 709.0, -745.0  # beyond these, e^x overflows or underflows
-TERMS = 17  # number of terms of both series: further terms do not change the result
+TERMS = 17  # number of terms in each series: further terms do not change the result
 
 # Acklam's rational approximation (2003), with separate coefficients for the tails and for the middle.
 TAIL = 0.02425
@@ -53,7 +54,7 @@ MIDDLE_UNDER = (
 
 
 def exp(x: float) -> float:
-    """Return e^x: infinity if it overflows, 0 if it underflows.
+    """Return e^x: infinity if the result overflows, 0 if it underflows.
 
     >>> round(exp(1.0), 12)
     2.718281828459
@@ -88,7 +89,7 @@ def log(x: float) -> float:
 
 
 def normal_quantile(p: float) -> float:
-    """Return the x below which a standard normal variable lies with probability `p`, in (0, 1).
+    """Return the x such that a standard normal variable is below x with probability `p`, where 0 < p < 1.
 
     >>> round(normal_quantile(0.975), 6)
     1.959964

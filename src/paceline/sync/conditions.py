@@ -5,16 +5,16 @@ of complete rounds. A pull reports `progress`, the index of the iteration that w
 immediately if the *pull condition* holds; otherwise it is delayed and filed under a round. The *push condition*
 decides when the current round is complete. It is evaluated in a loop after each push and each departure of a worker,
 because one event can complete several rounds. Each time it holds, V_train advances by one, and the pulls filed under
-that round are answered without another test. The choice of the round determines how late a delayed pull is answered:
+the completed round are answered without another test. There are two ways to choose the round of a delayed pull:
 
-    soft barrier      the round is V_train: the next round to close answers the pull. With the pull condition
-                      `progress < V_train + s`, this is exactly when c_p - min c has come down to s
+    soft barrier      the round is V_train: the pull is answered when the current round closes. With the pull
+                      condition `progress < V_train + s`, this is exactly when c_p - min c has decreased to s
     lazy execution    the round is max(progress, V_train): the pull is answered when the slowest worker has caught up
 
 Guarantee: Whatever the conditions, each push is applied, averaged or dropped exactly once, and no worker waits for
-one that has left. Progress depends on the conditions; the models of this package never stall.
+a worker that has left. Progress depends on the conditions; the models of this package never stall.
 
-A user's conditions may fail, which is reported in `fault`. The machine of another model then takes over.
+If a user's condition fails, `fault` is set, and the machine of another model takes over.
 
 Deviations: The paper compares `Count[V_train] == N`. Here, conditions compare with `>=`, and the count stays correct
 when workers join and leave.
@@ -122,7 +122,7 @@ PushCondition = Callable[[PushState], bool]
 """Returns True if the round V_train is complete."""
 
 Execution = Callable[[int, int], int]
-"""Returns the round under which a delayed pull is filed, given progress and V_train. It is at least V_train."""
+"""Given progress and V_train, returns the round under which a delayed pull is filed: V_train or a later one."""
 
 EXECUTIONS: dict[str, Execution] = {
     "soft": lambda progress, v_train: v_train,
@@ -176,11 +176,11 @@ class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_default
 
 
 class ConditionMachine(ShardMachine):
-    """Algorithm 1 for one shard.
+    """The machine of the models made of conditions: Algorithm 1 of FluentPS for one shard.
 
     Args:
-        pull_condition: evaluated once, when a pull arrives.
-        push_condition: evaluated in a loop, after each push and each departure.
+        pull_condition: evaluated once for each pull, when the pull arrives.
+        push_condition: evaluated in a loop, after each push and each departure of a worker.
         average: True to hold the pushes of a round and apply their mean when the round is complete. A push for a
             round that is already complete is dropped, and its worker is told to continue from V_train. False to apply
             each push on arrival.
@@ -210,7 +210,7 @@ class ConditionMachine(ShardMachine):
         self._pushed = 0  # Count[V_train]: live workers with c_p > V_train
         self._held: list[tuple[int, int]] = []  # (worker, iteration) of the pushes held for their mean
         self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of its delayed pull
-        self._filed_under: dict[int, int] = {}  # worker -> the round that its delayed pull is filed under
+        self._filed_under: dict[int, int] = {}  # worker -> the round under which its delayed pull is filed
         self._significance: dict[int, float] = {}  # worker -> |g| / |w| of its last push, if measured
 
     def check(self, event: AnyEvent) -> None:
@@ -245,9 +245,9 @@ class ConditionMachine(ShardMachine):
                 self._forget_pull(event.worker)
                 return self._close_rounds()
             case TimerFired():
-                return []  # set by an earlier model
+                return []  # an earlier model has set this timer
             case _:
-                raise InternalError(f"a shard does not take a {type(event).__name__}", (event,))
+                raise InternalError(f"a shard cannot process the event {type(event).__name__}", (event,))
 
     def pulled(self, pull: PullRequested) -> list[AnyAction]:
         """Answer a pull now if the pull condition holds; otherwise file it under a round."""
@@ -338,7 +338,7 @@ class ConditionMachine(ShardMachine):
         return [mean]
 
     def _answer(self, worker: int, iteration: int) -> AnyAction:
-        late = self.counts.count[worker] < self.v_train  # the worker's next push would be late, too
+        late = self.counts.count[worker] < self.v_train  # the worker's next push would also be late
         if self._average and late:
             return AnswerPull(worker, iteration, self.v_train)
         return AnswerPull(worker, iteration)

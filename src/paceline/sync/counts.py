@@ -1,8 +1,8 @@
 """Counts: c_p, the number of iterations that each live worker p has pushed, with its minimum and maximum.
 
 Only legal events reach a model (see `paceline.core.order`), so nothing is checked here. Joins and pushes take
-amortized constant time, whatever the number of workers: workers are counted per value of c_p, and the minimum moves
-up past values that no worker has any more.
+amortized constant time, regardless of the number of workers: this module stores how many workers have each value of
+c_p, and the minimum moves up past values that no worker has.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class Counts:
     """The progress of the live workers.
 
     Attributes:
-        count: c_p of each live worker, in order of joining.
-        slowest: min c over the live workers; keeps its last value while there are none.
-        fastest: max c over the live workers; keeps its last value while there are none.
+        count: live worker -> c_p, in order of joining.
+        slowest: min c over the live workers; unchanged while there are no live workers.
+        fastest: max c over the live workers; unchanged while there are no live workers.
         furthest: the largest c that any worker has ever had.
-        joins: number of times that a worker has joined; a worker that returns counts again.
+        joins: number of joins; a worker that leaves and joins again is counted twice.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Counts:
         return before
 
     def validate(self) -> None:
-        """Check the derived collections against c_p; raise `InternalError` if they differ."""
+        """Check that the derived values agree with c_p; raise `InternalError` if they do not."""
         tally: dict[int, int] = {}
         for count in self.count.values():
             tally[count] = tally.get(count, 0) + 1
@@ -109,7 +109,7 @@ class Counts:
     def _raise_slowest(self) -> None:
         """Move `slowest` up to the next count in use.
 
-        This usually takes one step or none, and never more steps than there are distinct counts.
+        This usually takes at most one step, and never more steps than there are distinct counts.
         """
         for _ in self._at:
             if self.slowest in self._at:

@@ -1,9 +1,9 @@
-"""Random numbers that are computed from a key, such as (seed, worker, iteration), instead of drawn from a generator.
+"""Random numbers computed from a key, such as (seed, worker, iteration), instead of being drawn from a generator.
 
-All shards compute the same number for the same key, so the way the model is sliced into shards does not change the
-decisions. A replay needs no generator state, and an event that is refused consumes no random number. The key is mixed
-by the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), applied
-to each part of the key in turn.
+All shards compute the same number for the same key, so the number of shards does not change the decisions. A replay
+needs no generator state, and a refused event uses up no random number. The key is mixed by the finalizer of
+SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), applied to each part of the
+key in turn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniform(*key: int) -> float:
-    """Return a number in [0, 1) that is determined by the key; different keys give practically independent numbers.
+    """Return a number in [0, 1) that depends only on the key. Different keys give practically independent numbers.
 
     >>> uniform(0, 1, 2) == uniform(0, 1, 2)
     True

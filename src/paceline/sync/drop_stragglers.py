@@ -7,11 +7,11 @@ State: The pushes of the current round, and the pulls that wait for it.
 Guarantee: Every gradient that is applied was computed on the newest weights (staleness 0). The run makes progress as
 long as N_t workers do, or all live workers if fewer than N_t are left. If N_t is the number of workers, the model is
 BSP.
-Use: When a worker is very late now and then, and the round can do without its data.
-Deviations: The push of a late worker is dropped, and the answer to its pull carries V_train: the worker continues
-from there, as if it had pushed the rounds in between. If several shards answer, the latest round counts, and the
-worker reports it to all shards with its next push. If each shard moved the worker on independently, two shards could
-end up waiting for each other.
+Use: When workers are occasionally very late and training tolerates the loss of a late worker's gradients.
+Deviations: The push of a late worker is dropped, and the answer to its pull contains V_train: the worker continues
+from this round, as if it had pushed the rounds in between. If the shards send different rounds, the worker continues
+from the latest one and reports it to all shards with its next push. If each shard advanced the worker independently,
+the shards could disagree about which worker is behind, and workers could wait for each other forever.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = DropStragglers(quorum=1).at_shard()
@@ -55,7 +55,7 @@ class DropStragglers(SyncModel, frozen=True, repr_omit_defaults=True):
     def require_runnable(self, workers: int) -> None:
         if self.quorum > workers:
             raise ConfigurationError(
-                f"{self.name}: quorum is {self.quorum}, but there are {workers} workers; expected at most as many."
+                f"{self.name}: quorum is {self.quorum}, expected at most {workers}, the number of workers."
             )
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:

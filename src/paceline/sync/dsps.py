@@ -1,14 +1,14 @@
-"""DSPS, the dynamic SSP of FluentPS's Table III: SSP with a staleness that follows the workers' speeds.
+"""DSPS, the dynamic SSP of FluentPS's Table III: SSP with a staleness bound that adapts to the workers' speeds.
 
 Reference: FluentPS, Table III, row DSPS, after Fan et al. ("adaptive asynchronous parallelization", 2018). The paper
 of Fan et al. was not available, so the rule for s is this project's interpretation of the row.
 Admission: As SSP(s): progress < V_train + s. Each time V_train advances, s is set to ceil(longest interval /
 shortest interval), clamped to [lower, upper]: the number of iterations that the fastest worker completes while the
 slowest completes one.
-State: The state of SSP, and the last interval between two pushes of each worker.
+State: The state of SSP, and for each worker the interval between its last two pushes.
 Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker.
 The run makes progress as long as the slowest live worker does. With lower = upper, the model is SSP(lower).
-Use: When the ratio between the workers' speeds is not known beforehand.
+Use: When the ratio between the workers' speeds is not known in advance.
 Deviations: The rule for s is an interpretation (see the reference). s is `lower` until every live worker has pushed.
 With the soft barrier, a delayed pull waits for the next round to close, even if s has grown or shrunk in the
 meantime.
@@ -87,7 +87,7 @@ class AdaptiveMachine(ConditionMachine):
         return state.progress < state.v_train + self.staleness
 
     def _adapt(self) -> None:
-        """Update the staleness. Scans all workers, so it is called once per round and not once per push."""
+        """Update the staleness. This scans all workers, so it is done once per round and not once per push."""
         intervals_s = self._intervals.interval_s
         if intervals_s and len(intervals_s) == self.counts.live_count and min(intervals_s.values()) > 0:
             ratio = max(intervals_s.values()) / min(intervals_s.values())

@@ -7,7 +7,7 @@ Admission: A pull is answered if the gap c_p - min c is at most `lower`. Otherwi
 iterations left, it uses up one of them and the pull is answered. Otherwise, if the worker is the fastest and no
 extra iterations were granted to it since its gap was last at most `lower`, it is granted r extra iterations and, if
 r > 0, uses up the first one immediately. Here, r is the number in [0, upper - lower] for which the predicted wait
-for the slowest worker's next push is shortest, or the smallest such number if several are equal. In all other cases,
+for the slowest worker's next push is shortest, or the smallest such number if there are several. In all other cases,
 the pull is delayed until the gap is at most `lower`. The prediction is as follows. Let t be the time of a worker's
 last push and I its last interval between pushes. The fastest worker p finishes r more iterations at t_p + r I_p, and
 the slowest worker q pushes at t_q + k I_q for k = 1, 2, ... The wait is the smallest value of t_q + k I_q - (t_p + r
@@ -36,7 +36,7 @@ from .model import Handover, SyncModel, require_count, require_order, require_wi
 
 __all__ = ["DSSP", "iterations_to_spend"]
 
-MOST_TO_SPEND = 10_000  # iterations beyond the lower staleness
+MOST_TO_SPEND = 10_000  # largest allowed value of upper - lower
 
 
 class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
@@ -44,7 +44,7 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
 
     Attributes:
         lower: staleness beyond which a worker without extra iterations waits; an integer >= 0.
-        upper: largest lead with which an iteration is started; an integer >= lower.
+        upper: largest lead over the slowest worker with which a worker may start an iteration; an integer >= lower.
     """
 
     name = "dssp"
@@ -57,7 +57,7 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
         require_order(self.name, "lower", self.lower, "upper", self.upper)
 
     def require_runnable(self, workers: int) -> None:
-        # For each grant, the server tries every number of extra iterations, in between handling pushes.
+        # For each grant, the server tries every number of extra iterations, and handles no pushes meanwhile.
         require_within(self.name, "upper", self.upper, 0, self.lower + MOST_TO_SPEND)
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> SpendingMachine:
@@ -74,7 +74,7 @@ class SpendingMachine(ConditionMachine):
         )
         self._model = model
         self._intervals = Intervals()
-        # worker with a gap above `lower` -> number of extra iterations that it has left
+        # worker with a gap above `lower` -> number of extra iterations that the worker has left
         self._left: dict[int, int] = {}
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
@@ -109,7 +109,7 @@ class SpendingMachine(ConditionMachine):
     def _choose(self, worker: int) -> int:
         """Return r, the number of extra iterations granted to a worker.
 
-        Scans all workers; not called for every pull.
+        This scans all workers, so it is not called for every pull.
         """
         last_s, interval_s = self._intervals.last_s, self._intervals.interval_s
         slowest = [w for w, count in self.counts.count.items() if count == self.counts.slowest]
@@ -128,7 +128,7 @@ class SpendingMachine(ConditionMachine):
 def iterations_to_spend(t_p: float, i_p: float, t_q: float, i_q: float, most: int) -> int:
     """Return the r in [0, most] with the shortest predicted wait for the slowest worker's next push.
 
-    If several are equal, return the smallest.
+    If several r have the same predicted wait, return the smallest.
 
     >>> iterations_to_spend(t_p=4.0, i_p=1.0, t_q=3.0, i_q=3.0, most=5)  # the slowest pushes at 6, 9, ...
     2

@@ -7,21 +7,21 @@ that was picked for it. Between barriers, pushes are applied as in ASP. The push
 averaged and applied once, as in BSP, and then all members continue.
 
 There are two state machines. The *planner*, at the coordinator, is notified of each finished iteration and publishes
-one plan per superstep. A plan names iterations, not times, and is sent to the workers; each worker flags its first
-push at or past its stop, and flags it identically to all shards. The *shard's* machine holds flagged pushes only,
-and closes the superstep when every member has sent its flagged push, has finished or is lost. Therefore no two
-shards can disagree, however late the plan arrives, and no push or pull ever waits for the planner.
+one plan per superstep. A plan names iterations, not times, and is sent to the workers. Each worker flags its first
+push at or past its stop, in the same way for all shards. The machine at each *shard* holds only flagged pushes. It
+closes the superstep when every member has sent its flagged push, has finished or is lost. Therefore no two shards can
+disagree, even if the plan arrives late, and no push or pull ever waits for the planner.
 
 Reference: Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model", Machine
 Learning, 2021, sections 3 to 5, Fig. 5.
 Admission: A pull after an unflagged push is answered on arrival. A pull after a flagged push is answered when the
 superstep closes.
 State: At a shard, the held pushes and the pulls of each superstep that is being closed. At the coordinator, the time
-of each worker's last push, and its last interval.
+of each worker's last push, and the worker's last interval between pushes.
 Guarantee: A worker that has stopped waits only for members that have not stopped yet. Within a superstep, a worker
-runs at most to its stop, plus the iterations that it computed while the plan was on its way.
-Use: When workers differ steadily in speed, so that their next end times can be predicted. It keeps most of ASP's
-speed and still averages gradients at barriers.
+does not run past its stop, except for iterations that it computes before the plan arrives.
+Use: When the workers' speeds differ but are steady, so that end times can be predicted. The run keeps most of the
+speed of ASP and still averages gradients at barriers.
 Deviations: A worker that joins during a superstep runs as in ASP until the next superstep begins.
 
 >>> from paceline.sync.events import IterationFinished, WorkerJoined
@@ -114,14 +114,14 @@ class ElasticShard(ShardMachine):
         self._open: dict[int, Barrier] = {}  # superstep -> its barrier, in order of opening
         self._closed = -1  # latest superstep that has closed at this shard
         self._stopped_at: dict[int, int] = {}  # worker -> open superstep for which it has stopped
-        self._first: dict[int, int] = {}  # live worker -> first superstep of which it is a member
+        self._first: dict[int, int] = {}  # live worker -> the worker's first superstep as a member
 
     def check(self, event: AnyEvent) -> None:
         if isinstance(event, PushReceived) and event.stop is not None:
             stop = event.stop
             barrier = self._open.get(stop.superstep)
             if barrier is not None and event.worker in barrier.remaining:
-                return  # the usual case, found without a search through all members
+                return  # the usual case, checked without searching all members
             if event.worker not in stop.members:
                 raise InvalidEventError(
                     f"worker {event.worker} stopped for superstep {stop.superstep}, whose members are {stop.members}"
@@ -234,9 +234,9 @@ class Pace:
 
 
 class Planner(JobMachine):
-    """The machine at the coordinator. It monitors the workers, predicts, and publishes one plan per superstep.
+    """The machine at the coordinator: it monitors the workers and publishes one plan per superstep.
 
-    `_unmonitored` and `_remaining` are updated incrementally. Only the event that completes the monitoring or the
+    `_unmonitored` and `_remaining` are updated incrementally. Only an event that completes the monitoring or the
     superstep takes time linear in the number of workers.
     """
 
@@ -245,13 +245,13 @@ class Planner(JobMachine):
         self._pace: dict[int, Pace] = {}  # live workers, in order of joining
         self._superstep = 0
         self._members: set[int] = set()  # members of this superstep
-        self._begun = False  # True after the first push; later joiners become members of the next superstep
+        self._begun = False  # True after the first push; workers that join later belong to the next superstep
         self._unmonitored: set[int] = set()  # members with fewer than two pushes since their last barrier
         self._remaining: set[int] | None = None  # members that have yet to stop; None while monitoring
 
     @property
     def next_superstep(self) -> int:  # type: ignore[override]
-        """First superstep of a worker that joins now."""
+        """The first superstep of a worker that joins now."""
         return self._superstep + self._begun
 
     def check(self, event: AnyEvent) -> None:
@@ -301,7 +301,7 @@ class Planner(JobMachine):
             and self._remaining is None
         ):
             raise InternalError(
-                f"superstep {self._superstep} has a wrong set of members still to be monitored"
+                f"superstep {self._superstep} has a wrong set of members that are still to be monitored"
             )
 
     def _proceed(self) -> list[AnyAction]:

@@ -1,11 +1,11 @@
-"""Events: the input of a sync model. They are frozen values, named in the past tense.
+"""Events: the input of a sync model. They are immutable, with names in the past tense.
 
-Events are a model's only source of time: `now_s` is the host's clock, in seconds since the run began. The trace of a
-run is a list of events, and passing that list to the model again gives the same actions.
+A model knows the time only from its events: `now_s` is the host's clock, in seconds since the run began. A trace
+contains the events of a run, and passing them to the model again gives the same actions.
 
-A worker has two counters. `iteration` is the label that the worker itself gives to an iteration, counted from 0. c_p,
-which the model keeps, is the number of iterations that worker p has pushed; a worker that joins late starts with the
-c_p of the slowest live worker.
+Each worker has two counters. `iteration` is the label that the worker itself gives to an iteration, counted from 0.
+The model counts c_p, the number of iterations that worker p has pushed; a worker that joins late starts with the c_p
+of the slowest live worker.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = [
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""An index or a count. Messages from other processes with a value outside of these bounds are refused."""
+"""An index or a count. A message from another process is refused if it contains a number outside these bounds."""
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The flag on the push with which a worker arrives at the barrier of its superstep.
 
-    It lists the members, so that every shard closes the superstep by the same list, even if it has not received all
-    joins and plans yet.
+    The flag lists the members, so that all shards wait for the same workers before they close the superstep, even
+    if a shard has not been notified of all joins yet.
     """
 
     superstep: Number
@@ -71,16 +71,16 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
 class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):
     """A worker is live from now on. Every shard receives this event before the coordinator's machine does.
 
-    `superstep` and `change` ensure that no plan or change that was made before a worker was lost waits for the worker
-    after it has joined again.
+    If a worker is lost and joins again, `superstep` and `change` ensure that plans and changes made before the worker
+    was lost do not wait for it.
 
     Attributes:
         worker: the worker that joined.
-        iteration: label of its next push.
-        count: its c_p. Given if there are several shards and other workers have already pushed; it is then the same
-            at all shards, near the c_p of the slowest live worker. None stands for min c at this shard.
-        superstep: the first superstep of which it is a member, if barriers are planned.
-        change: number of changes of the sync model that had been published when it joined.
+        iteration: label of the worker's next push.
+        count: the worker's initial c_p; None for min c at this shard. A number is given if there are several shards
+            and other workers have already pushed: the same at all shards, close to the c_p of the slowest worker.
+        superstep: the first superstep that waits for the worker, if the model plans barriers.
+        change: number of changes of the sync model that had been published when the worker joined.
     """
 
     worker: int
@@ -91,7 +91,7 @@ class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerLost(Event, frozen=True, kw_only=True, tag=True):
-    """A worker was lost: it left without finishing. The pushes that it has sent remain valid."""
+    """A worker was lost: it left without finishing. Its earlier pushes remain valid."""
 
     worker: int
 
@@ -126,7 +126,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
 
 
 class PullRequested(Event, frozen=True, kw_only=True, tag=True):
-    """A worker requests the weights with which it starts the iteration after `iteration`."""
+    """A worker requests the weights for the iteration after `iteration`."""
 
     worker: int
     iteration: int
@@ -140,9 +140,9 @@ class PullRepeated(Event, frozen=True, kw_only=True, tag=True):
 
 
 class TimerFired(Event, frozen=True, kw_only=True, tag=True):
-    """A timer that the model has set is due. It comes after all other events of the same moment.
+    """A timer that the model has set is due. This event comes after all other events with the same time.
 
-    It may fire for a worker that has left or continued in the meantime. The model then ignores it.
+    The timer may be for a worker that has left or continued in the meantime. The model then ignores the event.
     """
 
     worker: int
@@ -155,7 +155,7 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
     Attributes:
         worker: the worker that pushed.
         iteration: label of the iteration.
-        superstep: set if the push was the worker's last one before the barrier of this superstep.
+        superstep: set if the push was the worker's last one before the barrier of the superstep with this number.
         change: set if the push was the worker's last one before the change with this number.
     """
 
@@ -184,7 +184,7 @@ class SyncRequested(Event, frozen=True, kw_only=True, tag=True):
 
     Attributes:
         worker: the worker that sent the request.
-        source: "schedule" if the change is in the schedule of the run, "script" if the script calls for it.
+        source: "schedule" if the change is in the schedule of the run, "script" if the script requested it.
         number: number of the request, counted from 0 for each source.
         sync: the requested model, as in `Change.sync`.
     """

@@ -1,4 +1,4 @@
-"""The time that each worker takes per iteration, measured between its pushes, for models that depend on speed."""
+"""The time between successive pushes of each worker, for models that depend on the workers' speeds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Intervals:
     """The last push and the last interval of each live worker.
 
     Attributes:
-        last_s: worker -> time of its last push, or time at which it joined if it has not pushed yet.
-        interval_s: worker -> time between its last two pushes, or between joining and its only push.
+        last_s: worker -> time of its last push, or the time at which it joined if it has not pushed yet.
+        interval_s: worker -> time between its last two pushes, or between its join and its only push.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,13 @@
 """The interface of a sync model: its specification and its state machines.
 
-A *specification* (`BSP()`, `SSP(staleness=3)`) is a frozen value. It can be written on a command line, sent in a
+A *specification* (`BSP()`, `SSP(staleness=3)`) is an immutable object. It can be written on a command line, sent in a
 message and stored in a trace. It creates the *state machines* that make the decisions: one for each shard and, if the
 model plans for the whole job, one for the coordinator. A machine has no access to a host, a clock or a tensor. Its
 method `handle` takes an event and returns the resulting actions, in order.
 
 A machine receives legal events only: `paceline.core.order` checks in advance that each worker pushes, pulls and
-receives its answer in that order. A machine stores only what its own rule needs. If the rule does not allow every
-legal event, the machine refuses the event in `check`, which changes no state.
+receives its answer in that order. A machine stores only what its own rule needs. If the rule forbids further events,
+the machine refuses them in its method `check`, which changes no state.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Machine(Protocol):
         ...
 
     def validate(self) -> None:
-        """Check all derived collections against each other; raise `InternalError` if two disagree."""
+        """Check that all derived collections are consistent; raise `InternalError` if they are not."""
         ...
 
 
@@ -63,7 +63,7 @@ class Fault(msgspec.Struct, frozen=True):
 
     Attributes:
         reason: what was wrong, in one sentence.
-        traceback: traceback of the condition; "" if it did not raise.
+        traceback: traceback of the condition; "" if it did not raise an exception.
     """
 
     reason: str
@@ -89,12 +89,12 @@ class Handover(NamedTuple):
 class ShardMachine:
     """Base class of the machines that run a model at one shard.
 
-    A subclass implements `pushed` and `pulled`, and overrides other methods if needed. This class keeps c_p, which is
-    up to date when these methods are called.
+    A subclass implements `pushed` and `pulled`, and overrides other methods if needed. Before it calls these
+    methods, this class updates c_p.
 
     Attributes:
         counts: c_p of the live workers.
-        fault: set when a condition of the user has failed. The machine must not receive further events then.
+        fault: the failure of a user's condition, after which the machine must receive no further events; else None.
     """
 
     fault: Fault | None = None
@@ -119,7 +119,7 @@ class ShardMachine:
                 self.counts.left(event.worker)
                 return self.left(event)
             case _:
-                raise InternalError(f"a shard does not take a {type(event).__name__}", (event,))
+                raise InternalError(f"a shard cannot process the event {type(event).__name__}", (event,))
 
     def check(self, event: AnyEvent) -> None:
         """Raise `InvalidEventError` if the model does not allow this event. Must not change any state."""
@@ -145,7 +145,7 @@ class ShardMachine:
         return []
 
     def waits(self) -> dict[int, str]:
-        """Return what each delayed pull waits for, as worker -> description."""
+        """Return worker -> description of what its delayed pull waits for."""
         return {}
 
     def hand_over(self) -> Handover:
@@ -153,8 +153,7 @@ class ShardMachine:
         return Handover(self.counts, [], {}, {})
 
     def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
-        """Continue from another machine's state: apply the mean of its held pushes and test its delayed pulls
-        again."""
+        """Continue from another machine's state: apply the mean of its held pushes and test its delayed pulls."""
         self.counts = handover.counts
         actions: list[AnyAction] = [ApplyMean(tuple(sorted(handover.held)))] if handover.held else []
         for worker, iteration in sorted(handover.delayed.items()):
@@ -162,7 +161,7 @@ class ShardMachine:
         return actions
 
     def validate(self) -> None:
-        """Check all derived collections against each other; raise `InternalError` if two disagree."""
+        """Check that all derived collections are consistent; raise `InternalError` if they are not."""
         self.counts.validate()
 
 
@@ -189,7 +188,9 @@ class JobMachine:
             case WorkerLost() | WorkerFinished():
                 return self.left(event)
             case _:
-                raise InternalError(f"a coordinator does not take a {type(event).__name__}", (event,))
+                raise InternalError(
+                    f"a coordinator cannot process the event {type(event).__name__}", (event,)
+                )
 
     def check(self, event: AnyEvent) -> None:
         """Raise `InvalidEventError` if the model does not allow this event. Must not change any state."""
@@ -215,11 +216,11 @@ class JobMachine:
         return []
 
     def validate(self) -> None:
-        """Check all derived collections against each other; raise `InternalError` if two disagree."""
+        """Check that all derived collections are consistent; raise `InternalError` if they are not."""
 
 
 class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """The specification of a sync model: an immutable value with the parameters of the model.
+    """The specification of a sync model: an immutable object that contains the parameters of the model.
 
     Attributes:
         name: name of the model on the command line, before the colon.
@@ -242,18 +243,18 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
     def lockstep(self) -> bool:
         """True if no push is applied while a live worker computes.
 
-        All workers may then compute on the same memory.
+        All workers can then read the weights in the same memory.
         """
         return False
 
     @property
     def needs_starts(self) -> bool:
-        """True if workers report each start of an iteration to the coordinator, which may restart the iteration."""
+        """True if workers must report each start of an iteration, because the coordinator may order a restart."""
         return False
 
     @property
     def needs_plans(self) -> bool:
-        """True if the shards depend on plans of the coordinator. A single shard cannot fall back to such a model."""
+        """True if the shards need plans from the coordinator. A single shard cannot fall back to such a model."""
         return False
 
     def require_runnable(self, workers: int) -> None:
@@ -267,13 +268,13 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         raise TypeError(f"{type(self).__name__} does not implement at_shard")
 
     def at_coordinator(self, seed: int = 0) -> JobMachine | None:
-        """Return a new machine for the coordinator, or None if the shards of the model decide alone."""
+        """Return a new machine for the coordinator, or None if the model has no part at the coordinator."""
         return None
 
     def __str__(self) -> str:
         """Return the notation that `parse` reads.
 
-        Numbers are always shown, other values unless they are the default.
+        Numbers are always included; other values are included unless they are the default.
         """
         fields = msgspec.structs.fields(self)
         values = [(field, getattr(self, field.name)) for field in fields]
@@ -299,7 +300,7 @@ def require_within(model: str, key: str, value: float, least: float, most: float
 
 
 def require_order(model: str, low_key: str, low: int, high_key: str, high: int) -> None:
-    """Raise `ConfigurationError` unless an upper bound is an integer and not below its lower bound."""
+    """Raise `ConfigurationError` unless the upper bound is an integer and at least the lower bound."""
     require_count(model, high_key, high, 0)
     if low > high:
         raise ConfigurationError(

@@ -1,11 +1,11 @@
-"""Naive waiting: every pull is answered after a fixed delay, with weights that include more pushes of other workers.
+"""Naive waiting: every pull is answered after a fixed delay, so that its weights include more of the others' pushes.
 
 Reference: SpecSync (Zhang et al., ICDCS 2018), section III-B, Figs. 4 and 5.
 Admission: A pull is answered d seconds after its arrival.
 State: The pulls that are being delayed.
 Guarantee: Each pull waits d seconds, whatever the other workers do. Staleness is not bounded. d = 0 is ASP.
-Use: As a baseline for comparisons: it shows what fresher weights gain, and what waiting for them costs.
-Deviations: In the paper, workers delay their requests. Here, the shard delays its answers, which are equally fresh.
+Use: As a baseline for comparisons: it shows the benefit of fresher weights and the cost of waiting for them.
+Deviations: In the paper, workers delay their requests. Here, the shard delays its answers; the weights are as fresh.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, TimerFired, WorkerJoined
 >>> shard = NaiveWaiting(delay_s=0.5).at_shard()
@@ -45,7 +45,7 @@ class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
         require_within(self.name, "delay_s", self.delay_s, 0.0, math.inf)
 
     def require_runnable(self, workers: int) -> None:
-        # A longer delay is certainly a mistake, and no worker would ever receive its answer.
+        # A delay of more than 10**6 s (11 days) is certainly a mistake.
         require_within(self.name, "delay_s", self.delay_s, 0.0, 1e6)
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> DelayingMachine:

@@ -1,4 +1,4 @@
-"""Sync models as text: the notation of the command line, of traces and of changes in mid-run.
+"""Sync models as text: the notation used on the command line, in traces and in messages.
 
 name:key=value,key=value      one model
 model|model|...               one for each shard
@@ -25,15 +25,15 @@ MODELS: dict[str, type[SyncModel]] = {}
 
 
 def register(model: type[M]) -> type[M]:
-    """Make a sync model known by its `name`, as a class decorator.
+    """Register a class of sync models under its `name`. Can be used as a class decorator.
 
-    A registered model can be used wherever the models of this package can: on the command line, in live runs, in
-    simulations, in traces, for single shards, and in changes during a run. Every process that uses it must import
-    its module; name the module with `--import` or `launch(imports=[...])`, or install it with an entry point of the
-    group `paceline.sync`.
+    A registered model can be used like the models of this package: on the command line, in live runs, in simulations,
+    in traces, for individual shards, and in changes during a run. Every process that uses the model must import its
+    module. To achieve this, name the module with `--import` or `launch(imports=[...])`, or install it with an entry
+    point in the group `paceline.sync`.
 
     Raises:
-        ConfigurationError: the name is not valid or is taken, or `parse(str(model()))` is not `model()`.
+        ConfigurationError: the name is not valid or already taken, or `parse(str(model()))` differs from `model()`.
 
     Example:
         >>> @register
@@ -54,7 +54,7 @@ def register(model: type[M]) -> type[M]:
     if known is not None and (known.__module__, known.__qualname__) != (model.__module__, model.__qualname__):
         raise ConfigurationError(
             f"the name {name!r} of {model.__qualname__} is taken by {known.__module__}.{known.__qualname__}; choose "
-            "another one."
+            "another name."
         )
     MODELS[name] = model
     parse.cache_clear()
@@ -83,10 +83,10 @@ def require_registered(model: SyncModel) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> SyncModel:
-    """Read `name:key=value,key=value`. What a model takes for its base may follow its own keys.
+    """Parse `name:key=value,key=value`. The parameters of a base model may follow the model's own parameters.
 
     Raises:
-        ConfigurationError: naming the unknown model or key with the nearest known one, or the bad value.
+        ConfigurationError: a name or a value is not valid. The message suggests the closest known name.
 
     >>> parse("spec-sync:base=ssp,staleness=4")
     SpecSync(base=SSP(staleness=4))
@@ -108,9 +108,11 @@ def parse(text: str) -> SyncModel:
             of_base.append(item)
             continue
         if not fields:
-            raise ConfigurationError(f"unknown key of sync model {name!r}: {key!r}; it takes none.")
+            raise ConfigurationError(
+                f"unknown parameter of sync model {name!r}: {key!r}. This model has no parameters."
+            )
         if key not in fields:
-            raise unknown_name(f"key of sync model {name!r}:", key, fields)
+            raise unknown_name(f"parameter of sync model {name!r}:", key, fields)
         if key in given:
             raise ConfigurationError(f"sync model {text!r}: {key!r} is given twice.")
         given[key] = value
@@ -130,7 +132,7 @@ def parse(text: str) -> SyncModel:
 
 
 def parse_shards(text: str) -> tuple[SyncModel, ...]:
-    """Read one model, or one for each shard with "|" between. Raises `ConfigurationError`.
+    """Parse one model, or one model per shard, separated by "|". Raise `ConfigurationError` if one is not valid.
 
     >>> parse_shards("bsp|ssp:staleness=1")
     (BSP(), SSP(staleness=1))
@@ -139,19 +141,22 @@ def parse_shards(text: str) -> tuple[SyncModel, ...]:
 
 
 def notation(models: Sequence[SyncModel]) -> str:
-    """The reverse: one model if they are all the same."""
+    """Return the text that `parse_shards` reads as these models. If all are equal, the text contains only one."""
     return str(models[0]) if len(set(models)) == 1 else "|".join(map(str, models))
 
 
 def require_shards(models: Sequence[SyncModel], shards: int) -> None:
-    """Refuse a number of models that fits no number of shards, and a mix with a model that must have them all."""
+    """Raise `ConfigurationError` unless these models can run together on this number of shards.
+
+    There must be one model, or one per shard. A model that is for the whole job cannot be combined with others.
+    """
     if len(models) not in (1, shards):
         raise ConfigurationError(
             f"{notation(models)!r} names {len(models)} sync models for {shards} shards; give one, or one for each."
         )
     if len(set(models)) > 1 and (alone := next((model for model in models if model.whole_job), None)):
         raise ConfigurationError(
-            f"{notation(models)!r}: {alone} is for the whole job, so all shards must have it."
+            f"{notation(models)!r}: {alone} is for the whole job, so all shards must use it."
         )
 
 
@@ -160,7 +165,7 @@ def _example(model: type[SyncModel], key: str) -> str:
 
 
 def _value(text: str, key: str, value: str, kind: object) -> float | str:
-    """A number, or a word where the key takes one."""
+    """Return the value of a parameter: a number, or text if the parameter accepts text."""
     if kind is str or (kind not in (int, float) and not get_args(kind)):
         return value
     try:

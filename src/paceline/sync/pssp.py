@@ -1,4 +1,4 @@
-"""PSSP, probabilistic staleness synchronous parallel: a worker that is too far ahead waits with some probability.
+"""PSSP, probabilistic staleness synchronous parallel: a worker that is too far ahead waits with a given probability.
 
 Reference: FluentPS (Yao, Wu and Wang, CLUSTER 2019), section III-E, Table III row PSSP, Theorems 1 and 2.
 Admission: Let k = progress - V_train. A pull with k >= s (that is, c_p - min c > s) is delayed with probability P;
@@ -42,7 +42,7 @@ class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
 
     Attributes:
         staleness: s, in iterations; an integer >= 0.
-        probability: P, the probability, from 0 to 1, that the pull of a worker too far ahead is delayed.
+        probability: P, the probability that a pull is delayed if its worker is more than s iterations ahead; 0 to 1.
         draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws.
     """
 
@@ -64,11 +64,11 @@ class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
 
 
 class DynamicPSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
-    """Dynamic PSSP: the further a worker is ahead, the more likely it waits.
+    """Dynamic PSSP: the further a worker is ahead, the more likely it has to wait.
 
     Attributes:
         staleness: s, in iterations; an integer >= 0.
-        alpha: a, a number >= 0, or "significance" to use |g| / |w|.
+        alpha: the factor a in P(s, k): a number >= 0, or "significance" to use |g| / |w|.
         draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws.
     """
 

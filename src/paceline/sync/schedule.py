@@ -1,9 +1,8 @@
 """The sync models that a job runs, and when it changes from one to the next: `--sync bsp@0,elastic-bsp@epoch:5`.
 
-Each step gives a model (or one for each shard) and when it begins: at the start of the job, when the first worker
-reaches an iteration, or when the first worker begins an epoch (one pass over the data that `distribute` gave it).
-Each worker then ends the old model with its next push, so all shards change at the same boundary; see
-`paceline.core.shard_sync`.
+Each step consists of a model (or one model per shard) and the time when it begins: at the start of the job, when the
+first worker reaches an iteration, or when the first worker begins an epoch (one pass over the data that `distribute`
+gave it). All shards change to the new model at the same boundary; see `paceline.core.shard_sync`.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ __all__ = ["Schedule", "Step", "read_schedule"]
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A model and when it begins.
+    """One step of a schedule: a model, and when it begins.
 
     Attributes:
         models: one model, or one for each shard.
-        iteration: iteration of the first worker that reaches it, counted from 0. None if the step begins at an epoch.
-        epoch: epoch of the first worker that begins it, counted from 0. None if the step begins at an iteration.
+        iteration: the step begins when the first worker reaches this iteration, counted from 0; None for an epoch.
+        epoch: the step begins when the first worker begins this epoch, counted from 0; None for an iteration.
     """
 
     models: tuple[SyncModel, ...]
@@ -43,7 +42,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """The steps of a job, in order. The first begins at 0.
+    """The steps of a job, in order. The first step begins at iteration 0.
 
     >>> str(read_schedule("bsp@0,ssp:staleness=1,execution=lazy@epoch:5"))
     'bsp@0,ssp:staleness=1,execution=lazy@epoch:5'
@@ -73,7 +72,7 @@ class Schedule(msgspec.Struct, frozen=True):
                 model.require_runnable(workers)
 
     def require_overlap(self, overlap: str) -> None:
-        """Raise `ConfigurationError` if a step cannot run with this overlap: "off" requires models in lockstep."""
+        """Raise `ConfigurationError` if a step cannot run with this overlap: "off" requires `lockstep` models."""
         if overlap == "off" and not all(model.lockstep for step in self.steps for model in step.models):
             raise ConfigurationError(
                 f"overlap is 'off', which requires the sync model bsp, but the sync model is {self}. With 'off', no "
@@ -110,7 +109,7 @@ def _read_text(sync: str) -> Schedule:
     """Read a schedule from its notation."""
     if "@" not in sync:
         return Schedule((Step(parse_shards(sync)),))
-    # A step ends with its "@", because the keys of a model are separated by commas, too.
+    # A comma separates two steps only if it follows the "@" of a step: parameters are also separated by commas.
     steps: list[Step] = []
     pending: list[str] = []
     for item in sync.split(","):

@@ -4,26 +4,24 @@ A worker starts its next iteration immediately, and the coordinator counts the p
 ABORT_TIME of the start, the other workers have pushed more than m * ABORT_RATE times (m is the number of live
 workers), the worker is told to discard what it has computed, pull, and start the same batch again. In the *fixed*
 variant, both numbers are given (found by a grid search, which the paper calls cherry-picking). In the *adaptive*
-variant, they are tuned from the last epoch: a delay D would have let worker i see u_i(D) more pushes, and would have
-hidden its own push from D / T_i of the other m - 1 workers, where T_i is the length of its last iteration. The gain
-in freshness is estimated as
+variant, they are tuned at the end of each epoch. If worker i had started its last iteration D later, it would have
+received u_i(D) more pushes, but a fraction D / T_i of the other m - 1 workers would have missed its own push, where
+T_i is the length of that iteration. The gain in freshness is estimated as
 
     F(D) = sum over i of (u_i(D) - D (m - 1) / T_i)                                                      (Eq. 7)
 
-The maximum lies at a delay that ends with a push. ABORT_TIME is the best such D. With T the mean of all T_i,
-ABORT_RATE is D (m - 1) / (T m).
+F is largest at a D at which a push arrives. ABORT_TIME is this D. If T is the mean of all T_i, ABORT_RATE is
+D (m - 1) / (T m).
 
 Reference: Zhang, Tian, Wang and Yan, "Stay fresh: speculative synchronization for fast distributed machine
 learning", ICDCS 2018, sections IV and V, Algorithms 1 and 2.
-Admission: That of the base model, ASP or SSP. Shards take no part in the speculation.
-State: At the coordinator, the pushes since the earliest start that can still matter, and each worker's current and
-last iteration.
-Guarantee: An iteration is restarted at most once, because a restarted iteration is not watched again; so every
+Admission: As in the base model, ASP or SSP. The shards are not involved in the speculation.
+State: At the coordinator, each worker's current and last iteration, and the pushes that the next tuning may need.
+Guarantee: An iteration is restarted at most once, because a restarted iteration is not watched again. Therefore every
 worker makes progress. Staleness is bounded if the base model bounds it.
-Use: When computing is cheap compared with the harm that staleness does, and pushes arrive in bursts.
+Use: When staleness slows down training more than repeated computations do, and pushes arrive in bursts.
 Deviations: An epoch ends when every live worker has pushed since the last tuning. D is at most T; of several equally
-good delays, the shortest is chosen. There is no speculation before the first tuning, nor while the largest F is not
-above 0.
+good delays, the shortest is chosen. There is no speculation before the first tuning, or while no F is above 0.
 
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()
@@ -70,8 +68,8 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
     Attributes:
         base: model that the shards run, ASP or SSP.
         abort_time_s: ABORT_TIME in seconds, a number > 0. None (the default) selects the adaptive variant.
-        abort_rate: ABORT_RATE, the number of other workers' pushes per worker, >= 0. None (the default) selects the
-            adaptive variant. Give both `abort_time_s` and `abort_rate`, or neither.
+        abort_rate: ABORT_RATE, a number >= 0. An iteration is restarted if more than `abort_rate` pushes per live
+            worker arrive in time. Give both `abort_time_s` and `abort_rate`, or neither for the adaptive variant.
     """
 
     name = "spec-sync"
@@ -113,8 +111,8 @@ class Speculation(msgspec.Struct, frozen=True):
     """The two parameters of the speculation.
 
     Attributes:
-        abort_time_s: ABORT_TIME, the seconds for which an iteration is watched after its start.
-        abort_rate: ABORT_RATE, the number of other workers' pushes per worker above which it is restarted.
+        abort_time_s: ABORT_TIME, the time in seconds for which each iteration is watched after its start.
+        abort_rate: ABORT_RATE, the number of pushes per live worker above which a watched iteration is restarted.
     """
 
     abort_time_s: float
@@ -136,11 +134,11 @@ class Watched:
         self.start_s: float | None = start_s  # start of that iteration; None until it has started
         self.last: Span | None = None  # the previous iteration
         self.pushes_before = 0  # number of pushes of all workers before the current iteration started
-        self.speculation: Speculation | None = None  # its parameters; None if the iteration is not watched
+        self.speculation: Speculation | None = None  # None if the current iteration is not watched
 
 
 class Speculator(JobMachine):
-    """The scheduler of Algorithm 2. Each event takes O(1), except for one that ends an epoch and causes a tuning.
+    """The scheduler of Algorithm 2. Each event takes O(1) time, except for an event that ends an epoch.
 
     Attributes:
         speculation: the parameters in force. None if there is no speculation at present.
@@ -179,7 +177,7 @@ class Speculator(JobMachine):
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
         """Run CHECKRESYNC: restart the iteration if too many pushes were counted since it started.
 
-        All of these pushes are of other workers, because the worker itself pushes only at the end of the iteration.
+        All of these pushes are from other workers, because the worker itself pushes only at the end of the iteration.
         """
         watched = self._workers.get(timer.worker)
         if watched is None or watched.iteration != timer.iteration or watched.speculation is None:
@@ -203,7 +201,9 @@ class Speculator(JobMachine):
 
     def validate(self) -> None:
         if not self._yet_to_push <= self._workers.keys():
-            raise InternalError(f"{self._yet_to_push} have yet to push, but {set(self._workers)} are live")
+            raise InternalError(
+                f"{self._yet_to_push} have yet to push, but only {set(self._workers)} are live"
+            )
         if len(self._pushes) > self._push_count or self._pushes != sorted(
             self._pushes, key=lambda push: push[0]
         ):
@@ -218,21 +218,22 @@ class Speculator(JobMachine):
         }
         self.speculation = tune(spans, self._pushes)
         self._yet_to_push = set(self._workers)
-        # The next tuning needs the pushes since the start of each worker's current or next iteration.
+        # The next tuning needs only the pushes since the earliest start of an iteration that is still being computed.
         starts_s = [w.start_s for w in self._workers.values() if w.start_s is not None]
         self._pushes = [push for push in self._pushes if starts_s and push[0] > min(starts_s)]
 
 
 def tune(spans: dict[int, Span], pushes: Sequence[tuple[float, int]]) -> Speculation | None:
-    """Run Algorithm 1: return the abort time with the largest F (Eq. 7), and its abort rate. None if no F is above 0.
+    """Run Algorithm 1: return the abort time with the largest F (Eq. 7) and its abort rate; None if no F is above 0.
 
     Args:
         spans: the last completed iteration of each live worker.
         pushes: (time, worker) of all pushes since the earliest start of a span, in order of time.
 
-    The gains of all candidates are computed together. u_i(D) is the number of other workers' pushes whose distance
-    from the start of i is at most D, so the sum of all u_i(D) is the rank of D among all these distances, sorted.
-    This takes O(m p log(m p)) for m workers and p pushes. Algorithm 1 as printed takes O(m p) for each candidate.
+    F is computed for all candidates D together. u_i(D) is the number of other workers' pushes at most D after the
+    start of worker i's span. So the sum of all u_i(D) is the number of these distances, over all i, that are at most
+    D: the rank of D in the sorted list of distances. This takes O(m p log(m p)) time for m workers and p pushes.
+    Algorithm 1 as printed takes O(m p) time for each candidate.
 
     >>> tune({0: Span(0.0, 4.0), 1: Span(0.5, 4.5)}, [(1.0, 1), (4.0, 0), (4.5, 1)])  # D = 1: gain 1, loss 2 / 4
     Speculation(abort_time_s=1.0, abort_rate=0.125)

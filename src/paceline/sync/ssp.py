@@ -7,8 +7,7 @@ State: c_p, and the delayed pulls, grouped by the round in which they were delay
 Guarantee: No worker starts an iteration while it is more than s iterations ahead of the slowest live worker. A
 worker that waits has pushed s + 1 more iterations than the slowest. With s = 0, workers wait where BSP waits; with s
 = inf, they never wait. The run makes progress as long as the slowest live worker does.
-Use: When most workers are equally fast and some are late now and then: staleness is bounded, and workers wait
-little.
+Use: When most workers are equally fast and some are occasionally late: staleness is bounded, and waits are short.
 Deviations: None.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
@@ -35,7 +34,7 @@ class SSP(ConditionModel, frozen=True, repr_omit_defaults=True):
     """Stale synchronous parallel.
 
     Attributes:
-        staleness: s, in iterations: an integer >= 0, or `math.inf`.
+        staleness: s, the largest allowed lead over the slowest worker, in iterations: an integer >= 0 or `math.inf`.
     """
 
     name = "ssp"
