@@ -344,7 +344,7 @@ BAD_INPUT = {
     "a jitter of nan": (["--jitter", "nan", "train.py"], "error: jitter is nan, expected a number in [0, 1)"),
     "a jitter of nothing": (
         ["--jitter", "0.2", "train.py"],
-        "error: jitter is 0.2, but neither pace nor slowdown is set, which it would vary. "
+        "error: jitter is 0.2, but it has no effect without pace or slowdown, and neither is set. "
         "Set one of them, or omit jitter.",
     ),
     "a port without TCP": (

@@ -162,7 +162,7 @@ def test_a_shortage_names_both_sizes_and_what_to_do() -> None:
     assert shortage(over_tcp, None, "4 workers over tcp") == ""
     assert shortage(over_tcp, 5 * GIB // 2, "4 workers over tcp") == (
         "not enough memory: 4 workers over tcp with 1.0 GiB of parameters need 17.0 GiB for weights, gradients and "
-        "optimizer state, but only 2.5 GiB are available. Use fewer workers, use transport 'shm' (which needs a "
+        "optimizer state, but only 2.5 GiB is available. Use fewer workers, use transport 'shm' (which needs a "
         "third of the memory per worker), train a smaller model, or give the machine or container more memory."
     )
     over_shm = footprint(GIB, vectors=1, workers=4, servers=1, transport="shm")
@@ -303,7 +303,7 @@ def test_a_run_that_needs_more_than_there_is_does_not_begin(
             f"not enough memory: 3 workers over {transport} with 1.0 MiB of parameters"
         )
         assert f"need {words} for" in str(error)
-        assert f"but only {format_size(limit)} are available" in str(error)
+        assert f"but only {format_size(limit)} is available" in str(error)
     assert not run.shards
     assert threading.active_count() == before
 
@@ -397,8 +397,8 @@ def test_too_few_descriptors_name_the_limit_and_what_is_needed_and_what_to_do() 
     assert descriptor_shortage(*arguments, limit=None) == ""
     assert descriptor_shortage(*arguments, limit=24) == (
         f"too few descriptors: with 4 workers, 2 servers and 2 shards one process needs up to {needed} "
-        f"open files and connections, but the limit is 24. Raise it with 'ulimit -n {needed}' before the start, or "
-        "use fewer workers, servers or shards."
+        f"open files and connections, but the limit is 24. Raise the limit with 'ulimit -n {needed}' before the run, "
+        "or use fewer workers, servers or shards."
     )
 
 
@@ -411,7 +411,7 @@ def test_processes_that_do_not_fit_name_both_sizes_and_what_to_do(tmp_path: Path
     assert process_shortage(3, 1, None) == ""
     assert process_shortage(4, 1, available) == (
         "not enough memory: 4 workers and 1 server are 5 processes, which need about 200.0 MiB each and "
-        "1000.0 MiB in total before training begins, but only 924.0 MiB are available. Use fewer workers or servers, "
+        "1000.0 MiB in total before training begins, but only 924.0 MiB is available. Use fewer workers or servers, "
         "or give the machine or container more memory."
     )
 

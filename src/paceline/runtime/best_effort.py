@@ -1,4 +1,4 @@
-"""Optional output files of a run: logs and traces. A full disk or a deleted directory does not end training."""
+"""Optional output files of a run: logs and traces. If such a file cannot be written, training continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["BestEffortFile"]
 
 
 class BestEffortFile:
-    """A file for writing that ignores all data after the first failure. Data written before remains readable.
+    """An output file that discards all data after its first failure. The data written before remains in the file.
 
     Args:
         path: path of the file, which is overwritten if it exists.
@@ -31,7 +31,7 @@ class BestEffortFile:
         close_in_forks(self)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write data, unless an operation has failed before."""
+        """Write data, unless an earlier operation has failed."""
         if self._file is not None:
             try:
                 self._file.write(data)
@@ -39,7 +39,7 @@ class BestEffortFile:
                 self._give_up(error)
 
     def flush(self) -> None:
-        """Write the buffered data, unless an operation has failed before."""
+        """Write the buffered data, unless an earlier operation has failed."""
         if self._file is not None:
             try:
                 self._file.flush()
@@ -47,7 +47,7 @@ class BestEffortFile:
                 self._give_up(error)
 
     def close(self) -> None:
-        """Write the buffered data and close the file, unless an operation has failed before."""
+        """Write the buffered data and close the file, unless an earlier operation has failed."""
         if self._file is not None:
             try:
                 self._file.close()

@@ -1,8 +1,8 @@
-"""The collection of the weights from the servers by the coordinator when training has ended for any reason.
+"""Collects the final weights from the servers. The coordinator does this when training ends for any reason.
 
-Normally every server sends its shards over its existing connection, so no new connection is necessary. If a server is
-lost or hangs, its shards are read from shared memory if the transport uses it. Otherwise they are missing, and the
-missing tensors are reported.
+Normally every server sends its shards over its existing connection. If a server is lost or hangs, its shards are read
+from shared memory, provided that the transport uses shared memory. Otherwise the tensors in these shards are reported
+as missing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ __all__ = ["Collection"]
 
 
 class Collection:
-    """One collection of the weights. The coordinator's thread fills it while another thread waits for it.
+    """One pass of collecting the weights from the servers.
+
+    The coordinator's thread adds the shards that arrive. Another thread waits until `finished` is set.
 
     Args:
         model: the model that is trained.
-        shards: slices of all shards, in order. Shard k is at server k modulo the number of servers.
-        master: the region with the weights in shared memory; None for other transports.
+        shards: slices of all shards, in order. Server k % n, of n servers, holds shard k.
+        master: the region with the weights in shared memory; None if the transport does not use shared memory.
 
     Attributes:
-        finished: event that is set when no more shards will arrive.
+        finished: event that is set when no further shards will arrive.
         heard_s: time at which data last arrived, on the monotonic clock.
     """
 
@@ -43,11 +45,11 @@ class Collection:
         self._owed = {shard.index for shard in shards}
 
     def owed_by(self, server: int, servers: int) -> list[int]:
-        """Return the shards of a server that have not arrived yet."""
+        """Return the indices of a server's shards that have not arrived yet."""
         return sorted(shard for shard in self._owed if shard % servers == server)
 
     def targets(self, message: Snapshot, server: int, servers: int) -> list[memoryview]:
-        """Return the memory for a shard's payload.
+        """Return the memory into which a shard's payload is received.
 
         Raises:
             ProtocolError: the shard is not expected from this server.
@@ -74,7 +76,7 @@ class Collection:
         if self._master is not None:
             for shard in sorted(self._assembly.missing):
                 self._assembly.fill(shard, cut(self._master.weights, self._shards[shard]))
-            # Drop the reference, because the mapping holds a descriptor.
+            # The mapping keeps a file descriptor open until the last reference is dropped.
             self._master = None
         return self._assembly.snapshot()
 

@@ -1,9 +1,9 @@
-"""The event loop of the coordinator, which moves bytes between its connections and its core.
+"""The event loop of the coordinator: it receives messages, passes them to the core and performs the core's requests.
 
-A message is passed to `paceline.core.coordinator`, which returns requests. This module contains what needs a clock,
-memory or another thread: the time of each peer's last message, the shared memory of the weights, and the collection
-of the weights at the end. The loop runs on a thread in the launcher's process. The methods under "for other threads"
-may be called from other threads of that process.
+The core is the state machine in `paceline.core.coordinator`. This module contains everything that needs a clock,
+memory or another thread: the time of each peer's last message, the shared memory for the weights, and the collection
+of the weights at the end of the run. The loop runs on a thread in the launcher's process. Other threads of this
+process may call the methods under "for other threads".
 """
 
 from __future__ import annotations
@@ -54,30 +54,31 @@ log = logging.getLogger("paceline.coordinator")
 
 STOP_GRACE_S = 10.0
 STOP_POLL_S = 0.05
-PACE_SPAN = 8  # approximate number of iterations over which a worker's usual pace is averaged
+PACE_SPAN = 8  # approximate number of iterations over which the duration of a worker's iterations is averaged
 
 
 class CoordinatorHost:
-    """The coordinator of one run.
+    """The coordinator of one run: starts training, tracks the workers and servers, and ends the run.
 
     Args:
-        job: the run.
-        listener: a listening socket, which the coordinator closes.
-        address: the address of that socket.
+        job: the configuration of the run.
+        listener: a listening socket, of which the coordinator takes ownership.
+        address: the address of the listening socket.
 
     Attributes:
-        job: the run.
+        job: the configuration of the run.
         address: the address on which the coordinator listens.
-        core: the core of the coordinator. Other threads may read its public attributes.
-        started: set when the first worker has its first weights, which means that all shards have begun.
-        started_s: time at which that happened, in seconds since the run began.
-        over: set when no worker is left, or something has failed.
-        failure: the first failure; None if there was none.
-        gone_servers: servers whose connection has ended before the run was over, in order.
-        heard_s: (role, index) -> time of its last message, on the clock of `time.monotonic`.
-        usual_s: worker -> recent mean duration of its iterations in seconds, with waiting.
-        registered_s: worker -> time at which it reached its first step, on the clock of `time.monotonic`.
-        asked_s: server -> time of the unanswered request for its waiting workers, on the clock of `time.monotonic`.
+        core: the state machine of the coordinator. Other threads may read its public attributes.
+        started: event that is set when the first worker has received its first weights from all shards.
+        started_s: time at which `started` was set, in seconds since the run began.
+        over: event that is set when all workers have left, a server is lost, or the run has failed.
+        failure: the first failure that was reported; None if there was none.
+        gone_servers: servers that disconnected before the run was over, in the order in which they disconnected.
+        heard_s: (role, index) -> time of the last message from this peer, on the clock of `time.monotonic`.
+        usual_s: worker -> recent mean duration of the worker's iterations in seconds, including waiting.
+        registered_s: worker -> time at which the worker reached its first step, on the clock of `time.monotonic`.
+        asked_s: server -> time at which the server was asked which workers wait, on the clock of `time.monotonic`.
+            Contains only servers that have not answered yet.
     """
 
     def __init__(self, job: Job, listener: socket.socket, address: str) -> None:
@@ -92,7 +93,7 @@ class CoordinatorHost:
         self.usual_s: dict[int, float] = {}
         self.registered_s: dict[int, float] = {}
         self.asked_s: dict[int, float] = {}
-        # worker -> an iteration, and the time at which it began
+        # worker -> (its latest iteration, time at which this iteration was first reported)
         self._paced: dict[int, tuple[int, float]] = {}
         header = Header(
             sync=notation(job.schedule.first), host="coordinator", seed=job.seed, emulated=job.emulated
@@ -112,10 +113,10 @@ class CoordinatorHost:
             recorder=self._recorder,
         )
         self._timers: Timers[Timer] = Timers()
-        self._master: Region | None = None  # shared memory of the weights that the servers update
+        self._master: Region | None = None  # shared memory in which the servers update the weights
         self._collection: Collection | None = None  # set while the weights are collected at the end
-        self._stops_s: float | None = None  # latest time at which the loop ends; None while the run continues
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # made by other threads
+        self._stops_s: float | None = None  # deadline at which the loop ends; None while the run continues
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # from other threads
         self._bell, self._bell_end = socket.socketpair()
         self._bell_end.setblocking(False)
         self._hub: Hub[Caller] = Hub(
@@ -133,10 +134,10 @@ class CoordinatorHost:
     def listen_for(job: Job, host: str = LOOPBACK) -> tuple[socket.socket, str]:
         """Return a new listening socket for the coordinator of a run, and its address.
 
-        With TCP, `host` is the address of this machine on which it listens.
+        With TCP, the socket listens on `host`, an address of this machine.
 
         Raises:
-            ConfigurationError: it is not possible to listen on the port.
+            ConfigurationError: the socket cannot listen on the port.
         """
         return listen_tcp(host, job.port) if job.transport == "tcp" else listen_unix()
 
@@ -147,18 +148,22 @@ class CoordinatorHost:
         self._thread.start()
 
     def fail(self, failure: RunFailedError) -> None:
-        """Report a failure from outside, such as a process that has crashed. Only the first failure is kept."""
+        """Report a failure that another thread has detected, such as a crash of a process. Only the first is kept."""
         self.failure = self.failure or failure
         self.over.set()
 
     def ending(self, worker: int) -> str:
-        """Return a description of how a lost worker has ended, as far as this is known."""
+        """Return a phrase that says how a lost worker ended. If no cause is known, its connection ended."""
         return self.core.endings.get(worker, "its connection ended")
 
     def worker_ended(self, worker: int, how: str) -> None:
-        """Report that the process of a worker has ended, with a description of how. This is allowed at any time.
+        """Report that the process of a worker has ended. May be called at any time.
 
-        The messages that it has sent are handled first. The worker is lost unless it has finished.
+        Messages that the process has already sent are handled first. Then the worker is lost, unless it has finished.
+
+        Args:
+            worker: index of the worker.
+            how: a phrase that says how the process ended.
         """
 
         def note() -> None:
@@ -171,7 +176,7 @@ class CoordinatorHost:
         self._call(note)
 
     def collect(self) -> Collection:
-        """Request the weights from the servers. The caller must wait for `finished` of the returned object."""
+        """Start collecting the weights. The caller must wait until `finished` of the returned object is set."""
         assert self.core.model is not None
         collection = Collection(self.core.model, self.core.slices, self._master)
 
@@ -184,7 +189,7 @@ class CoordinatorHost:
         return collection
 
     def end_collection(self, servers: Sequence[int]) -> None:
-        """End the collection, and close the connections of these servers, which have not sent all their weights."""
+        """End the collection, and close the connections to `servers`, which have not sent all of their weights."""
         ended = threading.Event()
 
         def end() -> None:
@@ -199,7 +204,7 @@ class CoordinatorHost:
             ended.wait(STOP_GRACE_S)
 
     def ask_servers(self) -> None:
-        """Request the waiting workers from every server without an unanswered request. See `core.waits`."""
+        """Ask each server which workers wait, unless it has an earlier request to answer. Fills `core.waits`."""
 
         self.core.waits.clear()
 
@@ -216,7 +221,7 @@ class CoordinatorHost:
 
         Args:
             grace_s: maximum time in seconds to wait for the servers.
-            hurried: function that is called often. As soon as it returns True, the waiting ends.
+            hurried: function that is called repeatedly. Once it returns True, `stop` no longer waits for the servers.
         """
 
         def end() -> None:
@@ -231,9 +236,9 @@ class CoordinatorHost:
                 self._stops_s = 0.0
 
     def _call(self, call: Callable[[], None]) -> None:
-        """Let the thread of the event loop make a call."""
+        """Make the thread of the event loop call a function."""
         self._calls.put(call)
-        with contextlib.suppress(OSError):  # the thread has already ended and closed it
+        with contextlib.suppress(OSError):  # the thread has already ended and closed the socket
             self._bell.send(b"x")
 
     # -- the loop -----------------------------------------------------------------------------------------
@@ -247,13 +252,13 @@ class CoordinatorHost:
                 self._hub.poll(timeout_s)
                 for timer in self._timers.take_due(self.job.now_s()):
                     self._perform(self.core.fire(timer, self.job.now_s()))
-        except Exception as error:  # after any exception, the run must end and report it
+        except Exception as error:  # the run must end and report any exception
             log.exception("the coordinator failed")
             self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
         finally:
             self._recorder.close()
             self._hub.close()
-            self._master = None  # releases the mapping, which holds a descriptor
+            self._master = None  # releases the mapping, which keeps a file descriptor open
             self._bell.close()
             self._bell_end.close()
 
@@ -262,7 +267,7 @@ class CoordinatorHost:
     def greeted(self, peer: Caller, hello: Hello) -> None:
         party = Peer("server" if hello.role == "server" else "worker", hello.index)
         if hello.role == "reader":
-            raise ProtocolError("a reader is not expected")
+            raise ProtocolError("the coordinator does not accept readers")
         self.core.require_expected(party)
         peer.role, peer.index = hello.role, hello.index
         self.heard_s[peer.role, peer.index] = time.monotonic()
@@ -304,7 +309,7 @@ class CoordinatorHost:
                     self.started.set()
 
     def _note_pace(self, worker: int, now: Status) -> None:
-        """Update the mean duration of a worker's iterations, which is weighted towards the latest ones."""
+        """Update the mean duration of a worker's iterations, in which recent iterations have more weight."""
         now_s = time.monotonic()
         before = self._paced.get(worker)
         if before is not None and now.iteration > before[0]:
@@ -336,9 +341,9 @@ class CoordinatorHost:
                 case Fail(where, reason, traceback):
                     self.fail(RunFailedError(where, reason, traceback))
                 case _:
-                    raise InternalError(f"a coordinator does not carry out {request}")
+                    raise InternalError(f"a coordinator cannot carry out {request}")
         if started and self._master is not None:
-            # every peer has received its descriptor, or will with a message that was sent
+            # The descriptor was already sent to every peer, so this process need not keep it open.
             self._master.close()
         if self.core.everybody_left:
             self.over.set()
@@ -350,12 +355,12 @@ class CoordinatorHost:
 
     @property
     def _descriptors(self) -> list[int]:
-        """The descriptor of the shared memory of the weights, if there is one."""
+        """The file descriptor of the shared memory for the weights, in a list; [] without shared memory."""
         descriptor = self._master.descriptor if self._master is not None else None
         return [] if descriptor is None else [descriptor]
 
     def _shortage(self, model: ModelSpec, workers: int) -> str:
-        """Return why there is too little memory on this machine, where all processes run; "" if there is enough."""
+        """Return an error message if this machine has too little memory for all processes of the run; else ""."""
         job, optimizer, layout = self.job, model.optimizer, model.layout
         vectors = state_vectors(optimizer.name, optimizer.groups, layout.sizes)
         needed = footprint(layout.size_bytes, vectors, workers, job.servers, job.transport)
@@ -364,7 +369,7 @@ class CoordinatorHost:
     # -- collection of the weights at the end --------------------------------------------------------------
 
     def _collect_from(self, server: int) -> None:
-        """Request the next missing shard of a server, or give up its missing shards if it is not connected."""
+        """Request the next missing shard from a server. If the server is not connected, give up its shards."""
         assert self._collection is not None
         owed = self._collection.owed_by(server, self.job.servers)
         member = self._member("server", server)
@@ -374,14 +379,14 @@ class CoordinatorHost:
             self._hub.send(member, FetchSnapshot(owed[0]))
 
     def _take_calls(self) -> None:
-        """Make the calls of other threads, after they have rung the bell."""
+        """Call the functions that other threads have passed to `_call`."""
         with contextlib.suppress(BlockingIOError):
             self._bell_end.recv(4096)
         while not self._calls.empty():
             self._calls.get_nowait()()
 
     def _member(self, role: str, index: int) -> Caller | None:
-        """Return the connection of a server or worker; None if it is not connected."""
+        """Return the connection to a server or worker; None if it is not connected."""
         return next((m for m in self._hub.peers if (m.role, m.index) == (role, index)), None)
 
     def _of_role(self, role: str) -> list[Caller]:

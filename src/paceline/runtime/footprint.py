@@ -1,4 +1,4 @@
-"""The memory and the number of file descriptors that a run needs on this machine, and how much is available.
+"""Estimates of the memory and file descriptors that a run needs, and queries for what this machine has available.
 
 Let P be the size of all parameters in bytes (including padding), n the number of workers and s the number of vectors
 that the optimizer stores per vector of weights. A run needs
@@ -6,28 +6,29 @@ that the optimizer stores per vector of weights. A run needs
     over shared memory  (4 + s) P + 2 n P    P for the weights and s P for the optimizer state at the servers; 2 P for
                                              the region of each worker (weights and gradients); and 3 P while the
                                              weights are read at the end
-    over streams        (4 + s) P + 4 n P    the same, and for each worker P for its gradient at the servers and up to
-                                             P for answers that were still being sent when the weights changed
+    over streams        (4 + s) P + 4 n P    the same, and for each worker: P for its gradient at the servers, and up
+                                             to P for answers that are still being sent when the weights change
 
-and `PROCESS_BYTES` for each process: launcher, servers and workers. The weights in the regions, n P in total, replace
-those of the models, which already exist when a run begins and are freed. So the memory that is *still to be
-allocated* at that time is n P less. Each worker therefore needs at most 3 P in addition to its model, and P over
-shared memory. It needs less if the weights are read in place, which happens over shared memory if the sync model
-keeps all workers in lockstep: the weights in the regions are then used only at the end.
+plus `PROCESS_BYTES` for each process (launcher, servers and workers). When training begins, the weights in the
+regions, n P in total, replace the weights of the workers' models, which are then freed. So the memory that is *still
+to be allocated* at that time is smaller by n P: in addition to its model, each worker needs P over shared memory and
+up to 3 P over streams. If the sync model keeps all workers in lockstep over shared memory, the workers read the
+weights from the servers' memory and use the weights in their regions only at the end, so they need even less.
 
-The 3 P consist of a copy that is queued at the servers, the vectors into which the launcher receives it, and the
-named tensors. The launcher reads the weights when the last worker has left, whose memory may not have been freed yet.
+The 3 P for reading the weights consist of a copy that is queued at the servers, the vectors into which the launcher
+receives this copy, and the named tensors. The launcher reads the weights when the last worker has left the run, but
+the memory of this worker may not have been freed by then.
 
 The estimate does not include memory that belongs to the script: data, activations, and gradients before they are
 copied into the region. It also does not include small amounts (buffers, partly filled pages), memory that is used
-only before the gradients exist (the initial weights and optimizer state on their way to the servers), pushes that are
-held while their worker continues, and the snapshots that were requested from `launch`.
+only before the gradients exist (the initial weights and optimizer state on their way to the servers), pushes that
+servers store while the worker continues, and snapshots that a script requests from `launch`.
 
-Before the model is known, only the processes are checked: `PROCESS_BYTES` for each child, and the number of
-descriptors of the process that needs most, which is nearly always the launcher.
+Before the model is known, only two things are checked: `PROCESS_BYTES` for each child process, and the file
+descriptors of the process that needs the most of them, which is nearly always the launcher.
 
-This module only computes sizes and reads small files, and does not import torch. A system that does not report its
-memory is treated as unlimited.
+This module only computes sizes and reads small files, and does not import torch. If a system does not report its
+memory, the memory is treated as unlimited.
 """
 
 from __future__ import annotations
@@ -60,16 +61,16 @@ PROCESS_BYTES = 200 * 1024 * 1024
 """Memory of a process that has imported torch and Paceline.
 
 Measured: the five processes of a run with a tiny model use 960 to 1100 MiB in total (the sum of Pss in
-/proc/<pid>/smaps_rollup, torch 2.13 on the CPU). Each of them has 155 MiB of private memory; the rest is shared
+/proc/<pid>/smaps_rollup, torch 2.13 on the CPU). Each process has 155 MiB of private memory; the rest is shared
 libraries. At the peak, a memory cgroup charges 146 MiB for each server and 216 MiB for each worker that trains a tiny
 model.
 """
 
 DESCRIPTOR_HEADROOM = 16
-"""Spare descriptors of each process, for modules being imported, children being started and files of the script."""
+"""Spare file descriptors per process, for importing modules, starting child processes and the script's own files."""
 
 STATE_VECTORS = {"Adagrad": 1, "Adadelta": 2, "Adamax": 2, "ASGD": 1, "NAdam": 2, "RAdam": 2, "Rprop": 2}
-"""Number of state vectors, for the optimizers for which this number does not depend on the hyperparameters."""
+"""Optimizer -> number of state vectors, for the optimizers whose number does not depend on the hyperparameters."""
 
 MOST_STATE_VECTORS = 3  # assumed for an unknown optimizer
 
@@ -84,13 +85,13 @@ class Footprint(msgspec.Struct, frozen=True):
 
     Attributes:
         weights: the weights that the servers update.
-        state: the optimizer state, and the mean of several pushes if it needs a vector of its own.
+        state: the optimizer state, and the mean of several pushes if the optimizer needs it as a separate vector.
         regions: the weights and gradients of all workers.
         inboxes: the memory into which the servers receive gradients over streams.
         answers: the maximum size of copies of answers that are being sent over streams.
         reading: the memory for sending the final weights to the launcher.
-        models: the weights of the workers' models, before those in the regions replace them.
-        processes: the interpreters with their libraries.
+        models: the original weights of the workers' models, which are freed when training begins.
+        processes: the Python interpreters of all processes, with the libraries that they import.
     """
 
     weights: int
@@ -110,18 +111,18 @@ class Footprint(msgspec.Struct, frozen=True):
 
     @property
     def to_come_bytes(self) -> int:
-        """The memory that is still to be allocated when all processes have their models and training begins."""
+        """The memory that is still to be allocated when all workers have created their models and training begins."""
         return self.total_bytes - self.processes - self.models
 
 
 def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, transport: str) -> Footprint:
-    """Return the memory of a run whose processes are all on this machine. The formula is in the module's docstring.
+    """Return the memory that a run needs if all of its processes are on this machine. See the module's docstring.
 
     Args:
-        parameters_bytes: P, see `Layout.size_bytes`.
-        vectors: s, see `state_vectors`.
+        parameters_bytes: size of all parameters, called P in the module's docstring. See `Layout.size_bytes`.
+        vectors: number of state vectors, called s in the module's docstring. See `state_vectors`.
         workers: number of workers.
-        servers: number of servers, which affects only the memory of the interpreters.
+        servers: number of servers, which affects only `processes`.
         transport: "shm", "unix" or "tcp".
 
     Example:
@@ -145,11 +146,11 @@ def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, t
 
 
 def state_vectors(optimizer: str, groups: Sequence[Mapping[str, Any]], dtypes: Iterable[str]) -> int:
-    """Return the maximum number of vectors of the size of the weights that an optimizer stores at the servers.
+    """Return the maximum number of vectors, each as large as the weights, that an optimizer stores at the servers.
 
     Args:
         optimizer: name of the optimizer's class in `torch.optim`.
-        groups: hyperparameters of each parameter group; the group that needs the most vectors counts.
+        groups: hyperparameters of each parameter group. The group that needs the most vectors determines the result.
         dtypes: dtypes of the parameters.
 
     Example:
@@ -158,7 +159,7 @@ def state_vectors(optimizer: str, groups: Sequence[Mapping[str, Any]], dtypes: I
     """
     vectors = max((_state_vectors(optimizer, group) for group in groups), default=0)
     fused = optimizer in FUSED and FUSED_DTYPES.issuperset(dtypes)
-    # torch's optimizers need the mean of the gradients as a vector; see `slice_optimizers`.
+    # Without a fused update, the mean of the gradients needs a separate vector; see `slice_optimizers`.
     return vectors if fused else vectors + 1
 
 
@@ -176,7 +177,7 @@ def _state_vectors(optimizer: str, group: Mapping[str, Any]) -> int:
 
 
 def shortage(needed: Footprint, available: int | None, what: str) -> str:
-    """Return an error message if there is too little memory for a run; "" if there is enough or if it is unknown.
+    """Return an error message if a run needs more memory than is available; "" if not, or if this is unknown.
 
     Args:
         needed: memory that the run needs.
@@ -188,20 +189,20 @@ def shortage(needed: Footprint, available: int | None, what: str) -> str:
     return (
         f"not enough memory: {what} with {format_size(needed.weights)} of parameters need "
         f"{format_size(needed.to_come_bytes)} for weights, gradients and optimizer state, but only "
-        f"{format_size(available)} are available. Use fewer workers"
+        f"{format_size(available)} is available. Use fewer workers"
         + (", use transport 'shm' (which needs a third of the memory per worker)" if needed.inboxes else "")
         + ", train a smaller model, or give the machine or container more memory."
     )
 
 
 def process_shortage(workers: int, servers: int, available: int | None) -> str:
-    """Return an error message if the processes of a run do not fit into memory; "" if they do or if it is unknown.
+    """Return an error message if the processes of a run do not fit into memory; "" if they do, or if this is unknown.
 
     Args:
         workers: number of workers.
         servers: number of servers.
-        available: available memory in bytes, in addition to that of the launcher, see `available_bytes`; None if it
-            is unknown.
+        available: available memory in bytes, not counting what the launcher already uses, see `available_bytes`; None
+            if it is unknown.
     """
     count = workers + servers
     needed = count * PROCESS_BYTES
@@ -210,13 +211,13 @@ def process_shortage(workers: int, servers: int, available: int | None) -> str:
     return (
         f"not enough memory: {_count(workers, 'worker')} and {_count(servers, 'server')} are {count} processes, "
         f"which need about {format_size(PROCESS_BYTES)} each and {format_size(needed)} in total before training "
-        f"begins, but only {format_size(available)} are available. Use fewer workers or servers, or give the machine "
+        f"begins, but only {format_size(available)} is available. Use fewer workers or servers, or give the machine "
         "or container more memory."
     )
 
 
 def descriptors(workers: int, servers: int, shards: int, transport: str, open_now: int) -> int:
-    """Return the number of descriptors needed by the process that needs most, plus `DESCRIPTOR_HEADROOM`.
+    """Return the maximum number of descriptors that a process of a run needs, including `DESCRIPTOR_HEADROOM`.
 
     Args:
         workers: number of workers.
@@ -225,16 +226,16 @@ def descriptors(workers: int, servers: int, shards: int, transport: str, open_no
         transport: "shm", "unix" or "tcp".
         open_now: number of descriptors that the launcher has open before the run.
     """
-    # The launcher has a listening socket, a selector, a pair of sockets, a trace, the memory of the weights and its
-    # mapping; a connection, input, output and log for each child; and two readers of the weights with a connection
-    # for each shard.
+    # The launcher has a listening socket, a selector, a pair of sockets, a trace, the shared memory for the weights
+    # and its mapping; a connection, an input, an output and a log for each child; and two readers of the weights,
+    # each with a connection for each shard.
     launcher = open_now + 7 + 4 * (workers + servers) + 2 * shards
-    # A server has the standard three, a listening socket, a selector, the coordinator, the memory of the weights and
-    # its mapping; a connection and a mapping for each worker; and the traces and readers of its shards.
+    # A server has the three standard streams, a listening socket, a selector, a connection to the coordinator, the
+    # shared memory for the weights and its mapping; a connection and a mapping for each worker; and a trace and two
+    # readers for each of its shards.
     shared = transport == "shm"
     server = 6 + 2 * shared + (1 + shared) * workers + 3 * -(-shards // servers)
-    # A worker has a connection to each server and at most eleven others, which are always fewer than those of the
-    # launcher.
+    # A worker has a connection to each server and at most eleven other descriptors: always fewer than the launcher.
     return max(launcher, server) + DESCRIPTOR_HEADROOM
 
 
@@ -253,7 +254,7 @@ def descriptor_shortage(
     return (
         f"too few descriptors: with {_count(workers, 'worker')}, {_count(servers, 'server')} and "
         f"{_count(shards, 'shard')} one process needs up to {needed} open files and connections, but the limit is "
-        f"{limit}. Raise it with 'ulimit -n {needed}' before the start, or use fewer workers, servers or shards."
+        f"{limit}. Raise the limit with 'ulimit -n {needed}' before the run, or use fewer workers, servers or shards."
     )
 
 
@@ -275,9 +276,9 @@ def format_size(size_bytes: int) -> str:
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return how much memory this process and its children can still allocate, in bytes; None if it is unknown.
 
-    This is the minimum of the available memory of the machine (MemAvailable) and of what remains in each memory
-    cgroup on the path of this process up to the root. What remains in a cgroup is its limit minus its usage. Inactive
-    file pages do not count as used, because the kernel drops them first.
+    This is the smallest of several amounts: the available memory of the machine (MemAvailable), and the remaining
+    memory of each memory cgroup from this process's own cgroup up to the root. The remaining memory of a cgroup is
+    its limit minus its usage. Inactive file pages do not count as usage, because the kernel reclaims them first.
 
     Args:
         root: directory in which `proc` and `sys` are mounted.
@@ -293,7 +294,7 @@ def descriptor_limit() -> int | None:
 
 
 def open_descriptors() -> int:
-    """Return the number of descriptors that this process has open. If it cannot be determined, return 3."""
+    """Return the number of descriptors that this process has open. If the number is unknown, return 3."""
     try:
         # Do not count the descriptor that the listing itself uses.
         return len(os.listdir("/dev/fd")) - 1
@@ -318,7 +319,7 @@ def _available_in_cgroups(root: Path) -> Iterator[int]:
             files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # In a container the path may be that of the host, which is not mounted here. Then only the mount is found.
+        # In a container, this may be a path on the host, which does not exist here. Then only the mount is found.
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for depth in range(len(parts) + 1):
             yield from _available_in_cgroup(mount.joinpath(*parts[:depth]), *files)
@@ -328,7 +329,7 @@ def _available_in_cgroup(
     directory: Path, limit_file: str, usage_file: str, inactive_key: str
 ) -> Iterator[int]:
     limit, usage = _text(directory / limit_file).strip(), _text(directory / usage_file).strip()
-    # A limit of "max" means that there is none.
+    # The limit "max", which is not decimal, means that there is no limit.
     if limit.isdecimal() and usage.isdecimal():
         inactive = _fields(directory / "memory.stat").get(inactive_key, 0)
         yield max(0, int(limit) - max(0, int(usage) - inactive))

@@ -1,17 +1,17 @@
-"""A listening socket and its connections: the common part of the event loops of the server and the coordinator.
+"""The common part of the event loops of servers and the coordinator: a listening socket and its connections.
 
 A peer is accepted when its first message contains the run's token. Until then it is a *stranger* (see `strangers`):
 only a small greeting and at most one descriptor are received from it, and nothing is sent to it. A stranger is
-dropped if it remains silent for too long, or for a short time if other peers are waiting to connect.
+dropped if it remains silent for too long. If other peers are waiting to connect, the permitted time is shorter.
 
-If a peer violates the protocol, this is logged and its connection is closed, and the host continues. Each rule of the
-protocol is checked by the code that it concerns, before any state is changed, and a violation raises `ProtocolError`.
-If a message causes any other exception, the connection of its sender is closed, too, and the traceback is logged.
-Only errors that the sender has not caused end the host: a violated invariant of Paceline (`InternalError`) and a lack
-of resources (`OSError`, `MemoryError`).
+If a peer violates the protocol, the violation is logged, the peer's connection is closed, and the host continues.
+The code that handles a message checks the message before it changes any state, and raises `ProtocolError` if the
+message violates a rule. If a message causes any other exception, the traceback is logged and the connection of the
+sender is closed. The host stops only after errors that the sender did not cause: a violated invariant of Paceline
+(`InternalError`) or a lack of resources (`OSError`, `MemoryError`).
 
-Sending never blocks and never calls the host back. If a connection is found to be broken while a message is sent to
-it, it is dropped after the current message was handled. The same applies to a peer that does not read its messages.
+Sending never blocks and never calls a method of the host. If sending reveals that a connection is broken, or that the
+peer does not read its messages, the connection is dropped after the current message has been handled.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ __all__ = ["Caller", "Host", "Hub"]
 
 log = logging.getLogger("paceline.hub")
 
-# When a process has ended but its connection has not, it is dropped after it has been silent for this time.
+# If a process has ended but its connection is still open, the connection is dropped after this time of silence.
 ENDED_TIMEOUT_S = 1.0
 # Maximum number of connections that are accepted before other peers are served again.
 ACCEPTED_AT_ONCE = 8
-# Maximum number of queued parts of messages per peer. A peer that reads its messages leaves only a few per shard.
+# Maximum number of message parts that are queued for a peer. If the peer reads its messages, the queue stays short.
 MOST_UNSENT = 1 << 14
 # Maximum number of characters of a logged reason, which may contain data that a peer sent.
 LONGEST_REASON = 1000
-# Errors that the sender of a message is not responsible for, although its message revealed them.
+# Errors that may occur while a message is handled, but for which its sender is not responsible.
 OUR_FAULT = (InternalError, OSError, MemoryError)
 # Time between two checks of the sockets while rings are busy.
 SOCKETS_INTERVAL_S = 1e-3
 # Maximum time to block if there are rings, which limits the delay if a wake-up is ever lost.
 LONGEST_SLEEP_S = 0.1
-# An event that is used in addition to those of a selector.
+# An event in addition to those of the selector: the peer's ring contains messages.
 IN_RING = 1 << 8
 
 
 class Caller:
-    """One connection.
+    """One connection of a hub, and what is known about the peer.
 
     Attributes:
         stream: the stream of the connection.
         role: "worker", "server" or "reader" once the peer has been accepted; "" until then.
         index: index of the worker or server.
         heard_s: time at which data was last received from the peer, on the monotonic clock.
-        adopted: True if this host has opened the connection itself.
+        adopted: True if the host itself opened the connection.
     """
 
     def __init__(self, stream: Stream[Message]) -> None:
@@ -72,7 +72,7 @@ class Caller:
         self.index = -1
         self.adopted = False
         self.heard_s = time.monotonic()
-        # Time at which the process of the peer was found to have ended although its connection had not.
+        # Time at which the end of the peer's process was reported while the connection was still open.
         self.ended_s = math.inf
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ P_contra = TypeVar("P_contra", bound=Caller, contravariant=True)
 
 
 class Host(Protocol[P_contra]):
-    """The interface that a hub requires of its host. All methods except `gone` may raise `ProtocolError`."""
+    """The methods that a hub calls on its host. All methods except `gone` may raise `ProtocolError`."""
 
     def greeted(self, peer: P_contra, hello: Hello) -> None:
         """Accept a peer that has sent the token, and set its `role` and `index`."""
@@ -97,7 +97,7 @@ class Host(Protocol[P_contra]):
         ...
 
     def payload_targets(self, peer: P_contra, message: Message, size_bytes: int) -> Sequence[memoryview]:
-        """Return the memory for a message's payload. Only called for peers that have been accepted."""
+        """Return the memory for a message's payload. Called only for peers that have been accepted."""
         ...
 
     def gone(self, peer: P_contra, reason: str) -> None:
@@ -106,15 +106,15 @@ class Host(Protocol[P_contra]):
 
 
 class Hub(Generic[P]):
-    """Accepts connections, receives and sends messages, and drops connections.
+    """The connections of one host: accepts and drops peers, receives messages and sends them.
 
     Args:
         name: name of the host in the log.
         token: the secret that peers must send.
         listener: a listening socket, of which the hub takes ownership.
-        accepts: the union of the types of messages that peers may send.
-        make_peer: returns the object for a new connection, usually of a subclass of `Caller`.
-        host: the object whose methods are called when something happens.
+        accepts: the type of the messages that peers may send, usually a union.
+        make_peer: returns the object that represents a new connection: a `Caller`, usually of a subclass.
+        host: the object that handles the messages and the ends of connections.
 
     Attributes:
         peers: all open connections.
@@ -137,11 +137,11 @@ class Hub(Generic[P]):
         self._accepts = accepts
         self._make_peer = make_peer
         self._host = host
-        # Peers whose connections failed during sending, with the reason. They are dropped after the current message.
+        # Peers to which sending failed, with the error. They are dropped after the current message.
         self._broken: list[tuple[P, PeerLostError | ProtocolError]] = []
         # The peers that have a ring.
         self._ringed: dict[Stream[Any], P] = {}
-        # The peers whose processes have ended although their connections have not.
+        # The peers whose processes have ended while their connections are still open.
         self._ending: set[P] = set()
         # Time at which the sockets were last checked.
         self._checked_s = 0.0
@@ -151,11 +151,11 @@ class Hub(Generic[P]):
         close_in_forks(self)
 
     def watch(self, source: socket.socket | Stream[Any], readable: Callable[[], None]) -> None:
-        """Let `poll` also watch this source and call `readable` when there is data to read."""
+        """Make `poll` also watch a socket or stream, and call `readable` when there is data to read."""
         self._selector.register(source, selectors.EVENT_READ, readable)
 
     def poll(self, timeout_s: float | None = None) -> None:
-        """Wait for events, at most for `timeout_s`, and handle them."""
+        """Wait for events for at most `timeout_s` seconds, and handle the events. None means no time limit."""
         if self._ringed:
             if self._serve_rings():
                 if time.monotonic() - self._checked_s < SOCKETS_INTERVAL_S:
@@ -173,7 +173,7 @@ class Hub(Generic[P]):
         wake_up(self._ringed)
         for key, events in ready:
             if isinstance(key.data, Caller):
-                # The peer may have been dropped by an earlier iteration.
+                # An earlier pass of this loop may have dropped the peer.
                 if key.data in self.peers:
                     self._serve(key.data, events)
             else:
@@ -189,31 +189,31 @@ class Hub(Generic[P]):
                 self.drop(peer, "its process has ended")
 
     def adopt(self, peer: P) -> None:
-        """Let `poll` also serve a connection that this host has opened itself to a trusted peer.
+        """Make `poll` also serve a connection that the host itself has opened to a trusted peer.
 
-        An exception that is caused by a message of this peer is raised by `poll`.
+        If a message from this peer causes an exception, `poll` raises it.
         """
         peer.adopted = True
         self.peers.add(peer)
         self._selector.register(peer.stream, selectors.EVENT_READ, peer)
 
     def drain(self, peer: P, timeout_s: float) -> None:
-        """Send all messages that are queued for a peer, unless it takes too long or the connection is lost."""
+        """Send all messages that are queued for a peer. Give up after `timeout_s`, or if the connection is lost."""
         if peer in self.peers:
             with contextlib.suppress(PeerLostError, DeadlineError):
                 peer.stream.drain(timeout_s)
 
     def expect_end(self, peer: P) -> None:
-        """Receive the last messages of a peer whose process has ended, and then drop the peer.
+        """Prepare to drop a peer whose process has ended, once its last messages have been received.
 
-        The connection ends by itself, unless a forked child of the process holds it open.
+        Usually the connection ends by itself. If a forked child of the process keeps it open, `poll` drops it.
         """
         if peer in self.peers and peer not in self._ending:
             peer.ended_s = time.monotonic()
             self._ending.add(peer)
 
     def watch_ring(self, peer: P) -> None:
-        """Let `poll` also read a peer's ring."""
+        """Make `poll` also read a peer's ring."""
         self._ringed[peer.stream] = peer
 
     def send(
@@ -254,7 +254,7 @@ class Hub(Generic[P]):
         """Handle the messages in the rings. Return False if there were none."""
         ready = spin(self._ringed)
         for stream in ready:
-            # The peer may have been dropped by an earlier iteration.
+            # An earlier pass of this loop may have dropped the peer.
             if (peer := self._ringed.get(stream)) is not None:
                 self._serve(peer, IN_RING)
             self._drop_broken()
@@ -269,7 +269,7 @@ class Hub(Generic[P]):
             self.drop(peer, str(error))
 
     def _accept(self) -> None:
-        """Accept waiting connections, as far as there is room for strangers, and handle their greetings."""
+        """Accept waiting connections while there is room for strangers, and handle their greetings."""
         for _ in range(ACCEPTED_AT_ONCE):
             if not self._strangers.room:
                 break
@@ -278,7 +278,7 @@ class Hub(Generic[P]):
                 if sock is None:
                     return
                 if (silent := self._strangers.to_make_room()) is not None:
-                    self.drop(silent, "other connections are waiting for its place")
+                    self.drop(silent, "it was silent while other connections were waiting")
                 peer = self._register(sock)
             except OSError as error:
                 # There are no descriptors left, or the peer has already closed the connection.
@@ -286,7 +286,7 @@ class Hub(Generic[P]):
                 if self._acceptor.stuck:
                     self._strangers.rest()
                 continue
-            # In most cases the greeting has already arrived, too.
+            # In most cases the greeting has already arrived.
             self._serve(peer, selectors.EVENT_READ)
             self._drop_broken()
         if not self._strangers.room:
@@ -294,7 +294,7 @@ class Hub(Generic[P]):
             self._accepting = False
 
     def _register(self, sock: socket.socket) -> P:
-        """Start to watch a new connection. Raise `OSError` if it has already been closed."""
+        """Start watching a new connection. Raise `OSError` if the peer has already closed it."""
         try:
             stream: Stream[Message] = Stream(
                 sock, self._accepts, trusted=False, takes_descriptor=sock.family == socket.AF_UNIX
@@ -333,7 +333,7 @@ class Hub(Generic[P]):
             if isinstance(error, ProtocolError):
                 self._refuse(peer, error)
             else:
-                log.exception("%s could not handle a message of %s", self._name, peer)
+                log.exception("%s could not handle a message from %s", self._name, peer)
             self.drop(peer, str(error))
 
     def _greet(self, peer: P, message: Message) -> None:
@@ -341,12 +341,12 @@ class Hub(Generic[P]):
             raise ProtocolError("it did not send the run's token")
         self._host.greeted(peer, message)
         self._strangers.discard(peer)
-        # Readers send only small messages, and there may be many of them.
+        # Readers remain untrusted: small headers are enough for them, and there may be many readers.
         peer.stream.trusted, peer.stream.takes_descriptor = peer.role != "reader", False
 
     def _refuse(self, peer: P, error: ProtocolError) -> None:
         text = f"{self._name} refused {peer}: {str(error)[:LONGEST_REASON]}"
-        # Workers and servers can be refused only once each, so their messages need no limit.
+        # Each worker and server can be refused only once, so the number of these log messages needs no limit.
         if peer.role in ("worker", "server"):
             log.warning("%s", text)
         else:
@@ -357,7 +357,7 @@ class Hub(Generic[P]):
         if peer not in self.peers:
             return
         level = logging.INFO if peer.role else logging.DEBUG
-        log.log(level, "%s closes the connection of %s: %s", self._name, peer, reason)
+        log.log(level, "%s closes the connection to %s: %s", self._name, peer, reason)
         self.peers.remove(peer)
         self._ending.discard(peer)
         self._strangers.discard(peer)

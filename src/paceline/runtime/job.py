@@ -1,6 +1,6 @@
 """The configuration of a run, which is passed to each of its processes.
 
-All options of a user are validated here, before any process is started.
+The user's options are validated here, before any process is started.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ __all__ = [
 ]
 
 JOB_VARIABLE = "PACELINE_PLACE"
-"""The environment variable with the `Assignment` of a process, encoded as MessagePack in hexadecimal."""
+"""Name of the environment variable for the `Assignment` of a process, encoded as MessagePack in hexadecimal."""
 
 LOOPBACK = "127.0.0.1"
-"""The default address at which processes listen over TCP."""
+"""The default address on which processes listen over TCP."""
 
 TRANSPORTS = ("auto", "shm", "unix", "tcp")
 SLICINGS = ("even", "by-parameter")
@@ -60,27 +60,27 @@ LONGEST_MODEL = 1000  # maximum number of characters in the notation of a sync m
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of a run.
+    """The validated settings of one run, which are the same in all of its processes.
 
     Attributes:
         workers: number of workers.
         servers: number of servers. Server i holds the shards whose index modulo `servers` is i.
         shards: number of slices into which the parameters are divided.
-        slicing: "even" for slices of equal size, whatever the sizes of the layers (EPS), or "by-parameter".
+        slicing: "even" for slices of equal size (EPS), or "by-parameter" for slices with equal numbers of parameters.
         overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
             have pushed all of their gradients.
-        sync: the sync model, or one model per shard, and when it changes, in the notation of the command line.
-        imports: modules that every process imports: those of sync models of the user, and of conditions to which the
-            run may change.
+        sync: the sync model, or one model per shard, and any planned changes, in the notation of the command line.
+        imports: modules that every process imports, because they define sync models or conditions that the run
+            uses or may change to.
         transport: "shm" (shared memory, one machine), "unix" (sockets, one machine) or "tcp".
-        seed: random seed of the order of the data, the jitter and all other random choices.
-        pace_s: minimum duration of an iteration, for each worker; () if there is none.
-        slowdown: factor by which the measured compute time is stretched, for each worker; () if there is none.
-        jitter: half-width of the random factor, uniform in 1 +- jitter, by which `pace_s` and `slowdown` are
-            multiplied.
+        seed: random seed for the order of the data, the jitter and all other random choices.
+        pace_s: for each worker, the minimum duration of an iteration in seconds; () if there is no minimum.
+        slowdown: for each worker, the factor by which the measured compute time is multiplied; () if unchanged.
+        jitter: in each iteration, `pace_s` and `slowdown` are multiplied by a random number, uniformly distributed
+            between 1 - `jitter` and 1 + `jitter`.
         on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
         run_dir: directory of the logs, traces and results; "" if a new directory is to be created.
-        stall_timeout_s: time after which a silent process is ended if others wait for it; None disables it.
+        stall_timeout_s: seconds after which a silent process is killed if others wait for it; None for no limit.
         port: TCP port of the coordinator; 0 for any free port.
         token: secret that each peer must send before it is served.
         epoch_s: reading of the monotonic clock at time 0 of the run.
@@ -111,11 +111,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return read_schedule(self.sync)
 
     def now_s(self) -> float:
-        """Return the time since the run began, in seconds. All processes of one machine use the same clock."""
+        """Return the time since the run began, in seconds. All processes on one machine use the same clock."""
         return time.monotonic() - self.epoch_s
 
     def read_sync(self, text: str) -> tuple[SyncModel, ...]:
-        """Parse the sync model, or the models of all shards, to which a peer requests to change.
+        """Parse the new sync model, or the new models of all shards, in a peer's request.
 
         Raises:
             ConfigurationError: the notation is not valid, or this run cannot change to the model.
@@ -129,7 +129,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return models
 
     def require_runnable(self, models: Sequence[SyncModel]) -> None:
-        """Check that this run can change to the sync models, without importing modules not named at its launch.
+        """Check that this run can change to the sync models. Only modules that were named at launch are imported.
 
         Raises:
             ConfigurationError: the run cannot change to these models; the message says why.
@@ -143,7 +143,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def emulated(self) -> str:
-        """A description of how unequal machines are emulated; "" if they are not."""
+        """A description of how unequal machines are emulated; "" if nothing is emulated."""
         parts = []
         if self.pace_s:
             parts.append("least seconds per iteration " + ", ".join(f"{p:g}" for p in self.pace_s))
@@ -155,14 +155,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """The role of one process in a run.
+    """The place of one process in a run: its role and the addresses that it uses.
 
     Attributes:
         job: the configuration of the run.
         role: "server" or "worker".
         index: index of the server or worker.
         coordinator: address of the coordinator.
-        host: address at which the process listens over TCP.
+        host: address on which the process listens over TCP.
     """
 
     job: Job
@@ -192,16 +192,16 @@ def make_job(
     port: int = 0,
     dry_run: bool = False,
 ) -> Job:
-    """Validate the options of a user, then return the configuration of the run and create its directory.
+    """Validate the user's options, create the run directory and return the configuration of the run.
 
-    For a dry run the directory is not created; see `claim_run_dir`.
+    For a dry run, the directory is not created. See `claim_run_dir`.
 
     Raises:
         ConfigurationError: an option is not valid. The message names the value, what was expected and what to do.
     """
     workers = _require_integer("workers", workers, least=1)
     if servers is None:
-        # One server for each core that the workers leave free.
+        # One server for each core that the workers leave free, but at least one.
         servers = max(1, (os.cpu_count() or 1) - workers)
     for name, value, choices in (
         ("transport", transport, TRANSPORTS),
@@ -236,8 +236,8 @@ def make_job(
     slowdowns = _per_worker("slowdown", slowdown, workers, least=1.0)
     if jitter and not (pace_s or slowdowns):
         raise ConfigurationError(
-            f"jitter is {jitter}, but neither pace nor slowdown is set, which it would vary. Set one of them, or "
-            "omit jitter."
+            f"jitter is {jitter}, but it has no effect without pace or slowdown, and neither is set. Set one of "
+            "them, or omit jitter."
         )
     # Raises an error if the port is in use.
     if port:
@@ -286,7 +286,7 @@ def make_job(
 
 
 def claim_run_dir(job: Job) -> Job:
-    """Create the directory of a run, and return the configuration with its path. This is the last step of a start."""
+    """Create the run directory, and return the configuration with its path. Call this after all checks."""
     return msgspec.structs.replace(job, run_dir=str(_make_run_dir(job.run_dir or None)))
 
 
@@ -326,7 +326,10 @@ def _require_integer(name: str, value: int, least: int) -> int:
 
 
 def _per_worker(name: str, values: Sequence[float] | None, workers: int, least: float) -> tuple[float, ...]:
-    """Return `values` if there is one number >= `least` per worker. Raise `ConfigurationError` otherwise."""
+    """Return `values` if there is one number >= `least` per worker, or () if there are no values.
+
+    Raise `ConfigurationError` otherwise.
+    """
     if values is None or len(values) == 0:
         return ()
     if len(values) != workers:
@@ -347,7 +350,7 @@ def require_usable(path: str | os.PathLike[str]) -> None:
     """
     if not os.fspath(path):
         raise ConfigurationError(
-            "the name of the run directory is empty; give one, or omit it for a new directory."
+            "the name of the run directory is empty; give a name, or omit it for a new directory."
         )
     run_dir = Path(path).absolute()
     if (run_dir / "summary.json").exists() or any(run_dir.glob("trace-*.jsonl")):
@@ -360,7 +363,7 @@ def require_usable(path: str | os.PathLike[str]) -> None:
 
 
 def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:
-    """Create and return the run's directory: `path`, or a new directory in ./runs that is named by the time."""
+    """Create and return the run directory: `path`, or a new directory in ./runs that is named after the time."""
     try:
         if path is not None:
             run_dir = Path(path).absolute()

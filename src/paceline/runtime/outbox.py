@@ -1,11 +1,10 @@
-"""Sending of a worker's gradient over streams, in pieces that are sent during the backward pass.
+"""Sends a worker's gradient over streams in pieces, some of which are sent while the backward pass still runs.
 
 FluentPS overlaps communication with computation (section III): while the gradients of the first layers are still
-being computed, those of the last layers are already being sent. The servers do not use them before the iteration is
-committed, so a script may still clip, scale, accumulate or drop its gradients. At the commit, each piece that was
-sent early is compared with the current gradient by a checksum of its bits and sent again if it differs. A script that
-changes its gradients in every iteration gains nothing from early sending, which is then suspended for some
-iterations.
+being computed, the gradients of the last layers are already being sent. The servers do not use these pieces before
+the iteration is committed. So until the commit, a script may clip, scale, accumulate or drop its gradients. At the
+commit, each piece that was sent early is sent again if the checksum of its bits has changed. If a script changes its
+gradients after the backward pass, early sending gains nothing and is suspended for some iterations.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ __all__ = ["Outbox"]
 LONGEST_PAUSE = 256  # maximum number of iterations for which early sending is suspended
 
 Send = Callable[[int, Message, Sequence[memoryview]], None]
-"""A function that sends a message; its arguments are the shard, the message and the payload."""
+"""Function of (shard, message, payload) that sends the message to the server of the shard."""
 
 
 class Outbox:
-    """The outgoing gradient of one worker.
+    """Sends the gradients of one worker, and remembers which pieces the servers already have.
 
     Args:
         shards: slices of all shards.
-        gradients: mapping from dtype to the bytes of the whole vector.
-        send: sends a message to the server of a shard. It must copy payload that is still queued when it returns,
+        gradients: mapping from dtype to the bytes of the whole vector of gradients.
+        send: sends a message to the server of a shard. It must copy any payload that is still queued when it returns,
             because the gradient may change.
-        busy: returns True if data for a shard is still queued. Further pieces then wait here, where a commit can
-            overtake them. On the connection it could not, and a shard answers only when all commits have arrived.
-        early: True if pieces are sent before the commit.
+        busy: returns True if data for a shard is still queued on the connection. Further pieces then wait in this
+            object, so that they do not delay the commit, on which other workers may be waiting.
+        early: True to send pieces before the commit.
     """
 
     def __init__(
@@ -59,14 +58,14 @@ class Outbox:
         self._parameter_counts: dict[tuple[int, int], int] = {}
         # The pieces that contain each parameter.
         self._pieces_of: dict[int, list[tuple[int, int]]] = {}
-        # Use the order in which the shards are committed.
+        # This is the order in which the shards are committed: the last shard first.
         for shard, pieces in reversed(self._pieces.items()):
             for number, piece in enumerate(pieces):
                 key = shard, number
                 self._parameter_counts[key] = len(piece.parameters)
                 for parameter in piece.parameters:
                     self._pieces_of.setdefault(parameter, []).append(key)
-        # The number of parameters in each piece whose gradients are not ready.
+        # For each piece, the number of parameters whose gradients are not ready yet.
         self._missing_counts: dict[tuple[int, int], int] = {}
         # The checksums of the pieces that have been sent early.
         self._sent: dict[tuple[int, int], tuple[int, int]] = {}
@@ -110,7 +109,7 @@ class Outbox:
         self._due = waiting
 
     def rest(self, shard: int) -> tuple[tuple[int, ...], list[memoryview]]:
-        """Return the numbers and the bytes of the pieces of a shard that must be sent with the commit."""
+        """Return the pieces of a shard that must be sent with the commit: their numbers and their bytes."""
         pieces = []
         for number in range(len(self._pieces[shard])):
             sent = self._sent.get((shard, number))
@@ -137,8 +136,8 @@ class Outbox:
 
 
 def _checksum(piece: memoryview) -> tuple[int, int]:
-    """Return two checksums of a piece, each of which detects changes that the other may miss. Speed: 5 GB/s.
+    """Return two checksums of a piece, computed at 5 GB/s. Each detects changes that the other may miss.
 
-    The size of a piece is a multiple of 64 bytes.
+    The size of a piece is always a multiple of 64 bytes, so the piece can be read as 64-bit integers.
     """
     return zlib.crc32(piece), int(np.add.reduce(np.frombuffer(piece, dtype=np.uint64)))

@@ -1,7 +1,7 @@
-"""The reader, which pulls snapshots of the weights and never pushes.
+"""The reader, a client that pulls snapshots of the weights and never pushes.
 
-A reader connects to the servers directly and does not block any worker. The part of each shard is consistent, but the
-parts of different shards may have different versions, which the snapshot contains.
+A reader connects directly to the servers and never blocks a worker. The weights of each shard are consistent, but
+different shards may have different versions. A snapshot contains the version of each shard.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class WeightsSnapshot(msgspec.Struct, frozen=True):
     """A snapshot of the weights and buffers of the model.
 
     Attributes:
-        state_dict: mapping from name to tensor, as in the model; tied weights appear under each of their names.
-        versions: for each shard, the number of updates that had been applied to its part; -1 if it is unknown.
-        absent: names of the tensors that are missing or incomplete because a server could not be read.
+        state_dict: name -> tensor, as in the model's own `state_dict()`. Tied weights appear under each name.
+        versions: for each shard, the number of updates that its weights include; -1 if the number is unknown.
+        absent: names of the tensors that are missing or incomplete because a shard could not be read.
     """
 
     state_dict: dict[str, torch.Tensor]
@@ -42,14 +42,14 @@ class WeightsSnapshot(msgspec.Struct, frozen=True):
 
 
 class Assembly:
-    """A snapshot of the model that is assembled from the snapshots of its shards as they arrive.
+    """Assembles a snapshot of the model from the snapshots of its shards, as they arrive.
 
     Args:
         model: the model that is trained.
         shards: slices of all shards, in order.
 
     Attributes:
-        missing: shards whose part has not arrived yet.
+        missing: indices of the shards that have not arrived yet.
     """
 
     def __init__(self, model: ModelSpec, shards: Sequence[ShardSlice]) -> None:
@@ -77,16 +77,16 @@ class Assembly:
         self._lacks_buffers &= snapshot.shard != 0
 
     def fill(self, shard: int, weights: Mapping[str, memoryview]) -> None:
-        """Copy a shard's weights from another source, a mapping from dtype to the bytes of the shard's slice.
+        """Copy a shard's weights from memory, given as a mapping from dtype to the bytes of the shard's slice.
 
-        The model's buffers are not included.
+        The model's buffers are not copied.
         """
         for dtype, target in cut(self._vectors, self._shards[shard]).items():
             target[:] = weights[dtype]
         self.missing.discard(shard)
 
     def snapshot(self) -> WeightsSnapshot:
-        """Return the snapshot. Tensors that are not complete are omitted and listed in `absent`."""
+        """Return the snapshot. Incomplete tensors are omitted, and their names are listed in `absent`."""
         state = named_weights(self._model.layout, tensors_over(self._vectors))
         absent = {
             name
@@ -104,13 +104,13 @@ class Assembly:
 
 
 class Reader:
-    """A reader of the weights of one run.
+    """A client of a run's servers that reads snapshots of the weights.
 
     Args:
         model: the model that is trained.
         shards: slices of all shards, in order.
-        streams: for each shard, a connection to its server over which the greeting was sent. The reader takes
-            ownership of them.
+        streams: for each shard, a connection to its server on which the greeting has been sent. The reader takes
+            ownership of the connections.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Reader:
 
         Raises:
             PeerLostError: the connection to a server is lost.
-            DeadlineError: a server does not answer.
+            DeadlineError: a server does not answer in time.
             ProtocolError: a server sent another message instead of a snapshot.
         """
         assembly = self._assembly = Assembly(self._model, self._shards)
@@ -150,7 +150,7 @@ class Reader:
             stream.send(FetchSnapshot(shard.index))
             answer = stream.wait(TIMEOUT_S)
             if not isinstance(answer, Snapshot):
-                raise ProtocolError(f"a server answered a reader with {type(answer).__name__}")
+                raise ProtocolError(f"a server sent {type(answer).__name__} to a reader, expected Snapshot")
             assembly.arrived(answer)
         self._assembly = None
         return assembly.snapshot()
@@ -168,9 +168,9 @@ class Reader:
 
 
 def named_weights(layout: Layout, vectors: Vectors) -> dict[str, torch.Tensor]:
-    """Return a mapping from name to a copy of the parameter in the flat vectors.
+    """Return copies of the parameters in the flat vectors: name -> tensor.
 
-    Tied parameters appear under each of their names.
+    Tied parameters appear under all of their names.
     """
     return {
         name: vectors[p.dtype][offset : offset + p.size].view(p.shape).clone()

@@ -1,8 +1,8 @@
 """Validation of the model and the hyperparameters that a worker sends, before a server uses them.
 
-All servers use the model that one worker sends, and the hyperparameters of every push. Values that would cause an
-error in torch in the middle of an update are rejected here. To find them, one step is tried with an optimizer that
-has one element for each group and dtype, using the same code as a shard.
+All servers use the model that one worker sends, and the hyperparameters that come with each push. This module rejects
+values that would cause an error in torch in the middle of an update. To find such values, it tries a step with an
+optimizer that has one element for each group and dtype, using the same code as a shard.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..shard.slice_optimizers import optimizer_of_slice
 
 __all__ = ["require_groups", "require_sound"]
 
-MOST_BYTES = 2**48  # limit for the parameters and for each buffer, which is more than any machine has
-PLAIN_RATE = 1e4  # learning rates up to this one need no trial, because every dtype can represent them
+MOST_BYTES = 2**48  # maximum size of the parameters and of each buffer; no machine has this much memory
+PLAIN_RATE = 1e4  # learning rates up to this value need no trial, because every dtype can represent them
 LATE_STEP = 1e9  # a step number that no run reaches
 
-# For each optimizer, the bounds of its numbers, and None for its flags. Within these bounds torch accepts every
-# combination, so no trial is necessary when a run begins. A trial imports torch's compiler, which takes 1.5 seconds.
+# For each optimizer: the bounds of its numeric hyperparameters, and None for its flags. torch accepts every
+# combination within these bounds, so a trial, which takes 1.5 s to import torch's compiler, is not necessary.
 _RATES = {"lr": (0.0, PLAIN_RATE), "weight_decay": (0.0, 1.0), "maximize": None}
 _ADAM = _RATES | {
     "betas": (0.0, 0.9999),
@@ -72,7 +72,7 @@ def require_sound(model: ModelSpec) -> None:
         return
     [known] = read_groups(ELEMENTWISE[optimizer.name]([torch.zeros(1)]))  # type: ignore[call-arg]
     if any(group.keys() != known.keys() for group in optimizer.groups):
-        raise ProtocolError(f"the names of the hyperparameters are not those of {optimizer.name}")
+        raise ProtocolError(f"the names of the hyperparameters differ from those of torch's {optimizer.name}")
     _try(model, optimizer.groups)
 
 
@@ -80,19 +80,19 @@ def require_groups(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> Non
     """Check that training can continue with new hyperparameters.
 
     Raises:
-        ProtocolError: their names or types differ from those of the optimizer, or torch cannot use them.
+        ProtocolError: the names or types of the hyperparameters have changed, or torch cannot use the new values.
     """
     before = model.optimizer.groups
     if [_kinds(group) for group in groups] != [_kinds(group) for group in before]:
-        raise ProtocolError("the names or types of the hyperparameters differ from those of the optimizer")
-    # If only the learning rate has changed, as it often does with schedulers, no trial is necessary.
+        raise ProtocolError("the names or types of the hyperparameters have changed since training began")
+    # No trial is necessary if only the learning rate has changed, as it often does with a scheduler.
     same = [{**group, "lr": 0} for group in groups] == [{**group, "lr": 0} for group in before]
     if not (same and all(isinstance(r := g["lr"], float | int) and 0 <= r <= PLAIN_RATE for g in groups)):
         _try(model, groups)
 
 
 def _try(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
-    """Try a step with the model's hyperparameters, one with the new ones, and another one late in a long run.
+    """Try one step with the model's hyperparameters, one with the new ones, and one with a very high step count.
 
     Raises:
         ProtocolError: a step failed.
@@ -128,14 +128,14 @@ def _try(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
 def _is_plain(name: str, group: HyperParameters) -> bool:
     """Return True if torch is known to accept these hyperparameters. See `PLAIN`."""
     bounds = PLAIN.get(name)
-    # Nesterov momentum is not plain, because it requires a momentum.
+    # Nesterov momentum needs a trial, because torch accepts it only with a momentum > 0.
     if bounds is None or group.keys() != bounds.keys() or group.get("nesterov"):
         return False
     return all(_lies_within(value, bounds[key]) for key, value in group.items())
 
 
 def _lies_within(value: object, bounds: tuple[float, float] | None) -> bool:
-    """Return True if the value is a number, or a pair of numbers, within the bounds, or a flag if they are None."""
+    """Return True if a number, or both numbers of a pair, are within the bounds. Without bounds: if it is a flag."""
     if bounds is None:
         return isinstance(value, bool)
     numbers = value if isinstance(value, tuple) else (value,)
@@ -149,6 +149,6 @@ def _numbers(groups: Sequence[HyperParameters]) -> list[float]:
 
 
 def _kinds(group: HyperParameters) -> dict[str, str]:
-    """Return the kind of value of each hyperparameter of a group, which must not change during a run."""
+    """Return the kind of each hyperparameter's value in a group. The kinds must not change during a run."""
     kinds = {bool: "flag", int: "number", float: "number", tuple: "pair"}
     return {key: kinds.get(type(value), "nothing") for key, value in group.items()}

@@ -1,8 +1,8 @@
-"""The event loop of a server, which moves bytes between its connections, its core and its tensors.
+"""The event loop of a server: it receives messages, passes them to the core and performs the core's requests.
 
-It runs on one thread. A message is passed to `paceline.core.server`, which returns requests. The payload of the
-message is stored in `ServerMemory`, and then the requests are carried out in order. The loop never blocks on a single
-peer. A worker whose connection ends before it has finished is lost.
+The loop runs on one thread. The core, `paceline.core.server`, returns requests for each message. The payload of the
+message is stored in `ServerMemory`, and then the requests are performed in order. The loop never blocks on a single
+peer. If the connection to a worker ends before the worker has finished, the worker is lost.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ __all__ = ["ServerHost", "serve"]
 log = logging.getLogger("paceline.server")
 
 GOODBYE_TIMEOUT_S = 5.0
-# maximum number of connections of readers, each of which may have a snapshot in flight
+# Maximum number of readers' connections per shard. The server may be sending a snapshot on each of them.
 READERS_PER_SHARD = 32
 
 
 class ServerCaller(Caller):
-    """A connection to a server.
+    """A connection of a server, with the memory into which the peer's payloads are received.
 
     Attributes:
-        inboxes: shard -> the memory for the pushes of this worker.
+        inboxes: shard -> (the memory for this worker's pushes, the gradient in it as tensors).
         payload: the parts of the payload of the current message that are not stored in an inbox.
     """
 
@@ -99,12 +99,12 @@ class ServerCaller(Caller):
 
 
 class ServerHost:
-    """One server process.
+    """One server process, which stores shards of the model, applies pushes to them and answers pulls.
 
     Args:
-        place: the assignment of the process to a run.
-        listener: a listening socket, which the server closes.
-        coordinator: a connection to the coordinator on which the greeting was sent. The server closes it.
+        place: the role of the process in its run.
+        listener: a listening socket, of which the server takes ownership.
+        coordinator: a connection to the coordinator on which the greeting has been sent. The server closes it.
     """
 
     def __init__(
@@ -139,15 +139,15 @@ class ServerHost:
         return cls(place, listener, coordinator)
 
     def run(self) -> None:
-        """Serve until the coordinator orders the shutdown or its connection ends."""
+        """Handle messages until the coordinator sends `Shutdown` or the connection to the coordinator ends."""
         try:
             while self._running:
                 self._hub.poll(self._timers.left_s(self._job.now_s()))
                 for timer in self._timers.take_due(self._job.now_s()):
                     self._perform(self._core.fire(timer, self._job.now_s()))
         except BaseException as error:
-            # Send this before any connection is closed, so that it arrives before the consequent errors of the
-            # workers.
+            # Send this before any connection is closed, so that it arrives before the errors that the workers report
+            # as a consequence.
             failed = Failed(first_line(error), "".join(traceback.format_exception(error)))
             self._hub.send(self._coordinator, failed)
             raise
@@ -192,7 +192,7 @@ class ServerHost:
             case Commit() | PullRequested() | PullRepeated() if peer.stream.backlog and peer.stream.owes(
                 message.shard
             ):
-                # Otherwise the queue of messages to this peer could grow without limit.
+                # If this were allowed, the queue of messages to this peer could grow without limit.
                 raise ProtocolError(
                     f"{type(message).__name__} came before shard {message.shard}'s last answer was read"
                 )
@@ -262,7 +262,7 @@ class ServerHost:
                 self._running = False
 
     def _pass_on(self, peer: ServerCaller, message: Message) -> None:
-        """Pass a message to the core and carry out its requests."""
+        """Pass a message to the core and perform the core's requests."""
         sender = COORDINATOR if peer is self._coordinator else worker_peer(peer.index)
         self._perform(self._core.handle(sender, message, self._job.now_s()))
 
@@ -295,13 +295,13 @@ class ServerHost:
                 case Timer():
                     self._timers.set(request.due_s, request)
                 case _:
-                    raise InternalError(f"a server does not carry out {request}")
+                    raise InternalError(f"a server cannot carry out {request}")
 
     def _answer(self, worker: int, answer: Answer) -> None:
         """Send the current weights of a shard to a worker."""
         peer = self._workers.get(worker)
         if peer is None:
-            return  # its connection has ended
+            return  # the worker's connection has ended
         payload: Sequence[memoryview] = ()
         if not answer.in_place:
             weights = self._require_memory().weights[answer.shard]
@@ -314,7 +314,7 @@ class ServerHost:
         self._hub.send(peer, answer, payload, lent=answer.shard)
 
     def _keep(self, shard: int) -> None:
-        """Copy the weights of a shard that have not been sent completely, because they are about to change."""
+        """Copy the queued parts of a shard's weights, because the weights are about to change."""
         for peer in self._workers.values():
             if peer.stream.backlog:
                 peer.stream.keep(shard)
@@ -360,5 +360,5 @@ class ServerHost:
 
 
 def serve(place: Assignment) -> None:
-    """Run a server: listen, send the address to the coordinator, and serve."""
+    """Run a server: listen for connections, send the address to the coordinator, and handle messages."""
     ServerHost.connect(place).run()

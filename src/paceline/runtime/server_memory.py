@@ -1,7 +1,7 @@
 """The tensors of one server: the stores of its shards, the memory in which pushes arrive, and the buffers.
 
-It is created when the server receives its shards. The store of each shard is created from the initializer's initial
-weights. This module is independent of sockets, clocks and sync models.
+The memory is created when the server receives its shards. The store of each shard is created when the shard's initial
+weights arrive from the initializer. This module is independent of sockets, clocks and sync models.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from .registration import require_groups
 
 __all__ = ["STATE_LIMIT_FACTOR", "STATE_SLACK_BYTES", "ServerMemory", "tensors_over"]
 
-# An optimizer keeps a few vectors per vector of weights. A state that is larger than this multiple of the weights,
-# plus the slack, is refused.
+# An optimizer stores only a few vectors as large as the weights. A state is refused if it is larger than this
+# multiple of the weights, plus the slack.
 STATE_LIMIT_FACTOR = 8
 STATE_SLACK_BYTES = 16 * 1024 * 1024
 
 
 class ServerMemory:
-    """The tensors of one server.
+    """The tensors of one server: the weights and optimizer states of its shards, arriving pushes and buffers.
 
     Args:
-        created: the message with the shards and the model.
+        created: the message that contains the server's shards and the model.
         servers: number of servers of the run.
         master: the shared memory that contains the weights; None to keep them in the server's own memory.
         before_update: function that is called with the index of a shard before its weights change.
 
     Attributes:
-        master: as given.
-        stores: shard -> its store, for the shards whose weights have arrived.
-        weights: shard -> the bytes of its weights, for the same shards.
+        master: the shared memory that contains the weights, or None.
+        stores: shard -> the store of this shard, for shards whose initial weights have arrived.
+        weights: shard -> the bytes of this shard's weights, for shards whose initial weights have arrived.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ServerMemory:
         """Map the shared memory of a worker.
 
         Raises:
-            ProtocolError: its size does not match the layout, or it has too many channels.
+            ProtocolError: the size of the memory does not match the layout, or there are too many channels.
         """
         if not 0 <= channels <= self._servers:
             raise ProtocolError(
@@ -78,7 +78,7 @@ class ServerMemory:
         return Region.attach(self._model.layout, descriptor, channels=channels)
 
     def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
-        """Return the memory for a worker's pushes to each shard: the worker's shared memory, or the server's own."""
+        """Return the memory for a worker's pushes to each shard, in `region` or else in memory of the server."""
         inboxes = {}
         for index, shard in self._slices.items():
             inbox: Inbox = SharedInbox(region, shard) if region is not None else StreamedInbox(shard)
@@ -106,7 +106,7 @@ class ServerMemory:
                 if size_bytes <= limit_bytes:
                     return [size_bytes]
                 raise ProtocolError(
-                    f"an optimizer state of {size_bytes} bytes, expected at most {limit_bytes}"
+                    f"an optimizer state has {size_bytes} bytes, expected at most {limit_bytes}"
                 )
             case _:
                 return []
@@ -118,7 +118,7 @@ class ServerMemory:
         try:
             self._states[message.shard] = safetensors.torch.load(payload)
         except Exception as error:  # safetensors may raise any exception for invalid data
-            raise ProtocolError(f"an optimizer state that cannot be read: {error}") from error
+            raise ProtocolError(f"an optimizer state cannot be read: {error}") from error
 
     def begin(self, index: int, payload: Sequence[bytearray]) -> None:
         """Create the store of a shard from its initial weights."""
@@ -141,10 +141,10 @@ class ServerMemory:
     # -- an iteration -------------------------------------------------------------------------------------
 
     def read(self, commit: Commit, gradient: Vectors) -> Push | None:
-        """Return the push of a commit with this gradient; None if the commit is empty.
+        """Return the push that a commit and its gradient describe; None if the commit is empty.
 
         Raises:
-            ProtocolError: the content of the commit does not fit the model.
+            ProtocolError: the content of the commit does not match the model.
         """
         content = commit.content
         if content is None or len(content.present) != len(self._model.layout.parameters):
@@ -163,7 +163,7 @@ class ServerMemory:
     # -- reading ------------------------------------------------------------------------------------------
 
     def snapshot(self, index: int) -> list[memoryview]:
-        """Return the weights of a shard and, with shard 0, the other tensors, pooled over the workers."""
+        """Return the weights of a shard, followed by the pooled buffers of the model if it is shard 0."""
         parts = list(self.weights[index].values())
         if index == 0 and self._slots is not None:
             pooled = self._slots.pooled()
@@ -182,7 +182,7 @@ def _are_some_of(indices: Sequence[int], count: int) -> bool:
 
 
 def tensors_over(vectors: dict[str, memoryview]) -> Vectors:
-    """Return flat tensors that share the memory of some bytes."""
+    """Return one flat tensor per dtype, which shares the memory of the given bytes."""
     return {
         dtype: torch.frombuffer(data, dtype=torch_dtype(dtype))
         if data.nbytes

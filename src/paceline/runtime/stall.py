@@ -1,14 +1,14 @@
 """Detects what a stalled run is waiting for: a silent worker or server, or conditions that will never hold.
 
 The result is only a guess, because a worker whose script evaluates its model for a minute is as silent as a worker
-that hangs. Therefore the patience with a worker depends on the usual duration of its iterations. The result is a name
-and a time, and the user decides what to do.
+that hangs. Therefore the time after which a worker is reported depends on the usual duration of its iterations. The
+report names the process and says how long it has been silent; the user decides what to do.
 
-    before training   a process that has not started or has not reached its first step, although others have
-    in training       a server that does not answer, or a worker that should compute and has been silent for a long
-                      time while other workers wait for it or no other worker is left
+    before training   a process that has not started or has not reached its first step, although other processes have
+    in training       a server that does not answer, or a worker that should be computing but has been silent for a
+                      long time, while other workers wait for it or it is the only worker left
     standstill        every worker waits, and no condition will release any of them. This never happens with the sync
-                      models of this package, but it may happen with conditions that a user writes
+                      models of this package, but it may happen with user-defined conditions
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from .coordinator import CoordinatorHost
 
 __all__ = ["Awaited", "StallWatch"]
 
-# A worker is reported if it is silent for longer than the larger of these two: a time, and a number of its usual
-# iterations.
+# A worker is reported when it has been silent for this time, and also for this number of its usual iterations.
 PATIENCE_S = 3.0
 PATIENCE_ITERATIONS = 5
-FIRST_PATIENCE_S = 15.0  # patience before its first iterations were measured; the first one may compile code
+FIRST_PATIENCE_S = (
+    15.0  # patience until a worker's iterations have been timed; the first one may compile code
+)
 NOBODY_YET_PATIENCE_S = 60.0  # patience while no process has started or reached its first step
 SERVER_PATIENCE_S = 3.0  # patience with a server, which answers as soon as it has handled the current message
-SUSPICIOUS_S = 2.0  # time without any computing worker after which the servers are asked
-APART_S = 1.0  # time between two requests to the servers
+SUSPICIOUS_S = (
+    2.0  # when no worker has been computing for this time, the servers are asked which workers wait
+)
+APART_S = 1.0  # minimum time between two requests to the servers
 
 
 class Awaited(msgspec.Struct, frozen=True):
@@ -40,10 +43,10 @@ class Awaited(msgspec.Struct, frozen=True):
     Attributes:
         role: "worker" or "server".
         index: index of the worker or server.
-        quiet_s: seconds since its last message.
-        doing: its state, as the rest of a sentence that begins with "It".
-        waiting: the workers that wait for it.
-        usual_s: usual duration of its iterations in seconds; 0 if unknown.
+        quiet_s: seconds since the last message from this process.
+        doing: state of the process, as a phrase that completes a sentence beginning with "It".
+        waiting: the workers that wait for this process.
+        usual_s: usual duration of the worker's iterations in seconds; 0 if unknown.
     """
 
     role: str
@@ -55,12 +58,12 @@ class Awaited(msgspec.Struct, frozen=True):
 
 
 class StallWatch:
-    """Detects stalls of one run. `look` must be called often.
+    """Detects stalls of one run. The caller must call `look` regularly.
 
     Args:
         coordinator: the coordinator of the run.
-        timeout_s: seconds after which the caller kills a silent process; None if it never does. Limits the patience
-            at the start.
+        timeout_s: seconds after which the caller kills a silent process; None if the caller never does this. The
+            patience at the start of the run is not longer than this time.
 
     Attributes:
         standstill: a description of what each worker waits for, if no worker can ever continue; else "".
@@ -72,11 +75,11 @@ class StallWatch:
         self._coordinator = coordinator
         self._begun_s = time.monotonic()
         self._asked_s = 0.0
-        self._idle_s: float | None = None  # when all workers had stopped computing; None if one computes
+        self._idle_s: float | None = None  # time at which the last worker stopped computing
         self._before: dict[int, Waits] = {}  # previous answers of the servers
 
     def look(self) -> list[Awaited]:
-        """Return the processes that the run has been waiting for longer than usual."""
+        """Return the processes for which the run has been waiting for an unusually long time."""
         coordinator = self._coordinator
         live = [worker for worker in range(coordinator.job.workers) if not coordinator.core.fate(worker)]
         if coordinator.core.model is None:
@@ -118,7 +121,7 @@ class StallWatch:
         held |= coordinator.core.awaiting_turn
         awaited = [worker for worker in late if worker not in held]
         if not held and len(awaited) < len(live):
-            return []  # the other workers continue without it
+            return []  # the other workers continue without the late ones
         waiting = tuple(worker for worker in live if worker in held)
         return [self._awaited(worker, quiet_s[worker], waiting) for worker in awaited]
 
@@ -141,7 +144,7 @@ class StallWatch:
         silent = [peer for peer in expected if peer not in heard_s]
         unregistered = [("worker", w) for w in live if ("worker", w) in heard_s and w not in registered_s]
         awaited = []
-        # All processes start at the same time, and all workers run the same script. So all of them should need about
+        # All processes start at the same time, and all workers run the same script. So all of them should take about
         # as long as the first one.
         for peers, first_s, doing in [
             (silent, min(heard_s.values(), default=None), "has not started yet"),

@@ -1,14 +1,13 @@
 """Limits for strangers, which are connections that have not sent the run's token yet.
 
 Any process on this machine can connect to a host as often as the system permits. So the number of strangers is
-limited to `MOST`, or to less if there are few descriptors, which leaves enough descriptors for the run. When the
-limit is reached, the stranger that has been silent for longest is dropped in favor of the next connection, but only
-after it has had enough time to send its greeting. Until then no connection is accepted, and new ones wait in the
-system's queue. The first few messages about strangers are logged; further ones are only counted.
+limited to `MOST`. The limit is lower if the process may open only a few descriptors, so that enough of them remain
+for the run. When the limit is reached, the next connection replaces the oldest stranger, but only after this stranger
+has had enough time to send its greeting. Until then, new connections wait in the system's queue. The first few
+messages about strangers are logged; further messages are only counted.
 
-If the process nevertheless runs out of descriptors, a descriptor that is held in reserve is closed for a moment, so
-that the next connection can be accepted and closed. Otherwise it would stay in the queue and would be reported
-repeatedly.
+If the process nevertheless runs out of descriptors, a spare descriptor is closed for a moment, so that the next
+connection can be accepted and closed. Otherwise this connection would stay in the queue and keep the selector busy.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ SHARE_OF_DESCRIPTORS = 8  # strangers may use one in eight of the descriptors th
 GREETING_TIMEOUT_S = 10.0
 # Peers send their greeting immediately, so a stranger that has been silent for this time may be dropped.
 GREETING_S = 0.25
-LOGGED_IN_FULL = 5  # number of messages that are logged
-COUNT_INTERVAL_S = 10.0  # time between two lines with the number of further messages
+LOGGED_IN_FULL = 5  # number of messages about strangers that are logged in full
+COUNT_INTERVAL_S = 10.0  # minimum time between two log lines that state how many messages were omitted
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 GONE = (errno.ECONNABORTED, errno.EPROTO)  # the peer closed the connection before it was accepted
 
@@ -42,7 +41,9 @@ P = TypeVar("P")
 
 
 class Acceptor:
-    """A listening socket with a descriptor in reserve.
+    """A listening socket that can reject connections even when the process has run out of file descriptors.
+
+    It keeps a spare file descriptor for this purpose.
 
     Args:
         listener: the listening socket, of which the acceptor takes ownership.
@@ -62,10 +63,10 @@ class Acceptor:
         return self._listener.fileno()
 
     def accept(self) -> socket.socket | None:
-        """Return the next connection; None if there is none.
+        """Return the next connection; None if no connection is waiting.
 
         Raises:
-            OSError: the peer had closed the connection, or there was no descriptor for it.
+            OSError: the peer has already closed the connection, or no file descriptor is free.
         """
         try:
             self.stuck = False
@@ -78,14 +79,14 @@ class Acceptor:
             raise
 
     def close(self) -> None:
-        """Close the listener. Further calls have no effect, because the numbers of descriptors are reused."""
+        """Close the listener and the spare descriptor. It is safe to call this again."""
         self._listener.close()
         if self._reserve is not None:
             os.close(self._reserve)
             self._reserve = None
 
     def _turn_away(self) -> bool:
-        """Accept and close the next connection, using the descriptor in reserve. Return False if that failed."""
+        """Accept and close the next connection, using the spare descriptor. Return False if this failed."""
         if self._reserve is not None:
             os.close(self._reserve)
             self._reserve = None
@@ -104,7 +105,7 @@ class Acceptor:
 
 
 class Strangers(Generic[P]):
-    """The connections that have not sent the token yet, in the order in which they were made.
+    """The connections that have not sent the token yet, oldest first. Limits their number and their lifetime.
 
     Args:
         host: name of the host in the log.
@@ -143,11 +144,11 @@ class Strangers(Generic[P]):
         return next(iter(self._since_s)) if len(self._since_s) >= self._most else None
 
     def rest(self) -> None:
-        """Stop accepting connections for a short time, because accepting fails at present."""
+        """Stop accepting connections for a short time, after an attempt to accept one has failed."""
         self._rests_until_s = time.monotonic() + GREETING_S
 
     def late(self) -> Iterator[P]:
-        """Yield the strangers whose time is over. Each must be dropped before the next one is requested."""
+        """Yield the strangers that have not sent the token in time. Drop each one before requesting the next."""
         self._log_count()
         while self._since_s and self._oldest_s() > GREETING_TIMEOUT_S:
             yield next(iter(self._since_s))
@@ -167,7 +168,7 @@ class Strangers(Generic[P]):
         return None if left_s == math.inf else left_s
 
     def note(self, text: str) -> None:
-        """Log a message about a stranger. After the first few messages, log only their number from time to time."""
+        """Log a message about a stranger. After the first few, only the number of messages is logged at intervals."""
         if self._logged < LOGGED_IN_FULL:
             self._logged += 1
             self._count_due_s = time.monotonic() + COUNT_INTERVAL_S
@@ -182,7 +183,7 @@ class Strangers(Generic[P]):
         self._log_count(final=True)
 
     def _oldest_s(self) -> float:
-        """Return the age of the oldest connection."""
+        """Return the age of the oldest stranger in seconds."""
         return time.monotonic() - next(iter(self._since_s.values()))
 
     def _log_count(self, *, final: bool = False) -> None:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Timers(Generic[T]):
-    """A queue of objects with due times on the clock of the caller. Those with equal times keep their order."""
+    """A queue of objects, each due at a time on the caller's clock. Objects with equal times keep their order."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, T]] = []

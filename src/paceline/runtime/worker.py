@@ -1,8 +1,8 @@
 """The session of a worker in a live run: its connections, its memory, and the emulation of unequal machines.
 
-It runs on the thread of the script. `paceline.core.worker` determines which messages are sent and awaited. This
-module contains the streams that carry the messages, the gradients of the commits, and the weights of the answers. The
-times of each iteration are written to `worker-<index>.jsonl` in the run directory.
+The session runs on the script's thread. `paceline.core.worker` determines which messages are sent and awaited. This
+module sends and receives the messages, together with the gradients and weights that belong to them. It writes the
+times of each iteration to `worker-<index>.jsonl` in the run directory.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ from .spin import fall_asleep, spin, wake_up
 __all__ = ["WorkerSession"]
 
 STATUS_INTERVAL_S = 0.1
-# time between two checks for messages of the coordinator in very short iterations
+# minimum time between two checks for messages from the coordinator, which matters if iterations are very short
 HEARING_INTERVAL_S = 200e-6
 GOODBYE_TIMEOUT_S = 5.0
 
-# the payload of a commit does not change until the answer, so it need not be copied
+# The payload of a commit need not be copied, because it does not change until the commit is answered.
 LENT: Final = "until the answer"
 
 
@@ -90,25 +90,25 @@ class WorkerSession:
             servers=job.servers,
             overlap=job.overlap == "shards",
         )
-        # Times at which the current iteration was aborted and restarted.
+        # The times at which the current iteration was aborted and restarted; None if it was not aborted.
         self._restarted: tuple[float, float] | None = None
         self._computed_s = 0.0  # time at which the current gradient was complete
         self._jitter = random.Random(f"paceline jitter {job.seed} {place.index}")
         self._coordinator = coordinator
         self._selector = selectors.DefaultSelector()
         self._selector.register(coordinator, selectors.EVENT_READ)
-        self._orders = select.poll()  # for messages of the coordinator only
+        self._orders = select.poll()  # for messages from the coordinator only
         self._orders.register(coordinator, select.POLLIN)
         self._servers: list[Stream[FromServer]] = []
         self._ringed: list[Stream[FromServer]] = []  # the streams that use rings
         self._shards: tuple[ShardSlice, ...] = ()
         self._region: Region | None = None  # memory of this worker
-        self._master: Master | None = None  # shared memory with the weights of the servers
-        self._outbox: Outbox | None = None  # pieces of gradients to be sent; None with shared memory
-        self._in_place = False  # True if `weights` are in the memory of the servers
-        self._states: dict[int, bytearray] = {}  # shard -> its optimizer state, while it is fetched
+        self._master: Master | None = None  # shared memory in which the servers update the weights
+        self._outbox: Outbox | None = None  # sends the gradients; None with shared memory
+        self._in_place = False  # True while `weights` refers to memory that the servers update
+        self._states: dict[int, bytearray] = {}  # shard -> optimizer state that is being fetched
         self._fetching = -1  # the shard whose optimizer state is being received; -1 for none
-        # time at which this iteration's weights arrived; None before the first
+        # The time at which the weights for the current iteration arrived; None before the first iteration.
         self._begun_s: float | None = None
         self._status_s = self._heard_s = -math.inf
         self._shown = ""
@@ -146,8 +146,8 @@ class WorkerSession:
                 raise ProtocolError("the coordinator did not pass the shared memory of the weights")
             self._master = Master.follow(model.layout, self._coordinator.descriptors.pop())
         else:
-            # Early sending uses the link during the backward pass. If all servers are on this machine, there is no
-            # link, and sending would only take CPU time from the backward pass.
+            # Early sending uses the network during the backward pass. If all servers are on this machine, there is no
+            # network, and early sending would only take CPU time from the backward pass.
             early = self._job.overlap == "shards" and not all(map(is_local, addresses))
             self._outbox = Outbox(started.shards, region.gradients, self._stage, self._is_busy, early=early)
         self.weights = tensors_over(region.weights)
@@ -221,7 +221,7 @@ class WorkerSession:
         return self._core.restart_ordered
 
     def hold_back(self, *, droppable: bool) -> bool:
-        """Sleep until this iteration has taken as long as on the emulated machine."""
+        """Sleep until this iteration has taken as long as it would take on the emulated machine."""
         assert self._begun_s is not None
         job = self._job
         droppable = droppable and self.may_restart
@@ -328,7 +328,7 @@ class WorkerSession:
             return
         self._finished = True
         if self._in_place and self._master is not None and self._region is not None:
-            # The other workers will change these weights, but the script may still read its own.
+            # The script may still read its weights, but the other workers will continue to change the shared ones.
             for dtype, target in self._region.weights.items():
                 target[:] = self._master.weights[dtype]
             self._move(in_place=False)
@@ -344,14 +344,14 @@ class WorkerSession:
     def fail(self, reason: str, traceback: str, *, consequence: bool = False) -> None:
         """Report that the script raised an exception.
 
-        This ends the run, unless the exception is only a consequence of the loss of another process.
+        This ends the run, unless the exception is only a `consequence` of the loss of another process.
         """
-        with contextlib.suppress(PeerLostError):  # without the coordinator, there is no one to notify
+        with contextlib.suppress(PeerLostError):  # a lost coordinator cannot be notified
             self._coordinator.send(Failed(reason, traceback, consequence))
             self._coordinator.drain(GOODBYE_TIMEOUT_S)
 
     def close_in_fork(self) -> None:
-        """Close the selector in a forked process. See `close_in_forks`; streams and regions register themselves."""
+        """Close the selector in a forked process. Streams and regions close themselves. See `close_in_forks`."""
         self._selector.close()
 
     def close(self) -> None:
@@ -374,7 +374,7 @@ class WorkerSession:
     def _perform(
         self, requests: Iterable[Request], payloads: Mapping[int, Sequence[memoryview]] | None = None
     ) -> None:
-        """Send the messages that the core requests. `payloads` maps a shard to the payload of the message to it.
+        """Send the messages that the core requests. `payloads` maps each shard to the payload of its message.
 
         `Proceed` and `Abort` are ignored, because the session reads the state of the core instead.
         """
@@ -388,7 +388,7 @@ class WorkerSession:
                     self._send(self._servers[request.to.index], message, payload)
 
     def _stream_to(self, request: Send) -> Stream[Any] | None:
-        """Return the connection for a message; None if there is no connection to its server yet."""
+        """Return the connection on which a message is sent; None if there is no connection to the server yet."""
         if request.to is COORDINATOR:
             return self._coordinator
         return self._servers[request.to.index] if self._servers else None
@@ -402,7 +402,7 @@ class WorkerSession:
             self._move(in_place=self._core.in_place)
 
     def _move(self, *, in_place: bool) -> None:
-        """Make `weights` refer to the memory of the servers, or to the memory of this worker."""
+        """Make `weights` refer to the servers' memory if `in_place` is True, else to the memory of this worker."""
         memory = self._master if in_place else self._region
         assert memory is not None
         self._in_place = in_place
@@ -410,7 +410,7 @@ class WorkerSession:
         self.on_moved()
 
     def _hear(self, timeout_s: float | None) -> bool:
-        """Handle the messages that arrive within a time. Return False if there were none."""
+        """Wait for messages for at most `timeout_s`, and handle them. Return False if no message arrived."""
         if self._ringed:
             streams = spin(self._ringed)
             for ringed in streams:
@@ -484,7 +484,7 @@ class WorkerSession:
                 limit_bytes = STATE_LIMIT_FACTOR * shards[message.shard].size_bytes + STATE_SLACK_BYTES
                 if size_bytes > limit_bytes:
                     raise ProtocolError(
-                        f"an optimizer state of {size_bytes} bytes, expected <= {limit_bytes}"
+                        f"an optimizer state has {size_bytes} bytes, expected <= {limit_bytes}"
                     )
                 self._states[message.shard] = bytearray(size_bytes)
                 return [memoryview(self._states[message.shard])]
@@ -500,7 +500,7 @@ class WorkerSession:
             self._selector.modify(stream, wanted)
 
     def _show(self, state: Literal["computing", "waiting", "pulling"], loss: float | None) -> None:
-        """Report the worker's state for the display, at most once per `STATUS_INTERVAL_S`.
+        """Report the worker's state to the coordinator for display, at most once per `STATUS_INTERVAL_S`.
 
         A change to "computing" is always reported, so that the display does not keep showing "waiting".
         """

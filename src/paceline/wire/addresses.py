@@ -1,4 +1,4 @@
-"""Listening sockets and connections, with one notation for the addresses of both kinds of socket.
+"""Listening sockets and connections, with one notation for AF_UNIX and TCP addresses.
 
 unix:@name        an abstract AF_UNIX socket: it needs no file, so nothing is left behind after SIGKILL
 tcp:host:port     a TCP socket
@@ -53,7 +53,7 @@ def listen_tcp(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket, s
 
 
 def is_local(address: str) -> bool:
-    """Return True if the address belongs to this machine and is reached without a network link."""
+    """Return True if the address belongs to this machine and is reached without a network."""
     return address.startswith("unix:") or address.startswith("tcp:127.")
 
 
@@ -86,7 +86,7 @@ def _connect_unix(sock: socket.socket, name: str, deadline_s: float) -> None:
             sock.connect(name)
             return
         except BlockingIOError:
-            # The listener's queue is full. For TCP the system itself would retry.
+            # The listener's queue is full. With TCP, the system itself would try again.
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(QUEUE_INTERVAL_S)

@@ -1,11 +1,11 @@
-"""Read-only use of memory that another process writes, with detection of local edits.
+"""A private view of memory that another process writes, with detection of local edits.
 
-The weights that the servers update are mapped privately (copy-on-write). If a script writes to them, it writes to its
-own copy of the page, which no other process sees. From then on the script does not see updates of that page either.
-So before each push, `/proc/self/pagemap` is read to find the pages that have been copied (half a millisecond for 100
-MB). If the content of a copied page equals that of the shared one, the copy is discarded. This happens, for example,
-when a script puts averaged weights in place for a while and then restores the original ones. Otherwise the script has
-edited its weights.
+The weights that the servers update are mapped privately (copy-on-write). If a script writes to them, it changes its
+own copy of the page, which no other process sees. From then on, the script does not see the servers' updates of this
+page. So before each push, `/proc/self/pagemap` is read to find the pages that have been copied (half a millisecond
+for 100 MB). If a copied page has the same content as the shared page, the copy is discarded. This happens, for
+example, when a script replaces the weights by averaged ones for a while and then restores them. If the content
+differs, the script has edited its weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMPARED_BYTES = 1024 * 1024  # maximum number of bytes that are compared at a t
 
 
 class Follower:
-    """A private mapping of shared memory.
+    """A private mapping of shared memory, which detects whether this process has edited it.
 
     Args:
         descriptor: file descriptor of the memory. The follower takes ownership of it.
@@ -53,10 +53,10 @@ class Follower:
     def edited(self) -> bool:
         """Return True if this process has changed the content of the memory.
 
-        Pages that were written without a difference from the shared ones are discarded.
+        Private copies that do not differ from the shared pages are discarded.
         """
         self._read_pagemap()
-        # This is nearly always the case.
+        # Usually no page has been copied.
         if np.bitwise_and.reduce(self._entries) >> SHARED & np.uint64(1):
             return False
         copied = (self._entries >> PRESENT & ~(self._entries >> SHARED) & np.uint64(1)).nonzero()[0]
@@ -73,7 +73,7 @@ class Follower:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptors. The memory is freed when its last user is gone."""
+        """Close the descriptors. The memory stays mapped until nothing refers to it."""
         while self._open_descriptors:
             os.close(self._open_descriptors.pop())
 
@@ -85,7 +85,7 @@ class Follower:
 
 
 def _byte_ranges(pages: np.ndarray[tuple[int], np.dtype[np.intp]]) -> list[tuple[int, int]]:
-    """Return the ranges of bytes of some pages, with adjacent pages merged up to `COMPARED_BYTES`."""
+    """Return the byte ranges of some pages. Adjacent pages are merged into ranges of up to `COMPARED_BYTES`."""
     ranges: list[tuple[int, int]] = []
     for start in (int(page) * PAGE_BYTES for page in pages):
         if ranges and ranges[-1][1] == start and start - ranges[-1][0] < COMPARED_BYTES:

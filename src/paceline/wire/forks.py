@@ -1,11 +1,11 @@
-"""Closing of inherited file descriptors in forked children.
+"""Closes inherited file descriptors in forked child processes.
 
-A script may fork, for example through a `DataLoader` with workers. The child inherits every file descriptor, and a
-connection does not end while any process holds it, so the loss of a killed worker would not be noticed before its
-children have ended, too. Therefore each object that owns descriptors registers itself here, and a forked child closes
-all of them before it runs any code of the script. (A program that is started with `exec` inherits none, since
-Python's descriptors are close-on-exec. Shared memory stays mapped in a child, because the script may read the model's
-weights there.)
+A script may fork, for example by using a `DataLoader` with workers. The child inherits every file descriptor, and a
+connection stays open while any process holds its descriptor. So if a worker was killed, its loss would be noticed
+only after all of its children had ended. Therefore each object that owns descriptors registers itself here, and a
+forked child closes these descriptors before it runs any code of the script. (A program that is started with `exec`
+inherits no descriptors, since Python's descriptors are close-on-exec. Shared memory stays mapped in a child, because
+the script may read the model's weights there.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def close_in_forks(owner: Owner) -> None:
 
 def _close_all() -> None:
     for owner in list(_owners):
-        # Raised if the descriptors were closed before.
+        # These errors are raised if the descriptors are already closed.
         with contextlib.suppress(OSError, ValueError):
             owner.close_in_fork()
     _owners.clear()
