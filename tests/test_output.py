@@ -157,7 +157,7 @@ def test_a_run_whose_standard_output_is_full_says_so_once_and_goes_on_to_its_end
         stderr = rest_of(process.stderr)
         assert process.wait(DEADLINE_S) == 0
 
-    assert stderr == "standard output cannot be written any more: No space left on device\n"
+    assert stderr == "standard output can no longer be written: No space left on device\n"
     assert_trained_to_the_end(folder)
 
 
@@ -201,7 +201,7 @@ def test_a_run_whose_logs_cannot_be_written_says_so_once_for_each_and_goes_on_to
     notes = sorted(line for line in stderr.splitlines() if not line.startswith("bsp, 2 workers"))
     assert len(notes) == 2
     assert re.fullmatch(
-        r"the output for \S+/worker-0.log cannot be written any more: .*No space left.*", notes[0]
+        r"the output for \S+/worker-0.log can no longer be written: .*No space left.*", notes[0]
     )
     assert re.fullmatch(
         r"the output for \S+/worker-1.log cannot be written: No such file or directory", notes[1]
@@ -234,7 +234,7 @@ def test_json_that_could_not_be_written_ends_with_1(folder: Path) -> None:
         stderr = rest_of(process.stderr)
         assert process.wait(DEADLINE_S) == 1
 
-    assert stderr == "standard output cannot be written any more: No space left on device\n"
+    assert stderr == "standard output can no longer be written: No space left on device\n"
 
 
 # -- from code --------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_with_a_straggler_something_faster_is_advised_with_its_command(tmp_path:
     report = advise(saved(tmp_path, STRAGGLER))
     assert report.simulated_updates_per_s == pytest.approx(report.measured_updates_per_s, rel=0.02)
     assert [advice.sync for advice in report.advice] == ["bsp", "elastic-bsp:lookahead=15", "asp"]
-    assert "times the gradients of bsp" in report.advice[1].reason
+    assert "times as many gradients as bsp" in report.advice[1].reason
     assert report.advice[1].command == (
         "paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 SCRIPT"
     )
@@ -286,7 +286,7 @@ def test_advise_prints_a_reason_and_a_command(
             ["simulate", "spec-sync-1", "--sync", "drop-stragglers:quorum=99"],
             "quorum is 99, but there are 40",
         ),
-        (["advise", "nowhere"], "nowhere holds no finished run"),
+        (["advise", "nowhere"], "nowhere does not contain a finished run"),
     ],
 )
 def test_bad_input_ends_with_2_and_one_sentence(

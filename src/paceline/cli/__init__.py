@@ -1,10 +1,10 @@
-"""The command line: `paceline run`, `demo`, `simulate`, `advise` and `sync`.
+"""The command-line interface: `paceline run`, `demo`, `simulate`, `advise` and `sync`.
 
 The commands parse options, call the library and print results. Exit codes:
 
 - 0: success.
 - 1: a run failed. The traceback of the process that failed is printed once.
-- 2: bad input. One sentence is printed to standard error, before anything starts.
+- 2: invalid input. An error message is printed to standard error before any process is started.
 - 3: the run finished, but a worker crashed or some results could not be saved in the run directory.
 - 130: Ctrl-C ended all processes.
 - 143: SIGTERM ended all processes.
@@ -74,7 +74,7 @@ def sync(
         Console().print(page_text(describe(name)), highlight=False, markup=False)
 
 
-# The help lists the commands in this order. Arguments after the name of the script belong to the script.
+# The help lists the commands in this order. Arguments after the name of the script are passed to the script.
 app.command(
     cls=RunCommand, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
 )(run)

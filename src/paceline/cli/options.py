@@ -1,4 +1,4 @@
-"""Options of several commands, and the enumerations of their choices."""
+"""Command-line options, some of which several commands share, and enumerations of their choices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 class Transport(enum.StrEnum):
-    """Means of transport between processes."""
+    """Ways to send messages between processes."""
 
     AUTO = "auto"
     SHM = "shm"
@@ -45,7 +45,7 @@ Servers = Annotated[
     typer.Option(
         "--servers",
         help="Number of servers. Each holds one or more shards of the parameters (--shards). "
-        "Default: the number of cores that the workers leave free, at least one.",
+        "Default: one for each CPU core that the workers leave free, but at least one.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -66,7 +66,7 @@ Imports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Module to import, with your own synchronization models or with conditions to which the run may "
+        help="Module to import that defines your own synchronization models, or conditions to which the run may "
         "change. Can be repeated.",
         show_default=False,
         rich_help_panel="Run",
@@ -77,8 +77,8 @@ ModelImports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Module to import, with your own synchronization models. The current directory is searched, too. Can be "
-        "repeated.",
+        help="Module to import that defines your own synchronization models. The current directory is also searched. "
+        "Can be repeated.",
         show_default=False,
     ),
 ]
@@ -86,7 +86,7 @@ Shards = Annotated[
     int | None,
     typer.Option(
         "--shards",
-        help="Number of slices of the parameters. Default: one per server.",
+        help="Number of slices into which the parameters are divided. Default: one per server.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -95,8 +95,8 @@ SlicingOption = Annotated[
     Slicing,
     typer.Option(
         "--slicing",
-        help="Slice the parameters into equal parts (even, EPS) or keep each parameter whole as PS-Lite does "
-        "(by-parameter).",
+        help="even: slice the parameters into equal parts (EPS). by-parameter: keep each parameter whole, as in "
+        "PS-Lite.",
         rich_help_panel="Run",
     ),
 ]
@@ -194,7 +194,7 @@ Out = Annotated[
     typer.Option(
         "--out",
         metavar="DIR",
-        help="Directory for pictures and figures. Default: a new directory under ./runs.",
+        help="Directory for pictures and JSON files. Default: a new directory under ./runs.",
         show_default=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""The folder into which a command writes pictures and figures."""
+"""Creates the folder into which a command writes pictures and JSON files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def new_folder(out: Path | None, what: str) -> Path:
     """Create the output folder and return it.
 
     Args:
-        out: the folder the user chose, which must be empty or new. None creates a new folder under ./runs.
-        what: first part of the name of a folder under ./runs.
+        out: the folder that the user chose, which must be empty or new. None creates a new folder under ./runs.
+        what: prefix for the name of a new folder under ./runs.
 
     Raises:
         ConfigurationError: the folder is not empty, it cannot be created, or matplotlib is not installed.
     """
     from ..report.canvas import new_figure
 
-    new_figure(1.0, 1.0)  # raises now, before any work is done, if pictures cannot be drawn
+    new_figure(1.0, 1.0)  # if pictures cannot be drawn, raise the error before any work is done
     if out is None:
         stamp = time.strftime(f"{what}-%Y%m%d-%H%M%S")
         out = next(

@@ -25,7 +25,7 @@ REFRESH_INTERVAL_S = 0.2
 
 
 class TellShare(Protocol):
-    """Callback that is called before each step of the work."""
+    """Progress callback, which is called before each step of the work."""
 
     def __call__(self, what: str, share: float, slow: bool = False) -> None:
         """Show the progress.
@@ -33,7 +33,7 @@ class TellShare(Protocol):
         Args:
             what: the step that begins now.
             share: share of the work that is done, from 0 to 1.
-            slow: True if the step may take seconds; it is then always shown.
+            slow: True if the step may take seconds; such a step is always shown.
         """
 
 
@@ -49,10 +49,10 @@ def counting() -> Iterator[Callable[[int, int, str], None]]:
 
 @contextlib.contextmanager
 def shown_progress(console: Console) -> Iterator[TellShare]:
-    """Show progress without disturbing measurements. Yields the callback.
+    """Show progress without disturbing measurements. Yields the progress callback.
 
-    On a terminal it is a bar; elsewhere a line of text is printed every few seconds. It is drawn only inside the
-    callback. A refresh thread would take processor time from the calls that are measured.
+    On a terminal, the progress is a bar; elsewhere, a line of text is printed every few seconds. The bar is drawn
+    only inside the callback, because a refresh thread would take CPU time from the calls that are measured.
     """
     bar = Progress(
         TextColumn("{task.description}"),

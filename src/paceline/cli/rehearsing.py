@@ -32,7 +32,7 @@ def simulate(
             "--sync",
             metavar="NAME:KEY=VALUE,...",
             help="Sync models to compare, separated by commas: bsp,ssp:staleness=3,elastic-bsp. "
-            "'all' compares ten models with the parameters of their papers.",
+            "'all' compares ten models with the parameters from their papers.",
         ),
     ] = "all",
     iterations: Annotated[
@@ -40,7 +40,7 @@ def simulate(
         typer.Option(
             "--iterations",
             min=1,
-            help="Length of the simulation: all models run for as long as bsp takes for this many iterations.",
+            help="Length of the simulation: all models run for the time that bsp needs for this many iterations.",
         ),
     ] = 100,
     sweep: Annotated[
@@ -48,8 +48,8 @@ def simulate(
         typer.Option(
             "--sweep",
             metavar="KEY=FROM..TO",
-            help="Compare values of one parameter instead: lookahead=5..480 (doubling), staleness=1..9:2 (steps of "
-            "2) or staleness=1,5,20.",
+            help="Compare several values of one parameter instead: lookahead=5..480 (doubling), staleness=1..9:2 "
+            "(steps of 2) or staleness=1,5,20.",
             show_default=False,
         ),
     ] = None,
@@ -74,7 +74,7 @@ def simulate(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare sync models on a simulated cluster: gradients per second, staleness and waiting time. Takes seconds.
+    """Compare the gradients per second, staleness and waiting time of sync models on a simulated cluster.
 
     paceline simulate cluster.toml --sync bsp,ssp:staleness=3,elastic-bsp
     """
@@ -88,7 +88,7 @@ def simulate(
     try:
         path, *arguments = shlex.split(script or "") or [""]
     except ValueError as error:
-        raise ConfigurationError(f"the script {script!r} cannot be read: {error}.") from error
+        raise ConfigurationError(f"--script {script!r} cannot be parsed: {error}.") from error
     if script is not None and not Path(path).is_file():
         raise ConfigurationError(f"the script {path!r} is not a file; give the path of a Python file.")
     machines = load_cluster(cluster)
@@ -141,7 +141,7 @@ def simulate(
     if as_json:
         print_json(rows)
     else:
-        print(f"pictures and figures: {folder}")
+        print(f"pictures and JSON files: {folder}")
 
 
 def advise(
@@ -159,7 +159,7 @@ def advise(
     imports: ModelImports = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recommend a sync model for the machines of a run, by simulating its recorded times under each model.
+    """Recommend sync models for the machines of a run, by simulating the run's recorded times under each model.
 
     paceline advise runs/20261121-120000
     """

@@ -40,9 +40,9 @@ __all__ = ["RunCommand", "demo", "run"]
 
 
 class RunCommand(TyperCommand):
-    """A command that ends with a script and its arguments.
+    """A command whose last arguments are a script and the script's own arguments.
 
-    It warns if an argument of the script looks like an option of the command.
+    The command warns if an argument of the script looks like an option of the command.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -64,7 +64,7 @@ class RunCommand(TyperCommand):
 
 
 def _strays(arguments: list[str], options: set[str]) -> list[str]:
-    """Return the arguments before a -- that look like one of the options: --name, --name=value, -n or -n4."""
+    """Return the names of the options that appear before a -- as --name, --name=value, -n or -n4."""
     named = []
     for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
         name = argument.partition("=")[0]
@@ -105,7 +105,7 @@ def run(
         from ..launcher.launch import run_script
         from ..runtime.job import describe, make_job
 
-        sys.path.insert(0, str(script.resolve().parent))  # modules of the user may be there
+        sys.path.insert(0, str(script.resolve().parent))  # may contain modules that --import names
         if not script.is_file():
             what = "is not a file" if script.exists() else "does not exist"
             raise ConfigurationError(f"the script {str(script)!r} {what}; give the path of a Python file.")
@@ -146,12 +146,12 @@ def run(
 
 def demo(
     seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="Number of seeds. Each figure is the median over them.")
+        int, typer.Option("--seeds", min=1, help="Number of seeds. Each result is the median over the seeds.")
     ] = 1,
     every: Annotated[
         bool,
         typer.Option(
-            "--all", help="Compare all sync models, and show delayed pulls and aborts, too (about 7 minutes)."
+            "--all", help="Compare all sync models, and also show delayed pulls and aborts (about 7 minutes)."
         ),
     ] = False,
     run_dir: RunDir = None,

@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, error messages, standard streams, Ctrl-C, JSON, and lists of numbers."""
+"""Code that all commands share: exit codes, error messages, standard streams, Ctrl-C, JSON, and lists of numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXIT_INTERRUPTED = 130
 
 
 def run_app(app: typer.Typer) -> None:
-    """Run a command line: print an error as one sentence and exit with the code for its kind."""
+    """Run the command line. Print errors as messages, and exit with the exit code for the kind of error."""
     keep_streams_usable()
     try:
         app()
@@ -69,7 +69,7 @@ def interruptible(then: str = "every process of the run has been ended") -> Iter
     """Turn Ctrl-C and SIGTERM into a message and an exit code.
 
     Args:
-        then: the message, unless the interrupted code provides one.
+        then: the message to print if the interrupted code does not provide one.
     """
     from ..launcher.interruption import Terminated
 
@@ -87,7 +87,7 @@ def read_numbers(name: str, text: str | None) -> list[float] | None:
     """Parse numbers separated by commas, for example 1,1,1,3.
 
     Raises:
-        ConfigurationError: the text is something else. The message contains `name`, the name of the option.
+        ConfigurationError: the text is not a list of numbers. The message contains `name`, the name of the option.
     """
     if text is None:
         return None
@@ -100,7 +100,7 @@ def read_numbers(name: str, text: str | None) -> list[float] | None:
 
 
 def read_whole(name: str, number: float) -> int:
-    """Convert a float with an integral value to an integer.
+    """Convert a float that is a whole number to an integer. `name` is the name of the option in the error message.
 
     Raises:
         ConfigurationError: the number is not whole.
@@ -111,7 +111,7 @@ def read_whole(name: str, number: float) -> int:
 
 
 def load_named_models(sync: str, imports: Sequence[str] | None) -> None:
-    """Import the modules that the user names, also from the current directory, and the installed models in `sync`."""
+    """Import the modules in `imports`, also from the current directory, and the installed models named in `sync`."""
     from ..plugins import load_models
 
     if imports and os.getcwd() not in sys.path:
@@ -120,7 +120,7 @@ def load_named_models(sync: str, imports: Sequence[str] | None) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print a value as JSON, for `--json`. Exits with code 1 if not all of it could be written."""
+    """Print an object as JSON, for `--json`. Exit with code 1 if it could not be written completely."""
     import msgspec
 
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode(), flush=True)

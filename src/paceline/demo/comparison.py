@@ -1,8 +1,8 @@
 """The comparison of sync models in the demo: four workers, one of them three times slower, learn handwritten digits.
 
 A table and a picture show how much time is lost by waiting for the slowest worker, and how much an elastic barrier
-saves. Each sync model runs with its own best setting. One setting for all would favor some of them, since asynchrony
-acts like momentum.
+saves. Each sync model runs with its own best learning rate and momentum. The same values for all models would favor
+some of them, because asynchrony acts like additional momentum.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def run_demo(
     `trials.json` (one object per run), `curves.csv`, `comparison.png`, and a directory for each run.
 
     Args:
-        console: where the table and messages are printed.
-        run_dir: directory for the results. By default, a new directory under ./runs.
+        console: console on which the table and the messages are printed.
+        run_dir: directory for the results. Default: a new directory under ./runs.
         seeds: random seeds. Each determines the initial weights and the order of the data for all settings.
         settings: settings to compare.
-        problem: task to train; by default, that of the demo.
-        progress: True to show each run live on standard error; None does so only if it is a terminal.
+        problem: task to train. Default: `Problem()`.
+        progress: True to show the progress of each run on standard error; None to do so only on a terminal.
 
     Returns:
         One outcome per setting, with medians over the seeds.
@@ -111,7 +111,9 @@ def _save_curves(path: Path, trials: Sequence[Trial]) -> None:
 def _save_picture(path: Path, trials: Sequence[Trial], problem: Problem) -> None:
     timelines: dict[str, Timeline] = {}
     for trial in trials:
-        timelines.setdefault(trial.outcome.sync, read_timeline(trial.run_dir))  # keeps that of the first seed
+        timelines.setdefault(
+            trial.outcome.sync, read_timeline(trial.run_dir)
+        )  # keeps the first seed's timeline
     figure = comparison_picture(
         f"Handwritten digits, {len(timelines)} sync models, one slow worker",
         f"the speeds of the workers were emulated: {trials[0].outcome.emulated}",

@@ -1,7 +1,7 @@
 """Handwritten digits: the data, a small network, and the training function that every worker runs.
 
-The 1,797 images of 8 x 8 pixels are part of scikit-learn, so nothing is downloaded. The launcher loads them and
-passes them to the workers as tensors. Workers do not import scikit-learn.
+The 1,797 images of 8 x 8 pixels are part of scikit-learn, so nothing is downloaded. The launcher loads the images and
+passes them to the workers as tensors, so workers do not import scikit-learn.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Digits(msgspec.Struct, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """The training of a worker.
+    """The hyper-parameters and the length of a worker's training.
 
     A worker repeats passes over its part of the training set until the duration or the number of iterations is
     reached.
@@ -52,8 +52,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         learning_rate: learning rate of SGD.
         momentum: momentum of SGD; 0 disables it.
         batch_size: images per worker and iteration.
-        duration_s: training time; infinity for no limit.
-        seed: random seed of the initial weights, which are the same in all workers.
+        duration_s: training time in seconds; infinity for no limit.
+        seed: random seed for the initial weights, which are the same in all workers.
         iterations: number of iterations of the worker; None for no limit.
     """
 
@@ -86,7 +86,7 @@ class DigitsNet(nn.Sequential):
 
 
 def load() -> Digits:
-    """Load the digits and split them. The split is always the same; a fifth of each class is for testing.
+    """Load the digits and split them. The test set is always the same and contains a fifth of each class.
 
     Raises:
         ConfigurationError: scikit-learn is not installed.
@@ -107,8 +107,8 @@ def load() -> Digits:
 def train(digits: Digits, recipe: Recipe) -> None:
     """Train as one worker of a run.
 
-    In the demo, workers stop at a given time and not after a given number of epochs. Each sync model then gets the
-    same time, and no worker trains alone at the end because the others have finished.
+    In the demo, workers stop at a given time and not after a given number of epochs. So each sync model has the same
+    time, and the slow worker does not train alone after the others have finished.
     """
     torch.manual_seed(recipe.seed)
     model = DigitsNet()
@@ -144,7 +144,7 @@ def accuracy(state_dict: dict[str, torch.Tensor], digits: Digits) -> float:
 
 
 def _test_part(labels: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the test images. It has the same share of every class and does not depend on other seeds."""
+    """Return a mask of the test images. It selects the same share of each class and depends on no other seed."""
     generator = torch.Generator().manual_seed(SPLIT_SEED)
     test = torch.zeros(len(labels), dtype=torch.bool)
     for digit in range(CLASSES):

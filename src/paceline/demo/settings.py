@@ -1,4 +1,4 @@
-"""The settings that the demo compares, and the problem that they all train on."""
+"""The settings that the demo compares, and the training task that all of them share."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["EVERY_SETTING", "SETTINGS", "Problem", "Setting", "within_two_of_the
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """The task that is the same for all sync models.
+    """The training task, which is the same for all sync models.
 
     The paces are long compared with a worker's computation, which takes a few milliseconds and leaves two cores
-    mostly idle. The timing is therefore that of the emulated machines and not that of the real one.
+    mostly idle. So the timing is determined by the emulated machines and not by the real one.
 
     Attributes:
-        pace_s: minimum time of an iteration, for each worker.
+        pace_s: minimum time of an iteration in seconds, for each worker.
         servers: number of servers.
         batch_size: images per worker and iteration.
-        duration_s: training time.
-        snapshot_every_s: time between two evaluations of the weights.
+        duration_s: training time in seconds.
+        snapshot_every_s: time between two evaluations of the weights, in seconds.
         target_accuracy: target for the accuracy on the test images, from 0 to 1.
     """
 
@@ -33,10 +33,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """A sync model with the hyper-parameters it runs with.
+    """A sync model and its hyper-parameters.
 
     Attributes:
-        sync: the sync model, as `--sync` takes it.
+        sync: the sync model, in the notation of `--sync`.
         learning_rate: learning rate of SGD.
         momentum: momentum of SGD; 0 disables it.
     """
@@ -50,7 +50,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def within_two_of_the_slowest(state: PullState) -> bool:
-    """Answer a pull if the worker is at most two iterations ahead of the slowest. A condition can be this short."""
+    """Return True, which answers the pull, if the worker is at most two iterations ahead of the slowest worker."""
     return state.gap <= 2
 
 
@@ -63,8 +63,8 @@ SETTINGS = (
 """The four sync models of the demo, each with the best learning rate and momentum that a search has found.
 
 The search (`make tune`) tries momentum 0 and 0.9, each with a grid of learning rates that is extended until the best
-point lies inside it. It compares the best few points of one seed by the median over three seeds. `docs/demo.md` says
-under which conditions these settings were found.
+point lies inside the grid. It runs all points with one seed, and compares the best few by the median over three
+seeds. `docs/demo.md` describes the conditions under which these settings were found.
 """
 
 _like_bsp, _like_ssp, _like_asp = (
@@ -89,9 +89,9 @@ EVERY_SETTING = (
     Setting("spec-sync:base=ssp:staleness=3", **_like_ssp),
     SETTINGS[3],
 )
-"""All sync models.
+"""All sync models, each with a learning rate and momentum.
 
-A model that is not one of `SETTINGS` runs with the learning rate and momentum of a similar model that is: models that
-average gradients with those of BSP, models that bound staleness with those of SSP, and all others with those of ASP.
-PSSP(3, 1/3) and SSP(5) have the same regret bound (FluentPS, Theorem 1: s + 1/c - 1).
+A model that is not in `SETTINGS` uses the learning rate and momentum of a similar model: BSP for models that average
+gradients, SSP for models that bound staleness, and ASP for all others. PSSP(3, 1/3) and SSP(5) have the same regret
+bound (FluentPS, Theorem 1: s + 1/c - 1).
 """

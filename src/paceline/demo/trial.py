@@ -24,7 +24,7 @@ class Trial(msgspec.Struct, frozen=True):
     """The result of a trial.
 
     Attributes:
-        outcome: figures of the run.
+        outcome: settings and results of the run.
         curve: accuracy on the test images over time.
         run_dir: directory of the run.
     """
@@ -39,8 +39,8 @@ def run_trial(
 ) -> Trial:
     """Train in new processes, then evaluate the weights.
 
-    Takes the duration given by `problem`, plus the time that the processes need to start. Gradients that are not
-    finite are skipped, so a setting under which training diverges also gives a result.
+    This takes the duration given by `problem`, plus the time that the processes need to start. Gradients that are not
+    finite are skipped, so a setting under which training diverges also has a result.
 
     Raises:
         ConfigurationError: an argument is invalid; nothing was started.
@@ -113,7 +113,7 @@ def _evaluate(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the times of the evaluations, which are multiples of the interval, and the accuracy at each.
 
-    If late snapshots round to the same time, the first of them is used.
+    If snapshots are late and several round to the same time, only the first is used.
     """
     by_tick: dict[int, float] = {}
     for taken_s, snapshot in result.snapshots:

@@ -1,1 +1,1 @@
-"""The placement and the lifetime of the processes of a run."""
+"""The launcher, which starts the processes of a run, monitors them, and ends them."""

@@ -1,9 +1,9 @@
-"""The program that every process of an engine runs first: `python -P boot.py ARGUMENTS`.
+"""The program that every server and worker process runs first: `python -P boot.py ARGUMENTS`.
 
-It is run by its path and does not import the rest of the package at first. These imports take seconds, and no process
-may be left behind if the launcher is killed meanwhile. So the process first arranges that it ends with its parent.
-`-P` keeps the current directory out of `sys.path`, since a file there that happens to be called `cloudpickle.py`
-would be run. A worker adds the directory of its script later, as `python script.py` does.
+If the launcher is killed, no process may be left behind. So each process first asks the kernel to kill it when its
+parent exits. This file is run by its path, so that this happens before the rest of the package is imported, which
+takes seconds. `-P` keeps the current directory out of `sys.path`; otherwise, a file there with a name such as
+`cloudpickle.py` would be imported. A worker later adds the directory of its script, as `python script.py` does.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 __all__ = ["PARENT_VARIABLE", "end_with_parent"]
 
 PARENT_VARIABLE = "PACELINE_PARENT"
-"""The environment variable with the process id of the process that started this one."""
+"""Name of the environment variable that contains the process id of the parent."""
 
 PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Arrange that the kernel kills this process when its parent ends. Exit immediately if it has already ended.
+    """Ask the kernel to kill this process when its parent exits. If the parent has already exited, exit immediately.
 
     Args:
         parent: process id of the parent.
@@ -37,9 +37,9 @@ def end_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     end_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
-    # Servers keep ignoring Ctrl-C. Workers install the default handler before they run the script.
+    # Servers always ignore Ctrl-C. Workers restore the default handler before they run the script.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The launcher may have found the package in a directory that is not in the path of this process.
+    # The launcher may have found the package in a directory that is not in `sys.path` of this process.
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if root not in sys.path:
         sys.path.append(root)

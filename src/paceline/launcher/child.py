@@ -1,8 +1,8 @@
-"""The main function of the processes of a run, which `boot` calls: run as a server or as a worker.
+"""The main function of every server and worker process, which `boot` calls.
 
-The role of the process is passed in an environment variable. A worker runs the user's script as `python script.py`
-would, or calls the function that it reads from its standard input. A server reads from its standard input the module
-search path and the conditions that it cannot import.
+An environment variable contains the role of the process. A worker runs the user's script as `python script.py` would,
+or calls a function that it reads from standard input. A server reads the module search path, and the conditions that
+it cannot import, from standard input.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Run as the server or worker that the environment variable names, and return the exit code."""
+    """Run this process as the server or worker that the environment variable specifies. Return the exit code."""
     assignment = msgspec.msgpack.decode(bytes.fromhex(os.environ.pop(JOB_VARIABLE)), type=Assignment)
     job = assignment.job
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
-    # A server ignores Ctrl-C: the launcher decides when it ends.
+    # A server ignores Ctrl-C, because the launcher ends it.
     if assignment.role == "server":
         sys.path[:] = cloudpickle.load(sys.stdin.buffer)
         local_conditions.update(cloudpickle.load(sys.stdin.buffer))
@@ -58,7 +58,7 @@ def main() -> int:
             session.fail(_describe_exit(end.code), "")
             return 1
     except BaseException as error:
-        # Any exception of the script is sent to the launcher, which reports it once.
+        # Any exception from the script is sent to the launcher, which reports it once.
         consequence = _caused_by_peer_loss(error)
         session.fail(first_line(error), _script_traceback(error), consequence=consequence)
         return EXIT_PEER_LOST if consequence else 1
@@ -79,7 +79,7 @@ def _train(kind: str, arguments: list[str]) -> None:
 
 
 def _describe_exit(code: object) -> str:
-    """Return a description of a call of `sys.exit(code)`. If `code` is a message, the exit code is 1."""
+    """Return a description of a call to `sys.exit(code)`. If `code` is a message, the exit code is 1."""
     if isinstance(code, int):
         return f"the script ended with exit code {code}"
     return f"the script ended with exit code 1: {code}"
@@ -105,7 +105,7 @@ def _script_traceback(error: BaseException) -> str:
 
 
 def _is_launcher_code(filename: str) -> bool:
-    """Return True for a file of this package, and for the modules that run a script."""
+    """Return True for files in this directory, and for the standard modules that run a script."""
     return (
         os.path.dirname(filename) == os.path.dirname(__file__)
         or filename == runpy.__file__

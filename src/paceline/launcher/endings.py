@@ -1,8 +1,8 @@
 """Descriptions of how a process ended, and whether that was a crash.
 
-When a machine is preempted, its processes are ended by SIGKILL or SIGTERM, which Paceline is designed to handle. A
-segmentation fault is a crash, and so is a SIGKILL of the system's out-of-memory killer. The run continues without a
-worker that has crashed, but its exit code reports the crash.
+When a machine is preempted, its processes are terminated by SIGKILL or SIGTERM, which Paceline is designed to handle.
+A segmentation fault is a crash, and so is a SIGKILL from the system's out-of-memory killer. The run continues without
+a crashed worker, but the exit code of the run reports the crash.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CRASHES = frozenset(
         signal.SIGTRAP,
     }
 )
-"""Signals by which the system ends a process because of an error in that process."""
+"""Signals with which the system terminates a process because of an error in that process."""
 
 
 EXIT_PEER_LOST = 75
@@ -50,8 +50,8 @@ def describe_ending(exit_code: int, *, out_of_memory: bool = False) -> str:
         name = str(number)
     if out_of_memory and number == signal.SIGKILL:
         return (
-            f"it was terminated by signal {name}, and the system ran out of memory and killed a process while it "
-            "was running"
+            f"it was terminated by signal {name}; while it was running, the system ran out of memory and killed a "
+            "process"
         )
     return f"it was terminated by signal {name}"
 
@@ -64,7 +64,7 @@ def is_crash(exit_code: int, *, out_of_memory: bool = False) -> bool:
 def out_of_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
     """Return the number of processes that the system has killed since boot because it ran out of memory.
 
-    Returns 0 if the system does not report it.
+    Return 0 if the system does not report this number.
     """
     try:
         lines = vmstat.read_text().splitlines()

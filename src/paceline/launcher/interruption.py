@@ -1,8 +1,8 @@
-"""Handling of Ctrl-C and of the signals that ask a program to end, during a run.
+"""Handling of Ctrl-C, SIGTERM and SIGHUP during a run.
 
-An exception that may be raised at any line cannot end a run in an orderly way, since it would also interrupt the
-cleanup. So the signals are only counted here, and all code that waits checks the count. After the first signal the
-run is ended in an orderly way. From the second signal on, no step of the shutdown is given any more time.
+If a signal raised an exception, it could interrupt the cleanup at any line. So the signals are only counted here, and
+all code that waits checks the count. After the first signal, the run shuts down in an orderly way. After the second
+signal, the shutdown no longer waits for anything.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ DEFAULTS: dict[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
-"""The signals that end a run, each with the default handler of a Python program."""
+"""The signals that end a run, each with its default handler in Python."""
 
 
 class Terminated(SystemExit):
-    """The exception that is raised when a run was ended by SIGTERM or SIGHUP.
+    """Raised when a run was ended by SIGTERM or SIGHUP.
 
     Its exit code is 128 plus the number of the signal, as in a shell.
 
     Attributes:
         number: number of the signal.
-        words: message that says what has been ended.
+        words: message that says what was ended.
     """
 
     def __init__(self, number: int, words: str) -> None:
@@ -39,10 +39,10 @@ class Terminated(SystemExit):
 
 
 class Interruption:
-    """A context manager in which the signals that end a run are counted.
+    """A context manager that counts the signals that ask a run to end.
 
-    A handler that the program has installed itself stays in place, and a signal that it ignores stays ignored.
-    Outside of the main thread no handler is changed, because Python handles signals only in the main thread.
+    Signals that the program ignores, or handles itself, are not counted. Outside the main thread no signals are
+    counted, because Python handles signals only in the main thread.
 
     Attributes:
         count: number of signals received.
@@ -76,7 +76,7 @@ class Interruption:
         return self.count > 1
 
     def exception(self, words: str) -> BaseException:
-        """Return the exception that the first signal stands for, with a message that says what has been ended."""
+        """Return the exception for the first signal. `words` is a message that says what was ended."""
         if self._number in (None, signal.SIGINT):
             return KeyboardInterrupt(words)
         assert self._number is not None

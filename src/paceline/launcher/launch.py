@@ -1,4 +1,4 @@
-"""Start a run of a function or a script, wait for its end, and return its result."""
+"""Functions that run a training function or a script in several workers and return the result."""
 
 from __future__ import annotations
 
@@ -52,44 +52,44 @@ def launch(
 ) -> RunResult:
     """Run a training function in several workers, each in its own process, and return the result.
 
-    The workers are fresh interpreters. The function is sent to them by value if it was defined in a script or a
-    notebook, and by reference if it can be imported. The script itself is not run again in the workers.
+    Each worker is a new Python process. The function is sent to the workers by value if it was defined in a script or
+    a notebook, and by reference if it can be imported. The script itself is not run again in the workers.
 
     Args:
         function: the training function, which uses `DistributedOptimizer` and `distribute`.
         args: arguments of the function.
         workers: number of workers.
-        servers: number of servers. Default: the number of cores that the workers leave free, at least 1.
+        servers: number of servers. Default: one for each CPU core that the workers leave free, but at least one.
         shards: number of slices into which the parameters are divided. Default: one per server.
-        slicing: "even" for slices of equal size (EPS), or "by-parameter" as in PS-Lite.
+        slicing: "even" for slices of equal size (EPS), or "by-parameter" to keep each parameter whole, as in PS-Lite.
         overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
             have pushed all of their gradients, as in PS-Lite (BSP only).
         sync: the sync model: an object, a list with one object per shard, or a string in the notation of the command
             line, which also supports schedules ("bsp@0,elastic-bsp@epoch:5").
-        imports: names of modules with conditions to which the function may change during the run with
-            `paceline.set_sync`.
-        engine: the kind of processes; only "local" is available.
+        imports: names of modules that define conditions. With `paceline.set_sync`, the function may change to these
+            conditions during the run.
+        engine: where the processes run; only "local" is available.
         transport: "shm" (shared memory), "unix" (AF_UNIX sockets), "tcp", or "auto" for the best one available.
         port: TCP port of the coordinator if the transport is "tcp"; 0 for any free port.
-        seed: random seed of the order of the data and of the jitter.
-        pace: minimum duration of an iteration in seconds, for each worker; a worker sleeps for the rest of it.
-        slowdown: factor by which the measured compute time is stretched, for each worker.
-        jitter: half-width of the random factor, uniform in 1 +- jitter, by which `pace` and `slowdown` are
-            multiplied.
+        seed: random seed for the order of the data and the jitter.
+        pace: minimum duration of an iteration in seconds, for each worker. A faster worker sleeps for the rest.
+        slowdown: factor >= 1 by which the measured compute time is multiplied, for each worker.
+        jitter: random variation of `pace` and `slowdown`: they are multiplied by a random factor, uniform between
+            1 - jitter and 1 + jitter.
         on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
-        run_dir: directory of the logs, traces and results. Default: a new directory in ./runs.
-        stall_timeout: number of seconds after which a silent worker or server is ended if others wait for it.
-            Default: never. If it is a worker, it counts as lost and the others continue.
-        progress: True to show the progress. Default: True if standard error is a terminal.
-        snapshot_every_s: interval in seconds at which copies of the weights are kept; the times are its multiples.
-        placement: machine of each process (transport "tcp" only). Default: all processes listen on loopback.
+        run_dir: directory for logs, traces and results. Default: a new directory in ./runs.
+        stall_timeout: number of seconds after which a silent worker or server is killed if others wait for it.
+            Default: never. A killed worker counts as lost, and the other workers continue.
+        progress: True to show the progress of the run. Default: True if standard error is a terminal.
+        snapshot_every_s: interval in seconds at which copies of the weights are stored in the result. Default: none.
+        placement: machine of each process, with transport "tcp" only. Default: all processes run on this machine.
 
     Raises:
         ConfigurationError: an argument is not valid; no process was started.
         RunFailedError: a process failed; all processes have ended. The notes of the exception say where the log is
             and where the weights at the time of the failure were saved.
         KeyboardInterrupt: Ctrl-C was pressed; all processes have ended and the weights were saved. SIGTERM and SIGHUP
-            raise a `SystemExit` in the same way, unless the program has its own handlers.
+            raise `SystemExit` in the same way, unless the program has its own handlers for these signals.
     """
     if current() is not None:
         raise UsageError(

@@ -1,6 +1,6 @@
-"""The local engine, which runs every server and worker as a fresh interpreter on this machine or in a part of it.
+"""The local engine, which runs every server and worker as a new Python process on this machine.
 
-The engine starts the processes, watches them, stores their output, and ends them. The output of each process is
+The engine starts the processes, monitors them, stores their output, and ends them. The output of each process is
 written to a file in the run directory. The output of worker 0 is also shown.
 """
 
@@ -30,16 +30,16 @@ __all__ = ["HostMachine", "LocalEngine", "Placement", "Process"]
 logger = logging.getLogger("paceline.engine")
 
 PAST_CACHE_BYTES = 1024 * 1024
-"""Size from which on `memcpy` bypasses the cache when it writes, which makes a copy 1.5 times as fast.
+"""Minimum size of a copy for which `memcpy` bypasses the cache when it writes, which makes copying 1.5 times as fast.
 
-By default, glibc uses three quarters of the last-level cache. In a virtual machine that may be hundreds of megabytes,
-which are shared with other machines.
+By default, glibc sets this limit to three quarters of the last-level cache. In a virtual machine, this may be
+hundreds of megabytes, although the cache is shared with other virtual machines.
 """
 
 TERMINATE_TIMEOUT_S = 3.0
-# Even SIGKILL takes effect only after a system call that cannot be interrupted.
+# SIGKILL takes effect only after an uninterruptible system call has returned.
 KILL_TIMEOUT_S = 10.0
-# Time to wait for the last output of a process that has ended, since a forked child may still hold the pipe.
+# Maximum time to wait for the last output of a process that has ended, because a forked child may keep the pipe open.
 OUTPUT_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 0.05
 TAIL_LINES = 15
@@ -52,17 +52,17 @@ STATES = {
     "t": "is stopped by a debugger",
     "Z": "has ended",
 }
-"""Descriptions of the process states that the system reports as letters, see proc(5)."""
+"""Descriptions of the process states, which the system reports as letters (see proc(5))."""
 
 
 class HostMachine(msgspec.Struct, frozen=True):
     """The machine on which a process runs.
 
     Attributes:
-        host: the address at which the process listens over TCP.
-        prefix: command that is put in front of the command line of the process, for example `ip netns exec NAME`. It
-            must replace itself by the process (`exec`) rather than wait for it, so that the process is a child of the
-            engine and ends with it.
+        host: address on which the process listens for TCP connections.
+        prefix: command that is put in front of the process's command line, for example `ip netns exec NAME`. It must
+            `exec` the process instead of starting a child, so that the process is a direct child of the engine and
+            exits when the engine does.
     """
 
     host: str = LOOPBACK
@@ -70,10 +70,11 @@ class HostMachine(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """The machines on which the processes of a run are placed.
+    """The machines on which the processes of a run are started.
 
     Attributes:
-        coordinator: the address at which the coordinator listens over TCP. It runs in the launcher, on this machine.
+        coordinator: address on which the coordinator listens for TCP connections. The coordinator runs in the
+            launcher, on this machine.
         servers: the machine of each server.
         workers: the machine of each worker.
     """
@@ -84,11 +85,11 @@ class Placement(msgspec.Struct, frozen=True):
 
     @classmethod
     def on_loopback(cls, job: Job) -> Placement:
-        """Return the placement of all processes on this machine."""
+        """Return a placement of all processes on this machine."""
         return cls(LOOPBACK, (HostMachine(),) * job.servers, (HostMachine(),) * job.workers)
 
     def require_for(self, job: Job) -> None:
-        """Raise `ConfigurationError` if the run cannot be placed in this way."""
+        """Raise `ConfigurationError` if this placement does not fit the job."""
         placed, wanted = (len(self.servers), len(self.workers)), (job.servers, job.workers)
         if placed != wanted:
             raise ConfigurationError(
@@ -102,10 +103,10 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Process:
-    """One process of a run, in its own process group.
+    """A server or worker process of a run, in its own process group.
 
-    Three threads handle the process: one writes its input, one copies its output, and one waits for its end. So the
-    launcher is not blocked by a process that hangs or that prints without end.
+    Three threads handle the process: one writes its input, one copies its output, and one waits for it to end. So a
+    process that hangs, or that prints endlessly, does not block the launcher.
 
     Args:
         name: name of the process, such as "server 1" or "worker 0".
@@ -113,12 +114,12 @@ class Process:
         data: the content of its standard input.
         log: the file to which its output is written.
         show: called with each line of the output.
-        ended: called with this object when the process has ended, before its process id can be reused.
+        ended: called with this object when the process has ended.
 
     Attributes:
-        name: the argument of the same name.
-        log: the argument of the same name.
-        exit_code: None while the process runs; minus the number of the signal if a signal terminated it.
+        name: name of the process.
+        log: the file to which the output of the process is written.
+        exit_code: exit code of the process; None while it runs, minus the signal number if a signal terminated it.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Process:
         return STATES.get(letter, "is in an unknown state")
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the process and for its last output. Return False if it does not end in time."""
+        """Wait for the process to end and for its last output. Return False if the process does not end in time."""
         if not self._over.wait(timeout_s):
             return False
         for thread in self._threads:
@@ -195,7 +196,7 @@ class Process:
                 os.kill(self.id, number)
 
     def kill(self, why: str = "") -> None:
-        """Kill the process and all processes that it has started. `why` is added to the description of its ending."""
+        """Kill the process and all processes that it has started. `why` is added to `ending`."""
         self._why_killed = why
         self.signal(signal.SIGKILL)
 
@@ -215,10 +216,10 @@ class Process:
     def _await_end(self) -> None:
         """Wait until the process has ended. If it failed or was killed, also kill all processes that it has started.
 
-        The process group is signalled before its leader is reaped, because its number may be reused afterwards.
+        The process group is signaled before its leader is reaped, because the group's id may be reused afterwards.
         """
         end = None
-        # Raised if the program that called the launcher has already waited for the process.
+        # `ChildProcessError` is raised if the program that called the launcher has already reaped the process.
         with contextlib.suppress(ChildProcessError):
             end = os.waitid(os.P_PID, self.id, os.WEXITED | os.WNOWAIT)
         self._out_of_memory = out_of_memory_kills() > self._kills_before
@@ -232,7 +233,7 @@ class Process:
 
 
 class LocalEngine:
-    """The server and worker processes of one run.
+    """Starts, monitors and ends the server and worker processes of one run.
 
     Args:
         job: the configuration of the run.
@@ -240,7 +241,7 @@ class LocalEngine:
         placement: the machine of each process.
         show: called with each line that worker 0 prints.
         worker_ended: called on a separate thread when the process of a worker has ended for any reason, with the
-            index of the worker and a description of how it ended.
+            index of the worker and a description of how its process ended.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class LocalEngine:
         self._placement = placement
         self._show = show
         self._worker_ended = worker_ended
-        # Number of computing threads per process.
+        # Number of compute threads per process.
         self._threads = max(1, (os.cpu_count() or 1) // (job.workers + job.servers))
         self.servers: list[Process] = []
         self.workers: list[Process] = []
@@ -277,7 +278,7 @@ class LocalEngine:
             self.workers.append(self._spawn("worker", index, machine, worker_arguments, worker_input))
 
     def failed_server(self) -> RunFailedError | None:
-        """Return the failure of a server that has ended, or None. No server may end before the run does."""
+        """Return the failure of a server, or None. A server that has ended before the run has failed."""
         for server in self.servers:
             if server.exit_code is not None:
                 return RunFailedError(server.name, server.ending, server.tail())
@@ -286,8 +287,8 @@ class LocalEngine:
     def failed_worker(self) -> RunFailedError | None:
         """Return the failure of a worker that has ended with a nonzero exit code, or None.
 
-        A worker that was terminated by a signal is lost, which is not a failure: the other workers continue. This
-        also applies to a worker that could not continue because another process was lost.
+        A worker that was terminated by a signal is lost, which is not a failure: the other workers continue. The same
+        applies to a worker that could not continue because another process was lost.
         """
         for worker in self.workers:
             if worker.exit_code is not None and worker.exit_code > 0 and worker.exit_code != EXIT_PEER_LOST:
@@ -301,13 +302,13 @@ class LocalEngine:
     def end(
         self, processes: Sequence[Process], *, grace_s: float, hurried: Callable[[], bool] = lambda: False
     ) -> list[Process]:
-        """End some processes and return those that are still running.
+        """End processes, and return the processes that are still running afterwards.
 
-        The processes get some time to end by themselves. Then they receive SIGTERM, and finally SIGKILL.
+        The processes first have some time to exit by themselves. Then they receive SIGTERM, and finally SIGKILL.
 
         Args:
             processes: the processes to end.
-            grace_s: number of seconds to wait for the processes to end by themselves.
+            grace_s: number of seconds to wait for the processes to exit by themselves.
             hurried: called repeatedly; as soon as it returns True, SIGKILL is sent without further waiting.
         """
         left = list(processes)
@@ -335,7 +336,7 @@ class LocalEngine:
             host=machine.host,
         )
         environment = {
-            # The user's environment may override these two.
+            # The user's environment may override the next two variables.
             "OMP_NUM_THREADS": str(self._threads),
             "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}",
             **os.environ,
@@ -363,10 +364,10 @@ class LocalEngine:
 
 
 def _copy_lines(source: IO[bytes], log: Path, show: Callable[[str], None]) -> None:
-    """Copy the output of a process to its log and to `show` until it ends.
+    """Copy the output of a process to its log and to `show` until the output ends.
 
-    After the first failure of one of the two, nothing more is written to it. The output is still read, since the
-    process would block on a full pipe.
+    If writing to one of the two fails, it receives no further output. The output is still read, because the process
+    would block on a full pipe.
     """
     sinks: dict[str, Callable[[bytes], object]] = {}
     with source, contextlib.ExitStack() as opened:
@@ -380,6 +381,6 @@ def _copy_lines(source: IO[bytes], log: Path, show: Callable[[str], None]) -> No
                 try:
                     write(line)
                 except Exception as error:
-                    # The disk may be full, and `show` may raise any exception of the caller's output stream.
-                    logger.warning("the output for %s cannot be %s any more: %s", log, done, error)
+                    # The disk may be full, and `show` may raise any exception from the caller's output stream.
+                    logger.warning("the output for %s can no longer be %s: %s", log, done, error)
                     del sinks[done]

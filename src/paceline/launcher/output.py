@@ -1,4 +1,4 @@
-"""A text stream that drops its output instead of raising an exception when writing fails.
+"""A text stream that drops output that cannot be written, instead of raising an exception.
 
 Training may take hours. Its result must not be lost because a reader stops reading (`paceline run ... | head`), a
 disk is full, or a terminal was closed.
@@ -15,10 +15,10 @@ log = logging.getLogger("paceline.output")
 
 
 class ForgivingStream:
-    """A wrapper of a text stream that ignores everything written after the first failure.
+    """A wrapper around a text stream that drops all output after the first failure to write.
 
-    All other attributes are those of the stream. The failure is logged, unless the reader of a pipe has closed it,
-    since the reader did so intentionally.
+    The failure is logged, unless the reader of a pipe has closed it, because readers do this intentionally. All other
+    attributes are taken from the stream.
 
     Args:
         stream: the stream to write to.
@@ -34,7 +34,7 @@ class ForgivingStream:
         self._name = name
 
     def write(self, text: str) -> int:
-        """Write the text, or drop it if writing has failed."""
+        """Write the text, or drop the text if writing has failed."""
         if not self.failed:
             try:
                 return self._stream.write(text)
@@ -56,4 +56,4 @@ class ForgivingStream:
     def _give_up(self, error: OSError) -> None:
         self.failed = True
         if not isinstance(error, BrokenPipeError):
-            log.warning("%s cannot be written any more: %s", self._name, error.strerror)
+            log.warning("%s can no longer be written: %s", self._name, error.strerror)

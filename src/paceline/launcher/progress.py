@@ -30,17 +30,17 @@ COLORS = {
 
 
 class Progress:
-    """A context manager that shows a live table on a terminal, or plain lines elsewhere. Call `update` often.
+    """A context manager that shows the progress of a run. Call `update` often.
 
     Args:
         coordinator: the coordinator of the run.
-        console: the console to write to. From now on its output is dropped if it cannot be written.
+        console: the console to write to. From now on, output that cannot be written to it is dropped.
     """
 
     def __init__(self, coordinator: CoordinatorHost, console: Console) -> None:
         self._coordinator = coordinator
         self._console = console
-        # An error on writing, such as a closed pipe, would end this process or the thread that draws the table.
+        # Otherwise a write error, such as a closed pipe, would end this process or the thread that draws the table.
         console.file = cast(IO[str], ForgivingStream(console.file, "the progress"))
         self._plain_s = time.monotonic()
         self._live: Live | None = None
@@ -50,7 +50,7 @@ class Progress:
                 console=console,
                 refresh_per_second=REFRESH_PER_S,
                 transient=True,
-                # Standard output belongs to the caller and may lead elsewhere.
+                # Standard output belongs to the caller and may be redirected to a file.
                 redirect_stdout=False,
             )
 
@@ -66,7 +66,7 @@ class Progress:
             self._live.stop()
 
     def print(self, line: str) -> None:
-        """Print a line of worker 0 above the live table, or to standard output if that is not the same terminal."""
+        """Print a line from worker 0: above the live table if both are on a terminal, else to standard output."""
         if self._live is not None and sys.stdout is not None and sys.stdout.isatty():
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:

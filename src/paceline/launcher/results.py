@@ -1,6 +1,7 @@
-"""The results of a run: the weights, which are saved first, and the summary.
+"""The results of a run: the weights and the summary.
 
-The weights are saved even if everything else fails. A failure to write the other files does not end the run.
+The weights are saved first, so that no other failure prevents it. A failure to write other files does not make the
+run fail.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class RunResult(msgspec.Struct, frozen=True):
     """The result of a run.
 
     Attributes:
-        state_dict: the final weights and buffers as plain tensors, under the names that the model gives them.
-        summary: statistics of the run, which are also written to `summary.json` in `run_dir`.
+        state_dict: the final weights and buffers as plain tensors, by the names that the model gives them.
+        summary: settings and statistics of the run, which are also written to `summary.json` in `run_dir`.
         run_dir: the directory with the logs, the traces, `weights.safetensors` and `summary.json`.
         snapshots: pairs (seconds since training began, weights), if snapshots were requested.
-        problems: messages about problems after the end of the run, for example if the weights had to be saved to
-            another directory.
+        problems: messages about problems at the end of the run, for example if the weights had to be saved to another
+            directory.
     """
 
     state_dict: dict[str, torch.Tensor]
@@ -54,12 +55,13 @@ class RunResult(msgspec.Struct, frozen=True):
 
 
 def save_weights(snapshot: WeightsSnapshot, run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Save the weights to the run's directory or, if that is missing or full, to a new temporary directory.
+    """Save the weights to the run directory or, if that fails, to a new temporary directory.
 
-    A snapshot that lacks tensors is saved as `weights-partial.safetensors`, so that it is not mistaken for the model.
+    A snapshot that lacks tensors is saved as `weights-partial.safetensors`, so that it is not mistaken for a complete
+    model.
 
     Returns:
-        The path of the file, or None if the weights could not be saved, and a list of messages about problems.
+        The path of the file (None if the weights could not be saved), and a list of messages about problems.
     """
     if not snapshot.state_dict:
         return None, ["no weights were saved, because none could be read"]
@@ -108,7 +110,7 @@ def _reason(error: Exception) -> str:
 def summarize(
     coordinator: CoordinatorHost, faults: Sequence[str], crashed: Sequence[int], weights: Path
 ) -> dict[str, Any]:
-    """Return the statistics of a run. If its traces cannot be read, the statistics that need them are omitted.
+    """Return the settings, problems and statistics of a run. If the traces cannot be read, there are no statistics.
 
     Args:
         coordinator: the coordinator of the run.
@@ -154,7 +156,7 @@ def summarize(
 
 
 def write_summary(summary: dict[str, Any], run_dir: Path) -> str:
-    """Write `summary.json`. Return a message if that fails, else ""."""
+    """Write `summary.json`. Return a message if writing fails, else ""."""
     try:
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
         (run_dir / "summary.json").write_bytes(text + b"\n")

@@ -1,8 +1,8 @@
-"""A run, from the start of its processes to the end of the last one.
+"""A live run, from the start of its processes until all of them have ended.
 
-Every run ends in the same order, whatever the reason. First the reason is determined. If the run has failed or was
+Every run ends with the same steps, whatever the reason. First the reason is determined. If the run has failed or was
 interrupted, the remaining workers are ended. Then the weights are collected and saved, the servers write their traces
-and end, and the other results are written. A second Ctrl-C skips the steps that take time.
+and exit, and the other results are written. A second Ctrl-C skips the steps that take time.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["start"]
 log = logging.getLogger("paceline.run")
 
 POLL_INTERVAL_S = 0.05
-# Time from the first consequence of a failure within which the process that caused it is expected to end.
+# Maximum time, after the first sign of a failure, to wait for the end of the process that caused the failure.
 CAUSE_TIMEOUT_S = 5.0
-# Time to wait for a server while no part of its weights arrives.
+# Maximum time to wait for the next part of a server's weights.
 ANSWER_TIMEOUT_S = 5.0
-# Time that processes get to end by themselves after a run.
+# Time for processes to exit by themselves after a run.
 GRACE_S = 10.0
-# Time that the servers of a failed run get to write their traces.
+# Time for the servers of a failed run to write their traces.
 FAILED_GRACE_S = 0.5
 
 
@@ -56,14 +56,14 @@ def start(
     snapshot_every_s: float | None = None,
     placement: Placement | None = None,
 ) -> RunResult:
-    """Start the processes of a run, wait for their end, and return the result. See `launch`.
+    """Start the processes of a run, wait until all of them have ended, and return the result. See `launch`.
 
     Args:
-        job: the configuration of the run. Its directory is created here, after all arguments were checked.
+        job: the configuration of the run. The run directory is created here, after all arguments have been checked.
         worker_arguments: command-line arguments of each worker.
         worker_input: content of the standard input of each worker.
-        path: module search path of the servers, for conditions.
-        console: console for the progress.
+        path: module search path for the servers, which import conditions.
+        console: console for the progress display.
         snapshot_every_s: see `launch`.
         placement: see `launch`.
     """
@@ -100,14 +100,14 @@ def _server_input(job: Job, path: Sequence[str]) -> bytes:
 
 
 class LiveRun:
-    """A run with its coordinator, its processes and its progress display.
+    """Carries out one run, with its coordinator, its processes and its progress display.
 
     Args:
         job: the configuration of the run.
         coordinator: the coordinator of the run, which has not been started yet.
         placement: the machines of the processes.
-        console: console for the progress.
-        interruption: counts the signals that ask for the end of the run.
+        console: console for the progress display.
+        interruption: counts the signals that ask the run to end.
         snapshot_every_s: see `launch`.
     """
 
@@ -139,7 +139,7 @@ class LiveRun:
     def carry_out(
         self, worker_arguments: Sequence[str], worker_input: bytes, server_input: bytes
     ) -> RunResult:
-        """Start the processes, wait for the end of the run, and return its result. All processes have ended by then.
+        """Start the processes, wait for the end of the run, end all processes, and return the result.
 
         Raises:
             RunFailedError: a process has failed.
@@ -172,7 +172,7 @@ class LiveRun:
                 coordinator.stop(grace_s, self._interruption.hurried)
                 processes = [*engine.workers, *engine.servers]
                 left = engine.end(processes, grace_s=grace_s, hurried=self._interruption.hurried)
-        # The coordinator has stopped and no longer records how processes end.
+        # The coordinator has stopped and no longer records how processes end, so this is done here.
         for worker, process in enumerate(engine.workers):
             if process.ending:
                 coordinator.core.endings.setdefault(worker, process.ending)
@@ -187,7 +187,7 @@ class LiveRun:
     # -- during the run -----------------------------------------------------------------------------------
 
     def _await_end(self) -> RunFailedError | None:
-        """Wait until the run is over or must be ended. Return its failure, or None if it has not failed."""
+        """Wait until the run is over or must be ended. Return the failure of the run, or None if there is none."""
         engine, coordinator = self._engine, self._coordinator
         while not coordinator.over.wait(POLL_INTERVAL_S):
             self._progress.update()
@@ -200,7 +200,7 @@ class LiveRun:
         return self._failure()
 
     def _failure(self) -> RunFailedError | None:
-        """Return the failure of the run, or None. A failure that is the cause of others takes precedence."""
+        """Return the failure of the run, or None. A failure that caused other failures takes precedence."""
         engine, coordinator = self._engine, self._coordinator
         deadline_s = time.monotonic() + CAUSE_TIMEOUT_S
         while not (self._cause_is_known() or self._interruption.asked) and time.monotonic() < deadline_s:
@@ -231,14 +231,14 @@ class LiveRun:
         return None
 
     def _cause_is_known(self) -> bool:
-        """Return False while all known problems must be consequences of a failure that will be reported soon."""
+        """Return False if all known problems are consequences of a failure that is not known yet."""
         engine, coordinator = self._engine, self._coordinator
         if coordinator.failure is not None or engine.failed_server():
             return True
-        # Connections were lost, so the process at their other end is about to end.
+        # Connections were lost, so the process at the other end is about to exit.
         if coordinator.gone_servers or coordinator.core.cut_off:
             return False
-        # The connection of a lost worker has ended, so its process is about to end.
+        # The connection of a lost worker was closed, so its process is about to exit.
         if any(worker not in coordinator.core.endings for worker in coordinator.core.lost):
             return False
         # The coordinator may not have read the report of a failed worker yet.
@@ -246,7 +246,7 @@ class LiveRun:
         return all(coordinator.core.fate(worker) for worker in failed)
 
     def _losses(self) -> str:
-        """Return one line for each lost worker, which says how it ended."""
+        """Return one line for each lost worker that says how its process ended."""
         coordinator = self._coordinator
         return "".join(
             f"\n  worker {worker}: {coordinator.ending(worker)}" for worker in coordinator.core.lost
@@ -255,7 +255,7 @@ class LiveRun:
     # -- after the run ------------------------------------------------------------------------------------
 
     def _keep_weights(self) -> None:
-        """Collect the weights from the servers and save them, unless training has not begun."""
+        """Collect the weights from the servers and save them, if training has begun."""
         if not self._coordinator.started.is_set() or self._interruption.hurried():
             return
         collection = self._coordinator.collect()
@@ -299,7 +299,7 @@ class LiveRun:
         return RunResult(weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes))
 
     def _explained(self, failure: RunFailedError) -> RunFailedError:
-        """Return the failure with notes that say where its log and the weights are."""
+        """Return the failure with notes that say where the log and the weights are."""
         for note in [*self._coordinator.core.faults, *self._notes]:
             if note != failure.reason:
                 failure.add_note(note)
@@ -346,7 +346,7 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop taking snapshots. The wait for a snapshot in progress is limited, since a server may not answer."""
+        """Stop taking snapshots. The wait for a snapshot in progress is limited, because a server may not answer."""
         self._stopped.set()
         self._thread.join(ANSWER_TIMEOUT_S)
 
@@ -365,7 +365,7 @@ class Sampler:
                 snapshot = reader.read()
                 now_s = coordinator.job.now_s() - coordinator.started_s
                 self.taken.append((now_s, snapshot))
-                # Skip the times that have passed while the snapshot was taken.
+                # Skip the times that passed while the snapshot was taken.
                 tick = max(tick + 1, math.ceil(now_s / self._interval_s))
 
 

@@ -1,4 +1,4 @@
-"""Reports which process a run is waiting for and, if a timeout was given, kills that process after it."""
+"""Reports which process a run is waiting for, and kills this process if a timeout was given and has expired."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .local import LocalEngine
 
 __all__ = ["Waiting"]
 
-# A worker may take at least this many of its usual iteration times, whatever the timeout.
+# Whatever the timeout, a worker is killed only if it is silent for this many times its usual iteration time.
 LEAST_ITERATIONS = 3
 
 
@@ -36,7 +36,7 @@ class Waiting:
         self._timeout_s = timeout_s
         self._say = say
         self._watch = StallWatch(coordinator, timeout_s)
-        # For each process that was reported: the time of its last message, and how long it had been silent.
+        # For each process that was reported: the time of its last message, and how long it was silent at the report.
         self._reported: dict[tuple[str, int], tuple[float, float]] = {}
 
     def look(self) -> str:
@@ -45,7 +45,7 @@ class Waiting:
             key = awaited.role, awaited.index
             heard_s = self._coordinator.heard_s.get(key, 0.0)
             before_s, reported_s = self._reported.get(key, (heard_s, 0.0))
-            # Report the same silence again each time its duration has doubled.
+            # Report a silent process again each time its silence has doubled.
             if awaited.quiet_s > 2 * reported_s or before_s != heard_s:
                 self._reported[key] = heard_s, awaited.quiet_s
                 self._say(self._describe(awaited))

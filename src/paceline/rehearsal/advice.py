@@ -1,7 +1,7 @@
-"""`paceline advise`: the recorded machines of a run, simulated under every sync model.
+"""`paceline advise`: simulates the recorded machines of a run under every sync model, and recommends models.
 
-The simulation cannot know how much staleness the loss tolerates. So the advice has one recommendation for no
-staleness, one for bounded staleness, and one for any staleness.
+The simulation cannot know how staleness affects the loss. So there is one recommendation without staleness, one with
+bounded staleness, and one with any staleness.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .ranking import EVERY_MODEL, Figures, mark_front, rank
 
 __all__ = ["Advice", "MachineReport", "advise", "show"]
 
-WORTH_IT = 1.1  # least factor of gradients per second over BSP that justifies staleness
+WORTH_IT = 1.1  # minimum speedup over BSP, in gradients per second, that justifies staleness
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """One recommendation.
+    """The recommendation of one sync model.
 
     Attributes:
-        wish: the requirement that the model fits best.
+        wish: the requirement that the model meets best.
         sync: the recommended model.
-        reason: one sentence that gives the reason.
+        reason: one sentence that explains the recommendation.
         command: command line that runs a script under the model.
     """
 
@@ -53,9 +53,9 @@ class MachineReport(msgspec.Struct, frozen=True):
     Attributes:
         sync: sync model of the run.
         measured_updates_per_s: updates per second in the run while all workers were present.
-        simulated_updates_per_s: updates per second in a simulation of the run. Its deviation from the measured value
+        simulated_updates_per_s: updates per second in a simulation of the run. The difference from the measurement
             shows how accurate the other simulations are.
-        rows: figures of every model, sorted by gradients per second, descending.
+        rows: results of every model, sorted by gradients per second, descending.
         advice: the recommendations.
     """
 
@@ -99,7 +99,7 @@ def _while_all_were_present(shard: Trace) -> tuple[float, int]:
     """Return the seconds until the first worker left, and the number of updates in that time."""
     if not shard.entries:
         raise ConfigurationError(
-            "the trace of shard 0 contains only a header: the run has recorded no events."
+            "the trace of shard 0 contains only a header, because the run recorded no events."
         )
     begun_s = shard.entries[0].event.now_s
     for entry in shard.entries:
@@ -109,7 +109,7 @@ def _while_all_were_present(shard: Trace) -> tuple[float, int]:
 
 
 def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
-    """Return the models that can run on this cluster, and bsp, with which they are compared."""
+    """Return bsp, which is the baseline, and the models that can run on this cluster."""
     found = ["bsp"]
     for sync in syncs:
         try:
@@ -122,7 +122,7 @@ def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
 
 
 def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
-    # Where a condition failed, the figures are those of another model.
+    # If a condition failed, the results are partly those of another model, so they are left out.
     rows = [row for row in rows if not row.faults]
     [bsp] = [row for row in rows if row.sync == "bsp"]
     fastest = rows[0]
@@ -130,7 +130,7 @@ def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
     middle = max(bounded, key=lambda row: row.gradients_per_s)
     picks = [
         ("no staleness at all", bsp),
-        ("the most gradients with a bound on staleness, or barriers", middle),
+        ("the most gradients, with bounded staleness or barriers", middle),
         ("the most gradients, with any staleness", fastest),
     ]
     if fastest.gradients_per_s < WORTH_IT * bsp.gradients_per_s:
@@ -148,7 +148,7 @@ def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
 
 
 def _bounded(sync: str) -> bool:
-    """Return True if the model bounds how far ahead a worker gets, or has barriers."""
+    """Return True if the model limits how far ahead a worker may be, or has barriers."""
     return sync.partition(":")[0] in ("bsp", "ssp", "dssp", "dsps", "elastic-bsp", "drop-stragglers")
 
 
@@ -161,7 +161,7 @@ def _reason(row: Figures, bsp: Figures) -> str:
     faster = row.gradients_per_s / bsp.gradients_per_s
     wasted = f" and waste {row.wasted_share:.0%}" if row.wasted_share >= 0.005 else ""
     return (
-        f"{faster:.2f} times the gradients of bsp: workers wait {row.waiting_share:.0%} of their time instead of "
+        f"{faster:.2f} times as many gradients as bsp: workers wait {row.waiting_share:.0%} of their time instead of "
         f"{bsp.waiting_share:.0%}{wasted}; a gradient misses {row.mean_staleness:.1f} updates on average."
     )
 
@@ -176,15 +176,15 @@ def _summary(run_dir: Path) -> dict[str, Any]:
         return summary
     except FileNotFoundError:
         raise ConfigurationError(
-            f"{run_dir} holds no finished run: it has no summary.json. Give the directory that paceline run "
-            "prints when it ends."
+            f"{run_dir} does not contain a finished run: there is no summary.json. Give the directory that paceline "
+            "run prints when it ends."
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{run_dir / 'summary.json'} cannot be read: {error}") from error
 
 
 def show(report: MachineReport, cluster: Cluster, console: Console) -> None:
-    """Print a report about a cluster."""
+    """Print a report: the table of all models and the recommendations."""
     off = (
         report.simulated_updates_per_s / report.measured_updates_per_s - 1
         if report.measured_updates_per_s

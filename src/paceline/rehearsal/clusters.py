@@ -1,4 +1,4 @@
-"""Clusters: loading them and describing them in one line."""
+"""Functions that load a cluster and describe a cluster in one line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["describe", "load_cluster"]
 
 
 def load_cluster(source: str) -> Cluster:
-    """Load a cluster file, or a cluster of the papers by its name.
+    """Load a cluster from a cluster file, or from the papers by its name.
 
     Raises:
-        ConfigurationError: there is no such file or name, or the file is invalid.
+        ConfigurationError: there is no file or cluster with that name, or the file is invalid.
     """
     by_name = source in PRESETS and not Path(source).exists()
     return Cluster.preset(source) if by_name else Cluster.from_toml(source)

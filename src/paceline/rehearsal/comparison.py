@@ -20,12 +20,12 @@ from .ranking import Figures, rank, sweep
 __all__ = ["STAR", "compare", "explore", "show_faults"]
 
 STAR = "*: no other model here has both more gradients per second and less staleness"
-MOST_DRAWN = 16  # no timelines are drawn of clusters with more workers
+MOST_DRAWN = 16  # no timelines are drawn for clusters with more workers
 SHOWN_ITERATIONS = 12  # length of the timelines, in iterations of the slowest worker
 
 
 def show_faults(rows: Iterable[Figures], console: Console) -> None:
-    """Print which conditions failed. The figures of these rows are those of the models that replaced them."""
+    """Print which conditions failed and were therefore replaced by another model during the simulation."""
     for row in rows:
         for fault in row.faults:
             console.print(f"{row.sync}: {fault.splitlines()[0]}", style="red", markup=False, highlight=False)
@@ -42,10 +42,12 @@ def compare(
     console: Console,
     tell: TellCount,
 ) -> list[Figures]:
-    """Rank sync models: print a table, and save it as JSON with a picture of the ranking and one of the timelines."""
+    """Rank sync models. Print a table, and save the results as JSON and as pictures of the ranking and timelines."""
     rows = rank(cluster, syncs, iterations=iterations, seed=seed, shards=shards, tell=tell)
     until_s = rows[0].until_s
-    note = f"{describe(cluster)}; {until_s:.4g} virtual seconds, in which bsp does {iterations} iterations"
+    note = (
+        f"{describe(cluster)}; {until_s:.4g} virtual seconds, in which bsp completes {iterations} iterations"
+    )
     console.print(ranking_table(cluster.name, rows, f"{note}\n{STAR}"))
     show_faults(rows, console)
     _save_json(out / "ranking.json", rows)
@@ -56,7 +58,7 @@ def compare(
         timelines = {}
         for sync in syncs:
             result = simulate(cluster, sync, None, seed, until_s=2 * shown_s, shards=shards, record=True)
-            if any(result.records):  # otherwise no worker has finished an iteration
+            if any(result.records):  # there is no timeline if no worker has finished an iteration
                 timelines[sync] = timeline_of(result.records, result.trace[0])
         if timelines:
             save(timelines_picture(timelines, shown_s), out / "timelines.png")
@@ -76,7 +78,7 @@ def explore(
     console: Console,
     tell: TellCount,
 ) -> list[Figures]:
-    """Compare values of a parameter: print a table, and save it as JSON with a picture of the curves."""
+    """Compare values of a parameter. Print a table, and save the results as JSON and as a picture."""
     points = sweep(cluster, syncs, key, values, iterations=iterations, seed=seed, shards=shards, tell=tell)
     rows = [row for _, row in points]
     console.print(ranking_table(cluster.name, rows, describe(cluster)))

@@ -1,4 +1,4 @@
-"""A pool of processes for independent computations on all cores. The processes end when their parent does."""
+"""A pool of processes for independent computations on all cores. The processes exit when their parent exits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 TellCount = Callable[[int, int, str], None]
-"""Progress callback: takes the number of finished tasks, the number of all tasks, and the name of the last one."""
+"""Progress callback: receives the number of finished tasks, the total number of tasks, and the last task's name."""
 
 
 def on_all_cores(
@@ -36,12 +36,12 @@ def on_all_cores(
     """Apply a function to each task in a pool of processes. Return the results in the order of the tasks.
 
     Args:
-        function: function of one task. It must be importable; tasks and results must be picklable.
+        function: function that processes one task. It must be importable; tasks and results must be picklable.
         tasks: tasks to process.
-        name_of: returns the name of a task, for the progress.
+        name_of: returns the name of a task, for the progress callback.
         tell: progress callback.
         prepare: importable function that every process calls first. The default does nothing.
-        prepare_args: arguments of `prepare`.
+        prepare_args: arguments for `prepare`.
         fresh: True to run each task in a new process.
 
     Raises:
@@ -79,7 +79,7 @@ def on_all_cores(
 def _begin(
     parent: int, imports: Sequence[str], prepare: Callable[..., object], prepare_args: tuple[Any, ...]
 ) -> None:
-    """Prepare a process of the pool. It ends with its parent, which also handles Ctrl-C."""
+    """Prepare a process of the pool. The process exits when its parent exits, and leaves Ctrl-C to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
     load_models("", imports)

@@ -1,8 +1,8 @@
 """Rankings of sync models on a cluster.
 
-Each model, or each value of a model's parameter, is simulated for the same time. The simulations cover timing only:
-how many gradients are computed, how stale they are, and how long workers wait. To find out how staleness affects a
-loss, train a model; see `training` in this package.
+Each model, or each value of a model's parameter, is simulated for the same virtual time. The simulations cover timing
+only: how many gradients are computed, how stale they are, and how long workers wait. To find out how staleness
+affects the loss, train a model; see the module `training` in this package.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ EVERY_MODEL = (
     "elastic-bsp:lookahead=15",
     "spec-sync",
 )
-"""The models that are compared by default, with the parameters of their papers."""
+"""The models that are compared by default, with the parameters from their papers."""
 
 
 MOST_VALUES = 1000
-"""Largest number of values in a sweep."""
+"""Maximum number of values in a sweep."""
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -73,14 +73,14 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one simulation. Shares are from 0 to 1.
+    """The results of one simulation. All shares are numbers from 0 to 1.
 
     Attributes:
         sync: sync model.
         until_s: virtual seconds that were simulated.
         finished_s: virtual time at which a worker finished its last iteration, averaged over the workers.
-        gradients_per_s: pushes of all workers that were applied, per virtual second.
-        updates_per_s: optimizer steps per virtual second. Under BSP one step applies all gradients of a round.
+        gradients_per_s: number of applied pushes of all workers, per virtual second.
+        updates_per_s: optimizer steps per virtual second. Under BSP, one step applies all gradients of a round.
         mean_staleness: mean staleness of the gradients, in versions.
         max_staleness: largest staleness of a gradient, in versions.
         computing_share: share of the workers' time spent on gradients that were pushed.
@@ -90,8 +90,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         restarts: number of computations that were aborted and restarted.
         bytes_sent: bytes sent by all processes.
         faults: descriptions of conditions that failed, and of the models that replaced them. If there are any, the
-            figures are not those of `sync` alone.
-        front: True if no other model of the comparison has both more gradients per second and less staleness.
+            results are not those of `sync` alone.
+        front: True if no other model in the comparison has both more gradients per second and less staleness.
     """
 
     sync: str
@@ -112,12 +112,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moving_share(self) -> float:
-        """Share of the workers' time spent on transfers, from 0 to 1."""
+        """The share of the workers' time spent on transfers, from 0 to 1."""
         return max(0.0, 1.0 - self.computing_share - self.waiting_share - self.wasted_share)
 
 
 def figures_of(sync: str, result: SimResult) -> Figures:
-    """Compute the figures of a simulation from its result."""
+    """Return the numbers for a ranking from the result of a simulation."""
     measures = result.measures
     pushes = sum(measures.iterations.values())
     duration_s = measures.duration_s or 1.0
@@ -154,7 +154,7 @@ def run_task(task: Task) -> Figures:
 
 
 def run_tasks(tasks: Sequence[Task], tell: TellCount = lambda done, of, what: None) -> list[Figures]:
-    """Run simulations on all cores. Return their figures in the order of the tasks."""
+    """Run simulations on all cores. Return their results in the order of the tasks."""
     if len(tasks) > 1:
         return on_all_cores(run_task, tasks, lambda task: task.sync, tell)
     tell(0, len(tasks), "")
@@ -172,8 +172,10 @@ def rank(
     shards: int | None = None,
     tell: TellCount = lambda done, of, what: None,
 ) -> list[Figures]:
-    """Simulate each model for as long as BSP takes for `iterations` iterations. Sort by gradients per second,
-    descending.
+    """Simulate each model for the time that BSP needs for `iterations` iterations.
+
+    Returns:
+        The results, sorted by gradients per second, descending.
 
     Raises:
         ConfigurationError: a model cannot run on this cluster, or BSP completes no iteration on it.
@@ -187,22 +189,22 @@ def rank(
 
 
 def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None) -> float:
-    """Return the virtual seconds that BSP takes.
+    """Return the virtual time in seconds that BSP needs for a number of iterations.
 
     Raises:
-        ConfigurationError: BSP completes no iteration on this cluster, or it takes no time.
+        ConfigurationError: BSP completes no iteration on this cluster, or its iterations take no time.
     """
     time_s = simulate(cluster, "bsp", iterations, seed, shards=shards).time_s
     if not time_s:
         raise ConfigurationError(
             "under bsp, no worker finishes an iteration on this cluster, or iterations take no time, so there is "
-            "nothing to compare. Check the compute times, and when workers are lost."
+            "nothing to compare. Check the compute times, and the times at which workers are lost."
         )
     return time_s
 
 
 def mark_front(rows: Sequence[Figures]) -> list[Figures]:
-    """Set `front` in the rows that no other row exceeds in both gradients per second and freshness."""
+    """Set `front` in each row, unless another row has both more gradients per second and less staleness."""
     return [
         msgspec.structs.replace(
             row,
@@ -229,7 +231,7 @@ def sweep(
     shards: int | None = None,
     tell: TellCount = lambda done, of, what: None,
 ) -> list[tuple[float, Figures]]:
-    """Simulate each model that has the parameter `key` with each value. Return pairs (value, figures)."""
+    """Simulate each model that has the parameter `key` with each value. Return pairs (value, results)."""
     pairs = variants(syncs, key, values)
     require_runnable(cluster, [sync for _, sync in pairs], shards)
     horizon_s = horizon(cluster, iterations, seed, shards)
@@ -247,7 +249,7 @@ def variants(syncs: Sequence[str], key: str, values: Sequence[float]) -> list[tu
     if not having:
         known = ", ".join(sorted({field for model in MODELS.values() for field in model.__struct_fields__}))
         raise ConfigurationError(
-            f"none of the sync models {', '.join(syncs)} has a parameter {key!r}. Choices: {known}."
+            f"none of the sync models {', '.join(syncs)} has a parameter {key!r}. Known parameters: {known}."
         )
     return [(value, _with_key(sync, key, value)) for sync in having for value in values]
 
@@ -292,8 +294,8 @@ def sweep_values(text: str) -> tuple[str, list[float]]:
 def read_syncs(text: str) -> list[str]:
     """Parse a list of sync models, for example `bsp,ssp:staleness=3,execution=lazy,elastic-bsp`.
 
-    "all" stands for `EVERY_MODEL`. A part of the form `key=value` belongs to the model before it. Parts with `@` are
-    the steps of one schedule.
+    "all" stands for `EVERY_MODEL`. A part of the form `key=value` is a parameter of the preceding model. Consecutive
+    parts with `@` are the steps of one schedule.
 
     >>> read_syncs("bsp,ssp:staleness=3,execution=lazy,bsp@0,asp@50,asp")
     ['bsp', 'ssp:staleness=3,execution=lazy', 'bsp@0,asp@50', 'asp']

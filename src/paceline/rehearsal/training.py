@@ -1,6 +1,6 @@
-"""`paceline simulate --script`: a user's training script on a simulated cluster, under several sync models.
+"""`paceline simulate --script`: runs a training script on a simulated cluster, under several sync models.
 
-Unlike a ranking of timings, this shows how much staleness the loss of the script tolerates.
+Unlike a ranking by speed, this shows how staleness affects the loss.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .ranking import Figures, figures_of
 
 __all__ = ["Trained", "smooth", "train_and_compare"]
 
-POINTS = 60  # largest number of points of a curve, roughly
-WINDOW = 0.05  # share of all pushes over which each point of a curve is averaged
+POINTS = 60  # approximate maximum number of points in a curve
+WINDOW = 0.05  # each point of a curve is an average over this share of all pushes
 
 
 class Trained(msgspec.Struct, frozen=True):
     """The results of training under one model.
 
     Attributes:
-        figures: figures of the simulation.
+        figures: speed, staleness and use of time in the simulation.
         curve: smoothed losses, as pairs (virtual seconds, loss).
-        final_loss: last point of the curve.
+        final_loss: loss at the last point of the curve.
     """
 
     figures: Figures
@@ -47,7 +47,7 @@ class Trained(msgspec.Struct, frozen=True):
     final_loss: float
 
     def reaches_s(self, loss: float) -> float | None:
-        """Return the virtual time at which the curve first reached a loss; None if it never did."""
+        """Return the virtual time at which the curve first reaches a loss; None if it never does."""
         return next((time_s for time_s, value in self.curve if value <= loss), None)
 
 
@@ -73,7 +73,7 @@ def train_and_compare(
     console: Console,
     tell: TellCount,
 ) -> list[Trained]:
-    """Run the script under each model, print a table, and draw the losses over virtual time.
+    """Run the script under each model, print a table, and plot the losses over virtual time.
 
     Raises:
         RunFailedError: the script failed.
@@ -83,7 +83,7 @@ def train_and_compare(
         _Task(cluster, sync, str(script), list(arguments), seed, shards, str(out / f"script-{number}.log"))
         for number, sync in enumerate(syncs)
     ]
-    # Each run gets a new process, since modules keep their state.
+    # Each run needs a new process, because imported modules keep their state.
     found = on_all_cores(_run, tasks, lambda task: task.sync, tell, fresh=True)
     (out / "training.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     rows = [row for row in found if row.curve]
@@ -113,7 +113,7 @@ def smooth(history: Sequence[Loss]) -> list[tuple[float, float]]:
 
 
 def _run(task: _Task) -> Trained:
-    """Run the script in this process, which was started for it. Its standard output is written to a file."""
+    """Run a script in this process, under one model. The script's standard output is written to a file."""
     sys.argv = [task.script, *task.arguments]
     sys.path.insert(0, str(Path(task.script).resolve().parent))
     with open(task.log, "w") as log, contextlib.redirect_stdout(log):
@@ -136,7 +136,7 @@ def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str)
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
-        caption=f"{escape(describe(cluster))}; losses are those of the training batches, smoothed. All models "
+        caption=f"{escape(describe(cluster))}; losses on the training batches, smoothed. All models "
         "use the script's learning rate. Models that average gradients, such as bsp, tolerate a larger one.",
         caption_justify="left",
     )

@@ -34,7 +34,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 def draw_accuracy(axes: Axes, curves: Sequence[Curve], target: float) -> None:
-    """Draw the curves. Curves with the same label (several seeds) share a color and an entry of the legend."""
+    """Draw the curves. Curves with the same label (several seeds) share a color and a legend entry."""
     labels = list(dict.fromkeys(curve.label for curve in curves))
     for index, label in enumerate(labels):
         group = [curve for curve in curves if curve.label == label]
@@ -58,7 +58,7 @@ def draw_accuracy(axes: Axes, curves: Sequence[Curve], target: float) -> None:
 
 
 def _draw_group(axes: Axes, curves: Sequence[Curve], color: str, dashes: object, target: float) -> None:
-    """Draw the curves of one label.
+    """Draw the curves with one label.
 
     For each curve that reached the target, draw a marker at the target and a vertical line from it to the axis.
     """
@@ -87,7 +87,7 @@ def _draw_group(axes: Axes, curves: Sequence[Curve], color: str, dashes: object,
 
 
 def _legend(label: str, reached_s: Sequence[float], runs: int, target: float) -> str:
-    """Return the entry of the legend for the runs of one label."""
+    """Return the legend entry for the runs with one label."""
     if not reached_s:
         return f"{label}: never at {target:.0%}"
     if runs == 1:

@@ -1,7 +1,7 @@
-"""Create figures without a display and save them as PNG files.
+"""Functions that create figures without a display and save figures as PNG files.
 
-matplotlib is optional; if it is not installed, an error says so. The global state of matplotlib (pyplot, rcParams) is
-not used, so a user's own figures are not affected.
+matplotlib is optional; if it is not installed, a `ConfigurationError` says so. The global state of matplotlib
+(pyplot, rcParams) is not used, so the user's own figures are not affected.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ __all__ = ["TrialOutcome", "comparison_table", "medians"]
 
 
 class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of training under one sync model: that of one run, or the medians of several runs.
+    """The result of training under one sync model: the result of one run, or the medians of several runs.
 
     Attributes:
         sync: the sync model, in the notation of the command line.
@@ -22,14 +22,14 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
         momentum: momentum of the runs.
         seeds: random seeds of the runs.
         target_accuracy: target accuracy on the test images, from 0 to 1.
-        time_to_target_s: time of the second of two successive evaluations at or above the target, in seconds since
+        time_to_target_s: time at which two successive evaluations were at or above the target, in seconds since
             training began; None if the target was not reached.
         final_accuracy: accuracy of the final weights on the test images, from 0 to 1.
         updates_per_s: number of optimizer steps per second.
-        waiting_share: share of the workers' total time that they spent waiting, from 0 to 1.
+        waiting_share: share of the total time of all workers that was spent waiting, from 0 to 1.
         mean_staleness: mean staleness over all pairs (push, shard), in versions.
         max_staleness: maximum staleness over all pairs (push, shard) of all runs, in versions.
-        delayed_share: share of the pulls, counted per (worker, shard), that were delayed, from 0 to 1.
+        delayed_share: share of pulls that were delayed, counted per (worker, shard), from 0 to 1.
         restarts: number of computations that were aborted and restarted.
         wasted_share: share of the total time of all workers that was spent on aborted computations, from 0 to 1.
         emulated: description of how unequal machines were emulated; "" if they were not.
@@ -76,7 +76,7 @@ def medians(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
 
 
 def comparison_table(outcomes: Sequence[TrialOutcome], *, every: bool = False) -> Table:
-    """Return the table, with one row per outcome. Its caption says which machines were emulated.
+    """Return a table with one row per outcome. The caption says which machines were emulated.
 
     If `every` is True, the table shows delayed pulls and aborts instead of the settings and the update rate, and
     wraps long names of sync models.

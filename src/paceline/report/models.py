@@ -1,6 +1,6 @@
 """The documentation of the sync models, which is read from the docstring of each model's module.
 
-Such a docstring consists of a title, optionally some theory, labelled paragraphs (Reference, Admission, State,
+Each of these docstrings consists of a title, optionally some theory, labeled paragraphs (Reference, Admission, State,
 Guarantee, Use, Deviations) and an example.
 """
 
@@ -31,10 +31,10 @@ class Page(msgspec.Struct, frozen=True):
         name: name of the model on the command line.
         notation: the name with all parameters and their defaults; "..." stands for a value without a default.
         title: the first paragraph.
-        theory: the text between the title and the labelled paragraphs; "" if there is none.
+        theory: the text between the title and the labeled paragraphs; "" if there is none.
         parts: mapping from label to paragraph.
-        parameters: pairs of the name and the description of a parameter.
-        example: the doctest.
+        parameters: a pair (name, description) for each parameter.
+        example: the example, as a doctest.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Page(msgspec.Struct, frozen=True):
 
 
 def describe(name: str) -> Page:
-    """Return the documentation of one model. Raise `ConfigurationError` if there is no model of that name."""
+    """Return the documentation of one model. Raise `ConfigurationError` if there is no model with that name."""
     if name not in MODELS:
         raise unknown_name("sync model", name, MODELS)
     model = MODELS[name]

@@ -1,4 +1,4 @@
-"""Pictures that compare runs: the accuracy over time, and below it the timelines of each sync model."""
+"""Pictures that compare runs: a plot of the accuracy over time, and below it a timeline for each sync model."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def comparison_picture(
     timelines: Mapping[str, Timeline],
     until_s: float,
 ) -> Figure:
-    """Draw the accuracy over time of several runs, and below it their timelines.
+    """Draw the accuracy of several runs over time, and below it the timelines of the runs.
 
     Args:
         title: title of the picture.
         note: text in smaller print below the title, which says what was emulated.
-        curves: accuracy over time of each run.
+        curves: accuracy of each run over time.
         target: target accuracy, from 0 to 1.
-        timelines: mapping from sync model to timeline, in the order of the picture.
-        until_s: length of the timelines that is shown, in seconds.
+        timelines: mapping from sync model to timeline, in the order in which they are drawn.
+        until_s: number of seconds of each timeline to show.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -49,7 +49,7 @@ def comparison_picture(
     draw_accuracy(top, curves, target)
     _draw_strips(strips, timelines, until_s)
     if strips:
-        strips[-1].set_xlabel(f"seconds since training began (the first {until_s:g})")
+        strips[-1].set_xlabel(f"seconds since training began (first {until_s:g} s)")
     return figure
 
 
@@ -84,7 +84,7 @@ def _draw_strips(strips: Sequence[Axes], timelines: Mapping[str, Timeline], unti
 
 
 def _explain(strip: Axes) -> None:
-    """Draw a legend of the colors above a strip."""
+    """Draw a legend for the colors above a strip."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

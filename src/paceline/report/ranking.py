@@ -21,7 +21,7 @@ COMPUTING, WAITING, MOVING, WASTED = "#56B4E9", "#D55E00", "#999999", "#F0E442"
 
 
 class Ranked(Protocol):
-    """The figures that are shown for one model. See `paceline.rehearsal.ranking.Figures`."""
+    """The results that are shown for one model. See `paceline.rehearsal.ranking.Figures`."""
 
     @property
     def sync(self) -> str: ...
@@ -78,7 +78,7 @@ def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:
 
 
 def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
-    """Draw the gradients per second over the staleness on the left, and the use of the workers' time on the right.
+    """Plot gradients per second over staleness on the left, and the use of the workers' time on the right.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -93,7 +93,7 @@ def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
 
 
 def sweep_picture(title: str, key: str, lines: Mapping[str, Sequence[tuple[float, Ranked]]]) -> Figure:
-    """Draw the gradients per second, staleness and waiting time over the values of a parameter, a line per model."""
+    """Plot gradients per second, staleness and waiting time over the values of a parameter, with a line per model."""
     figure = new_figure(12.0, 4.2)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     shown: dict[str, Callable[[Ranked], float]] = {
@@ -181,5 +181,5 @@ def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
 
 
 def _wrappable(sync: str) -> str:
-    """Return the notation of a sync model with spaces at which it may be wrapped."""
+    """Return the notation of a sync model with added spaces, at which it can be wrapped."""
     return sync.replace(",", ", ").replace(":", ": ", 1)

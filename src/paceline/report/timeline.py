@@ -1,4 +1,4 @@
-"""Timelines of a run: when each worker was computing or waiting, and when the barriers were."""
+"""Timelines of a run: when each worker was computing or waiting, and the times of the barriers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ DROPPED = "#F0E442"
 BAR_HEIGHT = 0.78
 
 Span = tuple[float, float]
-"""The begin and the end of a time span, in seconds since training began."""
+"""The beginning and the end of a time span, in seconds since training began."""
 
 
 class Timeline(msgspec.Struct, frozen=True):
     """The activities of the workers of one run.
 
     Attributes:
-        computing: the iterations of each worker, from the arrival of the weights to the push. Sleep that emulates a
+        computing: the computations of each worker, from the arrival of the weights to the push. Sleep that emulates a
             slower machine counts as computing.
-        dropped: the computations of each worker that were aborted before the iteration was restarted.
+        dropped: the aborted computations of each worker.
         waiting: the waiting times of each worker, from each push to the arrival of the new weights.
         barriers_s: the times at which held pushes were applied together.
     """
@@ -51,7 +51,7 @@ def read_timeline(run_dir: Path) -> Timeline:
 def timeline_of(records: Sequence[Sequence[IterationRecord]], shard: Trace) -> Timeline:
     """Return the timeline for the records of all workers and the trace of one shard.
 
-    Time 0 of the timeline is the time at which the first worker began.
+    The timeline begins at the time at which the first worker began.
     """
     zero_s = min(worker[0].begun_s for worker in records if worker)
 

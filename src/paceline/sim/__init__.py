@@ -1,8 +1,8 @@
-"""Discrete-event simulation of runs in virtual time, which uses the same sync models, shards and front end.
+"""Discrete-event simulation of runs in virtual time, with the same sync models, shards and front end as a live run.
 
 - `simulate` simulates a run with any number of workers, with or without gradients, and returns a `SimResult`.
-- `Cluster` describes the machines. `Presence` and `Link` describe workers that differ from the others.
-- `Constant`, `Uniform`, `LogNormal`, `Pareto`, `Recorded`, `Drifting` and `Occasional` are distributions of times.
+- `Cluster` describes the machines and the network. `Presence` and `Link` are settings for individual workers.
+- `Constant`, `Uniform`, `LogNormal`, `Pareto`, `Recorded`, `Drifting` and `Occasional` are duration distributions.
 
 >>> simulate(Cluster(compute_s=[1.0, 1.0, Uniform(low=2.0, high=4.0)]), "ssp:staleness=3").updates
 300

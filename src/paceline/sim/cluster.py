@@ -17,21 +17,21 @@ __all__ = ["Cluster", "require_whole"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines and the network between them.
+    """The machines on which `simulate` runs a job, and the network between them.
 
     Args:
-        compute_s: for each worker, the time to compute the gradient of an iteration: a number of seconds, a
+        compute_s: for each worker, the time that it takes to compute a gradient. This is a number of seconds, a
             distribution (`paceline.sim.Uniform`, ...), or a list of recorded times.
         servers: number of servers.
-        latency_s: latency of every message, a number of seconds or a distribution.
+        latency_s: latency of every message, as a number of seconds or a distribution.
         bandwidth_bps: bandwidth of each machine's network interface, in bits per second in each direction. Default:
             unlimited.
-        size_bytes: size of the parameters, and of a gradient, in bytes; it has no effect if the bandwidth is
-            unlimited. If a training function is simulated, 0 means the actual size of its model. Another value
-            simulates the transfers of a larger model.
-        presence: mapping from worker to the times at which it is present, for workers that are not always present.
-        links: mapping from worker to its connection, for workers that are connected differently.
-        name: name of the cluster in titles.
+        size_bytes: size of all parameters, and of a gradient, in bytes. It has no effect if the bandwidth is
+            unlimited. With a training function, 0 means the actual size of its model; any other number simulates the
+            transfers of a model of that size.
+        presence: mapping from worker to `Presence`, for workers that are not present during the whole run.
+        links: mapping from worker to `Link`, for workers with a different latency or bandwidth.
+        name: name of the cluster, used in titles.
 
     Raises:
         ConfigurationError: an argument is not valid.
@@ -93,10 +93,10 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
-        """Return a cluster of the papers by its name: "elastic-bsp", "spec-sync-1", "fluent-ps-64", ... (`PRESETS`).
+        """Return one of the clusters from the papers by its name, such as "elastic-bsp". `PRESETS` lists all names.
 
         Raises:
-            ConfigurationError: there is no preset of that name.
+            ConfigurationError: there is no preset with that name.
         """
         return cls(**read_preset(name))
 
@@ -115,12 +115,12 @@ class Cluster:
         return self.bandwidth_bps if link is None or link.bandwidth_bps is None else link.bandwidth_bps
 
     def joins_late(self, worker: int) -> bool:
-        """Return True if a worker is not there from the beginning."""
+        """Return True if a worker joins after the beginning of the run."""
         presence = self.presence.get(worker)
         return presence is not None and presence.joins_at_s > 0
 
     def latency(self, worker: int, *, to_server: bool) -> Distribution:
-        """Return the distribution of the latency from a worker to the servers, or from the servers to it."""
+        """Return the distribution of the latency of messages from a worker to the servers, or back."""
         link = self.links.get(worker, Link())
         special = link.to_server_s if to_server else link.from_server_s
         return times_of(self.latency_s if special is None else special)

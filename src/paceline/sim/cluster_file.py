@@ -1,4 +1,4 @@
-"""Cluster files, which describe a cluster in TOML. The clusters of the papers are stored in the same format.
+"""Cluster files, which describe a cluster in TOML. The clusters from the papers are stored in the same format.
 
     servers = 4
     bandwidth = "10 Gbit/s"
@@ -16,7 +16,8 @@
     lost_at = "300 s"
     back_after = "60 s"
 
-Every quantity is a number in base units (seconds, bytes, bits per second, a share), or a string with a unit.
+Every quantity is a string with a unit, or a number in base units: seconds, bytes, bits per second, or a share from 0
+to 1.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def quantity(value: object, units: dict[str, float], what: str) -> float:
         except InvalidOperation:
             number = None
     if number is None or not 0 <= number < math.inf:
-        # The base unit, if it is among the units.
+        # Use the base unit in the example, if `units` contains it.
         example = max(units, key=lambda unit: units[unit] == 1)
         raise ConfigurationError(
             f"{what} is {value!r}, expected a number >= 0, or a string such as '2 {example}'."
@@ -79,7 +80,7 @@ def quantity(value: object, units: dict[str, float], what: str) -> float:
 
 
 class Group(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A table `[[workers]]` of the file: a group of identical workers."""
+    """A `[[workers]]` table of a cluster file, which describes a group of identical workers."""
 
     count: int = 1
     compute: Any
@@ -93,7 +94,7 @@ class Group(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The content of the file."""
+    """The content of a cluster file."""
 
     workers: list[Group]
     servers: int = 1
@@ -111,14 +112,14 @@ def _preset_files() -> dict[str, Any]:
 
 
 PRESETS = tuple(sorted(_preset_files()))
-"""The names of the clusters of the papers."""
+"""The names of the clusters from the papers."""
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """Return the arguments of `Cluster` for a cluster of the papers.
+    """Return the arguments for `Cluster` that describe one of the clusters from the papers.
 
     Raises:
-        ConfigurationError: there is no preset of that name.
+        ConfigurationError: there is no preset with that name.
     """
     if name not in PRESETS:
         raise unknown_name("cluster", name, PRESETS)
@@ -126,7 +127,7 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the arguments of `Cluster` for the cluster that a file describes.
+    """Return the arguments for `Cluster` from a cluster file.
 
     Raises:
         ConfigurationError: the file cannot be read, or an entry is not valid; the message names the entry.
@@ -137,7 +138,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigurationError(
             f"the cluster file {os.fspath(path)} cannot be read: {reason}. Give a TOML file, or one of the clusters "
-            f"of the papers: {', '.join(PRESETS)}."
+            f"from the papers: {', '.join(PRESETS)}."
         ) from error
     return _parse(text, os.fspath(path), Path(path).stem)
 
@@ -156,7 +157,7 @@ def _parse(text: str, source: str, name: str) -> dict[str, Any]:
 
 
 def _readable(reason: str) -> str:
-    """Return the message of a validation error with the key in front and, for an unknown key, the known ones."""
+    """Return the message of a validation error with the key in front. For an unknown key, add the known keys."""
     key = ""
     if match := re.search(r" - at `\$(.*)`$", reason):
         key, reason = match[1].lstrip("."), reason[: match.start()]
@@ -167,7 +168,7 @@ def _readable(reason: str) -> str:
 
 
 def _arguments(file: File, name: str) -> dict[str, Any]:
-    """Return the arguments of `Cluster` for the content of a file. `name` is the default name of the cluster."""
+    """Return the arguments for `Cluster` from the content of a file. `name` is the default name of the cluster."""
     compute: list[Times] = []
     presence: dict[int, Presence] = {}
     links: dict[int, Link] = {}
@@ -206,7 +207,7 @@ def _arguments(file: File, name: str) -> dict[str, Any]:
 
 
 def _times(value: object, what: str) -> Times:
-    """Return the times for a single time, a list of recorded times, or a table that describes a distribution."""
+    """Return the distribution for a single time, a list of recorded times, or a table with the key `kind`."""
     if isinstance(value, list):
         return times_of([quantity(item, TIMES, f"{what}[{index}]") for index, item in enumerate(value)])
     if not isinstance(value, dict):
@@ -242,13 +243,14 @@ _KINDS = (
 
 
 def _jittered(time: Times, share: float, table: str) -> Times:
-    """Return a uniform distribution around a constant time, with `share` of it as the half-width."""
+    """Return a uniform distribution around a constant time. Its half-width is `share` times the constant."""
     constant = times_of(time)
     if not 0 <= share < 1:
         raise ConfigurationError(f"{table}.jitter is {share:.0%}, expected less than 100 %.")
     if not isinstance(constant, Constant):
         raise ConfigurationError(
-            f"{table}.jitter is given, but {table}.compute is not a single number. Omit jitter, or give one number."
+            f"{table}.jitter is given, but {table}.compute is not a single number. Omit jitter, or set compute to a "
+            "single number."
         )
     mean_s = constant.seconds
     return Uniform(low=mean_s * (1 - share), high=mean_s * (1 + share))

@@ -1,8 +1,8 @@
-"""A job in virtual time: it hosts the cores of the coordinator, the servers and the workers on a heap of events.
+"""A job in virtual time. It hosts the cores of the coordinator, the servers and the workers on a heap of events.
 
-The protocol is that of a live run (`paceline.core`). This module carries the messages through the simulated network,
-without encoding them, and lets time pass. A `Driver` determines what a worker does between its messages: it may only
-let time pass, or compute a gradient.
+The protocol is the same as in a live run (see `paceline.core`). This module sends the messages through the simulated
+network, without encoding them, and advances virtual time. A `Driver` determines what a worker does between messages:
+compute a gradient, or only let time pass.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ __all__ = ["Driver", "NullStore", "ShardStore", "VirtualJob"]
 
 log = logging.getLogger("paceline.sim")
 
-HEADER_BYTES = 64  # header of any message; approximately the size in a live run
+HEADER_BYTES = 64  # size of the header of each message, approximately as in a live run
 
 KINDS = ("push", "pull", "pull again", "control")
-"""Kinds of messages. "pull again" is an answer after a restart; "control" is any small message."""
+"""Kinds of messages. "pull again" is an answer after a restart; "control" messages have no weights or gradients."""
 
 COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES = range(4)
-"""The purposes of a worker's random draws. The purpose is the second to last part of the key of a draw."""
+"""The purposes of a worker's random draws. The key of each draw begins with (seed, worker, purpose)."""
 
 
 class Driver(Protocol):
-    """The actions of the workers between their messages. The job calls these methods."""
+    """Determines what the workers do between messages. The job calls these methods."""
 
     def joined(self, worker: int) -> None:
         """Called when the worker has joined and its weights have arrived."""
 
     def computed(self, worker: int) -> None:
-        """Called when the time of its computation has passed."""
+        """Called when the compute time of the worker's iteration has passed."""
 
     def aborted(self, worker: int) -> None:
-        """Called when its computation must be aborted. The driver must call `VirtualJob.pull_again`."""
+        """Called when the worker's computation must be aborted. The driver must then call `VirtualJob.pull_again`."""
 
     def answered(self, worker: int) -> None:
         """Called when every shard has answered the worker's last pull."""
@@ -78,7 +78,7 @@ class Driver(Protocol):
         """Called when a shard sends its current weights to the worker."""
 
     def lost(self, worker: int) -> None:
-        """Called when the worker is lost. Whatever it does afterwards has no effect."""
+        """Called when the worker is lost. Nothing that the worker does afterwards has an effect."""
 
 
 class ShardStore(Protocol):
@@ -94,7 +94,7 @@ class ShardStore(Protocol):
 
 
 class NullStore:
-    """The store of a shard without tensors."""
+    """The store of a shard without tensors, for simulations that do not train."""
 
     def put(self, worker: int, iteration: int, push: object) -> None:
         pass
@@ -110,14 +110,14 @@ class NullStore:
 
 
 class VirtualJob:
-    """A run in virtual time.
+    """One run in virtual time: it delivers the messages between the cores and carries out their requests.
 
     Args:
-        cluster: the machines.
-        schedule: the sync model and its changes.
-        stores: the store of each shard, in order. Shard k is at server k modulo the number of servers.
+        cluster: the machines and the network.
+        schedule: the sync models of the run, and when they change.
+        stores: the store of each shard, in order. Shard k is on server k modulo the number of servers.
         shard_bytes: size of each shard in bytes.
-        seed: random seed of the run.
+        seed: random seed for the run.
         overlap: False if no worker pulls until all workers have pushed to all shards.
         recorders: recorders for the trace of each host and the record of each iteration.
         slicing: how the parameters are sliced: "even" or "by-parameter".
@@ -169,7 +169,7 @@ class VirtualJob:
             Server(seed, recorder_of=recorders.shards.__getitem__) for _ in range(cluster.servers)
         ]
         interfaces = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
-        self._to_come = 0  # number of workers that will join
+        self._to_come = 0  # number of workers that will still join
         self.workers = []
         for worker in range(cluster.workers):
             state = VirtualWorker(worker)
@@ -190,13 +190,12 @@ class VirtualJob:
 
         Args:
             driver: determines what the workers do between their messages.
-            models: returns the model that a worker trains. It is called for the workers that are present from the
-                beginning.
+            models: function that returns the model of a worker. It is called for each worker that is present from
+                the beginning.
             until_s: virtual time at which to stop.
 
         Raises:
-            RunFailedError: every worker waits and no condition will release any of them, or the models of the
-                workers differ.
+            RunFailedError: all workers wait and none of them will ever be released, or the workers' models differ.
         """
         self._driver = driver
         for worker in range(len(self.workers)):
@@ -210,7 +209,7 @@ class VirtualJob:
         self.kernel.run(until_s)
         if self.coordinator.present and self.kernel.idle:
             raise RunFailedError("the run", self._standstill())
-        if not self.kernel.idle:  # stopped early: computations in progress count up to the end
+        if not self.kernel.idle:  # stopped early: count the computations in progress up to this time
             end_ns = self.kernel.now_ns if self.kernel.stopped else nanoseconds(until_s)
             self.cut_off_s = end_ns / SECOND_NS
             for state in self.workers:
@@ -230,7 +229,7 @@ class VirtualJob:
 
     @property
     def faults(self) -> list[str]:
-        """Descriptions of the problems that did not end the run, in order."""
+        """Descriptions of the problems that did not end the run, in the order in which they occurred."""
         return self.coordinator.faults
 
     # -- called by drivers --------------------------------------------------------------------------------
@@ -238,7 +237,7 @@ class VirtualJob:
     def compute(self, worker: int, *, droppable: bool = True) -> None:
         """Let the compute time of the current iteration pass, then call `Driver.computed`.
 
-        If the computation is droppable and is aborted before, call `Driver.aborted` instead.
+        If the computation is droppable and is aborted before that time has passed, call `Driver.aborted` instead.
         """
         state = self.workers[worker]
         state.attempt += 1
@@ -256,14 +255,14 @@ class VirtualJob:
         significance: float | None = None,
         loss: float | None = None,
     ) -> None:
-        """Push to every shard, and pull. `Driver.answered` is called when every shard has answered.
+        """Push to every shard, then pull. `Driver.answered` is called when every shard has answered the pull.
 
         Args:
             worker: index of the worker.
-            pushes: for each shard, the push for its store; () if there are no tensors, or no gradient.
-            empty: True if the gradient is left out.
-            significance: |g| / |w|, if the sync model needs it.
-            loss: loss of the iteration, for the record.
+            pushes: for each shard, the push for its store; () if there are no tensors or no gradient.
+            empty: True to push without a gradient.
+            significance: |g| / |w|; None if the sync model does not need it.
+            loss: loss of the iteration, which is recorded; None if it is unknown.
         """
         state = self.workers[worker]
         state.pushed_s = self.kernel.now_s
@@ -271,7 +270,7 @@ class VirtualJob:
         self._from_worker(worker, state.core.push(empty=empty, significance=significance), pushes)
 
     def pull_again(self, worker: int) -> None:
-        """Pull after a computation was aborted. `Driver.answered` is called when every shard has answered."""
+        """Pull again after an aborted computation. `Driver.answered` is called when every shard has answered."""
         state = self.workers[worker]
         state.dropped_s = self.kernel.now_s
         self._from_worker(worker, state.core.pull_again())
@@ -281,7 +280,7 @@ class VirtualJob:
         self._from_worker(worker, self.workers[worker].core.request_sync(models, shard))
 
     def finish(self, worker: int) -> None:
-        """Let a worker leave, because it has finished its work."""
+        """Let a worker leave the run after its last iteration."""
         state = self.workers[worker]
         state.attempt += 1
         self._from_worker(worker, state.core.finish())
@@ -289,7 +288,7 @@ class VirtualJob:
     # -- joining and leaving ------------------------------------------------------------------------------
 
     def _begin(self, models: Callable[[int], ModelSpec]) -> None:
-        """Begin the run with the workers that are present. Messages take no time here and are not counted."""
+        """Begin the run with the initial workers. Messages take no time here and are not counted."""
         for index in range(len(self._servers)):
             self._at_once(server_peer(index), self.coordinator.connected(server_peer(index), 0.0))
         for worker in self._first:
@@ -309,10 +308,10 @@ class VirtualJob:
         self.kernel.at(due_ns, self._join, worker)
 
     def _join(self, worker: int) -> None:
-        """Let a worker join late or join again. It has its initial weights immediately."""
+        """Let a worker join late or join again. Its initial weights arrive immediately."""
         self._to_come -= 1
         state = self.workers[worker]
-        iteration = state.core.iteration + 1 if state.life else 0  # labels are not reused
+        iteration = state.core.iteration + 1 if state.life else 0  # iteration numbers are not reused
         shards = [shard for server in self._servers for shard in server.shards.values()]
         slowest = [shard.sync.counts.slowest for shard in shards if shard.sync.counts.live_count]
         count = max(slowest) if len(shards) > 1 and slowest else None
@@ -340,7 +339,7 @@ class VirtualJob:
             self._at_once(server_peer(index), server.connected(worker))
 
     def _at_once(self, sender: Peer, requests: Sequence[Request]) -> None:
-        """Deliver messages without the network, at the beginning, for joins and for losses."""
+        """Deliver messages immediately, without the network: at the beginning, and when workers join or are lost."""
         now_s = self.kernel.now_s
         for request in requests:
             match request:
@@ -358,7 +357,7 @@ class VirtualJob:
                     self._from_coordinator([request])
 
     def _plan_absence(self, worker: int) -> None:
-        """Schedule the loss of a worker that has just joined, if it will be lost."""
+        """Schedule the next loss of a worker that has just joined, if the cluster specifies one."""
         presence: Presence | None = self._cluster.presence.get(worker)
         if presence is None:
             return
@@ -399,7 +398,7 @@ class VirtualJob:
             self._driver.computed(worker)
 
     def _proceed(self, worker: int) -> None:
-        """Let a worker continue, after all the answers that it was waiting for have arrived."""
+        """Let a worker continue after all shards have answered its pull."""
         state, now_s = self.workers[worker], self.kernel.now_s
         if state.dropped_s is not None:
             state.restarted, state.dropped_s = (state.dropped_s, now_s), None
@@ -426,7 +425,7 @@ class VirtualJob:
     def _at_server(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
         state = self.workers[worker]
         if state.life != life:
-            return  # its connection has ended
+            return  # the message was sent before the worker was lost
         requests = self._servers[server].handle(state.peer, message, self.kernel.now_ns / SECOND_NS)
         if push is not None:
             assert isinstance(message, Commit)
@@ -500,7 +499,7 @@ class VirtualJob:
                 due_ns = nanoseconds(request.due_s)
                 self.kernel.at(due_ns, self._fire_at_server, server, request, priority=TIMER)
             else:
-                raise InternalError(f"a server does not carry out {request}")
+                raise InternalError(f"a server cannot carry out {request}")
 
     def _answer(self, server: int, worker: int, answer: Answer) -> None:
         kind = "pull" if self.workers[worker].dropped_s is None else "pull again"
@@ -519,7 +518,7 @@ class VirtualJob:
                     self.bytes_sent["control"] += HEADER_BYTES
                     state = self.workers[to.index]
                     state.from_coordinator.send(0, self._at_worker, to.index, state.life, message)
-                case Send(to, message):  # the notice of a loss, which the servers have noticed, too
+                case Send(to, message):  # announces the loss of a worker, which the servers already know
                     self._from_server(
                         to.index, self._servers[to.index].handle(COORDINATOR, message, self.kernel.now_s)
                     )
@@ -529,12 +528,12 @@ class VirtualJob:
                 case Warn(text):
                     log.error("%s", text)
                 case _:
-                    raise InternalError(f"a coordinator does not carry out {request}")
+                    raise InternalError(f"a coordinator cannot carry out {request}")
 
-    # -- latencies, and standstills -----------------------------------------------------------------------
+    # -- latencies and standstills ------------------------------------------------------------------------
 
     def _delays(self, latency: Distribution, worker: int, purpose: int) -> int | Callable[[], int]:
-        """Return the constant latency of messages in nanoseconds, or a function that draws that of the next one."""
+        """Return the latency in nanoseconds if it is constant, else a function that draws each message's latency."""
         if isinstance(latency, Constant):
             return nanoseconds(latency.seconds)
         sample = latency.sampler(self._seed, worker, purpose)

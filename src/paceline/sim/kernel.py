@@ -1,6 +1,6 @@
 """The kernel of the simulation: a heap of events (time, priority, sequence number, function, arguments).
 
-Times are integers in nanoseconds, so that sums of times are exact and do not depend on the order of the summands.
+Times are integers in nanoseconds, so sums of times are exact and do not depend on the order of the additions.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from ..errors import ConfigurationError, RunFailedError
 __all__ = ["MESSAGE", "TIMER", "Kernel", "nanoseconds"]
 
 MESSAGE, TIMER = 0, 1
-"""Priorities of events. Of two events at the same time, a timer comes after a message."""
+"""Priorities of events. If a message and a timer are due at the same time, the message is handled first."""
 
 SECOND_NS = 1_000_000_000
 
 
 LONGEST_S = 1e15
-"""The longest permitted time, thirty million years."""
+"""The longest permitted time in seconds, about 30 million years."""
 
 STILL = 100_000
-"""Default number of events at the same time above which virtual time is assumed never to advance."""
+"""Default maximum number of events at the same time. If there are more, virtual time is assumed never to advance."""
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return a time in nanoseconds, rounded to the nearest integer.
+    """Convert seconds to nanoseconds, rounded to the nearest integer.
 
     >>> nanoseconds(0.1)
     100000000
@@ -41,10 +41,13 @@ def nanoseconds(seconds: float) -> int:
 
 
 class Kernel:
-    """A clock that advances from one event to the next. Events at the same time keep the order of their scheduling.
+    """A virtual clock that advances from one scheduled event to the next.
+
+    Events with the same time and priority are handled in the order in which they were scheduled.
 
     Args:
-        most_at_once: maximum number of events at the same time. More are an error, because time does not advance.
+        most_at_once: maximum number of events at the same time. If there are more, `run` raises an error, because
+            virtual time does not advance.
 
     Attributes:
         now_ns: the virtual time in nanoseconds.
@@ -74,7 +77,7 @@ class Kernel:
     def at(
         self, due_ns: int, function: Callable[..., None], *arguments: object, priority: int = MESSAGE
     ) -> None:
-        """Schedule a function call at a time. If this time is in the past, the call is made now."""
+        """Schedule a function call at a virtual time. A time in the past is replaced by the current time."""
         self._number = number = self._number + 1
         heapq.heappush(self._heap, (max(due_ns, self.now_ns), priority, number, function, arguments))
 
@@ -89,13 +92,13 @@ class Kernel:
         self.stopped = True
 
     def run(self, until_s: float = math.inf) -> None:
-        """Handle events until none is pending or the virtual time `until_s` is reached.
+        """Handle events until none are pending or the virtual time `until_s` is reached.
 
         Raises:
             RunFailedError: virtual time does not advance.
         """
         heap, pop = self._heap, heapq.heappop
-        # The current time, and the number of events up to and including the first one at that time.
+        # Time of the current event, and the count of handled events when the first event at that time was handled.
         moment_ns, begun = -1, 0
         self._until_ns = nanoseconds(until_s) if math.isfinite(until_s) else math.inf
         happened = 0

@@ -1,4 +1,4 @@
-"""Properties of single workers of a cluster that differ from the others: their presence and their connection."""
+"""Settings for individual workers that differ from the rest of the cluster: their presence and their connection."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Link", "Presence"]
 
 
 class Presence(msgspec.Struct, frozen=True, kw_only=True):
-    """The times at which a worker is present. By default it is present during the whole run.
+    """When a worker joins, is lost and joins again. By default, a worker is present during the whole run.
 
     Attributes:
-        joins_at_s: time at which the worker joins.
-        lost_at_s: time at which the worker is lost; None if it is not.
-        preempted_every_s: mean of the random time from when the worker joins until it is lost; None if it is never
-            lost at random.
-        back_after_s: time after a loss at which the worker joins again; None if it does not.
+        joins_at_s: virtual time at which the worker joins, in seconds.
+        lost_at_s: virtual time at which the worker is lost, in seconds; None if it is not lost at a given time.
+        preempted_every_s: mean of the random time between joining and being lost, in seconds; None if the worker is
+            not lost at random times.
+        back_after_s: time between a loss and joining again, in seconds; None if the worker does not join again.
     """
 
     joins_at_s: float = 0.0
@@ -44,18 +44,18 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.back_after_s is not None and self.lost_at_s is None and every_s is None:
             raise ConfigurationError(
-                "back_after_s is given for a worker that is never lost. Give lost_at_s or preempted_every_s, too."
+                "back_after_s is given for a worker that is never lost. Also give lost_at_s or preempted_every_s."
             )
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """The connection of one worker, if it differs from that of the other workers.
+    """The network connection of a worker, if it differs from the rest of the cluster.
 
     Attributes:
         bandwidth_bps: bandwidth of the worker's network interface, in bits per second in each direction; None for
-            that of the cluster.
-        to_server_s: latency of messages from the worker; None for that of the cluster.
-        from_server_s: latency of messages to the worker; None for that of the cluster.
+            the cluster's bandwidth.
+        to_server_s: latency of messages from the worker; None for the cluster's latency.
+        from_server_s: latency of messages to the worker; None for the cluster's latency.
     """
 
     bandwidth_bps: float | None = None

@@ -2,14 +2,14 @@
 
 A network interface has two lanes, one for outgoing and one for incoming data. The transfers that use a lane at the
 same time share its bandwidth evenly, as with TCP. A transfer uses the outgoing lane of its sender and, after the
-latency, the incoming lane of its receiver. It has arrived when both lanes have transferred all of its bytes. So if
-four workers push to one server, it takes four times as long as for one worker, unless there are four servers. The
-messages of a connection arrive in the order in which they were sent. Each connection has a latency, which may vary
-from message to message. Messages without a payload only take their latency.
+latency, the incoming lane of its receiver. A transfer is complete when both lanes have transferred all of its bytes.
+For example, pushes of four workers to a single server take four times as long as the push of one worker; with four
+servers, they take no longer. The messages of a connection arrive in the order in which they were sent. Each
+connection has a latency, which may vary from message to message. A message without a payload takes only this latency.
 
 Deviation from max-min fairness: if a transfer cannot use its share of a lane because its other end is slower, the
-rest of the share is not given to the other transfers of the lane. The times are exact if all transfers have the same
-bottleneck.
+unused part of the share is not given to the other transfers on the lane. The times are exact if all transfers have
+the same bottleneck.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Connection", "NetworkInterface"]
 
 
 class Lane:
-    """One direction of a network interface, whose bandwidth is shared evenly by all transfers that use it.
+    """One direction of a network interface. All transfers that use it share its bandwidth evenly.
 
-    While n transfers share the lane, each of them progresses by 1/n of what the lane transfers. So it is sufficient
-    to store the progress of an imaginary transfer that is always active (`_passed_ns`). A transfer ends when this
-    value reaches a mark that is known when the transfer begins. This takes O(log n) time per transfer, however many
-    transfers begin and end in the meantime.
+    While n transfers share the lane, each of them gets 1/n of the bandwidth. So it is sufficient to store the
+    progress of an imaginary transfer that is always active (`_passed_ns`). A transfer ends when this progress reaches
+    a mark that is known when the transfer begins. This takes O(log n) time per transfer, however many transfers begin
+    and end in the meantime.
     """
 
     __slots__ = ("_bits_per_s", "_event", "_kernel", "_marks", "_now_ns", "_number", "_passed_ns")
@@ -38,9 +38,9 @@ class Lane:
         self._kernel = kernel
         self._bits_per_s = bits_per_s
         self._marks: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-        # Progress of an always active transfer, as the time that it would take if it used the lane alone.
+        # Progress of the imaginary transfer, expressed as the time that it would take if it used the lane alone.
         self._passed_ns = 0.0
-        # Virtual time at which `_passed_ns` was computed.
+        # Virtual time at which `_passed_ns` was last updated.
         self._now_ns = 0
         self._number = 0
         # Number of the event at which the next transfer ends. Events with lower numbers are ignored.
@@ -55,7 +55,7 @@ class Lane:
         self._schedule()
 
     def _update(self) -> None:
-        """Compute the progress up to the present time."""
+        """Update the progress to the current time."""
         now_ns = self._kernel.now_ns
         if self._marks:
             self._passed_ns += (now_ns - self._now_ns) / len(self._marks)
@@ -64,7 +64,7 @@ class Lane:
         self._now_ns = now_ns
 
     def _schedule(self) -> None:
-        """Schedule an event at the time at which the next transfer ends if no other transfer begins before."""
+        """Schedule an event for the end of the next transfer, unless another transfer begins before it."""
         self._event += 1
         left_ns = (self._marks[0][0] - self._passed_ns) * len(self._marks)
         self._kernel.after(max(0, math.ceil(left_ns - ROUNDING_NS)), self._finish, self._event)
@@ -85,11 +85,11 @@ ROUNDING_NS = 1e-3
 
 
 class NetworkInterface:
-    """The network interface of a machine.
+    """The network interface of a machine, with one lane per direction.
 
     Args:
         kernel: the simulation kernel.
-        bandwidth_bps: bandwidth in bits per second in each direction. If it is infinite, there are no lanes to share.
+        bandwidth_bps: bandwidth in bits per second in each direction. If it is infinite, the interface has no lanes.
     """
 
     __slots__ = ("inward", "outward")
@@ -124,11 +124,11 @@ class Connection:
         self._receiver = receiver.inward if receiver is not None else None
         self._latency_ns = latency_ns if callable(latency_ns) else lambda: latency_ns
         unlimited = self._sender is None and self._receiver is None
-        # The constant time that each message takes, if there is one. Then no message can overtake another.
+        # The time that a message takes, if this is the same for all messages. Then no message can overtake another.
         self._steady_ns = None if callable(latency_ns) or not unlimited else latency_ns
-        # Time at which the first byte of the last message arrives.
+        # Time at which the first byte of the most recent message arrives.
         self._last_ns = 0
-        # Transfers that have not arrived yet, in order.
+        # Transfers that have not arrived yet, in the order in which they were sent.
         self._waiting: list[_Transfer] = []
 
     def send(self, size_bytes: int, arrive: Callable[..., None], *arguments: object) -> None:
@@ -151,7 +151,7 @@ class Connection:
         kernel.at(first_ns, self._enter, transfer, size_bytes)
 
     def _left(self, transfer: _Transfer, latency_ns: int) -> None:
-        """Handle the departure of the last byte from the sender. It arrives after the latency."""
+        """Handle the departure of the last byte from the sender. The last byte arrives after the latency."""
         self._kernel.after(latency_ns, self._passed, transfer)
 
     def _enter(self, transfer: _Transfer, size_bytes: int) -> None:
@@ -162,7 +162,7 @@ class Connection:
             self._passed(transfer)
 
     def _passed(self, transfer: _Transfer) -> None:
-        """Handle the end of a transfer at one end, and deliver all messages that are complete, in order."""
+        """Handle the completion of a transfer at one end. Deliver all messages that are now complete, in order."""
         transfer.parts -= 1
         while self._waiting and not self._waiting[0].parts:
             first = self._waiting.pop(0)

@@ -1,9 +1,9 @@
-"""Derivation of a cluster from the records of a live run: the compute times of each worker and the message times.
+"""Derives a `Cluster` from the files of a live run: the compute times and the message times of each worker.
 
-The compute times are in the records of the workers. The time that a message took is the difference between two clock
-readings, which are comparable because all processes of a machine use the same clock. For a push, it is the time from
-the beginning of the push until the event at the shard. For an answer, it is the time from the event at the last shard
-until the weights arrived. So the time that a server needs for a push, mainly to apply it, counts as part of the
+The compute times are in the workers' records. The time of a message is the difference between two clock readings,
+which are comparable because all processes on a machine use the same clock. The time of a push ends with the event at
+the shard. The time of an answer starts with the event that released the pull at the last shard, and ends when the
+weights have arrived. So the time in which a server processes a push, mainly to apply it, counts as part of the
 answer.
 """
 
@@ -24,7 +24,7 @@ from .times import Recorded
 __all__ = ["cluster_of", "read_cluster_of_run"]
 
 Key = tuple[int, int]
-"""(worker, iteration)."""
+"""A pair (worker, iteration)."""
 
 
 def read_cluster_of_run(run_dir: Path) -> Cluster:
@@ -37,7 +37,7 @@ def read_cluster_of_run(run_dir: Path) -> Cluster:
     if not shards:
         raise ConfigurationError(
             f"{run_dir} does not contain a run: there is no file trace-shard-*.jsonl. Give the directory that "
-            "paceline run prints at its end."
+            "paceline run prints when it ends."
         )
     return cluster_of(read_records(run_dir), shards, run_dir.name)
 
@@ -94,6 +94,6 @@ def cluster_of(
 
 
 def _computed_s(record: IterationRecord) -> float:
-    """Return the compute time of an iteration. If it was restarted, only the second computation counts."""
+    """Return the compute time of an iteration. If the iteration was restarted, only the second computation counts."""
     begun_s = record.begun_s if record.restarted_s is None else record.restarted_s
     return max(0.0, record.pushed_s - begun_s)

@@ -1,4 +1,4 @@
-"""Recording of a simulation: by the meter and, if requested, in memory or in a run directory."""
+"""Recording of a simulation: statistics and, if requested, traces and records in memory or in a run directory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..trace.records import IterationRecord
 __all__ = ["Recorders", "Recording", "RunFolder", "TakeRecord"]
 
 TakeRecord = Callable[[int, IterationRecord], object]
-"""Receives the index of a worker and the record of one of its iterations."""
+"""A function that receives the index of a worker and the record of one of the worker's iterations."""
 
 PENDING_BYTES = 16 * 1024 * 1024
-"""Size above which the buffered lines of all workers are written. Thousands of files cannot be open at the same time,
-and opening a file for each line would take longer than the simulation."""
+"""Maximum total size of the buffered lines; above it, they are written to files. Thousands of files cannot be open at
+the same time, and opening a file for each line would take longer than the simulation."""
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """The traces and records of a simulation that were kept in memory.
+    """The traces and records of a simulation, kept in memory.
 
     Attributes:
-        trace: the traces of all shards, followed by that of the coordinator.
+        trace: the traces of all shards, followed by the coordinator's trace.
         records: for each worker, the records of its iterations.
     """
 
@@ -39,7 +39,7 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 class RunFolder:
-    """Writes a run directory with the files of a live run: traces, the iterations of each worker, and a summary.
+    """Writes a run directory with the same files as a live run: traces, records of iterations, and a summary.
 
     Args:
         path: path of the directory.
@@ -66,7 +66,7 @@ class RunFolder:
             ) from error
 
     def recorder(self, header: Header) -> Recorder:
-        """Create the trace file of one host and return its recorder."""
+        """Create the trace file of one host, and return a recorder that writes to it."""
         name = f"shard-{header.index}" if header.host == "shard" else header.host
         self._recorders.append(Recorder.to_path(self.path / f"trace-{name}.jsonl", header))
         return self._recorders[-1]
@@ -80,7 +80,7 @@ class RunFolder:
             self._write_pending()
 
     def summarize(self, summary: dict[str, Any]) -> None:
-        """Write the summary, when the run has finished."""
+        """Write the summary. Call this when the run has finished."""
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
         (self.path / "summary.json").write_bytes(text + b"\n")
 
@@ -103,20 +103,20 @@ class RunFolder:
 
 
 class Recorders:
-    """The recorders for the trace entries of each host of a job and for the records of its workers.
+    """The recorders for the trace of each host of a job, and for the records of each worker.
 
-    A context manager: all files are complete when it exits.
+    This is a context manager: all files are complete when it exits.
 
     Args:
         schedule: schedule of the job.
         workers: number of workers.
         shards: number of shards.
-        seed: random seed of the run.
-        keep: True to keep everything in memory.
-        run_dir: directory to which everything is written; None to write nothing.
+        seed: random seed for the run.
+        keep: True to keep all traces and records in memory.
+        run_dir: directory for the traces and records; None to write no files.
 
     Attributes:
-        meter: measures the entries of all shards.
+        meter: computes statistics from the trace entries of all shards.
         recording: traces and records in memory; None if they are not kept.
         takers: functions that receive the record of each iteration.
         shards: the recorder of each shard. Set by `begin`.
@@ -158,7 +158,7 @@ class Recorders:
             self._folder.close()
 
     def begin(self, computed_by: str = "") -> None:
-        """Begin the trace of each host. `computed_by` is explained in `Header`."""
+        """Begin the trace of each host. See `Header` for `computed_by`."""
         for index in range(self._count):
             sync = str(self._schedule.at_shard(index))
             header = Header(sync=sync, host="shard", index=index, seed=self._seed, computed_by=computed_by)
@@ -168,7 +168,7 @@ class Recorders:
         self.job = _together(self._recorders(header))
 
     def summarize(self, summary: dict[str, Any]) -> None:
-        """Write the summary to the run directory, if there is one, when the run has finished."""
+        """Write the summary to the run directory, if there is one. Call this when the run has finished."""
         if self._folder is not None:
             self._folder.summarize(summary)
 
@@ -192,7 +192,7 @@ def _together(recorders: Sequence[EntryRecorder]) -> EntryRecorder:
 
 
 class Several:
-    """A recorder that passes each entry to several recorders."""
+    """A recorder that passes each entry to several other recorders."""
 
     def __init__(self, recorders: Sequence[EntryRecorder]) -> None:
         self._recorders = recorders

@@ -1,4 +1,4 @@
-"""The result of a simulated run, which can be saved in the same form as that of a live run."""
+"""The result of a simulated run. It can be saved to a run directory with the same files as a live run."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sync: the sync model, or the schedule.
-        seed: random seed of the run.
+        seed: random seed for the run.
         servers: number of servers.
         shards: number of shards.
         finished_s: for each worker, the virtual time at which it finished its last iteration.
-        measures: the statistics that the `summary` of a live run contains, too.
-        staleness: mapping from a number of updates, applied between a worker's pull and the application of its push,
-            to the number of pushes, counted per shard, that had this staleness.
+        measures: statistics, which are also part of the summary of a live run.
+        staleness: mapping from staleness to the number of pushes with this staleness, counted per shard. A push's
+            staleness is the number of updates between the worker's previous pull and the application of the push.
         bytes_by_kind: number of bytes sent for each kind of message: "push", "pull", "pull again" (after a restart)
             and "control" (small messages).
         events: number of simulated events.
         computed_s: total compute time of all workers, without aborted computations.
         wasted_s: total time of all workers that was spent on aborted computations and the pulls after them.
-        faults: messages about problems that did not end the run, in order: which conditions failed, and with which
-            model their shards continued.
-        recording: traces and records, if they were kept in memory.
-        run_dir: directory to which traces and records were written during the run, if they were.
-        state_dict: final weights and buffers under the names that the model gives them, if there was a training
+        faults: messages about problems that did not end the run, in order. Each one says which condition failed and
+            with which model the shards continued.
+        recording: traces and records in memory; None if they were not kept.
+        run_dir: directory with the traces and records that were written during the run; None if there is none.
+        state_dict: final weights and buffers, by the names that the model gives them; None without a training
             function.
-        history: losses in the order of time, if there was a training function.
-        snapshots: pairs (virtual time, weights), if there was a training function and snapshots were requested.
+        history: losses, ordered by time; None without a training function.
+        snapshots: pairs (virtual time, weights); empty if no snapshots were requested.
     """
 
     sync: str
@@ -84,7 +84,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trace(self) -> list[Trace]:
-        """The traces of all shards, followed by that of the coordinator. They are read from `run_dir` if necessary.
+        """The traces of all shards, followed by the coordinator's trace. Read from `run_dir` if not in memory.
 
         Raises:
             UsageError: no traces were recorded.
@@ -95,7 +95,11 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def records(self) -> list[list[IterationRecord]]:
-        """The iterations of each worker, as in the files `worker-<index>.jsonl` of a live run. See `trace`."""
+        """The records of each worker's iterations. Read from `run_dir` if not in memory.
+
+        Raises:
+            UsageError: no records were kept or written.
+        """
         if self.recording is not None:
             return self.recording.records
         return read_records(self._written())
@@ -121,12 +125,12 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waiting_share(self) -> float:
-        """The share of the workers' total time that they spent waiting, from 0 to 1."""
+        """The share of the workers' total time that was spent waiting, from 0 to 1."""
         return self.measures.waiting_share
 
     @property
     def delayed_pulls(self) -> int:
-        """The number of pulls, counted per (worker, shard), that were not answered on arrival."""
+        """The number of pulls that were not answered on arrival, counted per (worker, shard)."""
         return self.measures.delayed_pulls
 
     @property
@@ -140,14 +144,14 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.bytes_by_kind.values())
 
     def save(self, run_dir: str | Path) -> Path:
-        """Write traces, records and summary in the form of a live run, for `paceline advise` and the reports.
+        """Write a run directory with the same files as a live run, for `paceline advise` and the reports.
 
         Returns:
             The path of the directory.
 
         Raises:
             ConfigurationError: the directory cannot be written, or it already contains a run.
-            UsageError: the run was simulated without `record=True` and `run_dir=...`.
+            UsageError: the run was simulated with neither `record=True` nor `run_dir=...`.
         """
         traces, records = self.trace, self.records
         folder = RunFolder(run_dir, len(records))

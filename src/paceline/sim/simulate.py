@@ -49,39 +49,40 @@ def simulate(
     record: bool = False,
     run_dir: str | Path | None = None,
 ) -> SimResult:
-    """Simulate a run in virtual time, on a cluster that does not have to exist.
+    """Simulate a run in virtual time, on a cluster that need not exist.
 
-    Without `train_fn`, nothing is computed: the workers only let the time of their iterations pass. With `train_fn`,
-    each worker runs this function to its end, as with `paceline.launch`. Gradients are then actually computed on the
-    real data, one after another in the order of virtual time.
+    Without `train_fn`, no gradients are computed: the workers only let the time of their iterations pass. With
+    `train_fn`, each worker runs this function to its end, as with `paceline.launch`. It computes real gradients on
+    real data; the workers compute one after another, in the order of virtual time.
 
     Args:
-        cluster: the machines.
+        cluster: the machines and the network.
         sync: sync model or schedule, as for `paceline.launch`.
-        iterations: number of iterations of each worker; None for no limit but `until_s`. No effect with `train_fn`.
-        seed: random seed of the run.
+        iterations: number of iterations of each worker; None if only `until_s` limits the run. Ignored with
+            `train_fn`.
+        seed: random seed for the run.
         until_s: virtual time, in seconds, at which the run is stopped.
         train_fn: training function, which uses `DistributedOptimizer` and `distribute`.
         args: arguments of `train_fn`.
-        shards: number of slices into which the parameters are cut. Default: one per server.
+        shards: number of slices into which the parameters are divided. Default: one per server.
         shard_bytes: size of each shard in bytes. Default: equal sizes. Not allowed with `train_fn`.
-        slicing: as for `paceline.launch`. No effect without `train_fn`.
+        slicing: as for `paceline.launch`. Ignored without `train_fn`.
         overlap: "shards" if each shard answers independently; "off" if no worker pulls until all workers have pushed
             to all shards.
         on_nan: as for `paceline.launch`.
         snapshot_every_s: interval, in seconds of virtual time, at which the weights are stored in
             `SimResult.snapshots`. Only with `train_fn`.
-        on_snapshot: function that is called with the virtual time and the weights at each of these times instead of
-            storing them. If it returns True, the run ends.
+        on_snapshot: function that receives the virtual time and the weights of each snapshot, which is then not
+            stored. If the function returns True, the run ends.
         record: True to keep traces and records in memory, for `SimResult.trace`, `.records` and `.save`. They take
-            about one kilobyte per iteration, worker and shard. Otherwise, memory does not grow with the length of
+            about one kilobyte per iteration, worker and shard. If False, memory use does not grow with the length of
             the run, except for the losses and snapshots of a `train_fn`.
-        run_dir: a new directory for the files that a live run writes: traces and records during the run, and a
-            summary at its end. `SimResult.trace` and `.records` then read these files.
+        run_dir: new directory for the same files as in a live run: traces and records, which are written during the
+            run, and a summary. `SimResult.trace` and `.records` then read these files.
 
     Raises:
         ConfigurationError: an argument is not valid, or the run directory cannot be written. Nothing was computed.
-        RunFailedError: a training function failed, or every worker waits and no condition will release any of them.
+        RunFailedError: a training function failed, or all workers wait and none of them will ever be released.
 
     Example:
         >>> result = simulate(Cluster(compute_s=[1.0, 3.0]), "bsp", iterations=4)
@@ -175,7 +176,7 @@ def simulate(
 
 
 class _Clockwork:
-    """Driver of workers that compute nothing and only let time pass. See `paceline.sim.job.Driver`."""
+    """A driver for workers that compute nothing and only let time pass. See `paceline.sim.job.Driver`."""
 
     def __init__(self, job: VirtualJob, iterations: float) -> None:
         self._job = job
@@ -204,7 +205,7 @@ class _Clockwork:
 
 
 def _loss_recorder(history: list[Loss]) -> TakeRecord:
-    """Return a function that appends the loss of every iteration that has one."""
+    """Return a function that appends the loss of an iteration to `history`, if the iteration has a loss."""
 
     def take(worker: int, record: IterationRecord) -> None:
         if record.loss is not None:
@@ -231,8 +232,7 @@ def _take_snapshots(
     every_s: float,
     keep: Callable[[float, WeightsSnapshot], bool],
 ) -> None:
-    """Pass the weights to `keep` at every multiple of an interval, until it returns True or the last worker
-    leaves."""
+    """Pass the weights to `keep` at every multiple of `every_s`, until `keep` returns True or all workers leave."""
     ticks: Iterator[int] = itertools.count(1)
 
     def tick() -> None:
@@ -256,17 +256,17 @@ def _require_compatible(
         if snapshot_every_s is not None or on_snapshot is not None:
             raise ConfigurationError(
                 "snapshot_every_s or on_snapshot is given without train_fn, but without training there are no "
-                "weights to take."
+                "weights. Give train_fn, or omit both."
             )
         return
     if shard_bytes is not None:
         raise ConfigurationError(
-            "shard_bytes and train_fn are both given, but the trained model determines the sizes of its shards. Omit "
+            "shard_bytes and train_fn are both given, but the trained model determines the sizes of the shards. Omit "
             "shard_bytes."
         )
     if on_snapshot is not None and snapshot_every_s is None:
         raise ConfigurationError(
-            "on_snapshot is given without snapshot_every_s, so it would never be called."
+            "on_snapshot is given without snapshot_every_s, so it would never be called. Give both."
         )
     if snapshot_every_s is not None and not 1e-9 <= snapshot_every_s < math.inf:
         raise ConfigurationError(
@@ -311,7 +311,7 @@ def _checked(
         )
     if shard_bytes is not None and len(shard_bytes) != count:
         raise ConfigurationError(
-            f"shard_bytes has {len(shard_bytes)} sizes for {count} shards, expected one for each."
+            f"shard_bytes has {len(shard_bytes)} sizes for {count} shards, expected one size per shard."
         )
     for size in shard_bytes or ():
         require_whole("a size in shard_bytes", size, 0)

@@ -1,8 +1,8 @@
 """A blocking function that runs on its own thread and can be paused and resumed.
 
-Threads are used instead of coroutines, because the function is written by the user, and because torch stores its
-modes (such as grad mode and autocast) per thread. Only one of the threads runs at any time: the thread that resumes a
-strand waits until the strand pauses.
+Threads are used instead of coroutines, because the user's function is ordinary blocking code, and because torch
+stores its modes (such as grad mode and autocast) per thread. Only one of the threads runs at any time: the thread
+that resumes a strand waits until the strand pauses or ends.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ..errors import UsageError
 
 __all__ = ["Strand"]
 
-PATIENCE = 100  # maximum number of times that a function may pause although it was told to end
-CHECK_INTERVAL_S = 0.02  # time between two checks of whether it has ended
+PATIENCE = 100  # maximum number of times that a function may pause after it was told to end
+CHECK_INTERVAL_S = 0.02  # time between two checks whether the function has ended
 
 
 class _Ended(BaseException):
-    """Raised in a strand to end it. It is not an `Exception`, so that the function's handlers do not catch it."""
+    """Raised in a strand to end it. It is not an `Exception`, so `except Exception` does not catch it."""
 
 
 class Strand:
-    """A function that runs on its own thread.
+    """Runs a function on a separate thread, and can pause and resume it.
 
     Args:
         function: the function to run.
@@ -38,21 +38,21 @@ class Strand:
     def __init__(self, function: Callable[[], object], name: str) -> None:
         self.ended = False
         self.error: BaseException | None = None
-        # Each lock is acquired by one thread and released by the other one. Semaphores would be slower: each consists
-        # of several locks, and they are implemented in Python.
+        # Each lock is acquired by one thread and released by the other. Semaphores would be slower, because they are
+        # implemented in Python and consist of several locks.
         self._go, self._back = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._back.acquire()
         self._message: Any = None
         self._ending = False
-        self._refusals = 0  # number of times that the function was told to end but did not
+        self._refusals = 0  # number of pauses of the function after it was told to end
         self._thread = threading.Thread(target=self._run, args=(function,), name=name, daemon=True)
         self._thread.start()
 
     def resume(self, message: Any = None) -> None:
-        """Let the function run until it pauses or ends. `message` is returned by `pause` in the function.
+        """Let the function run until it pauses or ends. In the function, `pause` returns `message`.
 
-        Ctrl-C may interrupt this method at any point. Afterwards only `end` may be called.
+        Ctrl-C may interrupt this method at any point. After that, only `end` may be called.
         """
         self._message = message
         self._go.release()
@@ -61,23 +61,23 @@ class Strand:
             self._thread.join()
 
     def pause(self) -> Any:
-        """Pause until the strand is resumed, and return the message. To be called by the function."""
+        """Pause until the strand is resumed, and return the message. Only the function may call this."""
         if not self._ending:
             self._back.release()
             self._go.acquire()
         if self._ending:
             self._refusals += 1
-            # Block for the rest of the process.
+            # The function cannot be ended, so block it until the process exits.
             if self._refusals > PATIENCE:
                 threading.Event().wait()
             raise _Ended
         return self._message
 
     def end(self) -> None:
-        """End the function: an exception is raised in it at its current or next pause.
+        """End the function by raising an exception in it at its current or next pause.
 
-        It does not matter which thread is running, which is unknown after Ctrl-C, because an additional resume of the
-        strand does no harm here.
+        After Ctrl-C, it is unknown which thread is running. This does not matter, because resuming the strand once
+        more does no harm here.
 
         Raises:
             UsageError: the function does not end.
@@ -104,7 +104,7 @@ class Strand:
         except SystemExit as end:
             self.error = end if end.code not in (None, 0) else None
         except BaseException as error:
-            # Exceptions of the function are handled by the caller of `resume`.
+            # The caller of `resume` handles the function's exceptions.
             self.error = error
         finally:
             self.ended = True

@@ -1,9 +1,9 @@
 """Distributions of durations in virtual time: constant, random, drifting, temporarily slow, or recorded.
 
-A duration is a function of (seed, worker, number of the iteration) instead of the next value of a random sequence. So
-the same worker needs the same time for its tenth iteration under every sync model, which makes runs comparable with
-few seeds. The durations are the same on any machine, because they are computed with only + - * / and the square root
-(see `arithmetic`).
+A random duration is a function of (seed, worker, iteration number), not the next number of a random sequence. So a
+worker needs the same time for its tenth iteration under every sync model, and a few seeds are sufficient to compare
+models. The durations are the same on every machine, because they are computed with only + - * / and square roots (see
+`arithmetic`).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = [
 Sample = Callable[[int, float], float]
 """A function that returns a duration in seconds.
 
-Its arguments are the number of the occurrence, from 0, and the virtual time in seconds at which it begins.
+Its arguments are the number of the iteration or message, from 0, and the virtual time in seconds at which it begins.
 """
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
-    """Base class of the distributions of durations."""
+    """Base class for distributions of durations."""
 
     def sampler(self, *key: int) -> Sample:
-        """Return the function that computes the durations for a key, such as (seed, worker)."""
+        """Return the function that computes the durations for a key, such as (seed, worker, purpose)."""
         raise TypeError(f"{type(self).__name__} does not implement sampler")
 
     @property
     def typical_s(self) -> float:
-        """A typical duration in seconds, for use in texts and pictures."""
+        """A typical duration in seconds, for descriptions and plots."""
         raise TypeError(f"{type(self).__name__} does not implement typical_s")
 
 
@@ -54,7 +54,7 @@ class Constant(Spec, frozen=True, kw_only=True, tag="constant"):
     """A constant duration.
 
     Attributes:
-        seconds: the duration.
+        seconds: the duration, in seconds.
 
     >>> Constant(seconds=2.0).sampler(0)(7, 0.0)
     2.0
@@ -105,8 +105,8 @@ class LogNormal(Spec, frozen=True, kw_only=True, tag="log-normal"):
     """A log-normal distribution: most durations are close to the median, and some are much longer.
 
     Attributes:
-        median: median, in seconds.
-        sigma: standard deviation of the logarithm: 0.1 means little jitter, 1 means very much.
+        median: median duration, in seconds.
+        sigma: standard deviation of the logarithm: 0.1 means little jitter, 1 means a lot.
     """
 
     median: float
@@ -126,12 +126,12 @@ class LogNormal(Spec, frozen=True, kw_only=True, tag="log-normal"):
 
 
 class Pareto(Spec, frozen=True, kw_only=True, tag="pareto"):
-    """A Pareto distribution, which has a heavy tail: very long durations occur now and then.
+    """A Pareto distribution, which has a heavy tail: very long durations occur occasionally.
 
     Attributes:
         least: shortest duration, in seconds.
-        alpha: exponent of the tail: the probability of more than x times the shortest duration is x^-alpha. If it is
-            1 or less, the distribution has no mean.
+        alpha: exponent of the tail. A duration exceeds x times the shortest duration with probability x^-alpha. If
+            alpha is 1 or less, the mean is infinite.
     """
 
     least: float
@@ -154,17 +154,17 @@ class Pareto(Spec, frozen=True, kw_only=True, tag="pareto"):
 
 
 class Recorded(Spec, frozen=True, kw_only=True, tag="recorded"):
-    """Recorded durations, which are repeated in order.
+    """A list of recorded durations. After the last duration, the list starts again from the beginning.
 
     Attributes:
-        seconds: the recorded durations.
+        seconds: the recorded durations, in seconds.
     """
 
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
         if not self.seconds:
-            raise ConfigurationError("recorded: seconds is empty, expected at least one time.")
+            raise ConfigurationError("recorded: seconds is empty, expected at least one number of seconds.")
         for value in self.seconds:
             _require_time("a recorded time", value)
 
@@ -181,8 +181,8 @@ class Drifting(Spec, frozen=True, kw_only=True, tag="drifting"):
 
     Attributes:
         base: distribution at the beginning.
-        factor: factor by which the durations have changed at the end of the drift and from then on.
-        over: length of the drift, in seconds.
+        factor: factor by which the durations are multiplied from the end of the drift onwards.
+        over: length of the drift, in seconds of virtual time.
     """
 
     base: Times
@@ -205,13 +205,13 @@ class Drifting(Spec, frozen=True, kw_only=True, tag="drifting"):
 
 
 class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
-    """A distribution with one slow phase in every period, which begins at a random time of the period.
+    """A distribution with slow phases. Each period has one slow phase, at a random time in the period.
 
-    If an iteration or a message begins in a slow phase, its whole duration is longer.
+    If an iteration or a message begins in a slow phase, its whole duration is multiplied by `factor`.
 
     Attributes:
-        base: distribution outside of the slow phases.
-        factor: factor by which the durations are longer in the slow phases.
+        base: distribution outside the slow phases.
+        factor: factor by which the durations are multiplied in the slow phases.
         lasting: length of a slow phase, in seconds.
         every: length of the period, in seconds.
     """
@@ -234,7 +234,7 @@ class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
 
         def sample(number: int, now_s: float) -> float:
             period = int(now_s // self.every)
-            elapsed_s = now_s - period * self.every - room * draw(period)  # since the slow phase began
+            elapsed_s = now_s - period * self.every - room * draw(period)  # time since the slow phase began
             return base(number, now_s) * (self.factor if 0.0 <= elapsed_s < self.lasting else 1.0)
 
         return sample
@@ -245,20 +245,20 @@ class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
 
 
 Distribution = Constant | Uniform | LogNormal | Pareto | Recorded | Drifting | Occasional
-"""A distribution of durations."""
+"""Any distribution of durations."""
 
 Times = float | Distribution
 """A constant number of seconds, or a distribution of durations."""
 
-# Part of the key for the random times of the slow phases. No iteration has this number, so these random numbers
-# differ from those of the durations.
+# Part of the key for the random times of the slow phases. No iteration has this number, so these draws are
+# independent of the draws for the durations.
 SLOW_PHASES = 1 << 32
 
 
 def times_of(times: Times | Sequence[float]) -> Distribution:
     """Return the distribution for a user's specification of times.
 
-    A number is a constant duration, and a list contains recorded durations.
+    A number means a constant duration, and a list means recorded durations.
 
     Raises:
         ConfigurationError: the specification is not valid, or a time is negative.

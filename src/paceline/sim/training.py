@@ -1,11 +1,11 @@
 """Training in virtual time: real gradients are computed one after another, in the order of virtual time.
 
-The training function of each worker runs on a thread of its own (`Strand`) and has random generators of its own. Only
-one of these threads runs at any time. Between two calls of its session, no virtual time passes. The session lets the
-times pass that the cluster describes, and pushes to and pulls from real shards.
+The training function of each worker runs on its own thread (`Strand`) with its own random generators. Only one of
+these threads runs at any time. Virtual time passes only while a function waits in a call to its session. The session
+simulates the times that the cluster specifies, and pushes to and pulls from real shards.
 
-The workers share everything else that threads of one process share: modules and their globals, torch's default dtype
-and number of threads, the current directory, and open files. The wall clock has no effect on a simulation.
+The workers share everything else that the threads of a process share: modules and their globals, torch's default
+dtype and number of threads, the current directory, and open files. The wall clock has no effect on a simulation.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ GENERATORS = 1 << 16  # part of the key from which the seeds of the workers' gen
 
 
 class Training:
-    """The training functions of the workers of one job, and the weights that they train. It is the job's `Driver`.
+    """Runs the training functions of a job's workers and stores the trained weights. It is the job's `Driver`.
 
     Args:
         function: training function that every worker runs.
         workers: number of workers.
         schedule: schedule of the job.
-        seed: random seed of the run.
+        seed: random seed for the run.
         skips_nan: see `Session`.
         slicing: "even" or "by-parameter".
         overlap: "shards" or "off".
@@ -92,7 +92,7 @@ class Training:
         self._outside = GeneratorStates()
         self._main = sys.modules["__main__"]
         self._threads = torch.get_num_threads()
-        # torch would create a thread pool for each worker, with more threads than cores
+        # Otherwise torch would create a thread pool for each worker, with more threads than cores in total.
         torch.set_num_threads(1)
         return self
 
@@ -118,7 +118,7 @@ class Training:
             first: the workers that are present from the beginning.
 
         Raises:
-            RunFailedError: a function failed, or no function trains anything.
+            RunFailedError: a function failed, or no function trains a model.
         """
         for worker in first:
             self._start(worker)
@@ -140,7 +140,7 @@ class Training:
     def start_stores(
         self, vectors: Vectors, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]
     ) -> None:
-        """Create the stores from the initial weights, buffers and optimizer state of the initializer."""
+        """Create the stores from the initializer's initial weights, buffers and optimizer state."""
         self._slots = BufferSlots(self.model.buffers, [tensor.clone() for tensor in buffers])
         for bounds in self.slices:
             weights = {d: vectors[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
@@ -199,7 +199,7 @@ class Training:
     # -- called by sessions -------------------------------------------------------------------------------
 
     def keep_buffers(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
-        """Store the buffers that a worker has sent with its commit."""
+        """Store the buffers that a worker sent with its commit."""
         self._slots.put(worker, {index: tensor.clone() for index, tensor in buffers.items()})
 
     def snapshot(self) -> WeightsSnapshot:
@@ -233,7 +233,7 @@ class Training:
         self._resume(session)
 
     def _resume(self, session: VirtualSession, message: object = None) -> None:
-        """Resume a worker's function until its session pauses it again or it ends."""
+        """Resume a worker's function until its session pauses it again or the function ends."""
         self._swap_generators(session)
         session.strand.resume(message)
         if session.strand.error is not None:
@@ -281,10 +281,14 @@ class VirtualSession:
         self.main = sys.modules["__main__"]  # replaced if the function runs a script
         self._training = training
         self._epoch = -1
-        self._requests: list[tuple[Sequence[SyncModel], int | None]] = []  # made before training began
-        self._passed = False  # True if the time of this computation has passed
+        self._requests: list[
+            tuple[Sequence[SyncModel], int | None]
+        ] = []  # sync models requested before training
+        self._passed = False  # True if the compute time of this iteration has passed
         self._held_back = False  # True from `hold_back` until `commit`
-        self.commit_waits: Callable[[], None] | None = None  # sends the commit when the time has passed
+        self.commit_waits: Callable[[], None] | None = (
+            None  # sends the commit after the compute time has passed
+        )
         self._groups = GroupsReader()
 
     @property
@@ -335,8 +339,8 @@ class VirtualSession:
     def restart_ordered(self) -> bool:
         """Return True if the current computation must be aborted.
 
-        The first call, before the first layer, lets the whole compute time pass. So a gradient that would be dropped
-        is never computed.
+        The first call, before the first layer, lets the whole compute time pass. So gradients that would be dropped
+        are never computed.
         """
         self._end_uncommitted()
         if not self._passed:
@@ -350,7 +354,9 @@ class VirtualSession:
             self._passed = self._passed or self._pass_time()
             self._held_back = self._passed
         else:
-            self._held_back = True  # the time passes in `commit`, so that the function pauses only once
+            self._held_back = (
+                True  # the compute time passes in `commit`, so that the function pauses only once
+            )
         return self._held_back
 
     def pull_again(self) -> None:
@@ -431,7 +437,7 @@ class VirtualSession:
                 vectors[dtype] = torch.zeros(size, dtype=torch_dtype(dtype))
 
     def _join(self) -> None:
-        """Report the epoch and the requests for sync models that were made before the initial weights arrived."""
+        """Report the epoch and the sync models that were requested before the initial weights arrived."""
         if self._epoch >= 0:
             self._core.reach_epoch(self._epoch)
         for models, shard in self._requests:
@@ -442,7 +448,7 @@ class VirtualSession:
         self._training.job.request_sync(self.worker, models, shard)
 
     def _end_uncommitted(self) -> None:
-        """Begin a computation. If `step()` raised instead of committing the last one, let its time pass first."""
+        """Let the time of the last computation pass, if `step()` raised an exception instead of committing it."""
         if self._held_back:
             if not self._passed:
                 self._pass_time(droppable=False)
@@ -455,8 +461,7 @@ class VirtualSession:
 
 
 def computed_by() -> str:
-    """Return the build of torch, the CPU capability and the number of threads, which affect the last bits of
-    gradients."""
+    """Return a description of what affects the last bits of gradients: torch's build, CPU capability and threads."""
     threads = torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {capability}, {threads} thread{'s' * (threads > 1)}"

@@ -12,29 +12,29 @@ __all__ = ["VirtualWorker"]
 
 
 class VirtualWorker:
-    """The state of one worker, and the time that its iterations have taken. All times are virtual.
+    """The state of one worker in a simulated job, and the times of its current iteration. All times are virtual.
 
     Attributes:
         core: the core of the worker. It is replaced each time the worker joins again.
-        sample: draws the compute time of an iteration.
+        sample: function that draws the compute time of an iteration.
         to_server: connection to each server.
         from_server: connection from each server.
         to_coordinator: connection to the coordinator.
         from_coordinator: connection from the coordinator.
-        peer: the worker as a party of the protocol.
-        life: number of times that the worker was lost. Messages and events of an earlier life are ignored.
-        attempt: number of computations that it has begun. The end of an earlier computation is ignored.
+        peer: address of the worker in the protocol.
+        life: number of times that the worker was lost. Messages and events from before a loss are ignored.
+        attempt: number of the current computation. The end of an earlier computation is ignored.
         computing: True while the worker computes.
         droppable: True if the current computation may be aborted.
-        started_ns: start of the current computation.
+        started_ns: time at which the current computation began, in nanoseconds.
         begun_s: time at which the weights for the current iteration arrived.
         pushed_s: time at which the last push was sent.
         loss: loss of the last push.
-        dropped_s: time at which the computation was aborted; None once the weights for its restart have arrived.
-        restarted: times at which the current iteration was aborted and restarted; None if it was not.
-        finished_s: end of the worker's last iteration.
-        computed_ns: total time of all computations that were not aborted.
-        wasted_s: total time of the aborted computations and the pulls after them.
+        dropped_s: time at which the current computation was aborted; None after the weights for its restart arrive.
+        restarted: pair (time of the abort, time of the restart) for the current iteration; None without a restart.
+        finished_s: time at which the last iteration ended.
+        computed_ns: total time of all computations that were not aborted, in nanoseconds.
+        wasted_s: total time of all aborted computations and the pulls after them.
     """
 
     __slots__ = (
