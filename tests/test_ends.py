@@ -538,7 +538,7 @@ def last(worker):
     assert ended.returncode == code, ended.stderr
     assert weights() == NAMES
     assert processes(mark) == {}
-    assert ended.stderr.splitlines()[-1].endswith("ed: every process of the run has been ended")
+    assert ended.stderr.splitlines()[-1].endswith("ed: all processes of the run have ended")
     assert "Traceback" not in ended.stderr
 
 
@@ -702,5 +702,5 @@ def test_a_second_ctrl_c_hurries_the_end_and_leaves_nothing(mark: str) -> None:
         assert processes(mark) == {}
 
     assert program.returncode == 130
-    assert said().splitlines()[-1] == "interrupted: every process of the run has been ended"
+    assert said().splitlines()[-1] == "interrupted: all processes of the run have ended"
     assert "Traceback" not in said()

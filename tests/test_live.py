@@ -364,5 +364,5 @@ def test_ctrl_c_ends_every_process_and_exits_with_130(mark: str, tmp_path: Path)
         assert processes(mark) == {}
 
     assert launcher.returncode == 130
-    assert stderr.splitlines()[-1] == "interrupted: every process of the run has been ended"
+    assert stderr.splitlines()[-1] == "interrupted: all processes of the run have ended"
     assert "Traceback" not in stderr

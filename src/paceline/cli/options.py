@@ -1,4 +1,4 @@
-"""Command-line options, some of which several commands share, and enumerations of their choices."""
+"""Command-line options, and enumerations of their choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands show their progress: as a bar on a terminal, otherwise as occasional lines of text."""
+"""The progress display of the commands: a bar on a terminal, otherwise occasional lines of text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TellShare(Protocol):
         """Show the progress.
 
         Args:
-            what: the step that begins now.
+            what: description of the step that begins now.
             share: share of the work that is done, from 0 to 1.
             slow: True if the step may take seconds; such a step is always shown.
         """

@@ -99,7 +99,7 @@ def simulate(
     ranking.require_runnable(machines, variants, shards)
     folder = new_folder(out, "simulate")
     console = Console(quiet=as_json)
-    with interruptible("no results were kept, and every process has been ended"), counting() as tell:
+    with interruptible("no results were kept, and all processes have ended"), counting() as tell:
         rows: Sequence[object]
         if script is not None:
             from ..rehearsal.training import train_and_compare
@@ -168,7 +168,7 @@ def advise(
     from ..sim.recorded import read_cluster_of_run
 
     load_named_models(sync, imports)
-    with interruptible("every process has been ended"), counting() as tell:
+    with interruptible("all processes have ended"), counting() as tell:
         report = advice.advise(run_dir, read_syncs(sync), tell)
     if as_json:
         print_json(report)

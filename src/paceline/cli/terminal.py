@@ -35,7 +35,7 @@ EXIT_INTERRUPTED = 130
 
 
 def run_app(app: typer.Typer) -> None:
-    """Run the command line. Print errors as messages, and exit with the exit code for the kind of error."""
+    """Run the command line. If it fails, print the error and exit with the exit code for this kind of error."""
     keep_streams_usable()
     try:
         app()
@@ -65,7 +65,7 @@ def keep_streams_usable() -> None:
 
 
 @contextlib.contextmanager
-def interruptible(then: str = "every process of the run has been ended") -> Iterator[None]:
+def interruptible(then: str = "all processes of the run have ended") -> Iterator[None]:
     """Turn Ctrl-C and SIGTERM into a message and an exit code.
 
     Args:
@@ -111,7 +111,7 @@ def read_whole(name: str, number: float) -> int:
 
 
 def load_named_models(sync: str, imports: Sequence[str] | None) -> None:
-    """Import the modules in `imports`, also from the current directory, and the installed models named in `sync`."""
+    """Import the modules in `imports`, which may be in the current directory, and the installed models in `sync`."""
     from ..plugins import load_models
 
     if imports and os.getcwd() not in sys.path:
@@ -120,7 +120,7 @@ def load_named_models(sync: str, imports: Sequence[str] | None) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print an object as JSON, for `--json`. Exit with code 1 if it could not be written completely."""
+    """Print an object as JSON, for `--json`. Exit with code 1 if the JSON could not be written completely."""
     import msgspec
 
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode(), flush=True)

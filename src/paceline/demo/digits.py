@@ -144,7 +144,7 @@ def accuracy(state_dict: dict[str, torch.Tensor], digits: Digits) -> float:
 
 
 def _test_part(labels: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the test images. It selects the same share of each class and depends on no other seed."""
+    """Return a mask of the test images, which selects the same share of each class and is always the same."""
     generator = torch.Generator().manual_seed(SPLIT_SEED)
     test = torch.zeros(len(labels), dtype=torch.bool)
     for digit in range(CLASSES):

@@ -60,7 +60,7 @@ SETTINGS = (
     Setting("asp", learning_rate=0.14, momentum=0.0),
     Setting("elastic-bsp:lookahead=15", learning_rate=0.14, momentum=0.0),
 )
-"""The four sync models of the demo, each with the best learning rate and momentum that a search has found.
+"""The four sync models of the demo, each with the best learning rate and momentum that a search found.
 
 The search (`make tune`) tries momentum 0 and 0.9, each with a grid of learning rates that is extended until the best
 point lies inside the grid. It runs all points with one seed, and compares the best few by the median over three

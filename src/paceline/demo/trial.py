@@ -1,7 +1,7 @@
 """A trial: one live run that trains on the digits with one setting, and the evaluation of its weights.
 
-The evaluation does not disturb the timing of the run. A reader takes snapshots of the weights at regular intervals,
-and they are evaluated when the run has ended.
+The evaluation does not disturb the timing of the run: a reader takes snapshots of the weights at regular intervals,
+and the snapshots are evaluated after the run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The program that every server and worker process runs first: `python -P boot.py ARGUMENTS`.
 
 If the launcher is killed, no process may be left behind. So each process first asks the kernel to kill it when its
-parent exits. This file is run by its path, so that this happens before the rest of the package is imported, which
+parent exits. The file is run by its path, so that this request precedes the import of the rest of the package, which
 takes seconds. `-P` keeps the current directory out of `sys.path`; otherwise, a file there with a name such as
 `cloudpickle.py` would be imported. A worker later adds the directory of its script, as `python script.py` does.
 """

@@ -1,4 +1,4 @@
-"""Descriptions of how a process ended, and whether that was a crash.
+"""Functions that describe how a process ended, and that recognize crashes.
 
 When a machine is preempted, its processes are terminated by SIGKILL or SIGTERM, which Paceline is designed to handle.
 A segmentation fault is a crash, and so is a SIGKILL from the system's out-of-memory killer. The run continues without
@@ -57,7 +57,7 @@ def describe_ending(exit_code: int, *, out_of_memory: bool = False) -> str:
 
 
 def is_crash(exit_code: int, *, out_of_memory: bool = False) -> bool:
-    """Return True if a process ended because of an error in it, and not because its machine was preempted."""
+    """Return True if a process ended because of an error in the process, not because its machine was preempted."""
     return -exit_code in CRASHES or (out_of_memory and exit_code == -signal.SIGKILL)
 
 

@@ -25,7 +25,7 @@ DEFAULTS: dict[signal.Signals, Any] = {
 class Terminated(SystemExit):
     """Raised when a run was ended by SIGTERM or SIGHUP.
 
-    Its exit code is 128 plus the number of the signal, as in a shell.
+    The exit code is 128 plus the number of the signal, as in a shell.
 
     Attributes:
         number: number of the signal.

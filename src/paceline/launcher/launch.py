@@ -57,15 +57,15 @@ def launch(
 
     Args:
         function: the training function, which uses `DistributedOptimizer` and `distribute`.
-        args: arguments of the function.
+        args: arguments for the function.
         workers: number of workers.
         servers: number of servers. Default: one for each CPU core that the workers leave free, but at least one.
         shards: number of slices into which the parameters are divided. Default: one per server.
         slicing: "even" for slices of equal size (EPS), or "by-parameter" to keep each parameter whole, as in PS-Lite.
         overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
             have pushed all of their gradients, as in PS-Lite (BSP only).
-        sync: the sync model: an object, a list with one object per shard, or a string in the notation of the command
-            line, which also supports schedules ("bsp@0,elastic-bsp@epoch:5").
+        sync: the sync model, as an object, a list with one object per shard, or a string in the notation of the
+            command line. The string may also describe a schedule ("bsp@0,elastic-bsp@epoch:5").
         imports: names of modules that define conditions. With `paceline.set_sync`, the function may change to these
             conditions during the run.
         engine: where the processes run; only "local" is available.

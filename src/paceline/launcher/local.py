@@ -214,7 +214,7 @@ class Process:
             stdin.write(self._data)
 
     def _await_end(self) -> None:
-        """Wait until the process has ended. If it failed or was killed, also kill all processes that it has started.
+        """Wait until the process has ended. If the process failed or was killed, kill the rest of its process group.
 
         The process group is signaled before its leader is reaped, because the group's id may be reused afterwards.
         """

@@ -34,7 +34,7 @@ class Progress:
 
     Args:
         coordinator: the coordinator of the run.
-        console: the console to write to. From now on, output that cannot be written to it is dropped.
+        console: the console to write to. From then on, console output that cannot be written is dropped.
     """
 
     def __init__(self, coordinator: CoordinatorHost, console: Console) -> None:
@@ -66,7 +66,7 @@ class Progress:
             self._live.stop()
 
     def print(self, line: str) -> None:
-        """Print a line from worker 0: above the live table if both are on a terminal, else to standard output."""
+        """Print a line from worker 0 to standard output, or above the live table if standard output is a terminal."""
         if self._live is not None and sys.stdout is not None and sys.stdout.isatty():
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:

@@ -1,7 +1,7 @@
 """The results of a run: the weights and the summary.
 
-The weights are saved first, so that no other failure prevents it. A failure to write other files does not make the
-run fail.
+The weights are saved first, so that no later failure can prevent this. If another file cannot be written, the run
+does not fail.
 """
 
 from __future__ import annotations

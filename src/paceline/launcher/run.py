@@ -305,7 +305,7 @@ class LiveRun:
                 failure.add_note(note)
         log_path = self._run_dir / f"{failure.process.replace(' ', '-')}.log"
         where = f"the output of {failure.process} is in {log_path}"
-        failure.add_note(where if log_path.exists() else f"see {self._run_dir}")
+        failure.add_note(where if log_path.exists() else f"the logs are in {self._run_dir}")
         if self._weights_path is not None:
             failure.add_note(f"the weights at that time were saved to {self._weights_path}")
         return failure
@@ -317,10 +317,10 @@ class LiveRun:
         if self._weights_path is not None:
             self._say(f"the weights at that time were saved to {self._weights_path}")
         alive = [p for p in [*self._engine.workers, *self._engine.servers] if p.exit_code is None]
-        message = "every process of the run has been ended"
+        message = "all processes of the run have ended"
         if alive:
             names = ", ".join(f"{p.name} (process {p.id})" for p in alive)
-            message = f"every process of the run has been ended, except for {names}"
+            message = f"all processes of the run have ended, except for {names}"
         return self._interruption.exception(message)
 
     def _say(self, line: str) -> None:

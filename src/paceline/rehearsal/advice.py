@@ -32,7 +32,7 @@ WORTH_IT = 1.1  # minimum speedup over BSP, in gradients per second, that justif
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """The recommendation of one sync model.
+    """A recommended sync model, with the reason for the recommendation.
 
     Attributes:
         wish: the requirement that the model meets best.

@@ -79,7 +79,7 @@ def on_all_cores(
 def _begin(
     parent: int, imports: Sequence[str], prepare: Callable[..., object], prepare_args: tuple[Any, ...]
 ) -> None:
-    """Prepare a process of the pool. The process exits when its parent exits, and leaves Ctrl-C to the parent."""
+    """Prepare a process of the pool, so that it ignores Ctrl-C and exits when its parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
     load_models("", imports)

@@ -117,7 +117,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures_of(sync: str, result: SimResult) -> Figures:
-    """Return the numbers for a ranking from the result of a simulation."""
+    """Compute the numbers for a ranking from the result of a simulation."""
     measures = result.measures
     pushes = sum(measures.iterations.values())
     duration_s = measures.duration_s or 1.0
@@ -204,7 +204,7 @@ def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None) ->
 
 
 def mark_front(rows: Sequence[Figures]) -> list[Figures]:
-    """Set `front` in each row, unless another row has both more gradients per second and less staleness."""
+    """Return the rows. `front` is True unless another row has both more gradients per second and less staleness."""
     return [
         msgspec.structs.replace(
             row,

@@ -1,4 +1,4 @@
-"""A plot of the accuracy over time: one curve per run, the target, and the time at which each run reached it."""
+"""A plot of the accuracy over time: one curve per run, the target, and the times at which it was reached."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Curve(msgspec.Struct, frozen=True):
         label: name of the run in the legend.
         times_s: times of the evaluations, in seconds since training began, ascending.
         accuracies: accuracies at these times, from 0 to 1.
-        reached_s: time at which the target was reached, in seconds since training began; None if it never was.
+        reached_s: time to reach the target, in seconds since training began; None if the target was not reached.
     """
 
     label: str

@@ -20,7 +20,7 @@ COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#56B4E9")
 """Colors that color-blind readers can distinguish (Okabe and Ito, 2008), in the order in which they are used."""
 
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
-"""Line styles that are used in the same order, so that the lines can also be distinguished without colors."""
+"""Line styles, which are used in addition to the colors, so that lines can also be distinguished without colors."""
 
 DOTS_PER_INCH = 130
 

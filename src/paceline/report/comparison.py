@@ -32,7 +32,7 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
         delayed_share: share of pulls that were delayed, counted per (worker, shard), from 0 to 1.
         restarts: number of computations that were aborted and restarted.
         wasted_share: share of the total time of all workers that was spent on aborted computations, from 0 to 1.
-        emulated: description of how unequal machines were emulated; "" if they were not.
+        emulated: description of how unequal machines were emulated; "" if no machines were emulated.
     """
 
     sync: str

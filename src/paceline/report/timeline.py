@@ -27,7 +27,7 @@ Span = tuple[float, float]
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """The activities of the workers of one run.
+    """The times at which the workers of one run were computing or waiting.
 
     Attributes:
         computing: the computations of each worker, from the arrival of the weights to the push. Sleep that emulates a
@@ -51,7 +51,7 @@ def read_timeline(run_dir: Path) -> Timeline:
 def timeline_of(records: Sequence[Sequence[IterationRecord]], shard: Trace) -> Timeline:
     """Return the timeline for the records of all workers and the trace of one shard.
 
-    The timeline begins at the time at which the first worker began.
+    The timeline begins when the first worker began.
     """
     zero_s = min(worker[0].begun_s for worker in records if worker)
 

@@ -20,8 +20,8 @@ class Cluster:
     """The machines on which `simulate` runs a job, and the network between them.
 
     Args:
-        compute_s: for each worker, the time that it takes to compute a gradient. This is a number of seconds, a
-            distribution (`paceline.sim.Uniform`, ...), or a list of recorded times.
+        compute_s: for each worker, the time to compute a gradient, as a number of seconds, a distribution
+            (`paceline.sim.Uniform`, ...), or a list of recorded times.
         servers: number of servers.
         latency_s: latency of every message, as a number of seconds or a distribution.
         bandwidth_bps: bandwidth of each machine's network interface, in bits per second in each direction. Default:
@@ -120,7 +120,7 @@ class Cluster:
         return presence is not None and presence.joins_at_s > 0
 
     def latency(self, worker: int, *, to_server: bool) -> Distribution:
-        """Return the distribution of the latency of messages from a worker to the servers, or back."""
+        """Return the distribution of the latency between a worker and the servers, in one direction."""
         link = self.links.get(worker, Link())
         special = link.to_server_s if to_server else link.from_server_s
         return times_of(self.latency_s if special is None else special)

@@ -1,4 +1,4 @@
-"""A job in virtual time. It hosts the cores of the coordinator, the servers and the workers on a heap of events.
+"""A job in virtual time, which hosts the cores of the coordinator, the servers and the workers.
 
 The protocol is the same as in a live run (see `paceline.core`). This module sends the messages through the simulated
 network, without encoding them, and advances virtual time. A `Driver` determines what a worker does between messages:
@@ -110,7 +110,7 @@ class NullStore:
 
 
 class VirtualJob:
-    """One run in virtual time: it delivers the messages between the cores and carries out their requests.
+    """A run in virtual time. It delivers the messages between the cores and carries out the requests of the cores.
 
     Args:
         cluster: the machines and the network.
@@ -189,7 +189,7 @@ class VirtualJob:
         """Run until every worker has finished, or until the virtual time `until_s`.
 
         Args:
-            driver: determines what the workers do between their messages.
+            driver: determines what the workers do between messages.
             models: function that returns the model of a worker. It is called for each worker that is present from
                 the beginning.
             until_s: virtual time at which to stop.
@@ -218,7 +218,7 @@ class VirtualJob:
 
     @property
     def goes_on(self) -> bool:
-        """True if a worker is present or will join."""
+        """True if any worker is present or will still join."""
         return bool(self.coordinator.present) or self._to_come > 0
 
     @property
@@ -518,7 +518,9 @@ class VirtualJob:
                     self.bytes_sent["control"] += HEADER_BYTES
                     state = self.workers[to.index]
                     state.from_coordinator.send(0, self._at_worker, to.index, state.life, message)
-                case Send(to, message):  # announces the loss of a worker, which the servers already know
+                case Send(
+                    to, message
+                ):  # announces the loss of a worker, which the servers already know about
                     self._from_server(
                         to.index, self._servers[to.index].handle(COORDINATOR, message, self.kernel.now_s)
                     )

@@ -13,7 +13,7 @@ __all__ = ["Link", "Presence"]
 
 
 class Presence(msgspec.Struct, frozen=True, kw_only=True):
-    """When a worker joins, is lost and joins again. By default, a worker is present during the whole run.
+    """The times at which a worker joins and is lost. By default, a worker is present during the whole run.
 
     Attributes:
         joins_at_s: virtual time at which the worker joins, in seconds.

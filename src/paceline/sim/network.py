@@ -3,7 +3,7 @@
 A network interface has two lanes, one for outgoing and one for incoming data. The transfers that use a lane at the
 same time share its bandwidth evenly, as with TCP. A transfer uses the outgoing lane of its sender and, after the
 latency, the incoming lane of its receiver. A transfer is complete when both lanes have transferred all of its bytes.
-For example, pushes of four workers to a single server take four times as long as the push of one worker; with four
+For example, pushes by four workers to a single server take four times as long as the push of one worker; with four
 servers, they take no longer. The messages of a connection arrive in the order in which they were sent. Each
 connection has a latency, which may vary from message to message. A message without a payload takes only this latency.
 
@@ -64,7 +64,7 @@ class Lane:
         self._now_ns = now_ns
 
     def _schedule(self) -> None:
-        """Schedule an event for the end of the next transfer, unless another transfer begins before it."""
+        """Schedule an event for the end of the next transfer. A transfer that begins earlier makes it outdated."""
         self._event += 1
         left_ns = (self._marks[0][0] - self._passed_ns) * len(self._marks)
         self._kernel.after(max(0, math.ceil(left_ns - ROUNDING_NS)), self._finish, self._event)

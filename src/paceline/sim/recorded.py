@@ -1,10 +1,9 @@
 """Derives a `Cluster` from the files of a live run: the compute times and the message times of each worker.
 
 The compute times are in the workers' records. The time of a message is the difference between two clock readings,
-which are comparable because all processes on a machine use the same clock. The time of a push ends with the event at
-the shard. The time of an answer starts with the event that released the pull at the last shard, and ends when the
-weights have arrived. So the time in which a server processes a push, mainly to apply it, counts as part of the
-answer.
+which are comparable because all processes on a machine use the same clock. A push lasts until the event at the shard.
+An answer lasts from the event that released the pull at the last shard until the weights have arrived. So the time in
+which a server processes a push, mainly to apply the gradient, counts as part of the answer.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Key = tuple[int, int]
 
 
 def read_cluster_of_run(run_dir: Path) -> Cluster:
-    """Return the cluster on which the run in a directory was recorded.
+    """Return a cluster that describes the machines of the run in a directory.
 
     Raises:
         ConfigurationError: the directory does not contain a run, or no worker has finished an iteration.
@@ -45,7 +44,7 @@ def read_cluster_of_run(run_dir: Path) -> Cluster:
 def cluster_of(
     records: Sequence[Sequence[IterationRecord]], shards: Sequence[Trace], name: str = ""
 ) -> Cluster:
-    """Return the cluster on which a run was recorded. Workers that were lost in their first iteration are omitted.
+    """Return a cluster that describes the machines of a run, without workers that were lost in their first iteration.
 
     Args:
         records: the iterations of each worker.

@@ -22,8 +22,8 @@ TakeRecord = Callable[[int, IterationRecord], object]
 """A function that receives the index of a worker and the record of one of the worker's iterations."""
 
 PENDING_BYTES = 16 * 1024 * 1024
-"""Maximum total size of the buffered lines; above it, they are written to files. Thousands of files cannot be open at
-the same time, and opening a file for each line would take longer than the simulation."""
+"""Buffered lines are written to files when their total size exceeds this. Thousands of files cannot be open at the
+same time, and opening a file for each line would take longer than the simulation."""
 
 
 class Recording(msgspec.Struct, frozen=True):

@@ -168,7 +168,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The statistics of the run as plain types, under the same names as in the summary of a live run."""
+        """The statistics of the run as plain types, with the same names as in the summary of a live run."""
         return {
             "sync": self.sync,
             "workers": len(self.measures.iterations),

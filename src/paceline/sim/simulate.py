@@ -1,4 +1,4 @@
-"""`simulate`, which runs a job in virtual time, with or without training, and returns the result."""
+"""The function `simulate`, which runs a job in virtual time, with or without training, and returns the result."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def simulate(
         seed: random seed for the run.
         until_s: virtual time, in seconds, at which the run is stopped.
         train_fn: training function, which uses `DistributedOptimizer` and `distribute`.
-        args: arguments of `train_fn`.
+        args: arguments for `train_fn`.
         shards: number of slices into which the parameters are divided. Default: one per server.
         shard_bytes: size of each shard in bytes. Default: equal sizes. Not allowed with `train_fn`.
         slicing: as for `paceline.launch`. Ignored without `train_fn`.

@@ -16,7 +16,7 @@ from ..errors import UsageError
 __all__ = ["Strand"]
 
 PATIENCE = 100  # maximum number of times that a function may pause after it was told to end
-CHECK_INTERVAL_S = 0.02  # time between two checks whether the function has ended
+CHECK_INTERVAL_S = 0.02  # time between two checks of whether the function has ended
 
 
 class _Ended(BaseException):
@@ -61,7 +61,7 @@ class Strand:
             self._thread.join()
 
     def pause(self) -> Any:
-        """Pause until the strand is resumed, and return the message. Only the function may call this."""
+        """Pause until the strand is resumed. Return the message from `resume`. Only the function may call this."""
         if not self._ending:
             self._back.release()
             self._go.acquire()

@@ -1,4 +1,4 @@
-"""Distributions of durations in virtual time: constant, random, drifting, temporarily slow, or recorded.
+"""Distributions of durations in virtual time: constant, random, drifting, occasionally slow, or recorded.
 
 A random duration is a function of (seed, worker, iteration number), not the next number of a random sequence. So a
 worker needs the same time for its tenth iteration under every sync model, and a few seeds are sufficient to compare

@@ -448,7 +448,7 @@ class VirtualSession:
         self._training.job.request_sync(self.worker, models, shard)
 
     def _end_uncommitted(self) -> None:
-        """Let the time of the last computation pass, if `step()` raised an exception instead of committing it."""
+        """Let the time of the last computation pass, if `step()` raised an exception instead of committing."""
         if self._held_back:
             if not self._passed:
                 self._pass_time(droppable=False)

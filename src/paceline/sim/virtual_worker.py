@@ -1,4 +1,4 @@
-"""The state of one worker in a simulated job, in addition to the worker's core."""
+"""The state that a simulated job keeps for each worker, in addition to the worker's core."""
 
 from __future__ import annotations
 
