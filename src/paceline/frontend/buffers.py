@@ -18,7 +18,7 @@ COMPARED_SIZE = 65_536
 
 
 class Buffers:
-    """The tensors of a model's `state_dict` that the optimizer does not train, and the detection of their changes.
+    """Detects changes of the tensors in a model's `state_dict` that the optimizer does not train.
 
     Args:
         model: the model.

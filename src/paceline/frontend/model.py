@@ -71,7 +71,7 @@ def describe_parameter(model: nn.Module, parameter: torch.Tensor) -> str:
 
 
 def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return the names of each parameter of a model, by the parameter's `id()`. A tied parameter has several."""
+    """Return a mapping from `id(parameter)` to the parameter's names. Tied parameters have several names."""
     names: dict[int, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)] = (*names.get(id(parameter), ()), name)

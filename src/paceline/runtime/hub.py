@@ -37,7 +37,7 @@ __all__ = ["Caller", "Host", "Hub"]
 
 log = logging.getLogger("paceline.hub")
 
-# If a process has ended but its connection is still open, the connection is dropped after this time of silence.
+# If a process has ended but its connection is still open, the connection is dropped after being silent for this time.
 ENDED_TIMEOUT_S = 1.0
 # Maximum number of connections that are accepted before other peers are served again.
 ACCEPTED_AT_ONCE = 8

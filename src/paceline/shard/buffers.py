@@ -1,4 +1,4 @@
-"""Buffers, which are the tensors of a model that no optimizer trains: conversion to bytes, and pooling over workers.
+"""Converts buffers (the tensors of a model that no optimizer trains) to bytes, and pools the workers' copies.
 
 Each worker computes its own copy of the buffers, such as BatchNorm's running statistics, and sends it with its
 commits. The server stores each worker's copy separately. For evaluation, checkpoints and the final weights, the

@@ -29,9 +29,9 @@ class LARS(torch.optim.Optimizer):
         v      = momentum * v + d
         w      = w - lr * v;  with Nesterov momentum w - lr * (d + momentum * v)
 
-    as in "Large batch training of convolutional networks" (You, Gitman and Ginsburg, 2017), with two deviations. In
-    the paper, lr multiplies d; here, lr multiplies the velocity v, as in `torch.optim.SGD`. The results are the same
-    while lr is constant. The second deviation is the term eps.
+    as in "Large batch training of convolutional networks" (You, Gitman and Ginsburg, 2017), with two deviations.
+    First, the paper multiplies d by lr. Here lr multiplies the velocity v, as in `torch.optim.SGD`, which gives the
+    same result while lr is constant. Second, the denominator contains eps.
 
     LARS can be used alone, like any torch optimizer, or inside `DistributedOptimizer`. Inside `DistributedOptimizer`
     under BSP, the update is momentum SGD with the mean of the workers' scaled gradients d. With one worker, this is

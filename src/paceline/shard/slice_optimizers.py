@@ -265,7 +265,7 @@ class FusedOptimizer:
             kernel(weights, total, *state)
 
     def _split(self, present: Presence) -> None:
-        """Split the runs so that in each run, either all segments have a gradient or none has a gradient."""
+        """Split the runs so that in each run, either all segments or no segments have a gradient."""
         segments = self._bounds.segments
         runs = []
         for run in self._runs:

@@ -176,8 +176,7 @@ class Master:
     def follow(cls, layout: Layout, descriptor: int) -> Master | None:
         """Return a view of the memory that the coordinator created; None if this system does not support such views.
 
-        This method takes ownership of the descriptor. It raises `ProtocolError` if the memory does not match the
-        layout.
+        Takes ownership of the descriptor. Raises `ProtocolError` if the memory does not match the layout.
         """
         _, size_bytes = _places(layout, MASTER)
         try:

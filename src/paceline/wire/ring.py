@@ -1,8 +1,8 @@
 """A ring buffer in shared memory for small messages, with one writer and one reader.
 
 A system call that wakes another process takes longer than all other work in an iteration of a small model. A reader
-that polls the ring receives messages without a system call. If it has polled for some time without success, it marks
-itself as *asleep* in the ring and then blocks. The writer wakes it through a socket (see `Stream`).
+that polls the ring receives messages without a system call. A reader that has polled for some time without success
+marks itself as *asleep* in the ring and then blocks. The writer wakes such a reader through a socket (see `Stream`).
 
     word 0    total number of bytes written so far
     word 8    total number of bytes read so far
