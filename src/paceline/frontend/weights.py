@@ -61,7 +61,7 @@ class Weights:
     def mark_pulled(self) -> None:
         """Record the current weights as the ones that were pulled."""
         for parameter in self._parameters:
-            # Tell autograd that the weights have changed, because it does not notice the writes of a pull.
+            # Tell autograd that the weights have changed. Autograd does not notice the writes of a pull.
             torch.autograd.graph.increment_version(parameter)
         self._versions = [parameter._version for parameter in self._parameters]
         for part, copy in self._samples:

@@ -51,7 +51,7 @@ OUR_FAULT = (InternalError, OSError, MemoryError)
 SOCKETS_INTERVAL_S = 1e-3
 # Maximum time to block if there are rings, which limits the delay if a wake-up is ever lost.
 LONGEST_SLEEP_S = 0.1
-# An event in addition to those of the selector: the peer's ring contains messages.
+# Stands for an event that the selector cannot report: the peer's ring contains messages.
 IN_RING = 1 << 8
 
 

@@ -10,7 +10,7 @@ Two implementations give the same results:
 A parameter without a gradient is not the same as a parameter whose gradient is zero: without a gradient, an optimizer
 changes neither the parameter nor its momentum nor its step count. So `FusedOptimizer` divides its slice into *runs*,
 each of which it updates as a whole. A run consists of neighboring segments of one group that have taken the same
-number of steps. It is split when a push has gradients for only some of its segments.
+number of steps. A run is split when a push has gradients for only some of its segments.
 """
 
 from __future__ import annotations

@@ -95,5 +95,5 @@ class Store:
         return self._optimizer.state()
 
     def load_optimizer_state(self, state: Vectors) -> None:
-        """Restore a state that `optimizer_state` returned. Raise `ProtocolError` if the state does not fit."""
+        """Restore a state that `optimizer_state` returned. Raise `ProtocolError` if it is another shard's state."""
         self._optimizer.load_state(state)
