@@ -391,10 +391,10 @@ def test_dense_gradients_are_not_mentioned(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"jitter": 0.2}, "jitter is 0.2, but neither pace nor slowdown is set"),
+        ({"jitter": 0.2}, "jitter is 0.2, but it has no effect without pace or slowdown"),
         (
             {"jitter": 0.2, "pace": [], "slowdown": []},
-            "jitter is 0.2, but neither pace nor slowdown is set",
+            "jitter is 0.2, but it has no effect without pace or slowdown",
         ),
         ({"port": 4242}, "port is 4242 and transport is 'auto', but only 'tcp' uses a port"),
         ({"port": 4242, "transport": "shm"}, "port is 4242 and transport is 'shm'"),

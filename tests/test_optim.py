@@ -464,11 +464,11 @@ def test_such_a_push_can_be_dropped_and_the_run_goes_on(
     assert measured.updates == 4
     assert measured.iterations == {0: 5, 1: 5}
     assert (
-        "worker 1, iteration 1: gradients not pushed, because that of '0.weight' holds NaN or inf"
+        "worker 1, iteration 1: gradients not pushed, because the gradient of '0.weight' contains NaN or inf"
         in caplog.text
     )
     assert (
-        "worker 0, iteration 3: gradients not pushed, because that of '2.bias' holds NaN or inf"
+        "worker 0, iteration 3: gradients not pushed, because the gradient of '2.bias' contains NaN or inf"
         in caplog.text
     )
 

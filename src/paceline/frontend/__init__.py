@@ -1,1 +1,1 @@
-"""What a training script uses: the distributed optimizer, the distributed loader, and the session of its worker."""
+"""The interface for training scripts: the distributed optimizer, the distributed loader, and the worker's session."""

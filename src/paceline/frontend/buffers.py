@@ -14,11 +14,11 @@ from ..shard.vectors import dtype_name
 __all__ = ["Buffers"]
 
 COMPARED_SIZE = 65_536
-"""Number of elements up to which a buffer is compared with a copy to find changes."""
+"""Maximum size, in elements, of a buffer that is compared with a copy to find changes."""
 
 
 class Buffers:
-    """The tensors of a model's `state_dict` that the optimizer does not train.
+    """Detects changes of the tensors in a model's `state_dict` that the optimizer does not train.
 
     Args:
         model: the model.
@@ -47,9 +47,9 @@ class Buffers:
         return [self._get(spec) for spec in self.specs]
 
     def changed(self) -> dict[int, torch.Tensor]:
-        """Return the tensors that have changed since the last call, by index.
+        """Return the tensors that have changed since the last call: index -> tensor.
 
-        Parameters outside the optimizer are never among them.
+        The result never contains parameters that the optimizer does not train.
 
         Raises:
             UsageError: a tensor has another shape or dtype than when training began.
@@ -78,10 +78,10 @@ class Buffers:
 
 
 class _Sent:
-    """A buffer as it was when it was last sent.
+    """A record of the content of a buffer when the buffer was last sent.
 
-    A tensor's version counter reveals most changes, but not BatchNorm's: its kernel writes the running statistics
-    without incrementing the counter. So buffers of up to `COMPARED_SIZE` elements are compared with a copy.
+    A tensor's version counter reveals most changes. But BatchNorm's kernel writes the running statistics without
+    incrementing the counter, so buffers of up to `COMPARED_SIZE` elements are also compared with a copy.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
-"""`distribute`: each worker's part of the data.
+"""`distribute`, which gives each worker its part of the data.
 
-Parts are static, as in the papers. At the start of every epoch, each worker runs the loader's own sampler once, with
-a generator seeded from the run's seed and the epoch, so that all workers see the same order. Of n workers, each takes
-every n-th item. All parts have the same length: the remainder, fewer items than there are workers, is left out. If
-the loader shuffles, other items are left out in each epoch.
+As in the papers, the parts do not depend on the speed of the workers. At the start of every epoch, each worker runs
+the loader's own sampler once, with a generator seeded from the run's seed and the epoch, so that all workers see the
+same order. Each of n workers takes every n-th item. All parts have the same length. If the number of items is not a
+multiple of n, the last items of the order are left out; if the loader shuffles, these differ between epochs.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ KEPT = {
     "pin_memory_device",
     "in_order",
 } & set(inspect.signature(DataLoader.__init__).parameters)
-"""Arguments that the distributed loader takes over: all but the dataset and those that determine the order."""
+"""Arguments that are copied from the user's loader: all except the dataset and those that determine the order."""
 
 
 def distribute(loader: DataLoader[T]) -> Iterable[T]:
     """Return this worker's part of a loader.
 
-    All parts have the same length. A shuffled loader is reshuffled in every epoch, with the run's seed: the workers
-    share one order, and each takes every n-th item of it. In a script that runs by itself, the loader is returned
-    unchanged. Call this once or at the start of every epoch; each pass over the result is one epoch.
+    All parts have the same length. All workers use the same order of the items, and each of n workers takes every
+    n-th item. If the loader shuffles, the order changes in every epoch and depends on the run's seed. In a script
+    that runs by itself, the loader is returned unchanged. Call this function once, or at the start of every epoch.
+    Each pass over the result is one epoch.
 
     Args:
         loader: a loader over a dataset with a length. Its batch size is the batch size of each worker. A custom
             sampler must draw from torch's default generator, or yield the same order in every worker.
 
     Returns:
-        An iterable of batches with a length.
+        An iterable of batches. Its length is the number of batches.
 
     Raises:
         ConfigurationError: the dataset is an `IterableDataset`, or there are fewer items (with a custom
@@ -130,14 +131,14 @@ class Part(Sampler[T]):
 class Passes:
     """Counters of the passes over each dataset.
 
-    They belong to the dataset and not to the loader, so that `distribute` may be called once or in every epoch, also
+    A counter belongs to a dataset and not to a loader. So `distribute` may be called once or in every epoch, even
     with a new loader each time.
     """
 
     def __init__(self) -> None:
         self._weak: WeakKeyDictionary[object, Iterator[int]] = WeakKeyDictionary()
-        # Datasets that cannot be weak keys, such as lists, by `id()`. They are kept alive, so no other object gets
-        # their id.
+        # Datasets that cannot be weak keys, such as lists, by `id()`. Keeping these datasets alive prevents other
+        # objects from getting the same id.
         self._strong: dict[int, tuple[object, Iterator[int]]] = {}
 
     def over(self, dataset: object) -> Iterator[int]:

@@ -1,12 +1,13 @@
-"""The random generators that scripts draw from implicitly: torch's default one, Python's, and NumPy's global one.
+"""The random generators that scripts use implicitly: torch's default generator, Python's `random`, and NumPy's.
 
-Simulated workers take turns at these generators, and a computation that may be aborted saves their states first.
-NumPy takes 70 us to return its state and to set it again, ten times as long as the other two together. So the memory
-of NumPy's generator, at the address that NumPy publishes for such purposes, is compared with a copy to find out
-whether numbers have been drawn, and a state is restored by writing to this memory.
+Simulated workers use these generators in turn, so their states are saved and restored. The states are also saved
+before a computation that may be aborted. With NumPy's own functions, saving and restoring the state of its global
+generator takes 70 us, ten times as long as for the other two generators together. So this module compares the
+memory of NumPy's generator, at the address that NumPy publishes for such purposes, with a copy to find out whether
+numbers have been drawn. It restores a state by writing to this memory.
 
-NumPy draws normal deviates in pairs and stores the second one for the next call, outside of this memory. One case is
-therefore not detected: a script calls `set_state` with a state that differs from the saved one only in this deviate.
+NumPy draws normal deviates in pairs and stores the second one elsewhere for the next call. Therefore one change is
+not detected: a script calls `set_state` with a state that differs from the saved state only in this deviate.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _RAW_BYTES = _KEY_BYTES + 4  # the key, followed by the position in it as an int
 
 
 class GeneratorStates:
-    """The states of all three generators at the moment of construction.
+    """The states of all three generators at the time when this object is created.
 
-    NumPy's generator is left alone in a process that has not imported NumPy.
+    If the process has not imported NumPy, NumPy's generator is ignored.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class GeneratorStates:
 
     @classmethod
     def seeded(cls, seed: int) -> GeneratorStates:
-        """Return the states that follow from a seed. The generators themselves do not change."""
+        """Return the states that the generators have after seeding. The current states do not change."""
         before = cls()
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every accelerator
         random.seed(seed)
@@ -56,12 +57,12 @@ class GeneratorStates:
 
 
 class _NumpyState(NamedTuple):
-    """A state of NumPy's global generator.
+    """A saved state of NumPy's global random generator.
 
     Attributes:
-        whole: the state as NumPy returns it.
-        raw: the memory of the Mersenne Twister; None if it is not the whole state, because a normal deviate is
-            stored.
+        whole: the state in the form in which NumPy returns it.
+        raw: a copy of the generator's memory; None if restoring this memory is not enough, for example because a
+            normal deviate is stored elsewhere.
     """
 
     whole: dict[str, Any]
@@ -69,7 +70,7 @@ class _NumpyState(NamedTuple):
 
 
 class _NumpyGenerator:
-    """NumPy's global generator, whose state is queried only if it cannot be determined from its memory."""
+    """Saves and restores the state of NumPy's global generator, through its memory if possible."""
 
     def __init__(self) -> None:
         self._seen: _NumpyState | None = None  # the state when it was last read or restored
@@ -88,7 +89,7 @@ class _NumpyGenerator:
         return self._seen
 
     def restore(self, state: _NumpyState) -> None:
-        """Restore a state, by writing to memory if no stored deviate must be set or cleared."""
+        """Restore a state. If no stored deviate must be set or cleared, write to the generator's memory."""
         if state.raw is not None and self._unchanged():
             with self._bits.lock:
                 ctypes.memmove(self._address, state.raw, _RAW_BYTES)
@@ -97,8 +98,7 @@ class _NumpyGenerator:
         self._seen = state
 
     def _unchanged(self) -> bool:
-        """Return True if the state is still the last one that was read or restored, and no deviate was stored in
-        it."""
+        """Return True if the memory still contains the last state that was read or restored, without a deviate."""
         return (
             self._seen is not None
             and self._seen.raw is not None

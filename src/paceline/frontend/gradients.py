@@ -1,13 +1,13 @@
 """A worker's gradients in the flat vectors.
 
-Autograd chooses the memory in which it accumulates a gradient, so each gradient is *adopted*: copied to its place in
-the flat vector, which then becomes the parameter's `.grad`. Large gradients are copied with `memmove`, which writes
-large blocks past the cache: the next reader is another process, and a store through the cache would first read the
-memory that it overwrites.
+Autograd chooses the memory in which it accumulates a gradient, so each gradient is *adopted*: it is copied to its
+place in the flat vector, and this place becomes the parameter's `.grad`. Large gradients are copied with `memmove`,
+which bypasses the cache for large blocks. A write through the cache would first read the memory that it overwrites,
+and the cached data would not be used, because another process is the next reader.
 
-Gradients are checked for NaN and inf when they are committed, since a script may edit them until then in ways that
-leave no trace. A dot product finds NaN and inf 35 times faster than `isfinite`. It can also overflow, so a dot
-product that is not finite is confirmed with `isfinite`.
+Gradients are checked for NaN and inf when they are committed, since until then a script may edit them without any
+trace. A dot product finds NaN and inf 35 times faster than `isfinite`, but it can also overflow. So if the dot
+product is not finite, `isfinite` decides.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["Gradients"]
 log = logging.getLogger("paceline.frontend.gradients")
 
 LARGE_BYTES = 2 * 1024 * 1024
-"""Size from which a gradient is copied with `memmove`."""
+"""Minimum size of a gradient that is copied with `memmove`."""
 
 
 class Gradients:
-    """The gradients of a model's trained parameters.
+    """The gradients of a model's trained parameters, which are moved into flat vectors.
 
     Args:
         layout: layout of the parameters in the flat vectors.
         parameters: the parameters, in the order of the layout.
-        vectors: the flat vectors of the gradients, zeroed.
+        vectors: the flat vectors for the gradients, filled with zeros.
     """
 
     def __init__(self, layout: Layout, parameters: Sequence[torch.Tensor], vectors: Vectors) -> None:
@@ -53,7 +53,7 @@ class Gradients:
         self._warned_of_sparse = False
 
     def adopt(self, index: int) -> bool:
-        """Move a parameter's gradient to the flat vector, or zero it there. Return False if there is no gradient.
+        """Move a parameter's gradient to the flat vector. If there is none, write zeros there and return False.
 
         Raises:
             WeightsChangedError: the gradient has another shape than the parameter had when training began.
@@ -65,7 +65,7 @@ class Gradients:
                 view.zero_()
                 self._written[index] = False
             return False
-        if gradient.shape != view.shape:  # checked here because copy_() would broadcast some of them
+        if gradient.shape != view.shape:  # checked here because copy_() would broadcast some other shapes
             raise shape_change_outside_step(self._layout.parameters[index], gradient.shape)
         self._written[index] = True
         if gradient.is_sparse:
@@ -86,11 +86,11 @@ class Gradients:
         return bytes(map(self.adopt, range(len(self._parameters))))
 
     def adopt_as_accumulated(self, session: Session, *, final: bool) -> None:
-        """Adopt each gradient as soon as autograd has accumulated it, until the session is gone.
+        """Adopt each gradient as soon as autograd has accumulated it, as long as the session exists.
 
         Args:
-            session: the session, which is notified of each gradient if it sends them early.
-            final: False if gradients are scaled before they are pushed. The session is not notified then.
+            session: the session, which is notified of each gradient if it sends gradients early.
+            final: False if gradients are scaled before they are pushed. In this case the session is not notified.
         """
         accumulated = weakly(self._accumulated)
         notified = ref(session) if final else None
@@ -104,7 +104,7 @@ class Gradients:
         )
 
     def first_not_finite(self) -> str | None:
-        """Return the name of the first parameter whose gradient holds NaN or inf, or None."""
+        """Return the name of the first parameter whose gradient contains NaN or inf; None if there is none."""
         if all(math.isfinite(float(torch.dot(vector, vector))) for vector in self._vectors.values()):
             return None
         for parameter, view in zip(self._layout.parameters, self._views, strict=True):
@@ -123,6 +123,6 @@ class Gradients:
             self._warned_of_sparse = True
             log.warning(
                 "the gradient of %r is sparse; it is converted to a dense one, with zeros in the missing rows. "
-                "Create the layer with sparse=False to save the conversion.",
+                "Create the layer with sparse=False to avoid the conversion.",
                 self._layout.parameters[index].names[0],
             )

@@ -1,8 +1,9 @@
-"""Hooks on a model's parameters and modules that last as long as a session.
+"""Hooks on a model's parameters and modules that exist as long as a session.
 
-Torch holds the hooks of a tensor in C++, out of reach of Python's garbage collector. Everything that such a hook
-refers to lives as long as the tensor; if it refers to the tensor in turn, neither is ever freed. So these hooks refer
-to their object weakly, and are removed with the session: a model that outlives its run has no hooks left on it.
+torch stores the hooks of a tensor in C++, where Python's garbage collector does not find them. Everything to which
+such a hook refers exists as long as the tensor. If this in turn refers to the tensor, neither is ever freed. So the
+hooks refer to their object weakly and are removed when the session is freed. After a run, no hooks are left on the
+model.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["remove_after", "weakly"]
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a bound method while its object is alive, and does nothing afterwards."""
+    """Return a function that calls a bound method while the method's object exists, and does nothing afterwards."""
     reference = WeakMethod(method)
 
     def call(*arguments: Any) -> None:

@@ -16,10 +16,10 @@ __all__ = ["describe_parameter", "find_model", "layout_of"]
 
 
 def find_model(parameters: Sequence[torch.Tensor]) -> nn.Module:
-    """Return the outermost live module that holds all of these parameters.
+    """Return the outermost existing module that contains all of these parameters.
 
     Raises:
-        ConfigurationError: no module holds all of them, or more than one outermost module does.
+        ConfigurationError: no module contains all of the parameters, or several outermost modules do.
     """
     wanted = {id(parameter) for parameter in parameters}
     holders = [
@@ -43,8 +43,8 @@ def layout_of(model: nn.Module, parameters: Sequence[torch.Tensor]) -> Layout:
     """Lay out a model's trained parameters in flat vectors, in the order given.
 
     Raises:
-        ConfigurationError: a parameter is not the model's, is not on the CPU, or has a dtype that cannot be
-            trained.
+        ConfigurationError: a parameter does not belong to the model, is not on the CPU, or has a dtype that cannot
+            be trained.
     """
     names = _names(model)
     entries = []
@@ -71,7 +71,7 @@ def describe_parameter(model: nn.Module, parameter: torch.Tensor) -> str:
 
 
 def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return the names of each parameter of a model, by the parameter's `id()`. Tied parameters have several."""
+    """Return a mapping from `id(parameter)` to the parameter's names. Tied parameters have several names."""
     names: dict[int, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)] = (*names.get(id(parameter), ()), name)

@@ -1,9 +1,9 @@
-"""`DistributedOptimizer`: data-parallel training with one line around an optimizer.
+"""`DistributedOptimizer`, which wraps an existing optimizer for data-parallel training.
 
 `DistributedOptimizer` is a subclass of `torch.optim.Optimizer` that shares the wrapped optimizer's parameter groups,
 so learning-rate schedulers, gradient clipping and everything else that works on groups keep working. In a run,
 `step()` pushes the gradients to the servers, which run the wrapped optimizer's class with its hyper-parameters on
-their slices, and pulls the new weights. In a script that runs by itself, `step()` is the wrapped optimizer's own.
+their slices, and pulls the new weights. In a script that runs by itself, `step()` only calls the wrapped optimizer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     when pushes are applied and pulls are answered. From the first step on, weights may change only inside `step()`.
     In a script that runs by itself, this class behaves exactly like the wrapped optimizer.
 
-    Hyper-parameters are those of the wrapped optimizer, whose `param_groups` are shared. They travel with every push,
-    so learning-rate schedulers need no change. Do not call `step()` of the wrapped optimizer yourself.
+    The `param_groups` of the wrapped optimizer are shared, and its hyper-parameters are sent with every push, so
+    learning-rate schedulers need no change. Do not call `step()` of the wrapped optimizer yourself.
 
     Args:
         optimizer: the optimizer to wrap: one from `torch.optim` that updates each element independently (SGD, Adam,
@@ -55,7 +55,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         >>> loss = model(torch.ones(4, 2)).square().mean()
         >>> loss.backward()
-        >>> optimizer.step()  # not in a run, as here: the same as SGD's own step()
+        >>> optimizer.step()  # outside a run, as in this example, the same as SGD's own step()
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None = None) -> None:
@@ -83,15 +83,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Args:
             closure: a function that clears the gradients, computes the loss, calls `backward()` and returns the
                 loss. SpecSync can abort and restart a computation only if it runs in a closure. Without a closure,
-                the gradients that the parameters have are pushed.
+                the current gradients of the parameters are pushed.
 
         Returns:
-            The result of the closure, or None without one. A number or a tensor of one element is shown and recorded
-            as the loss.
+            The result of the closure; None if there is no closure. If the result is a number or a tensor of one
+            element, it is shown and recorded as the loss.
 
         Raises:
             ConfigurationError: on the first step, the parameters cannot be trained here.
-            NonFiniteGradientError: a gradient holds NaN or inf. Nothing was pushed.
+            NonFiniteGradientError: a gradient contains NaN or inf. Nothing was pushed.
             WeightsChangedError: weights were edited or moved since the last step.
             UsageError: the groups no longer hold the parameters that they held when training began.
         """
@@ -107,13 +107,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._training.require_same([p for group in self.param_groups for p in group["params"]])
         else:
             self._training = self._begin(self._session)
-            # The gradients were computed on weights that the initializer's have replaced.
+            # The gradients were computed with weights that the initializer's weights have since replaced.
             stale = self._training.weights_replaced and closure is None
         loss: Any = None
         if closure is None:
-            self._session.hold_back(
-                droppable=False
-            )  # the gradients are there: too late to abort their computation
+            # The gradients are already computed, so it is too late to abort the computation.
+            self._session.hold_back(droppable=False)
         else:
             with torch.enable_grad():
                 loss = self._training.compute(closure)
@@ -133,10 +132,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an optimizer.
 
-        In a run, call this in every worker before the first step. Worker 0's state is sent to the servers then.
+        In a run, call this in every worker before the first step. At the first step, worker 0's state is sent to the
+        servers.
 
         Args:
-            state_dict: state of the optimizer, as returned by `state_dict` here or of the wrapped optimizer.
+            state_dict: state that `state_dict` of this optimizer or of the wrapped optimizer has returned.
 
         Raises:
             UsageError: training has begun.
@@ -190,15 +190,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _as_number(loss: object) -> float | None:
-    """Return what a closure returned as a float, or None if it is not a real number or a tensor of one."""
+    """Return a closure's result as a float; None if it is neither a real number nor a tensor of one real number."""
     try:
         if isinstance(loss, torch.Tensor):
             loss = loss.item()
         return float(loss) if isinstance(loss, numbers.Real) else None
-    except (
-        RuntimeError,
-        OverflowError,
-    ):  # several elements, no data (device "meta"), or too large for a float
+    except (RuntimeError, OverflowError):
+        # The tensor has several elements or no data (device "meta"), or the number is too large for a float.
         return None
 
 

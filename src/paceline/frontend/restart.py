@@ -1,15 +1,15 @@
-"""Computations that can be aborted midway and restarted, as SpecSync asks.
+"""Computations that can be aborted midway and restarted, as SpecSync requires.
 
 While a closure runs, hooks ask the session between any two layers whether to abort the computation: before a module's
-forward, and when a parameter's gradient is ready. If so, a private exception ends the closure, and everything that it
-had changed is restored: the model's buffers, the states of the random generators, and gradients that it was
-accumulating into. The worker then pulls, and the closure runs again on the same batch. A closure that catches
-`BaseException` is aborted only when it returns.
+`forward()`, and when a parameter's gradient is ready. If the answer is yes, a private exception ends the closure.
+Then everything that the closure had changed is restored: the model's buffers, the states of the random generators,
+and the gradients to which it was adding. The worker pulls the new weights, and the closure runs again on the same
+batch. A closure that catches `BaseException` is aborted only when it returns.
 
 The random generators are torch's default one, Python's `random`, and NumPy's global one if NumPy has been imported.
 Other side effects of a closure, such as incrementing a counter or drawing from another generator, happen twice.
 
-Full backward hooks are not used, because they break modules that work in place.
+Full backward hooks are not used, because they break modules that modify their inputs in place.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["Restartable"]
 
 
 class _Aborted(BaseException):
-    """Exception that ends a closure. Not an `Exception`, so that a script's own handlers do not catch it."""
+    """Ends a closure. This is not a subclass of `Exception`, so that a script's own handlers do not catch it."""
 
 
 class Restartable:
-    """Executor of closures that aborts and restarts them when the session orders it.
+    """Runs closures, and aborts and restarts a closure when the session orders it.
 
     Args:
-        model: the model that the closures compute with.
+        model: the model that the closures use.
         parameters: the trained parameters.
         session: this worker's session.
         pulled: called when new weights have been pulled in the middle of an iteration.
@@ -52,7 +52,7 @@ class Restartable:
         self._parameters = parameters
         self._session = session
         self._pulled = pulled
-        self._before: _Before | None = None  # what to restore; None while no closure runs
+        self._before: _Before | None = None  # the state to restore; None while no closure runs
         before, after = weakly(self._before_forward), weakly(self._after_gradient)
         hooks = [module.register_forward_pre_hook(before) for module in model.modules()]
         hooks += [p.register_post_accumulate_grad_hook(after) for p in parameters if p.requires_grad]
@@ -80,7 +80,7 @@ class Restartable:
             self._abort_if_ordered()
 
     def _after_gradient(self, parameter: torch.Tensor) -> None:
-        # Without a forward before it, the closure may have added to existing gradients that were not copied. They
+        # If no module has run yet, existing gradients were not copied. The closure may have added to them, so they
         # could not be restored.
         if self._before is not None and self._before.has_gradients:
             self._abort_if_ordered()
@@ -91,7 +91,7 @@ class Restartable:
 
 
 class _Before:
-    """What a closure may change, as it was before the closure ran.
+    """A copy of everything that a closure may change, made before the closure runs.
 
     Attributes:
         has_gradients: True once the gradients can be restored.
@@ -109,13 +109,13 @@ class _Before:
         self.has_gradients = all(parameter.grad is None for parameter in parameters)
 
     def keep_gradients(self) -> None:
-        """Copy the gradients that exist when the first layer begins: the closure may be about to add to them."""
+        """Copy the gradients that exist when the first layer begins, because the closure may add to them."""
         if not self.has_gradients:
             self._gradients = [None if p.grad is None else p.grad.clone() for p in self._parameters]
             self.has_gradients = True
 
     def restore(self) -> None:
-        """Restore everything."""
+        """Restore the buffers, the gradients and the random generators."""
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
                 buffer.copy_(value)

@@ -1,7 +1,7 @@
-"""The interface between the front end and the host of a worker.
+"""The interface through which a training script takes part in a run.
 
-The front end (`DistributedOptimizer`, `distribute`) uses a `Session` and does not depend on where it runs: in a
-process of a live run, or on a thread of a simulation. Without a session, a script runs as one ordinary process.
+The front end (`DistributedOptimizer`, `distribute`) uses a `Session` and does not depend on where the script runs: in
+a process of a live run, or on a thread of a simulation. Without a session, a script runs as one ordinary process.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ __all__ = ["Session", "current", "install", "set_sync", "worker_count", "worker_
 
 
 class Session(Protocol):
-    """One worker's part in a run.
+    """The interface through which one worker takes part in a run.
 
     Methods are called in this order: `begin`, then `initialize` on the initializer and `await_first_weights` on the
     other workers, then `hold_back` and `commit` once per iteration, then `finish`. `weights` change only inside these
-    calls and `pull_again`, and `finish` may move them to other memory. `gradients` belong to the caller until
-    `commit`, and again once it has returned.
+    calls and `pull_again`, and `finish` may move them to other memory. The caller may change `gradients` at any time
+    except during `commit`.
 
     Attributes:
         worker: index of this worker.
         workers: number of workers.
         seed: the run's seed.
-        needs_significance: True if pushes must carry |g| / |w|. May change between iterations.
+        needs_significance: True if pushes must include |g| / |w|, see `commit`. May change between iterations.
         may_restart: True if a computation may be aborted and restarted. May change between iterations.
-        skips_nan: True if a gradient with NaN or inf is left out, False if it stops the run.
+        skips_nan: True if a gradient with NaN or inf is not pushed, False if it stops the run.
         iteration: number of iterations that this worker has committed.
         weights: dtype -> flat vector of the weights. Filled by `begin`.
         gradients: dtype -> flat vector of the gradients. Filled by `begin`.
-        on_moved: called when `weights` has been replaced by other memory, which holds the weights from then on.
+        on_moved: function that the session calls after it has replaced `weights` by vectors in other memory.
         sends_early: True if `gradient_ready` must be called for each gradient as soon as it is computed.
     """
 
@@ -67,15 +67,17 @@ class Session(Protocol):
         """Register the model to train and wait for the other workers. Return True if this worker is the initializer.
 
         Raises:
-            ConfigurationError: this worker may not take part.
+            ConfigurationError: this worker may not take part in the run.
         """
         ...
 
     def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
-        """Send the initial model to the servers, as the initializer. All workers start from it.
+        """Send the initial model, from which all workers start, to the servers. Only for the initializer.
+
+        The initial weights are taken from `weights`.
 
         Args:
-            buffers: the tensors that no optimizer trains. The weights are those in `weights`.
+            buffers: the tensors that no optimizer trains.
             state_of: returns a shard's part of the initial optimizer state.
         """
         ...
@@ -85,15 +87,15 @@ class Session(Protocol):
         ...
 
     def weights_edited(self) -> bool:
-        """Return True if something else is known to have written to `weights` since they were pulled."""
+        """Return True if the script is known to have written to `weights` since the last pull."""
         ...
 
     def gradient_ready(self, parameter: int) -> None:
-        """Announce that `gradients` holds the gradient of a parameter of the layout. It may change until `commit`."""
+        """Announce that a parameter's gradient is in `gradients`. The gradient may still change until `commit`."""
         ...
 
     def restart_ordered(self) -> bool:
-        """Return True if the current computation must be aborted. Cheap, as it is called between any two layers."""
+        """Return True if the current computation must be aborted. This is called between any two layers."""
         ...
 
     def hold_back(self, *, droppable: bool) -> bool:
@@ -105,7 +107,7 @@ class Session(Protocol):
             droppable: True if the computation can still be aborted and restarted.
 
         Returns:
-            False if the computation must be aborted, which never happens if it is not droppable.
+            False if the computation must be aborted; always True if `droppable` is False.
         """
         ...
 
@@ -131,15 +133,15 @@ class Session(Protocol):
         buffers: Mapping[int, torch.Tensor],
         loss: float | None,
     ) -> None:
-        """Push `gradients` to every shard and pull. When this returns, `weights` holds the pulled weights.
+        """Push `gradients` to every shard and pull the new weights. On return, `weights` holds the new weights.
 
         Args:
             present: one byte per parameter: 1 if it has a gradient, 0 if not.
             groups: hyper-parameters of the groups, encoded with msgpack.
             empty: True to leave out the gradient. The iteration still counts as progress.
-            significance: |g| / |w|, with L2 norms, of the unscaled gradient and the weights that it was computed on;
-                None if it is not needed.
-            buffers: index -> buffer, for those that have changed.
+            significance: |g| / |w|, with the L2 norms of the unscaled gradient and of the weights on which it was
+                computed; None if it is not needed.
+            buffers: index -> buffer, for the buffers that have changed.
             loss: the loss to show and record, if known.
         """
         ...
@@ -158,7 +160,7 @@ _of_thread = threading.local()
 
 
 def current() -> Session | None:
-    """Return the session of this thread, or else of this process. None in a script that runs by itself."""
+    """Return the session of this thread, or else of this process; None in a script that runs by itself."""
     session: Session | None = getattr(_of_thread, "session", None)
     return session or _of_process
 
@@ -205,10 +207,10 @@ def worker_count() -> int:
 def set_sync(sync: str | SyncModel | Sequence[SyncModel], *, shard: int | None = None) -> None:
     """Change the synchronization model during a run.
 
-    All workers run the same script, so either every worker or a single one may make this call. The n-th call of every
-    worker requests the same change, which is made when the first worker reaches it. Each worker ends the old model
-    with its next push; the new model begins when all workers have done so. No push is lost. In a script that runs by
-    itself, the call has no effect.
+    Either every worker or a single worker may call this function. The n-th calls of all workers request the same
+    change, which is made when the first worker makes its n-th call. The next push of each worker is its last push
+    under the old model. The new model begins when all workers have made this push, and no push is lost. In a script
+    that runs by itself, the call has no effect.
 
     Args:
         sync: a sync model, its notation (for example "ssp:staleness=3"), or a list with one model per shard.

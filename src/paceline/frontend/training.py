@@ -1,4 +1,4 @@
-"""A worker's training, from its first step: what each iteration does between the gradients and the new weights."""
+"""The training of one worker: its registration at the first step, and the push and the pull of each iteration."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = ["WorkerTraining"]
 log = logging.getLogger("paceline.frontend.training")
 
 LEAST_NORM = 1e-12
-"""Lower limit for the norm of the weights when a gradient's norm is divided by it, because it may be zero."""
+"""Minimum divisor when a gradient's norm is divided by the norm of the weights, which may be zero."""
 
 
 class WorkerTraining:
     """One worker's training of a model.
 
-    The worker takes part in the run from here on: it registers what it trains, waits for the other workers, and
-    starts from the weights of the initializer.
+    When this object is created, the worker joins the run: it registers its model and optimizer, waits for the other
+    workers, and starts from the weights of the initializer.
 
     Args:
         session: this worker's session.
@@ -43,10 +43,10 @@ class WorkerTraining:
         parameters: the parameters that are trained, in the order of the optimizer's groups.
         optimizer: the optimizer that the servers run.
         state: the optimizer's initial state, used if this worker is the initializer: parameter -> key -> value.
-        scale_gradients: scales the gradients in place before they are pushed. None if they are pushed as they are.
+        scale_gradients: scales the gradients in place before they are pushed. None to push the gradients unscaled.
 
     Attributes:
-        spec: what is trained, as all workers must register it.
+        spec: description of the model and the optimizer, which must be the same in all workers.
         weights_replaced: True if the initializer's weights differed from this worker's own and replaced them.
 
     Raises:
@@ -83,7 +83,7 @@ class WorkerTraining:
         weights.use(session.weights)
         session.on_moved = lambda: weights.use(session.weights)
         self._gradients.adopt_as_accumulated(session, final=scale_gradients is None)
-        self._buffers.changed()  # the buffers as they are now have been published
+        self._buffers.changed()  # only later changes of the buffers are sent
         weights.mark_pulled()
 
     def require_same(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -100,7 +100,7 @@ class WorkerTraining:
             )
             raise UsageError(
                 f"The optimizer's groups have changed since training began: {change} at index {index}. Add or remove "
-                "parameters before the first step; the servers train those that the groups held then."
+                "parameters before the first step; the servers train only the parameters that the groups held then."
             )
 
     def describe(self, parameter: torch.Tensor) -> str:
@@ -125,7 +125,7 @@ class WorkerTraining:
     def commit(
         self, groups: tuple[HyperParameters, ...], loss: float | None, *, leave_out_gradient: bool
     ) -> None:
-        """Push the gradients that the parameters have and pull the new weights.
+        """Push the current gradients of the parameters and pull the new weights.
 
         Args:
             groups: the hyper-parameters of each group.
@@ -133,7 +133,7 @@ class WorkerTraining:
             leave_out_gradient: True to push an empty gradient, which only counts as progress.
 
         Raises:
-            NonFiniteGradientError: a gradient holds NaN or inf, and the run does not skip such gradients.
+            NonFiniteGradientError: a gradient contains NaN or inf, and the run does not skip such gradients.
             WeightsChangedError: weights were changed since the last step.
         """
         session = self._session
@@ -145,7 +145,7 @@ class WorkerTraining:
             if not session.skips_nan:
                 raise error
             log.warning(
-                "worker %d, iteration %d: gradients not pushed, because that of %r holds NaN or inf",
+                "worker %d, iteration %d: gradients not pushed, because the gradient of %r contains NaN or inf",
                 *error.args,
             )
             empty = True

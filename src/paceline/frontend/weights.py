@@ -1,8 +1,8 @@
 """A model's trained parameters as views of the session's flat vectors, and the detection of edits to them.
 
-Once training has begun, the servers hold the weights, and they may change only inside `step()`: any other edit would
-make a worker diverge silently. Most edits change a parameter's version counter, its memory or its strides. Edits
-through `.data` change none of them, so a sample of the weights is also compared with a copy.
+Once training has begun, the servers hold the weights, and a worker's weights may change only inside `step()`: any
+other edit would make the worker diverge silently. Most edits change a parameter's version counter, its memory or its
+strides. Edits through `.data` change none of these, so a sample of the weights is also compared with a copy.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .session import Session
 __all__ = ["Weights", "change_outside_step", "shape_change_outside_step"]
 
 SAMPLE_SIZE = 16_384
-"""Elements of each flat vector, about evenly spaced, that are compared with a copy before each push."""
+"""Number of elements of each flat vector, about evenly spaced, that are compared with a copy before each push."""
 
 
 class Weights:
-    """A model's trained parameters.
+    """A model's trained parameters, as views of flat vectors.
 
     Args:
         layout: layout of the parameters in the flat vectors.
@@ -61,7 +61,7 @@ class Weights:
     def mark_pulled(self) -> None:
         """Record the current weights as the ones that were pulled."""
         for parameter in self._parameters:
-            # Tells autograd that the weights are new: it does not see the writes of a pull.
+            # Tell autograd that the weights have changed. Autograd does not notice the writes of a pull.
             torch.autograd.graph.increment_version(parameter)
         self._versions = [parameter._version for parameter in self._parameters]
         for part, copy in self._samples:
@@ -101,7 +101,7 @@ def change_outside_step(parameter: Parameter, change: str) -> WeightsChangedErro
 
 
 def shape_change_outside_step(parameter: Parameter, shape: torch.Size) -> WeightsChangedError:
-    """Return the error for a parameter, or its gradient, that has another shape than when training began."""
+    """Return the error for a parameter whose shape, or whose gradient's shape, has changed since training began."""
     return change_outside_step(parameter, f"was changed from shape {list(parameter.shape)} to {list(shape)}")
 
 

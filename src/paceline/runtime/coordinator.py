@@ -116,7 +116,7 @@ class CoordinatorHost:
         self._master: Region | None = None  # shared memory in which the servers update the weights
         self._collection: Collection | None = None  # set while the weights are collected at the end
         self._stops_s: float | None = None  # deadline at which the loop ends; None while the run continues
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # from other threads
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # see `_call`
         self._bell, self._bell_end = socket.socketpair()
         self._bell_end.setblocking(False)
         self._hub: Hub[Caller] = Hub(

@@ -24,8 +24,8 @@ copied into the region. It also does not include small amounts (buffers, partly 
 only before the gradients exist (the initial weights and optimizer state on their way to the servers), pushes that
 servers store while the worker continues, and snapshots that a script requests from `launch`.
 
-Before the model is known, only two things are checked: `PROCESS_BYTES` for each child process, and the file
-descriptors of the process that needs the most of them, which is nearly always the launcher.
+Before the model is known, only two requirements are checked: `PROCESS_BYTES` of memory for each child process, and
+the number of file descriptors in the process that needs the most, which is nearly always the launcher.
 
 This module only computes sizes and reads small files, and does not import torch. If a system does not report its
 memory, the memory is treated as unlimited.

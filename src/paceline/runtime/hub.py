@@ -37,7 +37,7 @@ __all__ = ["Caller", "Host", "Hub"]
 
 log = logging.getLogger("paceline.hub")
 
-# If a process has ended but its connection is still open, the connection is dropped after this time of silence.
+# If a process has ended but its connection is still open, the connection is dropped after being silent for this time.
 ENDED_TIMEOUT_S = 1.0
 # Maximum number of connections that are accepted before other peers are served again.
 ACCEPTED_AT_ONCE = 8
@@ -51,7 +51,7 @@ OUR_FAULT = (InternalError, OSError, MemoryError)
 SOCKETS_INTERVAL_S = 1e-3
 # Maximum time to block if there are rings, which limits the delay if a wake-up is ever lost.
 LONGEST_SLEEP_S = 0.1
-# An event in addition to those of the selector: the peer's ring contains messages.
+# Stands for an event that the selector cannot report: the peer's ring contains messages.
 IN_RING = 1 << 8
 
 

@@ -27,7 +27,7 @@ Send = Callable[[int, Message, Sequence[memoryview]], None]
 
 
 class Outbox:
-    """Sends the gradients of one worker, and remembers which pieces the servers already have.
+    """Sends the gradients of one worker, and records which pieces have already been sent.
 
     Args:
         shards: slices of all shards.

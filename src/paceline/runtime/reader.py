@@ -31,7 +31,7 @@ class WeightsSnapshot(msgspec.Struct, frozen=True):
     """A snapshot of the weights and buffers of the model.
 
     Attributes:
-        state_dict: name -> tensor, as in the model's own `state_dict()`. Tied weights appear under each name.
+        state_dict: name -> tensor, as in the model's `state_dict()`. A tied weight appears under each of its names.
         versions: for each shard, the number of updates that its weights include; -1 if the number is unknown.
         absent: names of the tensors that are missing or incomplete because a shard could not be read.
     """

@@ -75,7 +75,7 @@ class StallWatch:
         self._coordinator = coordinator
         self._begun_s = time.monotonic()
         self._asked_s = 0.0
-        self._idle_s: float | None = None  # time at which the last worker stopped computing
+        self._idle_s: float | None = None  # since when no worker computes; None if one does
         self._before: dict[int, Waits] = {}  # previous answers of the servers
 
     def look(self) -> list[Awaited]:

@@ -79,7 +79,7 @@ class Acceptor:
             raise
 
     def close(self) -> None:
-        """Close the listener and the spare descriptor. It is safe to call this again."""
+        """Close the listener and the spare descriptor. It is safe to call this more than once."""
         self._listener.close()
         if self._reserve is not None:
             os.close(self._reserve)

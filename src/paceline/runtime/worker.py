@@ -463,7 +463,7 @@ class WorkerSession:
         self._send(self._servers[shard % len(self._servers)], message, payload, lent=lent)
 
     def _stage(self, shard: int, message: Message, payload: Sequence[memoryview]) -> None:
-        """Send a piece of a gradient, which may change as soon as this method returns."""
+        """Send a piece of a gradient. The gradient may change as soon as this method returns."""
         self._send_to_shard(shard, message, payload, lent=None)
 
     def _is_busy(self, shard: int) -> bool:

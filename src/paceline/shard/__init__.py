@@ -1,1 +1,1 @@
-"""The tensors of a shard: weights, optimizer state, pushed gradients, and the buffers that no optimizer trains."""
+"""The tensors of a shard: weights, optimizer state, pushed gradients, and the buffers of the model."""

@@ -1,7 +1,8 @@
-"""The tensors of a model that no optimizer trains: their bytes, and how the workers' copies are pooled.
+"""Converts buffers (the tensors of a model that no optimizer trains) to bytes, and pools the workers' copies.
 
-Each worker computes its own copies, most of all BatchNorm's running statistics, and sends them with its commits.
-The server keeps each worker's copies apart; evaluation, checkpoints and the final weights get them *pooled*:
+Each worker computes its own copy of the buffers, such as BatchNorm's running statistics, and sends it with its
+commits. The server stores each worker's copy separately. For evaluation, checkpoints and the final weights, the
+copies are *pooled*:
 
     equal in all workers          unchanged, bit by bit
     running_mean                  mean over the workers
@@ -9,7 +10,7 @@ The server keeps each worker's copies apart; evaluation, checkpoints and the fin
                                   of all workers
     other floating-point tensors  mean
     integers, booleans            element-wise maximum (counters, masks)
-    other dtypes                  the copy of the lowest worker
+    other dtypes                  the copy of the worker with the lowest index
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ COUNTED = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.ui
 
 
 def packed_bytes(spec: BufferSpec) -> int:
-    """Return the number of bytes of a buffer."""
+    """Return the size of a buffer in bytes."""
     size = torch_dtype(spec.dtype).itemsize
     for length in spec.shape:
         size *= length
@@ -46,17 +47,17 @@ def bytes_of(vector: torch.Tensor) -> memoryview:
 
 
 def unpack(spec: BufferSpec, data: bytes | bytearray | memoryview) -> torch.Tensor:
-    """Return the buffer with these bytes, as a copy."""
+    """Return a buffer that contains a copy of these bytes."""
     if not packed_bytes(spec):
         return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
     return torch.frombuffer(bytearray(data), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
 
 
 def pool(slots: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pool the buffers of all workers by the rules above.
+    """Pool the buffers of all workers by the rules in the module docstring.
 
     Args:
-        slots: the buffers of each worker by name, lowest worker first. Must not be empty.
+        slots: the buffers of each worker by name, in the order of the workers' indices. Must not be empty.
     """
     return {name: _pool_one(name, slots) for name in slots[0]}
 

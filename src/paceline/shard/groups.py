@@ -1,4 +1,4 @@
-"""Reads the hyper-parameters that come with every push."""
+"""Decodes the hyper-parameters that come with every push."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _decoder = msgspec.msgpack.Decoder(Groups)
 
 
 class GroupsReader:
-    """Decodes the hyper-parameters of the parameter groups, and caches the last ones, because they rarely change.
+    """Decodes and checks the hyper-parameters of the parameter groups. The last result is cached.
 
     Args:
         check: function that raises `ProtocolError` for hyper-parameters that cannot be used.

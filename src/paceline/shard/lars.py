@@ -1,8 +1,8 @@
-"""LARS: layer-wise adaptive rate scaling, with which FluentPS trains.
+"""LARS (layer-wise adaptive rate scaling), the optimizer that FluentPS uses.
 
-The norms in LARS's formula are of whole tensors, but a server holds slices. So in a run each worker computes the
-scaled gradient d from the weights that it has pulled, and pushes d in place of the gradient; the servers run momentum
-SGD, which updates each element independently.
+LARS needs the norms of whole tensors, but a server holds only slices. So in a run, each worker computes the scaled
+gradient d (see `LARS`) from the weights that it has pulled, and pushes d instead of the gradient. The servers run
+momentum SGD, which updates each element independently.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ class LARS(torch.optim.Optimizer):
         v      = momentum * v + d
         w      = w - lr * v;  with Nesterov momentum w - lr * (d + momentum * v)
 
-    as in "Large batch training of convolutional networks" (You, Gitman and Ginsburg, 2017), with two deviations: lr
-    multiplies the velocity v where the weights change, as in `torch.optim.SGD`, instead of the term that is added to
-    v (the same while lr is constant), and there is an eps.
+    as in "Large batch training of convolutional networks" (You, Gitman and Ginsburg, 2017), with two deviations.
+    First, the paper multiplies d by lr. Here lr multiplies the velocity v, as in `torch.optim.SGD`, which gives the
+    same result while lr is constant. Second, the denominator contains eps.
 
-    LARS works by itself, like any optimizer of torch, and inside `DistributedOptimizer`. There, under BSP, the update
-    is momentum SGD with the mean of the workers' scaled gradients d. With one worker this is exactly LARS. With
-    several workers it is not LARS on the joint batch, since each worker scales by the norm of its own gradient. After
-    `DistributedOptimizer.step()`, `p.grad` may hold d; LARS by itself does not change `p.grad`. Clear the gradients
-    before each backward pass, as usual.
+    LARS can be used alone, like any torch optimizer, or inside `DistributedOptimizer`. Inside `DistributedOptimizer`
+    under BSP, the update is momentum SGD with the mean of the workers' scaled gradients d. With one worker, this is
+    exactly LARS. With several workers, it is not LARS on the joint batch, since each worker scales by the norm of its
+    own gradient. After `DistributedOptimizer.step()`, `p.grad` may contain d. LARS used alone does not change
+    `p.grad`. Clear the gradients before each backward pass, as usual.
 
     Args:
         params: parameters to optimize, or dicts that define parameter groups. Gradients may be dense or sparse;
             parameters without a gradient are not changed.
         lr: global learning rate. May change between steps.
         momentum: momentum factor, in [0, 1). Default: 0.9.
-        weight_decay: L2 penalty, part of the local rate and of d. Default: 0.
-        trust_coefficient: the paper's eta, by which |w| / |g| is multiplied. Default: 1e-3.
+        weight_decay: L2 penalty, which also enters the local rate. Default: 0.
+        trust_coefficient: factor of the local rate, called eta in the paper. Default: 1e-3.
         eps: term added to the denominator for numerical stability. Default: 1e-8.
         nesterov: True to use Nesterov momentum, which requires a momentum > 0. Default: False.
 
     Raises:
-        ConfigurationError: a value is out of its range.
+        ConfigurationError: a hyper-parameter is out of range.
 
     Example:
         >>> import paceline, torch
@@ -89,7 +89,7 @@ class LARS(torch.optim.Optimizer):
             param_group: the parameters under `"params"`, and the hyper-parameters that differ from the defaults.
 
         Raises:
-            ConfigurationError: a hyper-parameter is out of its range.
+            ConfigurationError: a hyper-parameter is out of range.
         """
         settings = {**self.defaults, **param_group}
         for name in ("lr", "momentum", "weight_decay", "trust_coefficient", "eps"):
@@ -117,7 +117,7 @@ class LARS(torch.optim.Optimizer):
             closure: a function that recomputes the gradients and returns the loss. Optional.
 
         Returns:
-            The result of the closure, or None without one.
+            The result of the closure; None if there is no closure.
         """
         loss = None
         if closure is not None:
@@ -141,7 +141,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def scale_gradients(self) -> None:
-        """Replace each gradient by d, in place. A worker does this before each push."""
+        """Replace each gradient by the scaled gradient d, in place. A worker does this before each push."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -155,7 +155,7 @@ def scaled_gradient(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Ten
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     decay = float(group["weight_decay"])
-    # In double precision: the square of a large gradient would overflow in single precision, let alone in half.
+    # Double precision is necessary, because the square of a large gradient overflows in single or half precision.
     weights_norm = float(torch.linalg.vector_norm(parameter, dtype=torch.float64))
     gradient_norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
     local = 1.0

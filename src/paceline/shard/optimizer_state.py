@@ -1,7 +1,7 @@
-"""Optimizer state, cut into the segments of a shard and put together again.
+"""Splits an optimizer's state into the states of the shards, and joins these again.
 
-A user's optimizer keeps state per parameter; a shard holds segments of parameters. The state of a shard is a
-mapping "<segment>/<key>" -> tensor, where <segment> is the position of the segment in the shard and <key> is
+The user's optimizer stores its state per parameter, but a shard holds segments of parameters. The state of a shard is
+a mapping "<segment>/<key>" -> tensor, where <segment> is the position of the segment in the shard and <key> is
 torch's name for the entry, for example "0/momentum_buffer".
 """
 
@@ -28,7 +28,7 @@ def slice_state(
     Args:
         bounds: the shard.
         parameters: the parameters of the layout, in order.
-        state: the optimizer's `state`: parameter -> key -> value. Values that are not tensors are left out.
+        state: the optimizer's `state`: parameter -> key -> value. Values that are not tensors are omitted.
     """
     values: Vectors = {}
     for position, segment in enumerate(bounds.segments):
@@ -47,7 +47,7 @@ def slice_state(
 def join_state(
     layout: Layout, fetched: Iterable[tuple[ShardSlice, Vectors]]
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Return the state of all shards by parameter, as the "state" entry of torch's `state_dict()` has it."""
+    """Join the states of all shards, and return the result in the form of the "state" entry of a `state_dict()`."""
     state: dict[int, dict[str, torch.Tensor]] = {}
     for bounds, values in fetched:
         for name, value in values.items():
@@ -64,7 +64,7 @@ def join_state(
 
 
 def segments_of_state(bounds: ShardSlice, state: Vectors) -> dict[str, tuple[int, str]]:
-    """Return the segment and the key of each name in a shard's state.
+    """Return the segment and the key for each name in a shard's state: name -> (segment, key).
 
     Raises:
         ProtocolError: a name or a shape matches no segment of this shard.
@@ -83,5 +83,5 @@ def segments_of_state(bounds: ShardSlice, state: Vectors) -> dict[str, tuple[int
 
 
 def _scalar_dtype() -> torch.dtype:
-    """Return the dtype in which torch.optim keeps step counts; `load_state_dict()` casts some of them."""
+    """Return the dtype in which torch.optim stores step counts. `load_state_dict()` may have changed it."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32

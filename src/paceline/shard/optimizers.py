@@ -1,12 +1,12 @@
 """The classes of `torch.optim` that can run on slices of the parameters, and their hyper-parameters as plain numbers.
 
 A shard holds an arbitrary slice of the flat vector, so only *elementwise* optimizers, which update each element
-independently, give the same result there as on whole tensors. `ELEMENTWISE` lists them. Optimizers that use a whole
-matrix (Adafactor, Muon), need a closure (LBFGS) or need sparse gradients (SparseAdam) are refused by name, before
-anything starts. Paceline's own LARS uses whole tensors too, but only to scale gradients: the workers do that, and the
-servers run SGD.
+independently, give the same result on slices as on whole tensors. `ELEMENTWISE` lists these optimizers. Optimizers
+that use a whole matrix (Adafactor, Muon), need a closure (LBFGS) or need sparse gradients (SparseAdam) are refused
+before training begins. Paceline's own LARS also uses whole tensors, but only to scale the gradients: the workers do
+this, and the servers run SGD.
 
-Hyper-parameters travel with every push as plain numbers; `read_groups` reads them from the user's optimizer.
+Hyper-parameters are sent with every push as plain numbers; `read_groups` reads them from the user's optimizer.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
 """Name -> class of the optimizers that the servers can run."""
 
 PER_PARAMETER_STATE = frozenset({"step", "eta", "mu", "mu_product"})
-"""Keys of the state that is a single number per parameter, equal in all of its slices. Other state is per element."""
+"""Keys of the state with one number per parameter, equal in all slices. Other state has one number per element."""
 
 IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that select an implementation in torch and do not change the results. They are chosen by the servers."""
 
 AFTER_SCALING: HyperParameters = {"dampening": 0.0, "weight_decay": 0.0, "maximize": False}
-"""Settings of the SGD that the servers run for LARS. The scaled gradients include the weight decay already."""
+"""Settings of the SGD that the servers run for LARS. The scaled gradients already include the weight decay."""
 
 PLAIN = frozenset({float, int, bool, type(None)})
 """Types of hyper-parameters that need no conversion."""
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> str:
-    """Return the key in `ELEMENTWISE` of the class that the servers run for an optimizer. For LARS it is "SGD".
+    """Return the name of the class in `ELEMENTWISE` that the servers run for an optimizer. For LARS, this is "SGD".
 
     Raises:
         ConfigurationError: the optimizer cannot run on the servers.
@@ -94,19 +94,19 @@ def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]
 def make_optimizer(
     name: str, groups: Sequence[HyperParameters], parameters: Sequence[list[torch.Tensor]]
 ) -> torch.optim.Optimizer:
-    """Return the optimizer called `name` over these tensors, one list per group. Groups may be empty."""
+    """Return the optimizer called `name` for these tensors, given as one list per group. Groups may be empty."""
     kind = ELEMENTWISE[name]
     settings: Any = [{**group, "params": tensors} for group, tensors in zip(groups, parameters, strict=True)]
-    # Torch reads some of these only in the constructor.
+    # torch reads these hyper-parameters only in the constructor, from the defaults.
     defaults: Any = {key: groups[0][key] for key in ("lr", "initial_accumulator_value") if key in groups[0]}
     return kind(settings, **defaults)
 
 
 def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[HyperParameters]) -> None:
-    """Take a step with one set of hyper-parameters and a step with another, with one number per parameter group.
+    """Try one step with `before` and one with `after`, two lists of hyper-parameters, on one number per group.
 
     Raises:
-        Exception: any error that torch raises because it cannot use the values, or cannot change to them.
+        Exception: any error that torch raises because it cannot use the hyper-parameters, or cannot change them.
     """
     make_optimizer(name, after, [[torch.zeros(1)] for _ in after])
     parameters = [torch.zeros(1) for _ in before]
@@ -119,7 +119,7 @@ def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[Hyper
 
 
 def _plain(key: str, value: Any) -> float | int | bool | tuple[float, float] | None:
-    if type(value) in PLAIN:  # first, because this runs in each step and is nearly always the case
+    if type(value) in PLAIN:  # checked first, because this runs in each step and is nearly always true
         return value  # type: ignore[no-any-return]
     if isinstance(value, torch.Tensor | np.generic):
         value = value.item()

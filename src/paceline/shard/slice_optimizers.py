@@ -1,16 +1,16 @@
-"""The user's optimizer on one shard's slice, updated from one push or from the mean of several.
+"""The user's optimizer on one shard's slice. Each update uses one push, or the mean of several pushes.
 
 Two implementations give the same results:
 
-    `FusedOptimizer`  SGD, Adam and AdamW in all their variants, in single and double precision. The state is kept in
-                      flat vectors like the weights. An update passes over the slice once, in chunks that stay in the
-                      cache from the first term of the mean to the last write, without temporaries.
-    `TorchOptimizer`  every other class in `optimizers.ELEMENTWISE`, by torch's own code, with one tensor per segment.
+    `FusedOptimizer`  SGD, Adam and AdamW in all their variants, in single and double precision. It stores the state
+                      in flat vectors, like the weights. An update passes over the slice once, without temporary
+                      vectors, in chunks that stay in the cache until they have been written.
+    `TorchOptimizer`  every other class in `optimizers.ELEMENTWISE`. It runs torch's code on one tensor per segment.
 
-An optimizer treats a parameter without a gradient differently from one whose gradient is zero: it does not change the
-former, nor its momentum and its step count. So `FusedOptimizer` keeps *runs*: neighboring segments of one group that
-have had the same number of steps form one stretch of memory. A run is split when a push has gradients for only some
-of its segments.
+A parameter without a gradient is not the same as a parameter whose gradient is zero: without a gradient, an optimizer
+changes neither the parameter nor its momentum nor its step count. So `FusedOptimizer` divides its slice into *runs*,
+each of which it updates as a whole. A run consists of neighboring segments of one group that have taken the same
+number of steps. A run is split when a push has gradients for only some of its segments.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .vectors import Vectors, segment_views
 __all__ = ["FusedOptimizer", "SliceOptimizer", "TorchOptimizer", "optimizer_of_slice"]
 
 Presence = Callable[[int], bool]
-"""Index of a parameter -> True if it has a gradient in at least one of the pushes."""
+"""Function that returns True if the parameter with a given index has a gradient in at least one push."""
 
 Kernel = Callable[..., object]
 """Function of (weights, gradient, *state) that updates a chunk of the weights and of the state in place."""
 
 CHUNK_BYTES = 512 * 1024
-"""Size of the chunks in which a mean is computed and applied: small enough to stay in the cache in between."""
+"""Size of the chunks in which a mean is computed and applied. A chunk is small enough to stay in the cache."""
 
 
 class SliceOptimizer(Protocol):
-    """Interface of a shard's optimizer."""
+    """The optimizer of one shard, which updates the shard's weights and stores its optimizer state."""
 
     def step(
         self,
@@ -52,15 +52,15 @@ class SliceOptimizer(Protocol):
         """Update the weights with `scale` times the sum of the gradients, added in the order given.
 
         Args:
-            gradients: the slice of each push. Not modified.
-            scale: factor of the sum, 1 / n for a mean.
-            present: returns True for a parameter that has a gradient.
+            gradients: the gradient of each push on this slice. Not modified.
+            scale: factor for the sum: 1 / n for the mean of n gradients.
+            present: returns True for the index of a parameter that has a gradient.
             groups: the hyper-parameters of each group.
         """
         ...
 
     def state(self) -> Vectors:
-        """Return the state, "<segment>/<key>" -> tensor."""
+        """Return the optimizer's state: "<segment>/<key>" -> tensor."""
         ...
 
     def load_state(self, state: Vectors) -> None:
@@ -73,7 +73,7 @@ class SliceOptimizer(Protocol):
 
 
 def optimizer_of_slice(spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> SliceOptimizer:
-    """Return the optimizer of a slice. It updates `weights` in place."""
+    """Return the optimizer for a slice. The optimizer updates `weights` in place."""
     if spec.name in FUSED and weights.keys() <= {"float32", "float64"}:
         return FusedOptimizer(spec, bounds, weights)
     return TorchOptimizer(spec, bounds, weights)
@@ -120,7 +120,7 @@ def _adam(settings: Mapping[str, Any], steps: int) -> Kernel:
 
 
 class FusedUpdate(NamedTuple):
-    """Fused implementation of one optimizer class.
+    """The fused implementation of one optimizer class.
 
     Attributes:
         state_keys: returns the keys of the vectors of state that the hyper-parameters require.
@@ -145,22 +145,22 @@ FUSED: dict[str, FusedUpdate] = {
 
 
 class SegmentRun:
-    """A stretch of a vector: neighboring segments of one group that have had the same number of steps.
+    """Neighboring segments of one group that have taken the same number of steps, and are updated together.
 
     Args:
         bounds: the shard.
         segments: positions of the segments in the shard.
         group: index of the group.
-        steps: number of steps that the segments have had.
+        steps: number of steps that the segments have taken.
 
     Attributes:
         segments: positions of the segments in the shard.
         group: index of the group.
-        steps: number of steps that the segments have had.
+        steps: number of steps that the segments have taken.
         dtype: dtype of the vector.
         start: first element of the run in the vector.
         stop: end of the run in the vector, exclusive.
-        views: chunks of the weights (under the key "") and of each vector of state.
+        views: key of a state vector -> chunks of this vector. The chunks of the weights have the key "".
     """
 
     __slots__ = ("dtype", "group", "segments", "start", "steps", "stop", "views")
@@ -169,8 +169,8 @@ class SegmentRun:
         first, last = bounds.segments[segments[0]], bounds.segments[segments[-1]]
         self.segments = segments
         self.dtype, self.start = first.dtype, first.start
-        # The padding is included. It is zero and stays zero. Without it, kernels would round differently where less
-        # than a SIMD vector is left, so the slicing would change the last bit of results.
+        # Include the padding, which is zero and stays zero. Without the padding, kernels would round differently at
+        # the end of a run that does not fill a SIMD vector, so the slicing would change the last bit of results.
         self.stop = aligned(last.stop, first.dtype)
         self.group = group
         self.steps = steps
@@ -184,7 +184,7 @@ class SegmentRun:
 
 
 class FusedOptimizer:
-    """SGD, Adam or AdamW with its state in flat vectors, one pass over the slice per update.
+    """SGD, Adam or AdamW with its state in flat vectors. Each update passes over the slice once.
 
     See the module docstring.
     """
@@ -265,7 +265,7 @@ class FusedOptimizer:
             kernel(weights, total, *state)
 
     def _split(self, present: Presence) -> None:
-        """Split runs so that in each either all segments have a gradient or none has."""
+        """Split the runs so that in each run, either all segments or no segments have a gradient."""
         segments = self._bounds.segments
         runs = []
         for run in self._runs:
@@ -278,7 +278,7 @@ class FusedOptimizer:
         self._runs = runs
 
     def _divide(self, steps: Sequence[int]) -> list[SegmentRun]:
-        """Return the longest possible runs, given the number of steps of each segment."""
+        """Return the longest possible runs, given the number of steps that each segment has taken."""
         kinds = groupby(
             range(len(steps)), key=lambda p: (self._bounds.segments[p].dtype, self._group_of[p], steps[p])
         )
@@ -300,7 +300,7 @@ class FusedOptimizer:
 
 
 class TorchOptimizer:
-    """An optimizer of torch with one tensor per segment. See the module docstring."""
+    """A torch optimizer with one tensor per segment. See the module docstring."""
 
     def __init__(self, spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> None:
         self._bounds = bounds

@@ -1,4 +1,4 @@
-"""The buffers of every worker as of its last commit, and their pooled values."""
+"""Stores each worker's buffers as of its last commit, and pools them over the workers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["BufferSlots"]
 
 
 class BufferSlots:
-    """One slot of buffers for each worker.
+    """The latest buffers of each worker.
 
     Args:
         specs: the buffers of the model.
-        first: the initial values of the buffers, which are the same in every slot.
+        first: the initial values of the buffers, which are the same for every worker.
     """
 
     def __init__(self, specs: Sequence[BufferSpec], first: Sequence[torch.Tensor]) -> None:
@@ -26,13 +26,13 @@ class BufferSlots:
         self._slots: dict[int, dict[str, torch.Tensor]] = {}
 
     def put(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
-        """Replace some buffers of a worker, given as index -> tensor. The slots take ownership of the tensors."""
+        """Replace some buffers of a worker, given as index -> tensor. This object takes ownership of the tensors."""
         slot = self._slots.setdefault(worker, dict(self._first))
         for index, tensor in buffers.items():
             slot[self._specs[index].name] = tensor
 
     def pooled(self) -> dict[str, torch.Tensor]:
-        """Return the buffers of the model, pooled over the workers that have sent any: name -> tensor."""
+        """Return the model's buffers (name -> tensor), pooled over the workers that have sent buffers."""
         if not self._slots:
             return self._first
         return self._first | pool([self._slots[worker] for worker in sorted(self._slots)])

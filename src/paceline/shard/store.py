@@ -1,8 +1,8 @@
 """The tensors of one shard: its slice of the weights, the user's optimizer on that slice, and the stored pushes.
 
-A store carries out the requests of a server's core (see `paceline.core.requests`): it applies, discards or copies
-pushes by their key (worker, iteration). It does not depend on sync models, processes or time. In virtual time without
-gradients, it is replaced by a `NullStore`.
+A store performs the requests of a server's core (see `paceline.core.requests`): it applies, discards or copies
+pushes, each identified by (worker, iteration). It does not depend on sync models, processes or time. A simulation
+without gradients uses a `NullStore` instead.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .vectors import Vectors
 __all__ = ["Push", "Store", "Vectors"]
 
 Key = tuple[int, int]
-"""A push: (worker, iteration)."""
+"""Identifies a push: (worker, iteration)."""
 
 
 class Push(msgspec.Struct, frozen=True):
     """The content of a push for one shard.
 
     Attributes:
-        gradient: the slice of the gradient. The store does not write to it. Its memory must not change until the
-            push is applied, discarded or preserved.
-        present: for each parameter of the layout, 1 if it had a gradient, 0 if it had none.
+        gradient: the shard's slice of the gradient. The store does not modify it. The memory must not change until
+            the push is applied, discarded or preserved.
+        present: for each parameter of the layout, 1 if the parameter has a gradient, 0 if not.
         groups: the hyper-parameters of the parameter groups at the time of the push.
     """
 
@@ -38,12 +38,12 @@ class Push(msgspec.Struct, frozen=True):
 
 
 class Store:
-    """The tensors of one shard.
+    """The tensors of one shard: its weights, its optimizer and the pushes that have not been applied yet.
 
     Args:
-        bounds: the slice of the layout.
-        weights: the slice of the weights, per dtype. The store takes ownership of it.
-        optimizer: the user's optimizer as a value.
+        bounds: the shard's slice of the layout.
+        weights: the shard's slice of the weights, per dtype. The store takes ownership of these vectors.
+        optimizer: a description of the user's optimizer.
         before_update: function that is called before each change of the weights.
     """
 
@@ -65,9 +65,9 @@ class Store:
         self._pushes[worker, iteration] = push
 
     def apply(self, pushes: Sequence[Key], scale: float) -> None:
-        """Take one optimizer step with the sum of some pushes, in the order given, times `scale`.
+        """Take one optimizer step with `scale` times the sum of some pushes, added in the order given.
 
-        The hyper-parameters are those of the most advanced worker among them. Parameters for which no push has a
+        The step uses the hyper-parameters in the push with the highest iteration. Parameters for which no push has a
         gradient are skipped.
         """
         taken = [self._pushes.pop(key) for key in pushes]
@@ -95,5 +95,5 @@ class Store:
         return self._optimizer.state()
 
     def load_optimizer_state(self, state: Vectors) -> None:
-        """Restore a state that `optimizer_state` returned. Raise `ProtocolError` if it is for other segments."""
+        """Restore a state that `optimizer_state` returned. Raise `ProtocolError` if it is another shard's state."""
         self._optimizer.load_state(state)

@@ -1,4 +1,4 @@
-"""Flat vectors of weights or gradients, one per dtype, and views of the parts of them."""
+"""Flat vectors of weights or gradients, one per dtype, and views of their parts."""
 
 from __future__ import annotations
 

@@ -1,24 +1,24 @@
-"""The memory of weights and gradients, and the two ways in which a shard accesses a worker's memory.
+"""The memory for weights and gradients, and the two ways in which a shard accesses a worker's memory.
 
 Each worker has one memory region. It contains the weights, one vector per dtype, followed by the gradients, also one
 vector per dtype. A shard uses one slice of each vector.
 
 Over **shared memory** the region is a sealed memfd whose descriptor is passed with the worker's greeting. It has no
-name, it is freed when the last process that maps it has ended, and it cannot be shrunk while a server maps it. The
-server reads the gradient from the memory into which the worker computed it, and writes the weights into the memory
+name, is freed when the last process that maps it has exited, and cannot be shrunk while a server maps it. The server
+reads the gradient from the memory into which the worker computed it, and writes the weights into the memory
 from which the worker reads them, so pushes and pulls need no further copies. This is safe because a worker's weights
 change only inside its own `step()`: the server writes only while a pull is outstanding. Over a **stream** the same
 slices are sent as the payload of messages.
 
-If all workers run in lockstep, even the weights need not be copied. Over shared memory there is a further region, the
-*master*: the weights that the servers update, one vector per dtype. The coordinator creates it and all processes map
-it. As long as no update is applied while a worker could be computing with the weights, a pull is answered *in place*:
-the workers read the master. Workers map it privately (see `follow`): a script that edits its weights, which is an
-error, edits only its own copy.
+If all workers run in lockstep, even the weights need not be copied. With shared memory there is another region, the
+*master*: the weights that the servers update, one vector per dtype. The coordinator creates the master, and all
+processes map it. As long as no update is applied while a worker could be computing with the weights, a pull is
+answered *in place*: the workers read the weights in the master. Workers map the master privately (see `follow`), so a
+script that edits its weights, which is an error, edits only its own copy.
 
-`Region` is the memory and its division into vectors. `Inbox` is the server's view of a worker's region; there is one
-for each pair of worker and shard, in one of two forms for the two ways of access. Both handle only bytes, not
-tensors.
+A `Region` is one block of memory, divided into vectors. An `Inbox` is the server's view of a worker's region. There
+is one inbox for each pair of worker and shard: a `SharedInbox` over shared memory, or a `StreamedInbox` over a
+stream. These classes handle only bytes, not tensors.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ WORKERS: Final[tuple[Kind, ...]] = ("weights", "gradients")
 MASTER: Final[tuple[Kind, ...]] = ("weights",)
 
 CHANNEL_BYTES = -(-2 * RING_BYTES // PAGE_BYTES) * PAGE_BYTES  # a pair of rings, rounded up to whole pages
-PIECE_BYTES = 1024 * 1024  # size of the pieces in which a gradient is sent, each as soon as it is ready
+PIECE_BYTES = 1024 * 1024  # size of the pieces in which a gradient is sent
 
 
 def shared_memory_available() -> bool:
@@ -74,22 +74,21 @@ def shared_memory_available() -> bool:
 
 
 class Region:
-    """Consecutive vectors of one or more kinds, in a memfd or in private memory.
+    """Memory for weights and gradients: consecutive vectors, in a memfd or in private memory.
 
     Args:
         layout: layout of the vectors of each kind.
-        kinds: kinds of vectors; "weights" and "gradients" for a worker's region, "weights" for the master.
-        descriptor: file descriptor of the memfd, of which the region takes ownership. None means private memory,
+        kinds: kinds of vectors: "weights" and "gradients" for a worker's region, "weights" for the master.
+        descriptor: file descriptor of the memfd, of which the region takes ownership. None for private memory that is
             initialized with zeros.
         channels: number of pairs of rings.
 
     Attributes:
-        descriptor: file descriptor of the memfd, which stays open until `close`; None if there is none.
-        size_bytes: size of the whole region.
+        descriptor: file descriptor of the memfd, which stays open until `close`; None if no descriptor is open.
+        size_bytes: size of the whole region in bytes.
         weights: mapping from dtype to the bytes of the whole vector of weights.
         gradients: mapping from dtype to the bytes of the whole vector of gradients.
-        channels: memory of each pair of rings, of which the first leads from the worker to a server and the second
-            back.
+        channels: memory of each pair of rings: (from the worker to a server, from this server to the worker).
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class Region:
         *,
         channels: int = 0,
     ) -> Region:
-        """Map a region that another process has created. Takes ownership of the descriptor and closes it.
+        """Map a region that another process has created. This closes the descriptor, even after an error.
 
         Raises:
             ProtocolError: the memory does not have the size that the layout requires, or it is not sealed.
@@ -154,17 +153,17 @@ class Region:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptor. The memory is freed when its last user is gone."""
+        """Close the descriptor. The memory stays mapped until nothing refers to it."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
 
 
 class Master:
-    """A worker's view of the master.
+    """A worker's private view of the master, the shared memory in which the servers update the weights.
 
     Attributes:
-        weights: mapping from dtype to the bytes of the whole vector, as the servers see them.
+        weights: mapping from dtype to the bytes of the whole vector of weights.
     """
 
     def __init__(self, layout: Layout, follower: Follower) -> None:
@@ -175,7 +174,7 @@ class Master:
 
     @classmethod
     def follow(cls, layout: Layout, descriptor: int) -> Master | None:
-        """Return a view of the memory that the coordinator created; None if this system does not support it.
+        """Return a view of the memory that the coordinator created; None if this system does not support such views.
 
         Takes ownership of the descriptor. Raises `ProtocolError` if the memory does not match the layout.
         """
@@ -192,10 +191,10 @@ class Master:
 
 
 class Inbox(Protocol):
-    """The server's view of one worker's region, for one shard.
+    """A server's view of one worker's region, limited to one shard.
 
     Attributes:
-        gradient: mapping from dtype to the bytes of the slice that the worker has pushed.
+        gradient: mapping from dtype to the bytes of the slice of the gradient that the worker pushes.
         weights: mapping from dtype to the bytes of the slice of weights that the worker reads; None if the weights
             must be sent.
     """
@@ -204,7 +203,7 @@ class Inbox(Protocol):
     weights: dict[str, memoryview] | None
 
     def places(self, pieces: Sequence[int]) -> list[memoryview]:
-        """Return the memory for some pieces of a gradient. Raise `ProtocolError` if there are no such pieces."""
+        """Return the memory for these pieces of a gradient. Raise `ProtocolError` if a piece does not exist."""
         ...
 
     def take(self, pieces: Sequence[int]) -> None:
@@ -221,7 +220,7 @@ class Inbox(Protocol):
 
 
 class SharedInbox:
-    """An inbox in the memory that is shared with the worker."""
+    """An inbox in memory that the server shares with the worker."""
 
     def __init__(self, region: Region, shard: ShardSlice) -> None:
         self.gradient = cut(region.gradients, shard)
@@ -229,7 +228,7 @@ class SharedInbox:
 
     def places(self, pieces: Sequence[int]) -> list[memoryview]:
         if pieces:
-            raise ProtocolError("pieces of a gradient were sent although it is in shared memory")
+            raise ProtocolError("pieces of a gradient were sent although the gradient is in shared memory")
         return []
 
     def take(self, pieces: Sequence[int]) -> None:
@@ -288,7 +287,7 @@ def cut_pieces(vectors: Vectors, pieces: Sequence[Piece]) -> list[memoryview]:
 
 
 def cut(vectors: Vectors, shard: ShardSlice) -> dict[str, memoryview]:
-    """Return a shard's slice of whole vectors."""
+    """Return the memory of a shard's slice of the whole vectors."""
     return {
         dtype: vectors[dtype][start * ITEM_BYTES[dtype] : stop * ITEM_BYTES[dtype]]
         for dtype, (start, stop) in shard.bounds.items()

@@ -1,24 +1,24 @@
-"""Small messages through shared memory: a ring buffer of frames with one writer and one reader.
+"""A ring buffer in shared memory for small messages, with one writer and one reader.
 
-A system call that wakes another process takes longer than all other work of a small step. Over shared memory, a peer
-that polls for messages therefore finds them without a system call. A reader that has polled for some time without
-success marks itself as *asleep* in the ring before it blocks; the writer then wakes it by other means (see `Stream`).
+A system call that wakes another process takes longer than all other work in an iteration of a small model. A reader
+that polls the ring receives messages without a system call. A reader that has polled for some time without success
+marks itself as *asleep* in the ring and then blocks. The writer wakes such a reader through a socket (see `Stream`).
 
     word 0    total number of bytes written so far
     word 8    total number of bytes read so far
     word 16   1 while the reader is asleep, else 0
-    then      frames: the length and the bytes of each, padded to whole words. A length of 0 is an empty frame. The
-              largest integer marks the rest of the ring as skipped, because the next frame does not fit into it.
+    then      frames, each with its length and its bytes, padded to whole words. The length of an empty frame is 0. If
+              a frame does not fit into the rest of the ring, the largest integer marks this rest as skipped.
 
 Each of the three words has its own cache line and a single writer. On x86-64, stores become visible in the order in
 which they are made, so it is sufficient to write the bytes of a frame before the count. Falling asleep needs more:
-the flag must be visible before the reader checks the ring for the last time, and the count before the writer reads
-the flag. This requires a memory fence, which Python does not have, but acquiring a lock acts as one. Rings are not
-used on other processors (see `available`).
+the flag must be visible before the reader checks the ring for the last time, and the count must be visible before the
+writer reads the flag. This requires a memory fence, which Python does not have, but acquiring a lock acts as a fence.
+Rings are not used on other processors (see `available`).
 
-The peer can write anything into this memory at any time. So each end keeps its own counts, reads each word of the
-peer only once, and raises `ValueError` if a correct peer could not have written the value. The work of a reader is
-bounded by the size of the ring, whatever the content of the memory.
+The peer can write anything into this memory at any time. So each end keeps its own counts, reads each of the peer's
+words only once, and raises `ValueError` if a correct peer could not have written the value. Whatever the memory
+contains, the work of a reader is bounded by the size of the ring.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def available() -> bool:
 
 
 class Ring:
-    """A ring buffer for one direction between two processes.
+    """A ring buffer that carries frames from one process to another.
 
     Args:
         memory: `RING_BYTES` bytes, aligned to a cache line and filled with zeros before the first use.
@@ -57,16 +57,17 @@ class Ring:
     def __init__(self, memory: memoryview) -> None:
         self._words = memory.cast("Q")
         self._bytes = memory[HEADER_BYTES:RING_BYTES]
-        # Bytes that this end has written and read. This end never reads its own words of the memory back.
+        # The numbers of bytes that this end has written and read. They are not read back from the shared memory,
+        # because the peer could have changed them there.
         self._written = 0
         self._read = 0
-        # Bytes that the other end has read, as of its last report.
+        # The number of bytes that the reader has read, as of the last `write`.
         self._taken = 0
 
     # -- the writer's end ---------------------------------------------------------------------------------
 
     def write(self, frame: bytes) -> bool:
-        """Put a frame into the ring. Return False if there is no room for it at present.
+        """Put a frame into the ring. Return False if the ring currently has no room for it.
 
         Raises:
             ValueError: the reader reports a number of bytes that it cannot have read.
@@ -109,7 +110,7 @@ class Ring:
 
     @property
     def end(self) -> int:
-        """The total number of bytes written, as an argument for `read`. Raises `ValueError` if it is impossible."""
+        """The total number of bytes written, for use with `read`. Raises `ValueError` if the number is impossible."""
         written = self._words[WRITTEN]
         if not 0 <= written - self._read <= DATA_BYTES or written % WORD_BYTES:
             raise ValueError(
@@ -118,7 +119,7 @@ class Ring:
         return written
 
     def read(self, end: int | None = None) -> bytes | None:
-        """Return the next frame, or None if there is none before `end`. Default: all frames written so far.
+        """Return the next frame before `end`, or None if there is none. By default, any frame may be returned.
 
         Raises:
             ValueError: the content of the ring cannot have been written by a correct writer.
@@ -142,9 +143,9 @@ class Ring:
         return None
 
     def fall_asleep(self) -> bool:
-        """Announce that the writer must wake this end from now on.
+        """Announce that the writer must wake this reader from now on.
 
-        Return False, without falling asleep, if a frame has arrived in the meantime.
+        If a frame has arrived in the meantime, do not fall asleep, and return False.
         """
         self._words[ASLEEP] = 1
         with _fence:
@@ -155,7 +156,7 @@ class Ring:
         return True
 
     def wake_up(self) -> None:
-        """Announce that this end polls the ring again and need not be woken."""
+        """Announce that this reader polls the ring again and need not be woken."""
         self._words[ASLEEP] = 0
 
     def _advance(self, size_bytes: int) -> None:

@@ -3,19 +3,19 @@
 A frame consists of a prefix (magic, length of the header, length of the payload), the header in MessagePack and the
 raw payload. Lengths are checked before any memory is allocated: the length of the header against a fixed limit, and
 the length of the payload against the size that the receiver expects once it has read the header. The payload is
-received directly into the memory that the receiver names. The data after it is received into a small buffer by
+received directly into memory that the receiver provides. Data after the payload is received into a small buffer by
 the same system call.
 
 Sending never blocks: data that the socket does not accept immediately is queued, so that a peer that reads slowly
 does not delay other peers. Callers keep the queue bounded by sending at most one bulk message per peer and shard at a
-time. A payload that is *lent* is not copied but sent from its own memory; before that memory changes, its owner must
-call `keep`, which copies what is still queued. Usually nothing is queued any more by then.
+time. A *lent* payload is not copied, but sent from its original memory. Before this memory changes, its owner must
+call `keep`, which copies the parts that are still queued. By then, usually everything has been sent.
 
-Two peers that share memory may use a pair of rings (see `ring`). Then headers are sent through the rings. A message
-with a payload or a large header is still sent through the socket, and an empty frame in the ring marks its position
-in the order of the messages. The socket is also used to wake a peer that has fallen asleep and to detect that a peer
-is gone. The receiver is asked for the payload's memory only when the position of the message in the ring has been
-reached. By then all earlier messages have been yielded.
+Two peers that share memory may use a pair of rings (see `ring`). Then small messages are sent through the rings. A
+message with a payload or a large header is still sent through the socket, and an empty frame in the ring marks its
+position in the order of the messages. The socket is also used to wake a sleeping peer and to detect that a connection
+is lost. The memory for a payload is requested only when the position of its message in the ring has been reached. By
+then, all earlier messages have been yielded.
 
 One call of `receive` does a bounded amount of work, however much a peer sends: it reads what the ring contained when
 the call began, and a few buffers from the socket. No complete message is left in the buffer, so a level-triggered
@@ -58,8 +58,8 @@ MAGIC = b"PCL1"
 HEADER_LIMIT_BYTES = 64 * 1024 * 1024  # enough for a layout of a million parameters
 GREETING_LIMIT_BYTES = 4096  # limit for the header of a peer that has not sent the token yet
 BUFFERS_PER_CALL = 512  # maximum number of buffers per call of sendmsg; the system's limit is 1024
-# With this size, received data is still in the cache when it is copied, which takes a fifth less time for 25 to
-# 100 MB.
+# Size of the send buffer on loopback. The receiver then copies data that is still in the cache, so transfers of 25 to
+# 100 MB take a fifth less time.
 LOOPBACK_BUFFER_BYTES = 384 * 1024
 BUFFER_BYTES = 64 * 1024  # size of the receive buffer, which has room for the headers of many messages
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)  # room for a few descriptors
@@ -72,17 +72,17 @@ BELL = PREFIX.pack(MAGIC, len(_bell), 0) + _bell
 
 
 def no_payload(message: Message, size_bytes: int) -> Sequence[memoryview]:
-    """Return no memory. This is the sink of a connection on which no message has a payload."""
+    """Return no memory. This is the sink for connections on which no message has a payload."""
     return []
 
 
 class QueuedBytes(NamedTuple):
-    """Bytes that wait to be sent.
+    """Bytes that are queued to be sent.
 
     Attributes:
         data: the bytes.
-        lent: identifies the owner of the memory, see `Stream.send`.
-        kept: True once the bytes are in memory that belongs to the stream.
+        lent: identifies the owner of the memory. See `Stream.send`.
+        kept: True if the bytes are in memory that belongs to the stream.
     """
 
     data: memoryview
@@ -91,7 +91,7 @@ class QueuedBytes(NamedTuple):
 
 
 class Stream(Generic[T]):
-    """One end of a connection.
+    """One end of a connection, which sends and receives messages without blocking.
 
     Args:
         sock: a connected stream socket, of which the stream takes ownership.
@@ -124,7 +124,7 @@ class Stream(Generic[T]):
         self.sink = sink
         self.descriptors: list[int] = []
         self._decode: Callable[[bytes | memoryview], T] = msgspec.msgpack.Decoder(accepts).decode
-        # Bytes that wait to be sent through the socket.
+        # Bytes that are queued to be sent through the socket.
         self._queue: deque[QueuedBytes] = deque()
         # Reusable memory for copies of queued bytes.
         self._kept: dict[Hashable, bytearray] = {}
@@ -136,9 +136,9 @@ class Stream(Generic[T]):
         self._frames = self._read_frames()
         self._ring_out: Ring | None = None
         self._ring_in: Ring | None = None
-        # Frames that wait for room in the ring, each with the owner of the memory that was lent for its message.
+        # Frames that wait for room in the ring, each with the argument `lent` of its message.
         self._late: deque[tuple[bytes, Hashable]] = deque()
-        # True if the next message in the order of the ring comes through the socket.
+        # True if the ring indicates that the next message comes through the socket.
         self._on_socket = False
         close_in_forks(self)
 
@@ -153,7 +153,7 @@ class Stream(Generic[T]):
 
     @property
     def unsent(self) -> int:
-        """The number of queued parts of messages."""
+        """The number of message parts that are queued."""
         return len(self._queue) + len(self._late)
 
     def owes(self, lent: Hashable) -> bool:
@@ -161,7 +161,7 @@ class Stream(Generic[T]):
         return any(part.lent == lent for part in self._queue) or any(late[1] == lent for late in self._late)
 
     def use_rings(self, outgoing: Ring, incoming: Ring) -> None:
-        """Send and receive through these rings from now on, as far as possible."""
+        """From now on, send and receive small messages through these rings."""
         self._ring_out, self._ring_in = outgoing, incoming
 
     @property
@@ -188,12 +188,12 @@ class Stream(Generic[T]):
     ) -> None:
         """Send a message without blocking.
 
-        The payload's memory may change after this call. If `lent` is given, the memory is not copied; the caller must
-        call `keep(lent)` before the memory changes.
+        If `lent` is None, the payload's memory may change after this call. Otherwise the memory is not copied, and
+        the caller must call `keep(lent)` before the memory changes.
 
         Raises:
             PeerLostError: the connection is lost.
-            ProtocolError: descriptors cannot be passed at present, or the ring was corrupted.
+            ProtocolError: descriptors cannot be passed because data is queued, or the ring was corrupted.
         """
         header = _encoder.encode(message)
         payload = [part for part in payload if part.nbytes]
@@ -221,7 +221,7 @@ class Stream(Generic[T]):
             self._queue[index] = part
 
     def _copied(self, parts: Sequence[QueuedBytes]) -> list[QueuedBytes]:
-        """Return copies of the parts, all with the same `lent`, in the stream's memory. Large memory is reused."""
+        """Return copies of parts, which must have the same `lent`. Memory for large copies is reused."""
         lent = parts[0].lent
         size_bytes = sum(part.data.nbytes for part in parts)
         memory = self._kept.get(lent, b"")
@@ -239,7 +239,7 @@ class Stream(Generic[T]):
         return copies
 
     def flush(self) -> None:
-        """Send queued data, as far as the socket accepts it now."""
+        """Send as much of the queued data as the socket accepts now."""
         if self._late and self._ring_out is not None:
             self._fill_ring(self._ring_out)
         if self._queue:
@@ -284,7 +284,7 @@ class Stream(Generic[T]):
                 raise
 
     def _in_order(self, ring: Ring) -> Iterator[T]:
-        """Yield the complete messages in the order of the ring, up to the end of what it contains now."""
+        """Yield complete messages in the order of the ring, up to the last frame that the ring contains now."""
         end: int | None = None
         while True:
             if self._on_socket or self._start != self._end:
@@ -322,7 +322,7 @@ class Stream(Generic[T]):
             _wait(self.sock, select.POLLIN, deadline_s)
 
     def close(self) -> None:
-        """Close the connection, and all descriptors that were received but not taken."""
+        """Close the connection, and all file descriptors that remain in `descriptors`."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
@@ -354,7 +354,7 @@ class Stream(Generic[T]):
     def _fill(self) -> bool:
         """Receive available data with one call: first into the current payload, then into the buffer.
 
-        Return False if less was received than there was room for, which means that no more data is available.
+        Return False if the received data did not fill the room for it, which means that no more data is available.
         """
         if self._start == self._end:
             self._start = self._end = 0
@@ -364,13 +364,13 @@ class Stream(Generic[T]):
             self._buffer[: len(left)] = left
         room = self._buffer[self._end :]
         wanted = self._wanted
-        # If the buffer is full, all of its content follows a message whose position in the ring is not reached yet.
+        # If the buffer is full, it must wait for a message whose position in the ring has not been reached yet.
         if not wanted.nbytes and not room.nbytes:
             return False
         ancillary_bytes = ANCILLARY_BYTES if self.takes_descriptor else 0
         try:
             if wanted.nbytes > BUFFER_BYTES and not ancillary_bytes:
-                # Do not use the buffer, since its content would have to be copied again.
+                # Do not receive into the buffer, because its content would have to be copied again later.
                 room = room[:0]
                 count = self.sock.recv_into(wanted)
             elif wanted.nbytes or ancillary_bytes:
@@ -445,7 +445,7 @@ class Stream(Generic[T]):
             raise ProtocolError(f"a header cannot be read: {error}") from error
 
     def _fill_ring(self, ring: Ring) -> None:
-        """Put waiting frames into the ring as far as it has room, and wake its reader if necessary."""
+        """Put waiting frames into the ring while it has room, and wake its reader if necessary."""
         written = False
         try:
             while self._late and ring.write(self._late[0][0]):
