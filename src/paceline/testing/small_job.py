@@ -62,7 +62,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import cache
 from hashlib import blake2b
 from itertools import permutations, product
 from typing import TypeVar
@@ -71,7 +70,6 @@ import msgspec
 
 from ..core import messages
 from ..core.coordinator import Coordinator
-from ..core.entry import Entry
 from ..core.layout import Layout
 from ..core.messages import (
     Answer,
@@ -93,19 +91,10 @@ from ..core.server import Server
 from ..core.shard_sync import ShardSync
 from ..core.worker import Worker
 from ..sync import ASP, BSP, SSP, ElasticBSP, SpecSync, SyncModel, events, parse
-from ..sync.actions import (
-    AnswerPull,
-    ApplyMean,
-    ApplyPush,
-    DropPush,
-    HoldPush,
-    ReportFault,
-    SetTimer,
-)
-from ..sync.notation import parse_shards as read_shards
 from ..sync.schedule import Schedule
 from ..sync.schedule import Step as ScheduleStep
-from .admission import Admission, ShardView, WorkerView, admission
+from .admission import Admission, ShardView, WorkerView
+from .shard_checks import ShardChecks
 from .states import (
     Call,
     CoordinatorState,
@@ -117,11 +106,11 @@ from .states import (
     Step,
     Tape,
     WorkerState,
+    parse_shards,
+    put,
 )
 
 __all__ = ["SmallJob"]
-
-parse_shards = cache(read_shards)
 
 Item = TypeVar("Item")
 
@@ -173,7 +162,6 @@ class SmallJob:
         watch: bool = True,
     ) -> None:
         self.now_s = 0.0
-        self._rule = rule
         self._agree = agree
         self._watch = watch
         self._iterations = iterations
@@ -186,7 +174,7 @@ class SmallJob:
             models = (sync,) * shards
         else:
             models = tuple(sync)
-        self._first_model = models[0]
+        self._checks = ShardChecks(models[0], rule, agree)
         all_models = (models, *map(parse_shards, changes))
         # Shards are distinguishable if their models differ, or if each draws its own numbers, or if a late worker
         # starts with its count at the first shard.
@@ -361,7 +349,7 @@ class SmallJob:
                 left = all(view.state == "left" for view in at.view.workers) and not any(at.queues)
                 if left and (at.core or at.view.round):
                     at = self._server_pool(at._replace(core=0, view=at.view._replace(round=0)))
-                    state = state._replace(servers=_put(state.servers, index, at))
+                    state = state._replace(servers=put(state.servers, index, at))
         return state
 
     def canonical(self, state: State) -> State:
@@ -625,7 +613,7 @@ class SmallJob:
         for index, at in enumerate(state.servers):
             core, _ = self._servers.after(at.core, Call("connected", w))
             state = state._replace(
-                servers=_put(state.servers, index, self._server_pool(at._replace(core=core)))
+                servers=put(state.servers, index, self._server_pool(at._replace(core=core)))
             )
             number, _ = self._workers.after(number, Call("handle", message=Answer(index, -1, 0)))
         return self._with_worker(state, w, its._replace(phase="computing", core=number))
@@ -650,7 +638,7 @@ class SmallJob:
         return self._send_all(state, w, outcome.requests)
 
     def _with_worker(self, state: State, w: int, its: WorkerState) -> State:
-        return state._replace(workers=_put(state.workers, w, self._worker_pool(its)))
+        return state._replace(workers=put(state.workers, w, self._worker_pool(its)))
 
     # -- messages in flight ------------------------------------------------------------------------------
 
@@ -676,17 +664,17 @@ class SmallJob:
             if isinstance(message, Commit) and not self._commits:
                 pull = PullRequested(message.shard, message.iteration)
                 sent = [msgspec.structs.replace(message, pulls=False), pull]
-            queues = _put(at.queues, w, (*at.queues[w], *sent))
+            queues = put(at.queues, w, (*at.queues[w], *sent))
             leaves = isinstance(message, messages.WorkerFinished)
             owes = at.owes - {w} if leaves else at.owes | {w}
             self._sent[key] = self._server_pool(at._replace(queues=queues, owes=owes))
-        return state._replace(servers=_put(state.servers, index, self._sent[key]))
+        return state._replace(servers=put(state.servers, index, self._sent[key]))
 
     def _to_coordinator(self, state: State, w: int, message: Message) -> State:
         if not self._hosted:
             return state  # the coordinator has no effect on workers
         at = state.coordinator
-        at = self._coordinator_pool(at._replace(queues=_put(at.queues, w, (*at.queues[w], message))))
+        at = self._coordinator_pool(at._replace(queues=put(at.queues, w, (*at.queues[w], message))))
         return state._replace(coordinator=at)
 
     # -- a lost worker: its messages that have not been delivered never will be ---------------------------------
@@ -698,13 +686,13 @@ class SmallJob:
     def _end_at_coordinator(self, state: State, w: int) -> State:
         at = state.coordinator
         welcomes = frozenset(welcome for welcome in at.welcomes if welcome[1] != w)
-        at = self._coordinator_pool(at._replace(queues=_put(at.queues, w, ()), welcomes=welcomes))
+        at = self._coordinator_pool(at._replace(queues=put(at.queues, w, ()), welcomes=welcomes))
         return self._at_coordinator(state._replace(coordinator=at), Call("disconnected", w, now_s=self.now_s))
 
     def _end_at_server(self, state: State, w: int, index: int) -> State:
         at = state.servers[index]
-        at = self._server_pool(at._replace(queues=_put(at.queues, w, ()), owes=at.owes - {w}))
-        state = state._replace(servers=_put(state.servers, index, at))
+        at = self._server_pool(at._replace(queues=put(at.queues, w, ()), owes=at.owes - {w}))
+        state = state._replace(servers=put(state.servers, index, at))
         return self._at_server(state, index, Call("disconnected", w, now_s=self.now_s))
 
     # -- at a server --------------------------------------------------------------------------------------
@@ -712,15 +700,15 @@ class SmallJob:
     def _deliver_to_server(self, state: State, w: int, index: int) -> State:
         at = state.servers[index]
         message, rest = at.queues[w][0], at.queues[w][1:]
-        at = self._server_pool(at._replace(queues=_put(at.queues, w, rest)))
-        state = state._replace(servers=_put(state.servers, index, at))
+        at = self._server_pool(at._replace(queues=put(at.queues, w, rest)))
+        state = state._replace(servers=put(state.servers, index, at))
         sender = -1 if isinstance(message, messages.WorkerJoined) else w
         return self._at_server(state, index, Call("handle", sender, message, self.now_s))
 
     def _fire_at_server(self, state: State, timer: Timer, index: int) -> State:
         at = state.servers[index]
         at = self._server_pool(at._replace(timers=at.timers - {timer}))
-        state = state._replace(servers=_put(state.servers, index, at))
+        state = state._replace(servers=put(state.servers, index, at))
         return self._at_server(state, index, Call("fire", message=timer, now_s=self.now_s))
 
     def _at_server(self, state: State, index: int, call: Call) -> State:
@@ -728,7 +716,7 @@ class SmallJob:
         if key not in self._server_after:
             self._server_after[key] = self._server_takes(state.servers[index], index, call)
         at, sent = self._server_after[key]
-        state = state._replace(servers=_put(state.servers, index, at))
+        state = state._replace(servers=put(state.servers, index, at))
         for to, message in sent:
             if isinstance(message, Answer):
                 state = self._answer(state, index, to.index, message.v_train)
@@ -744,136 +732,18 @@ class SmallJob:
         """Return the state of a server after a call, and the messages that it sends."""
         core, outcome = self._servers.after(at.core, call)
         at = at._replace(core=core)
+        [shard] = self._servers[core].shards.values()
         for entry in outcome.entries:
-            at = self._check(at, entry, index)
+            at = self._checks.record(at, entry, index)
+            # The core's state is known after its last event only. A commit causes two events.
+            last = not (isinstance(entry.event, events.PushReceived) and self._commits)
+            if self._watch:
+                self._checks.check_waiting(at.view, entry, shard.sync.sync if last else None)
         timers = frozenset(request for request in outcome.requests if isinstance(request, Timer))
         sent = tuple(request for request in outcome.requests if isinstance(request, Send))
         answered = {send.to.index for send in sent if isinstance(send.message, Answer)}
         at = at._replace(timers=at.timers | timers, owes=at.owes - answered)
         return self._server_pool(at), sent
-
-    def _check(self, at: ServerState, entry: Entry, index: int) -> ServerState:
-        """Check the actions of a shard after one event, and record the event."""
-        assert entry.refused is None, entry.refused
-        view = self._seen(at.view, entry.event)
-        if isinstance(entry.event, events.PushReceived | events.WorkerLost | events.WorkerFinished):
-            view = self._passed(view, index)  # joins and pulls close no round
-        at = at._replace(view=view)
-        return self._check_actions(at, entry)
-
-    def _seen(self, view: ShardView, event: events.AnyEvent) -> ShardView:
-        its = view.workers[event.worker]
-        match event:
-            case events.WorkerJoined():
-                flagged = max((other.last_stop for other in view.workers), default=-1)
-                its = WorkerView("live", event.count or 0, last_stop=flagged)
-            case events.PushReceived():
-                its = its._replace(pushed=max(its.pushed, event.progress or 0) + 1, stop=event.stop)
-                if event.stop is not None:
-                    its = its._replace(last_stop=event.stop.superstep)
-                if event.change is not None and event.change.number > view.changed:
-                    its = its._replace(state="passed")
-                    view = view._replace(change=event.change)
-            case events.PullRequested():
-                its = its._replace(asks=True, deferred=True)
-            case events.PullRepeated():
-                its = its._replace(asks=True, deferred=False)
-            case events.TimerFired():
-                its = its._replace(deferred=False)
-            case _:
-                its = WorkerView("left")
-        return view._replace(workers=_put(view.workers, event.worker, its))
-
-    def _passed(self, view: ShardView, index: int) -> ShardView:
-        """Return the shard with the next model if all members have sent their last push under the old one."""
-        change = view.change
-        if change is None or any(view.workers[member].state == "live" for member in change.members):
-            return view._replace(round=self._round(view))
-        models = parse_shards(change.sync)
-        workers = (
-            WorkerView("live", asks=its.asks) if its.state in ("live", "passed") else its
-            for its in view.workers
-        )
-        return ShardView(
-            models[index if len(models) > 1 else 0], view.sync, tuple(workers), changed=change.number
-        )
-
-    def _round(self, view: ShardView) -> int:
-        """Return V_train, the number of rounds that enough workers have pushed."""
-        counts = sorted((its.pushed for its in view.workers if its.state == "live"), reverse=True)
-        quorum = self._admission(view).quorum or len(counts)
-        return max(view.round, counts[min(quorum, len(counts)) - 1]) if counts else view.round
-
-    def _admission(self, view: ShardView) -> Admission:
-        first = self._rule is not None and view.sync is self._first_model
-        return self._rule if first and self._rule is not None else admission(view.sync)
-
-    def _check_actions(self, at: ServerState, entry: Entry) -> ServerState:
-        event, view = entry.event, at.view
-        workers, held, means = list(view.workers), set(at.held), set(at.means)
-        answered: list[int] = []
-        fates = 0
-        for action in entry.actions:
-            match action:
-                case ApplyPush(worker, iteration) | DropPush(worker, iteration) | HoldPush(worker, iteration):
-                    assert isinstance(event, events.PushReceived), f"{action} after {event}"
-                    assert (worker, iteration) == (event.worker, event.iteration), f"{action} after {event}"
-                    fates += 1
-                    if isinstance(action, HoldPush):
-                        held.add((worker, iteration))
-                case ApplyMean(pushes):
-                    assert held >= set(pushes), f"{action} of pushes that are not held: {held}"
-                    held -= set(pushes)
-                    if self._agree:
-                        means.add(pushes)
-                case AnswerPull(worker, iteration):
-                    assert workers[worker].asks, f"{action}, which was not requested"
-                    assert not (view.sync.lockstep and (worker, iteration) in held), (
-                        f"{action} before its push was applied"
-                    )
-                    workers[worker] = workers[worker]._replace(asks=False, deferred=False)
-                    answered.append(worker)
-                case SetTimer():
-                    pass
-                case ReportFault():
-                    worked = ASP() if view.worked.needs_plans else view.worked
-                    slowest = min((its.pushed for its in view.workers if its.state == "live"), default=0)
-                    view = view._replace(sync=worked, worked=BSP(), round=slowest)
-                    assert action.sync == str(view.sync), f"{action}, but {view.sync} is what worked"
-                case _:
-                    raise AssertionError(f"a shard cannot {action}")
-        received = isinstance(event, events.PushReceived)
-        assert fates == received, f"{event} was handled {fates} times"
-        view = view._replace(workers=tuple(workers))
-        at = at._replace(view=view, held=frozenset(held), means=frozenset(means))
-        if self._watch:
-            self._check_waiting(at, event, answered)
-        return at
-
-    def _check_waiting(self, at: ServerState, event: events.AnyEvent, answered: list[int]) -> None:
-        """Check that every worker that must wait at a shard waits, and no worker that may not."""
-        view = at.view
-        for shard in self._servers[at.core].shards.values():
-            assert shard.sync.sync == view.sync or not self._is_last(at, event), (
-                f"after {event}, the shard runs {shard.sync.sync}, expected {view.sync}"
-            )
-        rule = self._admission(view)
-        passed = {w for w, its in enumerate(view.workers) if its.state == "passed"}
-        assert passed.isdisjoint(answered), (
-            f"workers {passed} were answered before the change {view.change} was complete"
-        )
-        waiting = {w for w, its in enumerate(view.workers) if its.asks} - passed
-        must_wait = rule.must(view) - passed
-        may_wait = must_wait | rule.may(view)
-        assert must_wait <= waiting <= may_wait, (
-            f"workers {waiting} wait at a shard, but {must_wait} must wait"
-            + (f" and {may_wait} may wait" if may_wait != must_wait else "")
-            + f", after {event}"
-        )
-
-    def _is_last(self, at: ServerState, event: events.AnyEvent) -> bool:
-        """Return True if this is the last event of a call of the core, whose state is known only after the call."""
-        return not (isinstance(event, events.PushReceived) and self._commits)
 
     def _answer(self, state: State, index: int, w: int, v_train: int | None) -> State:
         """Deliver the answer of a shard to a worker. Its core receives all answers together, with the last one."""
@@ -907,7 +777,7 @@ class SmallJob:
     def _deliver_to_coordinator(self, state: State, w: int) -> State:
         at = state.coordinator
         message, rest = at.queues[w][0], at.queues[w][1:]
-        at = self._coordinator_pool(at._replace(queues=_put(at.queues, w, rest)))
+        at = self._coordinator_pool(at._replace(queues=put(at.queues, w, rest)))
         state = state._replace(coordinator=at)
         return self._at_coordinator(state, Call("handle", w, message, self.now_s))
 
@@ -964,10 +834,6 @@ class SmallJob:
         if its.phase not in ("computing", "waiting", "joining") or done >= self._iterations:
             return state
         return self._with_worker(state, w, its._replace(orders=(*its.orders, message)))
-
-
-def _put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
-    return (*items[:index], item, *items[index + 1 :])
 
 
 def _in_any_order(model: SyncModel) -> bool:

@@ -6,6 +6,7 @@ import copy
 import types
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from functools import cache
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from ..core.worker import Worker
 from ..errors import InternalError
 from ..plugins.conditions import UserMachine
 from ..sync.events import Change, Stop
+from ..sync.notation import parse_shards as read_shards
 from ..sync.spec_sync import Speculator
 from .admission import ShardView
 
@@ -36,6 +38,8 @@ __all__ = [
     "Step",
     "Tape",
     "WorkerState",
+    "parse_shards",
+    "put",
 ]
 
 Item = TypeVar("Item")
@@ -47,6 +51,14 @@ Key = tuple[int, int]
 
 MOST_WORKERS = 4
 """Largest number of workers of a `SmallJob`."""
+
+
+parse_shards = cache(read_shards)
+
+
+def put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
+    """Return a tuple with one item replaced."""
+    return (*items[:index], item, *items[index + 1 :])
 
 
 def pooled(kind: type[Item]) -> type[Item]:

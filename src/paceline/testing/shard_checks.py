@@ -1,0 +1,145 @@
+"""The checks that a `SmallJob` makes at a shard, by what the shard has received and what its model has done."""
+
+from __future__ import annotations
+
+from ..core.entry import Entry
+from ..sync import ASP, BSP, SyncModel, events
+from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
+from .admission import Admission, ShardView, WorkerView, admission
+from .states import ServerState, parse_shards, put
+
+__all__ = ["ShardChecks"]
+
+
+class ShardChecks:
+    """Checks the shards of one job.
+
+    Args:
+        first_model: the first model of the job.
+        rule: the admission rule of the first model; by default `admission(first_model)`.
+        agree: True to keep the means, which are compared with those of other shards at the end.
+    """
+
+    def __init__(self, first_model: SyncModel, rule: Admission | None, agree: bool) -> None:
+        self._first_model = first_model
+        self._rule = rule
+        self._agree = agree
+
+    def record(self, at: ServerState, entry: Entry, index: int) -> ServerState:
+        """Check what the model did with its pushes after one event, and return the server with a new view."""
+        assert entry.refused is None, entry.refused
+        view = _seen(at.view, entry.event)
+        if isinstance(entry.event, events.PushReceived | events.WorkerLost | events.WorkerFinished):
+            view = self._advanced(view, index)  # joins and pulls close no round
+        return self._carried_out(at._replace(view=view), entry)
+
+    def check_waiting(self, view: ShardView, entry: Entry, sync: SyncModel | None) -> None:
+        """Check that every worker that must wait waits, and no worker that may not.
+
+        `sync` is the model in force at the shard, if known, which must be the one that the received flags call for.
+        """
+        event = entry.event
+        assert sync in (None, view.sync), f"after {event}, the shard runs {sync}, expected {view.sync}"
+        rule = self._admission(view)
+        passed = {w for w, worker in enumerate(view.workers) if worker.state == "passed"}
+        answered = {action.worker for action in entry.actions if isinstance(action, AnswerPull)}
+        assert passed.isdisjoint(answered), (
+            f"workers {passed} were answered before the change {view.change} was complete"
+        )
+        waiting = {w for w, worker in enumerate(view.workers) if worker.asks} - passed
+        must_wait = rule.must(view) - passed
+        may_wait = must_wait | rule.may(view)
+        assert must_wait <= waiting <= may_wait, (
+            f"workers {waiting} wait at a shard, but {must_wait} must wait"
+            + (f" and {may_wait} may wait" if may_wait != must_wait else "")
+            + f", after {event}"
+        )
+
+    def _advanced(self, view: ShardView, index: int) -> ShardView:
+        """Return the view in the current round, or under the next model if every member has passed the change."""
+        change = view.change
+        if change is None or any(view.workers[member].state == "live" for member in change.members):
+            return view._replace(round=self._round(view))
+        models = parse_shards(change.sync)
+        workers = (
+            WorkerView("live", asks=worker.asks) if worker.state in ("live", "passed") else worker
+            for worker in view.workers
+        )
+        return ShardView(
+            models[index if len(models) > 1 else 0], view.sync, tuple(workers), changed=change.number
+        )
+
+    def _round(self, view: ShardView) -> int:
+        """Return V_train, the number of rounds that enough workers have pushed."""
+        counts = sorted((worker.pushed for worker in view.workers if worker.state == "live"), reverse=True)
+        quorum = self._admission(view).quorum or len(counts)
+        return max(view.round, counts[min(quorum, len(counts)) - 1]) if counts else view.round
+
+    def _admission(self, view: ShardView) -> Admission:
+        if self._rule is not None and view.sync is self._first_model:
+            return self._rule
+        return admission(view.sync)
+
+    def _carried_out(self, at: ServerState, entry: Entry) -> ServerState:
+        """Check the actions after one event, and return the server with its pushes, means and answers."""
+        event, view = entry.event, at.view
+        workers, held, means = list(view.workers), set(at.held), set(at.means)
+        fates = 0
+        for action in entry.actions:
+            match action:
+                case ApplyPush(worker, iteration) | DropPush(worker, iteration) | HoldPush(worker, iteration):
+                    assert isinstance(event, events.PushReceived), f"{action} after {event}"
+                    assert (worker, iteration) == (event.worker, event.iteration), f"{action} after {event}"
+                    fates += 1
+                    if isinstance(action, HoldPush):
+                        held.add((worker, iteration))
+                case ApplyMean(pushes):
+                    assert held >= set(pushes), f"{action} of pushes that are not held: {held}"
+                    held -= set(pushes)
+                    if self._agree:
+                        means.add(pushes)
+                case AnswerPull(worker, iteration):
+                    assert workers[worker].asks, f"{action}, which was not requested"
+                    assert not (view.sync.lockstep and (worker, iteration) in held), (
+                        f"{action} before its push was applied"
+                    )
+                    workers[worker] = workers[worker]._replace(asks=False, deferred=False)
+                case SetTimer():
+                    pass
+                case ReportFault():
+                    worked = ASP() if view.worked.needs_plans else view.worked
+                    slowest = min(
+                        (worker.pushed for worker in view.workers if worker.state == "live"), default=0
+                    )
+                    view = view._replace(sync=worked, worked=BSP(), round=slowest)
+                    assert action.sync == str(view.sync), f"{action}, but {view.sync} is what worked"
+                case _:
+                    raise AssertionError(f"a shard cannot carry out {action}")
+        assert fates == isinstance(event, events.PushReceived), f"{event} was handled {fates} times"
+        view = view._replace(workers=tuple(workers))
+        return at._replace(view=view, held=frozenset(held), means=frozenset(means))
+
+
+def _seen(view: ShardView, event: events.AnyEvent) -> ShardView:
+    """Return what a shard has received after one more event."""
+    worker = view.workers[event.worker]
+    match event:
+        case events.WorkerJoined():
+            flagged = max((other.last_stop for other in view.workers), default=-1)
+            worker = WorkerView("live", event.count or 0, last_stop=flagged)
+        case events.PushReceived():
+            worker = worker._replace(pushed=max(worker.pushed, event.progress or 0) + 1, stop=event.stop)
+            if event.stop is not None:
+                worker = worker._replace(last_stop=event.stop.superstep)
+            if event.change is not None and event.change.number > view.changed:
+                worker = worker._replace(state="passed")
+                view = view._replace(change=event.change)
+        case events.PullRequested():
+            worker = worker._replace(asks=True, deferred=True)
+        case events.PullRepeated():
+            worker = worker._replace(asks=True, deferred=False)
+        case events.TimerFired():
+            worker = worker._replace(deferred=False)
+        case _:
+            worker = WorkerView("left")
+    return view._replace(workers=put(view.workers, event.worker, worker))
