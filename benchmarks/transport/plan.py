@@ -148,7 +148,8 @@ class TransportPlan(msgspec.Struct, frozen=True, kw_only=True):
             most = elements(size_mb) * ITEM_BYTES["float32"] // ALIGNMENT_BYTES
             if self.servers > most:
                 raise ConfigurationError(
-                    f"servers is {self.servers}, expected at most {most}: a model of {size_mb:g} MB cannot be cut into more slices."
+                    f"servers is {self.servers}, expected at most {most}: a model of {size_mb:g} MB cannot be cut "
+                    "into more slices."
                 )
 
 
