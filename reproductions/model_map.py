@@ -219,8 +219,8 @@ def make_map(options: Options, tell: TellShare) -> Made:
         figure=lambda: draw_map(verdicts),
         data=verdicts,
         notes=[
-            'The column "transfers" contains the share of an iteration that transfers take if all workers are equally '
-            "fast. Factors are speed-ups over bsp. Pauses take a tenth of the time.",
+            "Transfers: the share of an iteration that they take if all workers are equally fast. Factors: speed-ups "
+            "over bsp. Pauses take a tenth of the time.",
             *findings(verdicts),
         ],
     )

@@ -84,7 +84,7 @@ class Journal:
         for record in records:
             if record.problem != problem:
                 raise ConfigurationError(
-                    f"{path} contains measurements with other paces, batch sizes, times or targets; move it elsewhere."
+                    f"{path} contains measurements with other paces, batches, times or targets; move it elsewhere."
                 )
             self._done[record.setting, record.seed] = record
 
