@@ -1,7 +1,7 @@
 """A search for the best learning rate and momentum that needs few measurements.
 
 The learning rates are 0.1 * 2^(step/2) for integer steps, with a separate grid for each momentum. Each measurement is
-a whole run, so the search saves measurements by proceeding in three rounds:
+a whole run. Therefore, the search has three rounds, which keep the number of measurements small:
 
 1. Coarse: learning rates that differ by factors of 2, with one seed. The grid is extended while its best point is on
    its edge.

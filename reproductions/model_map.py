@@ -85,17 +85,17 @@ def near(mean_s: float) -> Uniform:
 
 
 def steady(factor: float) -> Callable[[int], tuple[Times, ...]]:
-    """Return a function from the number of workers to compute times: a quarter of the workers is always slower."""
+    """Return a function that maps the number of workers to compute times, of which a quarter is always slower."""
     return lambda n: tuple(near(factor if worker >= n - n // 4 else 1.0) for worker in range(n))
 
 
 def jittery(sigma: float) -> Callable[[int], tuple[Times, ...]]:
-    """Return a function from the number of workers to compute times that vary randomly."""
+    """Return a function that maps the number of workers to compute times that vary randomly."""
     return lambda n: (LogNormal(median=1.0, sigma=sigma),) * n
 
 
 def pausing(factor: float) -> Callable[[int], tuple[Times, ...]]:
-    """Return a function from the number of workers to compute times: every worker is slower a tenth of the time."""
+    """Return a function that maps the number of workers to compute times with pauses."""
     return lambda n: (Occasional(base=near(1.0), factor=factor, lasting=10.0, every=100.0),) * n
 
 
@@ -234,7 +234,7 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
         first = sum(verdict.best == label for verdict in there)
         close = sum(verdict.lead(label) <= NEAR for verdict in there)
         found.append(
-            f"{label} is first in {first} of {len(verdicts)} clusters and within {NEAR - 1:.0%} of the first in "
+            f"{label} is first in {first} of {len(verdicts)} clusters and at most {NEAR - 1:.0%} slower than the first in "
             f"{close}."
             + (
                 f" It does not reach the target in {len(verdicts) - len(there)} of {len(verdicts)}."
