@@ -234,8 +234,8 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
         first = sum(verdict.best == label for verdict in there)
         close = sum(verdict.lead(label) <= NEAR for verdict in there)
         found.append(
-            f"{label} is first in {first} of {len(verdicts)} clusters and at most {NEAR - 1:.0%} slower than the first in "
-            f"{close}."
+            f"{label} is first in {first} of {len(verdicts)} clusters and at most {NEAR - 1:.0%} slower than the "
+            f"first in {close}."
             + (
                 f" It does not reach the target in {len(verdicts) - len(there)} of {len(verdicts)}."
                 if there != verdicts
