@@ -97,7 +97,7 @@ def search(measure: Measure, starts: Mapping[float, int], seeds: Sequence[int]) 
 def _best(scores: Mapping[Point, Score], momentum: float) -> Point:
     """Return the best point with this momentum.
 
-    Ties go to the most central point, so that the search does not walk along a plateau.
+    If points have equal scores, the most central one wins, so that the grid is not extended along a plateau.
     """
     points = [point for point in scores if point.momentum == momentum]
     centre = sum(point.step for point in points) / len(points)

@@ -10,8 +10,8 @@ The compared systems:
 - `optimizer`: one update of a `Shard` in a single process, compared with the time for copying as many bytes as the
   update reads and writes.
 
-The time of `zero_grad()` and backward alone is subtracted from the times of gloo and Paceline. It is measured in the
-same processes while all of them compute, since cores that share memory slow each other down.
+The time of `zero_grad()` and backward alone is subtracted from the times of gloo and Paceline. This time is measured
+in the same processes while all of them compute, since cores that share memory slow each other down.
 
 For each time, the median over iterations is computed first, then the mean over workers, then the median over rounds.
 In each round, the systems are measured in turn, so that a change in the machine's speed affects all systems. Every

@@ -57,7 +57,7 @@ OPTIMIZER_MB = 100.0
 
 SECONDS = 0.5  # approximate time spent on iterations, per result and round
 WARM_UP = 2  # iterations that are not measured
-FEWEST, MOST = 8, 1500  # smallest and largest number of iterations
+FEWEST, MOST = 8, 1500  # smallest and largest number of measured iterations
 LR = 1e-3
 
 

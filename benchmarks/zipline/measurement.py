@@ -108,7 +108,7 @@ DISTRIBUTIONS: dict[str, Callable[[int, int, np.random.Generator], Floats]] = {
 }
 """Distribution -> generator of end times in ms with the shape (n, R).
 
-A prediction from two pushes never gives such end times, because it is periodic.
+Predictions from two pushes never have such end times, because predicted end times are periodic.
 """
 
 NOTES = (
@@ -120,7 +120,7 @@ NOTES = (
     "zipline, zipline-opt, zipline-opt-bs and naive are plain Python loops. The grid scans use NumPy within one set; "
     "auto and solve_periodic use NumPy throughout. Therefore, the ratios between the paper's methods are different "
     "here and in the paper. naive, auto and solve_periodic are not in the paper's tables.",
-    "Waits depend on the randomly drawn workers, and depend on them strongly if there are few workers. The "
+    "Waits depend on the randomly drawn workers, especially if there are few workers. The "
     "paper's waits are from one data set; ours are medians. In the paper's published data, the first predicted end "
     "time is the time of the last push; in ours, it is one interval later.",
     "Success: ours is the share of inputs on which a method finds the smallest wait that any method finds, averaged "
