@@ -1,5 +1,5 @@
 """Reproductions of the papers' tables and figures. Run `python -m reproductions --list` in a checkout to list them.
 
-Also searches for hyper-parameters, which the demo and the papers' comparisons need. The installed package does not
-contain any of this.
+This package also searches for hyper-parameters for the demo and for the comparisons in the papers. The installed
+package does not contain the reproductions.
 """

@@ -1,4 +1,4 @@
-"""The catalogue of all exhibits: choosing some, listing them, and making one."""
+"""The catalogue of all exhibits, with functions that choose, list and make exhibits."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ EXHIBITS: dict[str, Exhibit] = {
     for module in (zipline, elastic_bsp, spec_sync, fluent_ps, claims, model_map)
     for exhibit in module.EXHIBITS
 }
-"""All exhibits by name, in the order of the papers."""
+"""Name -> exhibit, grouped by paper."""
 
 
 def chosen(names: Sequence[str]) -> list[Exhibit]:
-    """Return the exhibits with these names; the single name "all" selects every one.
+    """Return the exhibits with these names, or all exhibits if the only name is "all".
 
     Raises:
-        ConfigurationError: there is no exhibit with one of the names.
+        ConfigurationError: one of the names is unknown.
     """
     if list(names) == ["all"]:
         return list(EXHIBITS.values())
@@ -54,7 +54,7 @@ def list_table() -> Table:
 
 
 def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: TellShare) -> None:
-    """Make an exhibit: print its tables and notes, and write its numbers and its plot into the folder `out`."""
+    """Make an exhibit. Prints its tables and notes, and writes its numbers and its plot into the folder `out`."""
     made = exhibit.make(options, tell)
     console.print(f"[bold]{exhibit.source}[/]: {exhibit.title}", highlight=False)
     for table in made.tables:
@@ -77,7 +77,7 @@ def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: 
 
 
 def _plain(table: Table) -> dict[str, object]:
-    """Return a table as text: its title, headings and rows."""
+    """Return the title, the headings and the rows of a table as text."""
     columns = [list(map(str, column.cells)) for column in table.columns]
     return {
         "title": str(table.title),

@@ -1,8 +1,8 @@
 """A grid search for SpecSync's abort time and abort rate in live runs, which the paper calls cherry-picking.
 
 Reference: SpecSync (ICDCS 2018), sections VI-A and VI-E, Table II. Every trial is a whole training run. As in the
-paper, abort times are at most half of the iteration of the fast workers, and the step between them is longer than the
-communication time.
+paper, abort times are at most half of an iteration of the fast workers, and differ by more than the communication
+time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ABORT_RATES = (0.0, 0.25, 0.5)
 
 
 class Search(msgspec.Struct, frozen=True):
-    """The results of a search, and what it cost.
+    """The results and the cost of a search.
 
     Attributes:
-        outcomes: the outcome of the adaptive variant, then those of the grid, the best first: smallest time to the
-            target, then highest final accuracy.
+        outcomes: the outcome of the adaptive variant, then the outcomes of the grid, sorted by the time to the target
+            and then by the final accuracy, the best first.
         trials: number of points in the grid.
-        search_s: time the search took, without the run of the adaptive variant.
+        search_s: duration of the search, without the run of the adaptive variant.
     """
 
     outcomes: tuple[TrialOutcome, ...]
@@ -57,17 +57,17 @@ def cherry_pick(
 ) -> Search:
     """Run the adaptive variant, then every pair of an abort time and an abort rate. Print a table and the cost.
 
-    Afterwards the run directory contains `cherry-pick.json`.
+    The results are also written to `cherry-pick.json` in the run directory.
 
     Args:
         setting: SpecSync without abort time and rate, with a learning rate and momentum for all trials.
         console: where the table is printed.
         run_dir: directory for the results. By default, a new directory under ./runs.
-        abort_times_s: abort times of the grid.
-        abort_rates: abort rates of the grid.
-        problem: task to train; by default, that of the demo.
-        seed: random seed of all trials.
-        progress: True to show each trial live on standard error; None does so only if it is a terminal.
+        abort_times_s: abort times in the grid.
+        abort_rates: abort rates in the grid.
+        problem: training task; by default, the task of the demo.
+        seed: random seed for all trials.
+        progress: True to show each trial live on standard error, or None to show it only on a terminal.
 
     Raises:
         ConfigurationError: an argument is invalid; nothing was started.
@@ -83,7 +83,8 @@ def cherry_pick(
         make_job(workers=len(problem.pace_s), sync=each.sync, pace=problem.pace_s, dry_run=True)
     home = Path(make_job(workers=len(problem.pace_s), pace=problem.pace_s, run_dir=run_dir).run_dir)
     console.print(
-        f"{len(pairs)} trials of about {problem.duration_s:.0f} s plus their start, after the adaptive variant.",
+        f"one run of the adaptive variant, then {len(pairs)} trials, of about {problem.duration_s:.0f} s each plus "
+        "their start",
         highlight=False,
     )
     outcomes = []
@@ -101,7 +102,7 @@ def cherry_pick(
     console.print(_table(found, problem))
     console.print(
         f"{found.trials} trials: {len(abort_times_s)} abort times x {len(abort_rates)} abort rates, "
-        f"{found.search_s / max(1, found.trials):.0f} s each, {found.search_s:.0f} s in all. "
+        f"{found.search_s / max(1, found.trials):.0f} s each, {found.search_s:.0f} s in total. "
         "The adaptive variant needs no trial.",
         soft_wrap=True,
         highlight=False,

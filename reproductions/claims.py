@@ -1,7 +1,7 @@
-"""Tests of the papers' claims, by experiments that are not in the papers.
+"""Experiments that are not in the papers and that test the papers' claims.
 
-Each exhibit shows under which conditions a claim holds: for workers that differ persistently, that only jitter, or
-that pause sometimes; for pushes that arrive evenly or in bursts.
+Each experiment shows under which conditions a claim holds: for workers that differ persistently, that only jitter, or
+that sometimes pause; or for pushes that arrive evenly or in bursts.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 __all__ = ["EXHIBITS"]
 
 TARGET = Target("accuracy", 0.95, in_a_row=2)
-NEVER = '"never" means not within {:.0f} s.'
+NEVER = '"never" means that the target was not reached within {:.0f} s.'
 
 
 def jitter(mean_s: float, share: float) -> Uniform:
-    """Return a time that varies uniformly around a mean, by a share of it."""
+    """Return a time that varies uniformly by the given share around a mean."""
     return Uniform(low=mean_s * (1 - share), high=mean_s * (1 + share))
 
 
@@ -54,7 +54,7 @@ RATES = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 def elastic_bsp(options: Options, tell: TellShare) -> Made:
-    """Compare the time to the target with one straggler of four, each model with its own best setting."""
+    """Compare the time to the target if one of four workers is slow, with the best setting for each model."""
     schemes = {"BSP": "bsp", "ElasticBSP, R=15": "elastic-bsp:lookahead=15", "ASP": "asp"}
     momenta = MOMENTA[1:2] if options.quick else MOMENTA
     rates = RATES[5:7] if options.quick else RATES
@@ -71,7 +71,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
         )
         for label, sync in schemes.items()
     }
-    best: dict[float, dict[str, Setting]] = {}  # best setting of each label, by momentum
+    best: dict[float, dict[str, Setting]] = {}  # momentum -> label -> best setting
     tuning = [_seeded(run, seed) for run in runs.values() for seed in range(1 if options.quick else 3)]
     for number, momentum in enumerate(momenta):
 
@@ -136,8 +136,8 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
         figure=draw,
         data={f"{label}, momentum {m}": times[label, m] for label, m in times},
         notes=[
-            f"Each at its own best, ElasticBSP is {factor} times faster than BSP; the paper reports a factor of "
-            "1.77.",
+            f"With its own best setting for each model, ElasticBSP is {factor} times faster than BSP; the paper "
+            "reports a factor of 1.77.",
             f"Time to the target with momentum {momenta[-1]:g}, relative to momentum {momenta[0]:g}: "
             + "; ".join(
                 f"{label} {ratio(times[label, momenta[-1]], times[label, momenta[0]])} x" for label in schemes
@@ -158,7 +158,7 @@ def _seeded(run: TrainingRun, seed: int) -> TrainingRun:
 
 
 def kinds_of_inequality(workers: int) -> dict[str, Cluster]:
-    """Return clusters whose workers are unequal in three different ways."""
+    """Return three clusters, whose workers are unequal in different ways."""
     slow = workers // 8
     pausing: Times = Occasional(base=jitter(1.0, 0.05), factor=5.0, lasting=10.0, every=200.0)
     return {
@@ -173,7 +173,7 @@ def kinds_of_inequality(workers: int) -> dict[str, Cluster]:
 
 
 def pssp(options: Options, tell: TellShare) -> Made:
-    """Compare the delayed pulls of PSSP(3, 1/10) and SSP(12), which have the same regret bound."""
+    """Compare the share of delayed pulls under PSSP(3, 1/10) and SSP(12), which have the same regret bound."""
     workers, iterations = (16, 60) if options.quick else (64, 400)
     syncs = {
         "SSP(12)": "ssp:staleness=12",
@@ -224,7 +224,10 @@ def pssp(options: Options, tell: TellShare) -> Made:
         figure=draw,
         data=shares,
         notes=[
-            f"The claim of 80 % fewer delayed pulls holds for: {'; '.join(held) or 'none of the clusters'}."
+            f"The claim of 80 % fewer delayed pulls holds in {'these cases' if len(held) > 1 else 'this case'}: "
+            f"{'; '.join(held)}."
+            if held
+            else "The claim of 80 % fewer delayed pulls holds in none of these cases."
         ],
     )
 
@@ -233,7 +236,7 @@ def pssp(options: Options, tell: TellShare) -> Made:
 
 
 def lazy(options: Options, tell: TellShare) -> Made:
-    """Compare lazy execution with the soft barrier: delays, staleness and time to accuracy."""
+    """Compare lazy execution with the soft barrier: delays, staleness and time to the target accuracy."""
     workers = 8
     clusters = kinds_of_inequality(workers)
     schemes = {"soft": "ssp:staleness=3", "lazy": "ssp:staleness=3,execution=lazy"}
@@ -272,7 +275,7 @@ def _runs(
     until_s: float,
     every_s: float,
 ) -> list[TrainingRun]:
-    """Return runs of each scheme on each cluster, labeled "cluster: scheme"."""
+    """Return runs under each sync model on each cluster, with the labels "cluster: model"."""
     return [
         TrainingRun(
             label=f"{kind}: {name}",
@@ -301,9 +304,9 @@ def _accuracies(title: str, outcomes: Sequence[TrainingOutcome]) -> Figure:
 
 
 def arrivals(workers: int) -> dict[str, Cluster]:
-    """Return clusters whose pushes arrive in three different ways.
+    """Return three clusters, whose pushes arrive in different ways.
 
-    All workers begin at the same time. With little jitter their pushes stay together, in bursts.
+    All workers begin at the same time. If jitter is small, their pushes continue to arrive in bursts.
     """
     quarter = workers // 4
     return {
@@ -315,11 +318,11 @@ def arrivals(workers: int) -> dict[str, Cluster]:
     }
 
 
-ONE_RATE = 0.02  # the common rate: about the largest that ASP tolerates with 40 workers
+ONE_RATE = 0.02  # common learning rate, about the largest that ASP tolerates with 40 workers
 
 
 def spec_sync(options: Options, tell: TellShare) -> Made:
-    """Compare SpecSync-Adaptive with ASP, with one learning rate for all and with the best rate of each."""
+    """Compare SpecSync-Adaptive with ASP, at a common learning rate and at the best rate for each model."""
     clusters = arrivals(8 if options.quick else 40)
     schemes = {"ASP": "asp", "SpecSync": "spec-sync"}
     rates = (0.02, 0.05) if options.quick else (0.005, 0.01, 0.02, 0.05, 0.1)
@@ -359,9 +362,9 @@ def spec_sync(options: Options, tell: TellShare) -> Made:
         figure=lambda: _accuracies("SpecSync-Adaptive and ASP", outcomes),
         data={label: [pair[1] for pair in pairs] for label, pairs in rows.items()},
         notes=[
-            "By Eq. 7 of the paper, the expected gain is zero if pushes arrive evenly.",
+            "According to Eq. 7 of the paper, the expected gain is zero if pushes arrive evenly.",
             "The paper compares both models at one learning rate, as in the left part of the table. In the right "
-            "part, each model has its own best learning rate.",
+            "part, each model uses its own best learning rate.",
             NEVER.format(until_s),
         ],
     )

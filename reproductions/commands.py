@@ -1,4 +1,4 @@
-"""The commands of `python -m reproductions`: exhibits of the papers, and searches for hyper-parameters."""
+"""The commands of `python -m reproductions`: tables and figures of the papers, and searches for hyper-parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     subcommand_metavar="[NAME]... | COMMAND",
     help="Reproduce tables and figures of the papers on this machine, and search for hyper-parameters.\n\n"
-    "NAME is the name of an exhibit. [bold]--list[/] lists the exhibits, [bold]exhibits --help[/] their options.",
+    "NAME is the name of a table or figure. [bold]--list[/] lists the names, [bold]exhibits --help[/] the options.",
 )
 
 
@@ -52,23 +52,24 @@ def exhibits(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Exhibits to make, for example zipline-table3 or fluentps-fig9, or all.", show_default=False
+            help="Tables and figures to reproduce, for example zipline-table3 or fluentps-fig9; or all.",
+            show_default=False,
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--list", help="List the exhibits.")] = False,
+    every: Annotated[bool, typer.Option("--list", help="List all tables and figures.")] = False,
     quick: Annotated[
         bool,
         typer.Option(
             "--quick",
-            help="Do only enough to check that the exhibit can be made. The figures are not meaningful.",
+            help="Do only enough work to check that the code runs. The numbers are not meaningful.",
         ),
     ] = False,
     seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="Number of seeds. Each figure is the median over them.")
+        int, typer.Option("--seeds", min=1, help="Number of seeds. Each number is the median over the seeds.")
     ] = 3,
     out: Out = None,
 ) -> None:
-    """Make exhibits: tables and figures of the papers, beside the papers' own numbers. This is the default command.
+    """Reproduce tables and figures of the papers, beside the papers' own numbers. This is the default command.
 
     python -m reproductions fluentps-fig9 specsync-fig3
     """
@@ -83,7 +84,10 @@ def exhibits(
     errors = Console(stderr=True)
     errors.print(f"about {max(1.0, sum(exhibit.minutes for exhibit in wanted)):.0f} min on two cores")
     for exhibit in wanted:
-        with interruptible("the exhibits made so far have been kept"), shown_progress(errors) as tell:
+        with (
+            interruptible("the tables and figures made so far have been kept"),
+            shown_progress(errors) as tell,
+        ):
             make(exhibit, Options(quick=quick, seeds=seeds), folder, Console(), tell)
     print(f"plots and numbers: {folder}")
 
@@ -93,23 +97,23 @@ def tune_demo(
     run_dir: Annotated[
         str | None,
         typer.Option(
-            "--run-dir", help="Directory for measurements. Default: ./runs/tuning.", show_default=False
+            "--run-dir", help="Directory for the measurements. Default: ./runs/tuning.", show_default=False
         ),
     ] = None,
 ) -> None:
     """Search for the best learning rate and momentum of each sync model in the demo.
 
-    Takes about 45 minutes. The search may be stopped: started again, it continues from the measurements it has kept.
+    Takes about 45 minutes. If the search is stopped and started again, it continues from the stored measurements.
     """
     from .tune_demo import tune
 
-    with interruptible("all measurements are kept, and every process of the run has been ended"):
+    with interruptible("all measurements have been kept, and every process of the run has been ended"):
         tune(console=Console(), run_dir=None if run_dir is None else Path(run_dir))
 
 
 @app.command("cherry-pick")
 def cherry_pick(run_dir: RunDir = None) -> None:
-    """Search a grid for the best abort time and abort rate of SpecSync in the demo, and report what the search cost.
+    """Search a grid for the best abort time and abort rate of SpecSync in the demo, and report the search time.
 
     Takes about 4 minutes.
     """

@@ -1,4 +1,4 @@
-"""Plots of training runs over time, drawn in the same way in every figure."""
+"""Plots of accuracy or loss over time, in the same style for all figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_curves"]
 
 AXIS = {"accuracy": "accuracy on the test images", "loss": f"loss over {LOSS_IMAGES} training images"}
-WORST_LOSS = 2.6  # upper end of the axis; a network that guesses the digits has a loss of 2.3
+WORST_LOSS = 2.6  # upper end of the axis; a network that guesses the digits at random has a loss of 2.3
 
 
 def draw_curves(
@@ -25,14 +25,14 @@ def draw_curves(
     along: Callable[[TrainingOutcome], Sequence[float]] = lambda outcome: outcome.times_s,
     along_name: str = "virtual seconds",
 ) -> None:
-    """Draw one line per run. Each label has its own color; the run with the first seed is drawn on top.
+    """Draw one line per run. Each label has its own color, and the runs with the first seed are drawn on top.
 
     Args:
-        axes: axes to draw into.
+        axes: axes on which the lines are drawn.
         outcomes: outcomes of runs with the same target.
         title: title of the axes.
-        variants: number of consecutive labels that share a color and differ in their dashes.
-        along: returns the position of each evaluation on the x axis.
+        variants: number of consecutive labels that share a color and differ in line style.
+        along: function that returns the position of each evaluation on the x axis.
         along_name: label of the x axis.
     """
     from paceline.report.canvas import COLOURS, DASHES
@@ -46,7 +46,7 @@ def draw_curves(
             along(outcome),
             [
                 min(value, 2 * WORST_LOSS) for value in outcome.values
-            ],  # diverging runs leave the axes at the top
+            ],  # lines of diverging runs leave the plot at the top
             color=COLOURS[number % len(COLOURS)],
             linestyle=DASHES[(variant + number // len(COLOURS)) % len(DASHES)],
             alpha=1.0 if first else 0.25,

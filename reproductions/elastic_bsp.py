@@ -1,4 +1,4 @@
-"""Exhibits of ElasticBSP (Zhao et al., Machine Learning 2021, section 6.2): training with elastic barriers."""
+"""A figure of ElasticBSP (Zhao et al., Machine Learning 2021, section 6.2): training with elastic barriers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TARGET = Target("accuracy", 0.93, in_a_row=2)
 RATES = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1)
 COMMON_RATE = 0.01  # as in the paper
 MOMENTUM = 0.9
-EPOCHS = 19  # the number that the paper had time for
+EPOCHS = 19  # as in the paper
 LOOKAHEADS = (15, 30, 60, 120, 240, 480, 960)
 SCHEMES = {
     "BSP": "bsp",
@@ -42,7 +42,7 @@ STEPS_PER_EPOCH = 1437 // 4 // BATCH  # each worker has a quarter of the trainin
 
 
 def cluster() -> Cluster:
-    """Return the 4 machines of the paper, with messages of the size of VGG-16."""
+    """Return the cluster of the paper: 4 machines, with messages of the size of VGG-16."""
     return Cluster.preset("elastic-bsp")
 
 
@@ -69,7 +69,7 @@ def _runs(options: Options) -> list[TrainingRun]:
 
 
 def figure_14(options: Options, tell: TellShare) -> Made:
-    """Compare the accuracy over time, with the paper's setting for all and with the best rate of each."""
+    """Compare the accuracy over time, at the paper's learning rate and at the best rate for each model."""
     runs = _runs(options)
     grid = [(rate, MOMENTUM) for rate in (RATES[1:3] if options.quick else RATES)]
     common, tuned, rates = common_and_tuned(runs, grid, tell)
@@ -113,11 +113,11 @@ def figure_14(options: Options, tell: TellShare) -> Made:
     )
 
 
-SUPERSTEPS_OF = 3000  # iterations of each worker in the simulation that counts supersteps
+SUPERSTEPS_OF = 3000  # number of iterations of each worker in the simulation that counts supersteps
 
 
 def _supersteps(sync: str) -> str:
-    """Return the mean number of iterations of a worker between two barriers, from a simulation without training."""
+    """Return the mean number of iterations between two barriers, measured in a simulation without training."""
     if sync == "bsp":
         return "1"
     if not sync.startswith("elastic"):
@@ -130,7 +130,7 @@ def _supersteps(sync: str) -> str:
 
 
 def _planning_ms(lookahead: int) -> float:
-    """Measure the median time of one plan on this machine."""
+    """Measure the median time for computing one plan on this machine, in milliseconds."""
     last, interval = np.array([1.0, 1.1, 1.2, 1.3]), np.array([0.5, 0.51, 0.52, 1.5])
     times_s = []
     for _ in range(200):
@@ -148,12 +148,12 @@ def _notes(bests: Sequence[dict[str, float]], planning_ms: dict[str, float]) -> 
         elastic = median(found[label] for label in planning_ms)
         notes.append(
             f"{what}: BSP reaches {TARGET.value:.0%} after {seconds(found['BSP'])} s, ElasticBSP (median over R) "
-            f"after {seconds(elastic)} s. The ratio is {ratio(found['BSP'], elastic)}, in the paper 1.77."
+            f"after {seconds(elastic)} s. The ratio is {ratio(found['BSP'], elastic)}; in the paper, it is 1.77."
         )
     first, *_, last = planning_ms
     notes.append(
-        f"A plan takes {planning_ms[first]:.3f} ms for {first} and {planning_ms[last]:.3f} ms for {last}. In the "
-        "paper's Figs 11 to 13 a large R slows training down; here it does not."
+        f"Computing a plan takes {planning_ms[first]:.3f} ms for {first} and {planning_ms[last]:.3f} ms for {last}. "
+        "In Figs. 11 to 13 of the paper, a large R slows training down; here, it does not."
     )
     return notes
 
@@ -191,8 +191,8 @@ EXHIBITS = (
         source=f"{PAPER}, Fig. 14",
         title="accuracy over time under every model, 4 machines",
         differs=(
-            "DigitsNet on scikit-learn's digits replaces VGG-16 on ImageNet, with messages of the size of VGG-16. We "
-            "chose which machine is slow and when; the paper only says that the shared switch caused stragglers."
+            "DigitsNet on scikit-learn's digits replaces VGG-16 on ImageNet, with messages of the size of VGG-16. "
+            "The paper only says that the shared switch caused stragglers; we chose which machine is slow and when."
         ),
         minutes=5,
         make=figure_14,

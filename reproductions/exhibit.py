@@ -1,4 +1,4 @@
-"""An exhibit: a table or figure of a paper that is reproduced here."""
+"""The types for an exhibit, which is a table or figure of a paper that is reproduced here."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Options(msgspec.Struct, frozen=True):
     """Options for making an exhibit.
 
     Attributes:
-        quick: True to do only enough to check that the exhibit can be made. The figures are not meaningful.
-        seeds: number of seeds of the training runs. Figures are medians over them.
+        quick: True to do only enough work to check that the code runs. The numbers are not meaningful.
+        seeds: number of seeds for training runs. The numbers are medians over the seeds.
     """
 
     quick: bool = False
@@ -31,13 +31,13 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Made(msgspec.Struct, frozen=True):
-    """An exhibit that was made.
+    """The results of making an exhibit.
 
     Attributes:
         tables: tables with the paper's numbers beside ours.
-        figure: draws the plot. Imports matplotlib only when it is called.
-        data: the numbers of the plot, for the JSON file.
-        notes: findings, as sentences.
+        figure: function that draws the plot. It imports matplotlib only when it is called.
+        data: numbers in the plot, for the JSON file.
+        notes: findings and explanations, as sentences.
     """
 
     tables: Sequence[Table]
@@ -47,15 +47,15 @@ class Made(msgspec.Struct, frozen=True):
 
 
 class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
-    """One table or figure of a paper.
+    """A table or figure of a paper, and the function that reproduces it.
 
     Attributes:
         name: name on the command line.
-        source: paper, and number of the table or figure.
+        source: the paper and the number of the table or figure.
         title: what the exhibit shows, in one line.
         differs: differences from the paper, above all in the network and the data.
-        minutes: approximate time it takes.
-        make: makes the exhibit, given the options and a progress callback.
+        minutes: approximate time for making the exhibit.
+        make: function that makes the exhibit, given the options and a progress callback.
     """
 
     name: str
@@ -67,12 +67,12 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def beside(title: str, rows: Mapping[str, Sequence[tuple[str, str]]], columns: Sequence[str]) -> Table:
-    """Return a table with the paper's figures beside ours.
+    """Return a table with the paper's numbers beside ours.
 
     Args:
         title: title of the table.
-        rows: for each label, one pair (the paper's figure, our figure) per column. "-" means that the paper has no
-            such figure. If the paper has none in a column, the column shows only ours.
+        rows: label of a row -> one pair (the paper's number, our number) for each column. "-" means that the paper
+            has no such number. If the paper has no number in a column, the column shows only our numbers.
         columns: headings of the columns.
     """
     table = Table(
@@ -100,7 +100,7 @@ def beside(title: str, rows: Mapping[str, Sequence[tuple[str, str]]], columns: S
 
 
 def seconds(time_s: float) -> str:
-    """Format a time, which may be infinite, with three digits or to the second.
+    """Format a time in seconds with three significant digits or, from 100 s on, as a whole number.
 
     >>> seconds(7.25), seconds(1234.5), seconds(math.inf)
     ('7.25', '1234', 'never')
@@ -111,5 +111,5 @@ def seconds(time_s: float) -> str:
 
 
 def ratio(one: float, other: float) -> str:
-    """Format the ratio of two times; "-" if one is infinite."""
+    """Format the ratio of two times. Return "-" if one of the times is infinite."""
     return f"{one / other:.2f}" if math.isfinite(one) and math.isfinite(other) else "-"

@@ -1,4 +1,4 @@
-"""Exhibits of FluentPS (Yao, Wu and Wang, CLUSTER 2019): savings by conditions, lazy execution and slicing."""
+"""Tables and figures of FluentPS (Yao, Wu and Wang, CLUSTER 2019): conditions, lazy execution and slicing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FluentSetting(msgspec.Struct, frozen=True):
     Attributes:
         label: label of the bar.
         overlap: "off" as in PS-Lite, or "shards".
-        even: True for EPS; False to slice by key as PS-Lite does.
+        even: True for even slices (EPS), False for slices by key as in PS-Lite.
     """
 
     label: str
@@ -68,11 +68,11 @@ SETTINGS = (
     FluentSetting("overlap, EPS", "shards", True),
 )
 SAVED = ("", "86 %", "55 %")
-"""Largest share of the previous setting's communication time that each setting saves, according to the paper."""
+"""For each setting, the largest share of the previous setting's communication time that it saves in the paper."""
 
 
 def communication(setting: FluentSetting, workers: int, iterations: int) -> tuple[float, float]:
-    """Return the seconds of computation and of communication per iteration under BSP, with nearly equal workers."""
+    """Return the seconds of computation and communication per iteration under BSP, with nearly equal workers."""
     layout = resnet_56()
     slices: Sequence[ShardSlice] = (
         layout.slice_evenly(SERVERS) if setting.even else layout.slice_by_parameter(SERVERS)
@@ -144,9 +144,9 @@ def figure_6(options: Options, tell: TellShare) -> Made:
         notes=[
             f"Overlap and even slicing together save {whole:.0%} of the communication time; the paper reports "
             "93.7 %.",
-            "The simulation models the transfer of the bytes and the waiting for the last of them, but not the "
-            "costs of PS-Lite's scheduler and of its work per message. It does not show how much of the paper's "
-            "saving comes from these costs.",
+            "The simulation models the transfer of the bytes and the wait for the last byte, but not the costs of "
+            "PS-Lite's scheduler and of its work for each message. Therefore, it does not show how much of the "
+            "paper's saving comes from these costs.",
         ],
     )
 
@@ -154,14 +154,15 @@ def figure_6(options: Options, tell: TellShare) -> Made:
 # -- Figure 9 and Table IV: delayed pulls ----------------------------------------------------------------------
 
 PAIRS = (("A", "1/2", 2, 4), ("C", "1/3", 3, 5), ("E", "1/5", 5, 7), ("G", "1/10", 10, 12))
-"""PSSP's letter in the figure, its c as text, 1/c, and the staleness of the SSP with the same regret bound.
+"""Pairs of models that are compared in the figure.
 
-SSP has the next letter.
+Each pair is described by the letter of PSSP in the figure, its c as text, 1/c, and the staleness of the SSP with the
+same regret bound. The letter of SSP is the next in the alphabet.
 """
 
 
 def figure_9(options: Options, tell: TellShare) -> Made:
-    """Compare the delayed pulls of PSSP(3, c) and the SSP with the same regret bound, soft and lazy."""
+    """Compare the delayed pulls of PSSP(3, c) and of the SSP with the same regret bound, soft and lazy."""
     cluster = Cluster.preset("fluent-ps-64")
     iterations = 20 if options.quick else 400
     tasks = []
@@ -223,7 +224,7 @@ def figure_9(options: Options, tell: TellShare) -> Made:
     return Made(
         tables=[
             beside(
-                f"{PAPER}, Fig. 9: delayed pulls (DPRs) per 100 iterations, and seconds for these",
+                f"{PAPER}, Fig. 9: delayed pulls (DPRs) and seconds per 100 iterations",
                 table_rows,
                 ["DPRs, soft", "DPRs, lazy", "s, soft", "s, lazy"],
             )
@@ -232,7 +233,7 @@ def figure_9(options: Options, tell: TellShare) -> Made:
         data={f"{name} {execution}": value for (name, execution), value in delayed.items()},
         notes=[
             f"PSSP(3, 1/10) has {savings} fewer delayed pulls than SSP(12). In the paper: up to 97.1 % (soft) and "
-            "70.7 % (lazy). The paper gives no numbers for the bars.",
+            "70.7 % (lazy). The paper contains no numbers for the bars.",
         ],
     )
 
@@ -282,11 +283,11 @@ TABLE_4: dict[str, dict[str, dict[str, tuple[float, float]]]] = {
         },
     },
 }
-"""The rows of CIFAR-10: (seconds, delayed pulls) per 100 iterations, by cluster, execution and model."""
+"""The rows for CIFAR-10: cluster -> execution -> model -> (seconds, delayed pulls) per 100 iterations."""
 
 
 def table_4(options: Options, tell: TellShare) -> Made:
-    """Compare time and delayed pulls per 100 iterations for each P, soft and lazy, on both clusters."""
+    """Compare the time and the delayed pulls per 100 iterations for each P, soft and lazy, on both clusters."""
     iterations = 20 if options.quick else 400
     wanted = [
         (name, s, execution, label, sync.format(s=s) + (f",execution={execution}" if ":" in sync else ""))
@@ -358,7 +359,9 @@ def table_4(options: Options, tell: TellShare) -> Made:
         tables=tables,
         figure=draw,
         data={f"{name} {execution} {label}": value for (name, execution, label), value in found.items()},
-        notes=["Only times and delayed pulls. For the accuracies, see fluentps-fig10, which trains."],
+        notes=[
+            "This table contains only times and delayed pulls. fluentps-fig10 trains and compares accuracies."
+        ],
     )
 
 
@@ -383,11 +386,11 @@ PAPER_ACCURACY = {
     "PSSP(3, 0.3)": "75.9%",
     "PSSP(3, 0.5)": "76.5%",
 }
-"""Table IV, AlexNet on CIFAR-10, soft barrier."""
+"""Accuracies in Table IV: AlexNet on CIFAR-10, soft barrier."""
 
 
 def figure_10(options: Options, tell: TellShare) -> Made:
-    """Compare the accuracy over time with 64 workers, with the paper's push scale 1/n."""
+    """Compare the accuracy over time of 64 workers with the paper's push scale, 1/n."""
     cluster = Cluster.preset("fluent-ps-64")
     runs = [
         TrainingRun(
@@ -453,7 +456,7 @@ def figure_10(options: Options, tell: TellShare) -> Made:
             for o in (*common, *tuned)
         },
         notes=[
-            "The paper's accuracies are those of AlexNet on CIFAR-10 after 4000 iterations.",
+            "The paper's accuracies were measured with AlexNet on CIFAR-10 after 4000 iterations.",
             "Fig. 7 of the paper compares with PMLS-Caffe, which is not available here. According to the paper, "
             "PMLS-Caffe under SSP(3) reaches less than 20 % with more than 8 workers.",
         ],
@@ -461,8 +464,8 @@ def figure_10(options: Options, tell: TellShare) -> Made:
 
 
 MACHINES = (
-    "The paper does not say how much its machines differ, which affects the results most. Our machines are in the "
-    "cluster file (paceline/sim/presets), with a comment for every number that is not from the paper."
+    "The paper does not say how much its machines differ, although this affects the results most. The cluster file "
+    "(paceline/sim/presets) describes our machines, with a comment for every number that is not from the paper."
 )
 
 EXHIBITS = (

@@ -1,16 +1,18 @@
 """A search for the best learning rate and momentum that needs few measurements.
 
 The learning rates are 0.1 * 2^(step/2) for integer steps, with a separate grid for each momentum. Each measurement is
-a whole run, so the search has three rounds:
+a whole run. Therefore, the search has three rounds, which keep the number of measurements small:
 
-1. Coarse: learning rates a factor of 2 apart, with one seed. The grid is extended while the best point is on its
-edge. 2. Fine: the points between the best point and its neighbors. 3. Final: the best few points with all seeds,
-compared by the median. Then the neighbors of the winner, until a point
-   has won against both of its neighbors.
+1. Coarse: learning rates that differ by factors of 2, with one seed. The grid is extended while its best point is on
+   its edge.
+2. Fine: the points between the best point and its neighbors, with one seed.
+3. Final: the best few points with all seeds, compared by the median over the seeds. Then also the neighbors of the
+   winner, until a point has won against both of its neighbors.
 
-So the winner is never on an edge of the grid, and never wins only because one seed was unlucky for its neighbor.
+Therefore, the winner is never on an edge of the grid, and never wins only because one seed was unlucky for its
+neighbor.
 
-The search does not run anything itself; its caller provides the function that measures a point.
+The search itself does not train anything; its caller provides the function that measures a point.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from typing import NamedTuple
 
 __all__ = ["Point", "Score", "learning_rate", "search"]
 
-COARSE = 2  # steps between two points of the coarse round, a factor of 2
-FINALISTS = 3  # points in the final round
+COARSE = 2  # steps between two points of the coarse round, which are a factor of 2
+FINALISTS = 3  # number of points with which the final round begins
 
 
 class Point(NamedTuple):
-    """A point of the grid: a momentum, and the step of a learning rate."""
+    """A point of the grid: a momentum and the step of a learning rate."""
 
     momentum: float
     step: int
@@ -37,7 +39,7 @@ class Score(NamedTuple):
 
     Attributes:
         time_to_target_s: time to the target; infinity if it was not reached.
-        final_error: 1 - accuracy at the end, which decides between equal times.
+        final_error: 1 - accuracy at the end; the smaller error wins if times are equal.
     """
 
     time_to_target_s: float
@@ -45,11 +47,11 @@ class Score(NamedTuple):
 
 
 Measure = Callable[[Point, int], Score]
-"""Function that measures a point with a seed."""
+"""Function that measures a point with a given seed."""
 
 
 def learning_rate(step: int) -> float:
-    """Return the learning rate of a step, rounded to two digits.
+    """Return the learning rate of a step, rounded to two significant digits.
 
     >>> [learning_rate(step) for step in (-2, -1, 0, 1, 2)]
     [0.05, 0.071, 0.1, 0.14, 0.2]
@@ -62,8 +64,8 @@ def search(measure: Measure, starts: Mapping[float, int], seeds: Sequence[int]) 
 
     Args:
         measure: function that measures a point, called at most once for each point and seed.
-        starts: step around which the grid begins, for each momentum.
-        seeds: seeds of the final round. The other rounds use the first of them.
+        starts: momentum -> step of the learning rate at which the search begins.
+        seeds: seeds for the final round. The other rounds use only the first seed.
 
     Returns:
         The points of the final round with their medians over all seeds, the best point first.
@@ -93,9 +95,9 @@ def search(measure: Measure, starts: Mapping[float, int], seeds: Sequence[int]) 
 
 
 def _best(scores: Mapping[Point, Score], momentum: float) -> Point:
-    """Return the best point of one momentum.
+    """Return the best point with this momentum.
 
-    Ties go to the most central point, so that the search does not walk along a plateau.
+    If points have equal scores, the most central one wins, so that the grid is not extended along a plateau.
     """
     points = [point for point in scores if point.momentum == momentum]
     centre = sum(point.step for point in points) / len(points)
@@ -103,7 +105,7 @@ def _best(scores: Mapping[Point, Score], momentum: float) -> Point:
 
 
 def _beyond(point: Point, known: Mapping[Point, Score]) -> Point | None:
-    """Return the next point beyond this one if it is on an edge of the coarse grid, else None."""
+    """Return the next point outside the grid if the given point is on an edge of the coarse grid, else None."""
     steps = [other.step for other in known if other.momentum == point.momentum]
     if point.step == min(steps):
         return point._replace(step=point.step - COARSE)

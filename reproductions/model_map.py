@@ -1,8 +1,9 @@
-"""A map of the sync model that pays off on each kind of cluster, by the virtual time of training to a target.
+"""A map of the sync models that reach a target first on each kind of cluster, in virtual time.
 
-Each place of the map is a cluster. Places differ in the way and the degree in which workers are unequal, in the share
-of an iteration that transfers take under BSP, and in the number of workers. Every model trains the digits at each
-place with its own best learning rate. The figure of merit is the speed-up over BSP in the time to the target.
+Each place of the map is a cluster. Places differ in the kind and degree of inequality between workers, in the share
+of an iteration that transfers take under BSP, and in the number of workers. At each place, the digits are trained
+under every model, with the best learning rate for that model. The models are compared by the speed-up over BSP in the
+time to the target.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ MODELS = {
 }
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 LIKELY_RATE = (
-    0.4  # for means of gradients, as under bsp; for single gradients, divided by the number of workers
+    0.4  # for a mean of gradients, as under bsp; divided by the number of workers for individual gradients
 )
-BSP_ITERATIONS = 200  # every run lasts at most as long as BSP takes for this many iterations
+BSP_ITERATIONS = 200  # every run lasts at most as long as BSP takes for this number of iterations
 BATCH = 16
 BANDWIDTH_BPS = 1e9
-NEAR = 1.1  # smaller factors are not significant, since seeds differ by as much
+NEAR = 1.1  # smaller factors are not significant, since different seeds differ by such factors
 
 
 class Place(msgspec.Struct, frozen=True):
-    """One place of the map.
+    """One place of the map, which is a cluster.
 
     Attributes:
-        kind: way in which workers are unequal.
+        kind: kind of inequality between workers.
         degree: degree of the inequality, as text.
-        communication: share of an iteration that transfers take if workers are equal, from 0 to 1.
+        communication: share of an iteration that transfers take if all workers are equally fast, from 0 to 1.
         workers: number of workers.
         times: compute times of each worker.
     """
@@ -67,7 +68,7 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster. Its one server receives n gradients and sends n answers per iteration."""
+        """The cluster, whose only server receives n gradients and sends n answers per iteration."""
         transfer_s = self.communication / (1 - self.communication)
         size_bytes = round(transfer_s * BANDWIDTH_BPS / 8 / (2 * self.workers))
         return Cluster(
@@ -79,22 +80,22 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def near(mean_s: float) -> Uniform:
-    """Return times near a mean."""
+    """Return compute times that vary little around a mean."""
     return Uniform(low=0.97 * mean_s, high=1.03 * mean_s)
 
 
 def steady(factor: float) -> Callable[[int], tuple[Times, ...]]:
-    """Return times under which a quarter of the workers is always slower by `factor`."""
+    """Return a function that maps the number of workers to compute times, of which a quarter is always slower."""
     return lambda n: tuple(near(factor if worker >= n - n // 4 else 1.0) for worker in range(n))
 
 
 def jittery(sigma: float) -> Callable[[int], tuple[Times, ...]]:
-    """Return times that vary randomly, in the same way for all workers."""
+    """Return a function that maps the number of workers to compute times that vary randomly."""
     return lambda n: (LogNormal(median=1.0, sigma=sigma),) * n
 
 
 def pausing(factor: float) -> Callable[[int], tuple[Times, ...]]:
-    """Return times under which every worker is slower by `factor` for a tenth of the time."""
+    """Return a function that maps the number of workers to compute times with pauses."""
     return lambda n: (Occasional(base=near(1.0), factor=factor, lasting=10.0, every=100.0),) * n
 
 
@@ -117,14 +118,14 @@ PLACES = tuple(
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The results at one place.
+    """The results at one place of the map.
 
     Attributes:
-        place: kind, degree, share of communication and number of workers of the place.
-        seconds: virtual seconds to the target for each model; None if it did not reach the target.
-        rates: best learning rate of each model.
+        place: kind, degree, share of communication and number of workers at the place.
+        seconds: model -> virtual seconds to the target, or None if the target was not reached.
+        rates: model -> best learning rate.
         best: model that reached the target first.
-        speed_up: time of BSP divided by that of the best model; a lower bound if BSP did not reach the target.
+        speed_up: time of BSP divided by the time of the best model; a lower bound if BSP misses the target.
     """
 
     place: tuple[str, str, float, int]
@@ -139,7 +140,7 @@ class Verdict(msgspec.Struct, frozen=True):
         return f"{'>' if self.seconds['bsp'] is None else ''}{self.speed_up:.1f} x"
 
     def lead(self, label: str) -> float:
-        """Return the time of a model divided by that of the best; infinity if it did not reach the target."""
+        """Return the time of a model divided by the time of the best model; infinity if it missed the target."""
         own, best = self.seconds[label], self.seconds[self.best]
         return math.inf if own is None or best is None else own / best
 
@@ -191,7 +192,7 @@ def _label(place: Place, model: str) -> str:
 
 
 def make_map(options: Options, tell: TellShare) -> Made:
-    """Make the map."""
+    """Make the map of the fastest models."""
     places = PLACES[:2] if options.quick else PLACES
     verdicts = survey(places, options, tell)
     table = Table(
@@ -218,8 +219,8 @@ def make_map(options: Options, tell: TellShare) -> Made:
         figure=lambda: draw_map(verdicts),
         data=verdicts,
         notes=[
-            "Transfers are given by the share that they take of an iteration of equal workers. Factors are speed-ups "
-            "over bsp. Workers that pause do so for a tenth of the time.",
+            "Transfers: the share of an iteration that they take if all workers are equally fast. Factors: speed-ups "
+            "over bsp. Pauses take a tenth of the time.",
             *findings(verdicts),
         ],
     )
@@ -233,9 +234,13 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
         first = sum(verdict.best == label for verdict in there)
         close = sum(verdict.lead(label) <= NEAR for verdict in there)
         found.append(
-            f"{label} is first in {first} of {len(verdicts)} clusters and within {NEAR - 1:.0%} of the first in "
-            f"{close}."
-            + (f" It does not reach the target in {len(verdicts) - len(there)}." if there != verdicts else "")
+            f"{label} is first in {first} of {len(verdicts)} clusters and at most {NEAR - 1:.0%} slower than the "
+            f"first in {close}."
+            + (
+                f" It does not reach the target in {len(verdicts) - len(there)} of {len(verdicts)}."
+                if there != verdicts
+                else ""
+            )
         )
     for row in dict.fromkeys(verdict.place[:2] for verdict in verdicts):
         mine = [verdict for verdict in verdicts if verdict.place[:2] == row]
@@ -253,7 +258,7 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def draw_map(verdicts: Sequence[Verdict]) -> Figure:
-    """Draw the map. Rows are kinds and degrees, columns are shares of communication and numbers of workers."""
+    """Draw the map. Rows are kinds and degrees; columns are shares of communication and numbers of workers."""
     from paceline.report.canvas import COLOURS, new_figure
 
     rows = list(dict.fromkeys(verdict.place[:2] for verdict in verdicts))

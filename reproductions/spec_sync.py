@@ -1,4 +1,4 @@
-"""Exhibits of SpecSync (Zhang, Tian, Wang and Li, ICDCS 2018): pushes after a pull, and the cost of restarts."""
+"""Tables and figures of SpecSync (Zhang et al., ICDCS 2018): pushes after a pull, and the cost of restarts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ ITERATION_S = 14.0  # Table I, CIFAR-10
 
 
 def pushes_after_pulls(shard: Trace, intervals: int, width_s: float) -> list[list[int]]:
-    """Count the pushes of other workers in each interval after the answer to a pull.
+    """For each pull, count the pushes of other workers in each interval after the answer to the pull.
 
     Returns:
-        For each interval, one count per pull.
+        For each interval, a list with one count per pull.
     """
     pushes = [
         (entry.event.now_s, entry.event.worker)
@@ -104,13 +104,13 @@ def figure_3(options: Options, tell: TellShare) -> Made:
         figure=draw,
         data=boxes,
         notes=[
-            f"In the paper, pushes arrive evenly. Here, the medians of the 14 seconds differ by {even:g}."
+            f"In the paper, pushes arrive evenly. Here, the medians for the 14 seconds differ by up to {even:g}."
         ],
     )
 
 
 def _box(values: Sequence[int]) -> tuple[float, float, float, float, float]:
-    """Return the 5th, 25th, 50th, 75th and 95th percentile."""
+    """Return the 5th, 25th, 50th, 75th and 95th percentiles."""
     ordered = sorted(values)
     at = [
         ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -121,15 +121,15 @@ def _box(values: Sequence[int]) -> tuple[float, float, float, float, float]:
 # -- Figures 5, 8, 9 and Table II: training --------------------------------------------------------------------
 
 RATES = (0.005, 0.01, 0.02, 0.04, 0.08)
-COMMON_RATE = 0.02  # the paper's 0.05 (for CIFAR-10) is too large for our network with 40 workers
+COMMON_RATE = 0.02  # the paper's rate for CIFAR-10, 0.05, is too large for our network with 40 workers
 TARGET = Target(
     "loss", 0.35, in_a_row=5
-)  # as in the paper, the loss must be below the target for 5 evaluations in a row
-ITERATIONS = 200  # largest number of iterations of each worker
+)  # as in the paper, the loss must be below the target in 5 consecutive evaluations
+ITERATIONS = 200  # maximum number of iterations of each worker
 
 
 def small(cluster: Cluster, workers: int) -> Cluster:
-    """Return a cluster with only the first workers of another."""
+    """Return a copy of a cluster that has only its first workers."""
     return Cluster(
         compute_s=[cluster.compute(worker) for worker in range(workers)],
         servers=cluster.servers,
@@ -141,7 +141,7 @@ def small(cluster: Cluster, workers: int) -> Cluster:
 
 
 def runs_of(schemes: dict[str, str], options: Options) -> list[TrainingRun]:
-    """Return runs of each scheme on Cluster 1 with the common learning rate."""
+    """Return runs under each sync model on Cluster 1 with the common learning rate."""
     cluster = Cluster.preset("spec-sync-1")
     if options.quick:
         cluster = small(cluster, 8)
@@ -162,7 +162,7 @@ def runs_of(schemes: dict[str, str], options: Options) -> list[TrainingRun]:
 
 
 def grid_of(options: Options) -> list[Setting]:
-    """Return the settings that are tried."""
+    """Return the settings among which the best one is searched."""
     return [(rate, 0.0) for rate in (RATES[2:4] if options.quick else RATES)]
 
 
@@ -177,7 +177,7 @@ def _curves(title: str, outcomes: Sequence[TrainingOutcome]) -> Figure:
 def _converged(
     title: str, schemes: dict[str, str], paper: dict[str, str], options: Options, tell: TellShare
 ) -> Made:
-    """Compare the time to convergence, with the common learning rate and with the best rate of each."""
+    """Compare the time to convergence, at the common learning rate and at the best rate for each model."""
     common, tuned, best = common_and_tuned(runs_of(schemes, options), grid_of(options), tell)
     first, *_ = schemes
     rows = {}
@@ -195,8 +195,8 @@ def _converged(
         ]
     columns = [f"s, rate\n{COMMON_RATE:g}", "speed-up", "own\nrate", "s", "speed-up", "staleness"]
     notes = [
-        f"{label}: speed-up {ratio(by_rate[0][first], by_rate[0][label])} with one learning rate for all, "
-        f"{ratio(by_rate[1][first], by_rate[1][label])} with the best rate of each."
+        f"{label}: speed-up {ratio(by_rate[0][first], by_rate[0][label])} at a common learning rate, "
+        f"{ratio(by_rate[1][first], by_rate[1][label])} at the best learning rate for each model."
         for label in list(schemes)[1:]
     ]
     return Made(
@@ -211,7 +211,7 @@ def _converged(
 
 
 def _plain(outcome: TrainingOutcome) -> dict[str, object]:
-    """Return the numbers of an outcome for the JSON file."""
+    """Return the numbers from an outcome for the JSON file."""
     run = outcome.run
     return {
         "label": run.label,
@@ -241,11 +241,11 @@ def figure_5(options: Options, tell: TellShare) -> Made:
 
 SCHEMES = {"Original": "asp", "Adaptive": "spec-sync", "Cherrypick": ""}
 TRIALS = tuple((time_s, rate) for time_s in (1.0, 2.0, 4.0, 7.0) for rate in (0.05, 0.1, 0.2, 0.4))
-"""Pairs of an ABORT_TIME, up to half of the batch time, and an ABORT_RATE."""
+"""Pairs (ABORT_TIME in seconds, ABORT_RATE). Abort times are at most half of the time of an iteration."""
 
 
 def cherry_pick(options: Options, tell: TellShare) -> tuple[str, list[TrainingOutcome]]:
-    """Return the model whose fixed hyper-parameters converge first, and the outcomes of all trials."""
+    """Return the SpecSync model with fixed hyper-parameters that converges first, and the outcomes of all trials."""
     cluster = Cluster.preset("spec-sync-1")
     if options.quick:
         cluster = small(cluster, 8)
@@ -283,13 +283,13 @@ def figure_8(options: Options, tell: TellShare) -> Made:
         made,
         notes=[
             *made.notes,
-            f"The cherry-picked setting, by the first seed and at one learning rate, is {picked}.",
+            f"The cherry-picked setting, found with the first seed at the common learning rate, is {picked}.",
         ],
     )
 
 
 def figure_9(options: Options, tell: TellShare) -> Made:
-    """Compare the loss over the accumulated number of iterations, which shows the value of each gradient."""
+    """Compare the loss over the accumulated iterations, which shows how much each gradient contributes."""
     schemes = {label: sync for label, sync in SCHEMES.items() if sync}
     _, outcomes, best = common_and_tuned(runs_of(schemes, options), grid_of(options), tell)
     needed = medians(outcomes, _gradients_to_target)
@@ -383,7 +383,7 @@ KINDS = {
 
 
 def bytes_over_time(shard: Trace, size_bytes: int, every_s: float) -> list[tuple[float, float]]:
-    """Return points (seconds, bytes so far) of pushes and answers to pulls, from the trace of a shard."""
+    """Return points (seconds, bytes so far) that count pushes and answers to pulls in the trace of a shard."""
     total, points, due_s = 0.0, [], 0.0
     for entry in shard.entries:
         while entry.event.now_s >= due_s:
@@ -395,7 +395,7 @@ def bytes_over_time(shard: Trace, size_bytes: int, every_s: float) -> list[tuple
 
 
 def figures_12_and_13(options: Options, tell: TellShare) -> Made:
-    """Compare the bytes over time, and their kinds, under Original and SpecSync-Adaptive."""
+    """Compare the bytes over time and by kind of message, under Original (ASP) and SpecSync-Adaptive."""
     cluster = Cluster.preset("spec-sync-1")
     iterations = 10 if options.quick else 100
     found = {}
@@ -445,15 +445,15 @@ def figures_12_and_13(options: Options, tell: TellShare) -> Made:
         data={label: result.bytes_by_kind for label, (result, _) in found.items()},
         notes=[
             "The paper's totals until convergence on CIFAR-10 are 3.17 TB under Original and 2.00 TB under "
-            "SpecSync-Adaptive, which converges sooner there. specsync-fig8 shows whether it does here.",
+            "SpecSync-Adaptive, which converges sooner there. specsync-fig8 shows whether it converges sooner here.",
         ],
     )
 
 
 STAND_IN = (
-    "DigitsNet (9,802 parameters) on scikit-learn's digits replaces ResNet-110 on CIFAR-10; its transfers are as "
-    "large as those of the paper's network. The target is reached when the loss is below it at 5 evaluations in a "
-    "row."
+    "DigitsNet (9,802 parameters) on scikit-learn's digits replaces ResNet-110 on CIFAR-10; its transfers are "
+    "simulated with the size of ResNet-110. The target is reached when the loss is below it in 5 consecutive "
+    "evaluations."
 )
 TIMES = (
     "Simulated timing without training. The jitter of +-10 % and the bandwidth of 750 Mbit/s are our choices."

@@ -1,7 +1,7 @@
 """Training runs for the papers' figures: digits on a simulated cluster, evaluated at regular virtual times.
 
-The papers' networks and data are not available here. DigitsNet on scikit-learn's digits replaces them. The compute
-times of the cluster, its network and the size of the messages are those of the papers.
+DigitsNet on scikit-learn's digits replaces the networks and data of the papers, which are not available here. Compute
+times, network bandwidth and message sizes are taken from the papers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = [
     "with_setting",
 ]
 
-FEW = 4  # this many runs are done in this process, since starting other processes takes longer
+FEW = 4  # up to this number of runs are made in this process, since starting other processes takes longer
 
-LOSS_IMAGES = 256  # training images of the loss; evaluating all of them would take longer than the training
+LOSS_IMAGES = 256  # number of training images for evaluating the loss; using all of them would take too long
 
 NEVER_S = 1e6  # longer than any run here
 
@@ -45,12 +45,12 @@ Setting = tuple[float, float]
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The target of a run.
+    """The accuracy or loss that a run should reach.
 
     Attributes:
         measure: "accuracy" on the test images, from 0 to 1, or "loss" over the first `LOSS_IMAGES` training images.
         value: smallest accuracy or largest loss that meets the target.
-        in_a_row: number of consecutive evaluations that must meet it.
+        in_a_row: number of consecutive evaluations that must meet the target.
     """
 
     measure: Literal["accuracy", "loss"]
@@ -58,7 +58,7 @@ class Target(msgspec.Struct, frozen=True):
     in_a_row: int
 
     def lack(self, value: float) -> float:
-        """Return by how much a value misses the target; 0 or less if it meets it."""
+        """Return the distance by which a value misses the target; 0 or less if the value meets the target."""
         return self.value - value if self.measure == "accuracy" else value - self.value
 
     def reached_at(self, values: Sequence[float]) -> int | None:
@@ -72,22 +72,22 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One training run.
+    """The parameters of one training run.
 
     Attributes:
-        label: name in figures. Runs with the same label differ only in seed or learning rate.
+        label: name in figures. Runs with the same label differ only in seed, learning rate or momentum.
         cluster: cluster to simulate.
         sync: sync model.
-        target: target of the run, which also says what is evaluated.
-        learning_rate: learning rate of SGD; 0 if it is not chosen yet.
-        likely_rate: learning rate near which a search begins; None to begin in the middle of the grid.
-        momentum: momentum of SGD.
+        target: target of the run, which also defines what is evaluated.
+        learning_rate: learning rate for SGD; 0 if it has not been chosen yet.
+        likely_rate: learning rate near which a search begins, or None to begin in the middle of the grid.
+        momentum: momentum for SGD.
         batch_size: images per worker and iteration.
         iterations: number of iterations of each worker.
         until_s: virtual seconds after which the run ends.
-        seed: random seed of weights, data and times.
+        seed: random seed for weights, data and times.
         every_s: virtual seconds between two evaluations.
-        until_target: True to end the run when it has reached the target.
+        until_target: True to end the run when it reaches the target.
     """
 
     label: str
@@ -109,15 +109,15 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The results of a run. All times are virtual.
 
     Attributes:
-        run: the run.
+        run: parameters of the run.
         times_s: times of the evaluations.
         values: accuracy or loss at these times.
         time_s: time at which the last worker finished.
         gradients: number of gradients that were applied.
         updates: number of optimizer steps.
         restarts: number of computations that were aborted and restarted.
-        mean_staleness: mean staleness of the gradients, in versions.
-        bytes_by_kind: bytes sent, by kind of message.
+        mean_staleness: mean staleness of the gradients, in updates.
+        bytes_by_kind: kind of message -> number of bytes sent.
         pushes_s: times at which the pushes began, ascending.
     """
 
@@ -140,7 +140,7 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slowness(self) -> float:
-        """Time to the target or, if it was not reached, a far larger number that grows with the distance from it."""
+        """Time to the target; if it was missed, a far larger number that grows with the distance from the target."""
         lack = min(self.run.target.lack(self.values[-1]), NEVER_S)
         return min(self.reached_s, NEVER_S * (1 + max(0.0, lack)))
 
@@ -148,7 +148,7 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def run_all(
     runs: Sequence[TrainingRun], tell: TellCount = lambda done, of, what: None
 ) -> list[TrainingOutcome]:
-    """Run all, on all cores. Return the outcomes in the order of the runs. Equal runs are computed once."""
+    """Make all runs, on all cores. Equal runs are computed once. Return the outcomes in the order of the runs."""
     wanted = list(dict.fromkeys(map(_key, runs)))
     by_key = {_key(run): run for run in runs}
     digits = load()
@@ -170,13 +170,13 @@ def best_of_each(
     grid: Sequence[Setting],
     tell: TellCount = lambda done, of, what: None,
 ) -> dict[str, Setting]:
-    """Find, for each label, the setting with the smallest median time to the target. Ties go to the earlier setting.
+    """For each label, find the setting with the smallest median time to the target. Ties go to the earlier setting.
 
-    If each label has one run and the runs end at their target, the search begins at the likely setting and moves
-    outwards. Each run then ends at the latest after the time that the best setting so far has needed.
+    If each label has only one run and the runs end at their target, the search begins at the likely setting and moves
+    outward. Each run then ends, at the latest, after the time in which the best setting so far reached the target.
 
     Args:
-        runs: one or more runs for each label, one per seed.
+        runs: for each label, one run per seed.
         grid: settings to try.
         tell: progress callback.
     """
@@ -200,12 +200,13 @@ def common_and_tuned(
     grid: Sequence[Setting],
     tell: Callable[[str, float], None],
 ) -> tuple[list[TrainingOutcome], list[TrainingOutcome], dict[str, Setting]]:
-    """Run all with their own setting, as the papers do, and again with the best setting of a grid for each label.
+    """Make all runs with their given setting, as the papers do, and again with the best setting for each label.
 
-    Only the first seed decides which setting is the best.
+    Only runs with the first seed decide which setting in the grid is the best.
 
     Returns:
-        The outcomes with their own setting, the outcomes with the best settings, and the best setting of each label.
+        The outcomes with the given settings, the outcomes with the best settings, and the best setting for each
+        label.
     """
     common = run_all(runs, lambda done, of, what: tell(what, 0.3 * done / max(1, of)))
     tuned, best = at_own_best(runs, grid, lambda what, share: tell(what, 0.3 + 0.7 * share))
@@ -217,12 +218,12 @@ def at_own_best(
     grid: Sequence[Setting],
     tell: Callable[[str, float], None],
 ) -> tuple[list[TrainingOutcome], dict[str, Setting]]:
-    """Run all with the best setting of a grid for each label.
+    """Make all runs with the best setting in a grid for each label.
 
-    Only the first seed decides which setting is the best.
+    Only runs with the first seed decide which setting is the best.
 
     Returns:
-        The outcomes, and the best setting of each label.
+        The outcomes, and the best setting for each label.
     """
     best = best_of_each(
         [run for run in runs if run.seed == 0],
@@ -237,14 +238,14 @@ def at_own_best(
 
 
 def with_setting(run: TrainingRun, setting: Setting) -> TrainingRun:
-    """Return the run with another learning rate and momentum."""
+    """Return a copy of the run with the learning rate and the momentum of the setting."""
     return msgspec.structs.replace(run, learning_rate=setting[0], momentum=setting[1])
 
 
 def medians(
     outcomes: Sequence[TrainingOutcome], measure: Callable[[TrainingOutcome], float]
 ) -> dict[str, float]:
-    """Return the median of a measure over the runs of each label."""
+    """Return, for each label, the median of a measure over its runs."""
     found: dict[str, list[float]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.run.label, []).append(measure(outcome))
@@ -252,7 +253,7 @@ def medians(
 
 
 def _key(run: TrainingRun) -> tuple[object, ...]:
-    """Return a key; runs with the same key have the same results."""
+    """Return a key that is equal for runs with the same results."""
     return (
         id(run.cluster),
         run.sync,
@@ -277,7 +278,7 @@ def _prepare(digits: Digits) -> None:
 
 
 def _tune(task: tuple[TrainingRun, tuple[Setting, ...]]) -> Setting:
-    """Return the setting that reaches the target first or, if none does, the one that comes nearest to it."""
+    """Return the setting that reaches the target first or, if no setting does, that comes nearest to the target."""
     run, grid = task
     likely = len(grid) // 2
     if (rate := run.likely_rate) is not None:
@@ -340,7 +341,7 @@ def _accuracy(state_dict: dict[str, torch.Tensor]) -> float:
 
 
 def _loss(state_dict: dict[str, torch.Tensor]) -> float:
-    """Return the loss over the first `LOSS_IMAGES` training images; infinity if it is not finite."""
+    """Return the loss over the first `LOSS_IMAGES` training images, or infinity if the loss is not finite."""
     model = DigitsNet()
     model.load_state_dict(state_dict)
     with torch.inference_mode():

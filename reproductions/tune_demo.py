@@ -1,7 +1,7 @@
 """The search for the best learning rate and momentum of each sync model in the demo.
 
 Each point is one whole run of the demo, which takes about half a minute. Measurements are appended to `tuning.jsonl`
-in the run directory, so the command can be stopped and started again.
+in the run directory. If the search is stopped and started again, it reuses them.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ STARTS: dict[str, dict[float, int]] = {
     "asp": {0.0: 1, 0.9: -6},
     "elastic-bsp:lookahead=15": {0.0: 1, 0.9: -6},
 }
-"""Steps of the learning rate where the search begins, by sync model and momentum (see `grid_search`)."""
+"""Sync model -> momentum -> step of the learning rate at which the search begins (see `grid_search`)."""
 
 DEFAULT_DIR = Path(
     "runs", "tuning"
-)  # not a new directory, so that the next call continues from its measurements
+)  # always the same directory, so that the next search continues from the stored measurements
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """A measurement: one line of the journal.
+    """The result of one run, stored as one line of the journal.
 
     Attributes:
-        problem: task that was trained.
+        problem: training task.
         setting: setting that was measured.
-        seed: random seed of the run.
-        time_to_target_s: time to the target accuracy; None if it was not reached.
+        seed: random seed for the run.
+        time_to_target_s: time to the target accuracy, or None if it was not reached.
         final_accuracy: accuracy at the end of the run.
     """
 
@@ -57,20 +57,20 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def score(self) -> Score:
-        """Score of the measurement, by which settings are compared."""
+        """Score of the measurement. The search compares settings by their scores."""
         reached_s = self.time_to_target_s
         return Score(math.inf if reached_s is None else reached_s, 1.0 - self.final_accuracy)
 
 
 class Journal:
-    """All measurements so far, in a file of JSON lines.
+    """All measurements so far, stored in a JSON Lines file.
 
     Args:
-        path: path of the file, which need not exist.
-        problem: task that is measured now.
+        path: path to the file, which need not exist.
+        problem: training task of the current search.
 
     Raises:
-        ConfigurationError: the file cannot be read, or its measurements are of another task.
+        ConfigurationError: the file cannot be read, or contains measurements for another task.
     """
 
     def __init__(self, path: Path, problem: Problem) -> None:
@@ -84,7 +84,7 @@ class Journal:
         for record in records:
             if record.problem != problem:
                 raise ConfigurationError(
-                    f"{path} was measured with other paces, batches, times or target; move it elsewhere."
+                    f"{path} contains measurements with other paces, batches, times or targets; move it elsewhere."
                 )
             self._done[record.setting, record.seed] = record
 
@@ -92,7 +92,7 @@ class Journal:
         return len(self._done)
 
     def get(self, setting: Setting, seed: int) -> Measured | None:
-        """Return the measurement of a setting with a seed, or None."""
+        """Return the measurement of a setting with a seed, or None if there is none."""
         return self._done.get((setting, seed))
 
     def add(self, record: Measured) -> None:
@@ -110,20 +110,21 @@ def tune(
     starts: Mapping[str, Mapping[float, int]] = STARTS,
     problem: Problem | None = None,
 ) -> list[Setting]:
-    """Find the setting of each sync model with the smallest median time to the target, then the highest accuracy.
+    """For each sync model, find the setting with the smallest median time to the target.
 
-    Takes about 25 runs of half a minute for each sync model, 45 minutes in all. Run it on an otherwise idle machine.
+    If times are equal, the higher final accuracy wins. The search takes about 25 runs of half a minute for each sync
+    model, 45 minutes in total. Run it on an otherwise idle machine.
 
     Args:
         console: where results are printed.
-        run_dir: directory of the journal; by default ./runs/tuning. Points in the journal are not measured again.
-        seeds: random seeds. The search uses the first one; the best few points and their neighbors are measured with
-            all of them.
-        starts: step where the search begins, by sync model and momentum.
-        problem: task to train; by default, that of the demo.
+        run_dir: directory for the journal; by default ./runs/tuning. Points in the journal are not measured again.
+        seeds: random seeds. The search uses the first seed; the best few points and their neighbors are measured with
+            all seeds.
+        starts: sync model -> momentum -> step of the learning rate at which the search begins.
+        problem: training task; by default, the task of the demo.
 
     Returns:
-        The best setting of each sync model.
+        The best setting for each sync model.
 
     Raises:
         ConfigurationError: the journal or the run directory cannot be used.
@@ -139,7 +140,7 @@ def tune(
         ) from error
     journal = Journal(run_dir / "tuning.jsonl", problem)
     console.print(
-        f"Each point is a run of about {problem.duration_s:.0f} s plus its start; there are about 25 points for each "
+        f"Each point is a run of about {problem.duration_s:.0f} s plus its start. There are about 25 points for each "
         f"of {len(starts)} sync models. {len(journal)} measurements are already in {run_dir / 'tuning.jsonl'}.",
         soft_wrap=True,
         highlight=False,

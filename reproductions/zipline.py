@@ -1,4 +1,4 @@
-"""Exhibits of ZipLine (Zhao et al., Machine Learning 2021, sections 3 to 6.1): the choice of the next barrier."""
+"""Tables and figures of ZipLine (Zhao et al., Machine Learning 2021, sections 3 to 6.1): choosing a barrier."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SEED = 4
 
 
 def predicted(workers: int, lookahead: int, seed: int = SEED) -> Floats:
-    """Return end times in ms from the paper's generator and prediction, with the shape (workers, lookahead)."""
+    """Return end times in ms, drawn and predicted as in the paper, with the shape (workers, lookahead)."""
     last, interval = LastInterval()(generate_pushes(workers, np.random.default_rng(seed)))
     times: Floats = last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]
     return times
@@ -46,7 +46,7 @@ def predicted(workers: int, lookahead: int, seed: int = SEED) -> Floats:
 
 
 def figure_4(options: Options, tell: TellShare) -> Made:
-    """Compare three ways to choose a barrier for 10 workers and R=15."""
+    """Compare three ways to choose a barrier for 10 workers and R = 15."""
     times = predicted(10, 15)
     chosen = {
         "ZipLine (min_d)": solve(times),
@@ -70,8 +70,8 @@ def figure_4(options: Options, tell: TellShare) -> Made:
         figure=lambda: _draw_barriers(times, chosen),
         data={name: found.wait for name, found in chosen.items()},
         notes=[
-            f"Medians over {seeds} inputs: ZipLine's d_Z is {over_bsp:.2f} times that of BSP, and "
-            f"{over_random:.2f} times that of a random barrier.",
+            f"Medians over {seeds} inputs: the d_Z of ZipLine is {over_bsp:.2f} times the d_Z of BSP and "
+            f"{over_random:.2f} times the d_Z of a random barrier.",
         ],
     )
 
@@ -128,12 +128,12 @@ def _candidates(number: str, workers: int, lookahead: int, paper: tuple[str, str
 
 
 def figure_6(options: Options, tell: TellShare) -> Made:
-    """Plot the d_Z of every candidate in the example of Fig. 4."""
+    """Plot d_Z for every candidate in the example of Fig. 4."""
     return _candidates("6", 10, 15, ("141", "97"))
 
 
 def figure_7(options: Options, tell: TellShare) -> Made:
-    """Plot the d_Z of every candidate for 1,000 workers."""
+    """Plot d_Z for every candidate with 1,000 workers."""
     return _candidates("7", 1000, 15, ("-", "-"))
 
 
@@ -149,7 +149,7 @@ _tell: list[TellShare] = []
 
 
 def _report(options: Options, tell: TellShare) -> measurement.ZiplineReport:
-    """Run the benchmark, once for all exhibits that use it."""
+    """Return the report of the benchmark, which runs only once for all exhibits."""
     _tell.append(tell)
     return _measured(options.quick)
 
@@ -228,10 +228,8 @@ def _draw_times(report: measurement.ZiplineReport) -> Figure:
     return figure
 
 
-GENERATED = (
-    "The paper's generator (section 6.1) with another seed: different workers from the same distribution."
-)
-MEASURED = "Python and NumPy on this machine instead of C++ on a server with 24 cores."
+GENERATED = "The workers are drawn with the paper's generator (section 6.1), but with another seed."
+MEASURED = "Measured with Python and NumPy on this machine, instead of C++ on a server with 24 cores."
 
 EXHIBITS = (
     Exhibit(
@@ -245,7 +243,7 @@ EXHIBITS = (
     Exhibit(
         name="zipline-fig6",
         source=f"{PAPER}, Fig. 6",
-        title="the waiting time of every candidate, 10 workers",
+        title="the waiting time d_Z for every candidate, 10 workers",
         differs=GENERATED,
         minutes=0.1,
         make=figure_6,
@@ -253,7 +251,7 @@ EXHIBITS = (
     Exhibit(
         name="zipline-fig7",
         source=f"{PAPER}, Fig. 7",
-        title="the waiting time of every candidate, 1,000 workers",
+        title="the waiting time d_Z for every candidate, 1,000 workers",
         differs=GENERATED,
         minutes=0.1,
         make=figure_7,

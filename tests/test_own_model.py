@@ -130,7 +130,7 @@ def test_it_is_ranked_beside_the_models_of_the_package(tmp_path: Path) -> None:
     options = ["--sync", "bsp,rennala:batch=3", "--iterations", "20", "--out", "out", "--json"]
     rows = json.loads(paceline_in(tmp_path, "simulate", "elastic-bsp", "--import", "rennala", *options))
     assert {row["sync"] for row in rows} == {"bsp", "rennala:batch=3"}
-    assert "B gradients of the current version" in paceline_in(
+    assert "B gradients on the current weights" in paceline_in(
         tmp_path, "sync", "rennala", "--import", "rennala"
     )
 

@@ -57,7 +57,7 @@ OPTIMIZER_MB = 100.0
 
 SECONDS = 0.5  # approximate time spent on iterations, per result and round
 WARM_UP = 2  # iterations that are not measured
-FEWEST, MOST = 8, 1500  # smallest and largest number of iterations
+FEWEST, MOST = 8, 1500  # smallest and largest number of measured iterations
 LR = 1e-3
 
 
@@ -148,7 +148,8 @@ class TransportPlan(msgspec.Struct, frozen=True, kw_only=True):
             most = elements(size_mb) * ITEM_BYTES["float32"] // ALIGNMENT_BYTES
             if self.servers > most:
                 raise ConfigurationError(
-                    f"servers is {self.servers}, expected at most {most}: a model of {size_mb:g} MB cannot be cut into more slices."
+                    f"servers is {self.servers}, expected at most {most}: a model of {size_mb:g} MB cannot be cut "
+                    "into more slices."
                 )
 
 

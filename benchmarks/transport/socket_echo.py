@@ -46,7 +46,7 @@ def echo_worker(turn: Turn, index: int, out: Path) -> Figures:
 
 
 def echo_server(turn: Turn, index: int, out: Path) -> None:
-    """Hold a slice of the weights. Answer each push immediately (ASP), or all pushes of an iteration together (BSP)."""
+    """Hold a slice of the weights. Answer pushes immediately (ASP), or all pushes of an iteration together (BSP)."""
     part = _slices(elements(turn.size_mb), turn.servers)[index]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         publish(out, f"port-{index}", str(listener.getsockname()[1]))

@@ -108,26 +108,27 @@ DISTRIBUTIONS: dict[str, Callable[[int, int, np.random.Generator], Floats]] = {
 }
 """Distribution -> generator of end times in ms with the shape (n, R).
 
-A prediction from two pushes never gives such end times, because it is periodic.
+Predictions from two pushes never have such end times, because predicted end times are periodic.
 """
 
 NOTES = (
     "The paper's times: C++11 on a Xeon E5-2620 v3 (2.4 GHz), means of 10 runs on one data set. Our times: Python "
     "and NumPy on this machine, medians over different inputs. A ratio of the two depends on languages and machines "
     "as much as on methods, so compare within a row.",
-    "Our methods start from the last two pushes, so our times include the prediction and the matrix of end times. The "
-    "paper does not say whether its times include them.",
+    "Our methods start from the last two pushes, so our times include the prediction and the matrix of end times. "
+    "The paper does not say whether its times include them.",
     "zipline, zipline-opt, zipline-opt-bs and naive are plain Python loops. The grid scans use NumPy within one set; "
     "auto and solve_periodic use NumPy throughout. Therefore, the ratios between the paper's methods are different "
     "here and in the paper. naive, auto and solve_periodic are not in the paper's tables.",
-    "Waits depend on the randomly drawn workers, and depend on them strongly if there are few workers. The "
-    "paper's waits are from one data set; ours are medians. In the paper's published data, the first predicted end time is "
-    "the time of the last push; in ours, it is one interval later.",
+    "Waits depend on the randomly drawn workers, especially if there are few workers. The "
+    "paper's waits are from one data set; ours are medians. In the paper's published data, the first predicted end "
+    "time is the time of the last push; in ours, it is one interval later.",
     "Success: ours is the share of inputs on which a method finds the smallest wait that any method finds, averaged "
     "over the rows with n >= 10. The paper's success seems to be the share of the rows (grid-scan: 3 of 10). "
     "full-grid-scan is not exact: the grid point nearest to an end time may lie on the wrong side of it.",
-    f"naive forms all R^n sets, so it is not measured if there are more than {NAIVE_SETS:,} sets. With 10 workers and "
-    "15 end times, there are already 5.8e11 sets. It is measured with 4 workers, for which the paper has no numbers.",
+    f"naive forms all R^n sets, so it is not measured if there are more than {NAIVE_SETS:,} sets. With 10 workers "
+    "and 15 end times, there are already 5.8e11 sets. naive is measured with 4 workers, for which the paper has no "
+    "numbers.",
     "Goals: times of solve_periodic include the prediction, but ratios do not: solve and the plain sort receive the "
     "matrix, and solve_periodic receives the last push and the interval. The plain sort (argsort of all end times, "
     "running maximum, picks) does not check its input. solve does, which takes a large share of the time if the "
