@@ -35,7 +35,7 @@ class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
     """ASP with a fixed delay before each pull is answered.
 
     Attributes:
-        delay_s: d, the time in seconds by which each pull is delayed; a number >= 0.
+        delay_s: d, the delay of each pull, in seconds; a number >= 0.
     """
 
     name = "naive-waiting"

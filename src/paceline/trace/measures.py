@@ -63,7 +63,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
         waiting_share: total waiting time of all workers, divided by `present_s`.
         mean_staleness: mean staleness over all pairs (push, shard), in versions.
         max_staleness: maximum staleness over all pairs (push, shard), in versions.
-        max_gap: largest c_p - min c with which a worker started an iteration.
+        max_gap: largest c_p - min c of any worker at the start of an iteration.
         delayed_pulls: number of pulls, counted per (worker, shard), that were not answered on arrival.
         dropped_pushes: number of pushes, counted per (worker, shard), that had no gradient or were dropped.
         restarts: number of computations that were aborted and restarted.
@@ -85,7 +85,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def waits(shards: Sequence[Trace]) -> list[Wait]:
-    """Return the longest wait of each answered pull over all shards, sorted by worker and iteration."""
+    """Return, for each answered pull, the longest wait over all shards, sorted by worker and iteration."""
     longest: dict[tuple[int, int], Wait] = {}
     for trace in shards:
         asked: dict[tuple[int, int], float] = {}

@@ -46,7 +46,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
             different models, it lists one model per shard. Changes of the model are recorded as events.
         host: "shard" or "coordinator".
         index: index of the shard; 0 for the coordinator.
-        seed: random seed of the run, from which the random numbers of the model are derived.
+        seed: random seed for the run, from which the random numbers of the model are derived.
         format: version of the file format.
         emulated: description of how the run emulated unequal machines; "" if it did not.
         computed_by: for a run in virtual time that computed gradients, a description of the hardware and software

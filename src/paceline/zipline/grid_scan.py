@@ -1,4 +1,4 @@
-"""GridScan and FullGridScan: heuristics that collect the end times nearest to those of one worker.
+"""GridScan and FullGridScan: heuristics that collect the end times nearest to the end times of one worker.
 
 For each end time e of a designated worker, the scan forms the set of e and the end time of every other worker that is
 nearest to e. It returns the narrowest of these sets. GridScan designates the worker with the earliest end time and

@@ -71,8 +71,8 @@ def solve(times: ArrayLike, method: str = "auto") -> Solution:
 def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solution:
     """Return the best next barrier, as `solve` does, for workers with a constant pace.
 
-    The end times of worker p are `last[p] + j * interval[p]` for j = 1..lookahead. The result is exactly that of
-    `solve` for these end times as float64 numbers
+    The end times of worker p are `last[p] + j * interval[p]` for j = 1..lookahead. The result is exactly what
+    `solve` returns for these end times as float64 numbers
     (`last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]`), but most of them are usually not computed.
 
     Args:
