@@ -284,7 +284,7 @@ def test_advise_prints_a_reason_and_a_command(
         (["simulate", "spec-sync-1", "--sweep", "x"], "sweep is 'x'"),
         (
             ["simulate", "spec-sync-1", "--sync", "drop-stragglers:quorum=99"],
-            "quorum is 99, but there are 40",
+            "quorum is 99, expected at most 40",
         ),
         (["advise", "nowhere"], "nowhere does not contain a finished run"),
     ],

@@ -528,7 +528,10 @@ PAIR = Cluster(compute_s=[1.0, 1.0])
         (lambda: simulate(PAIR, "asp", overlap="off"), "overlap is 'off'"),
         (lambda: simulate(PAIR, "asp", overlap="of"), "unknown overlap 'of'"),
         (lambda: simulate(PAIR, "asp", until_s=-1.0), "until_s is -1"),
-        (lambda: simulate(PAIR, "drop-stragglers:quorum=3"), "quorum is 3, but there are 2 workers"),
+        (
+            lambda: simulate(PAIR, "drop-stragglers:quorum=3"),
+            "quorum is 3, expected at most 2, the number of workers",
+        ),
         (lambda: Cluster(compute_s=[]), "expected a time for each worker"),
         (lambda: Cluster(compute_s=[-1.0]), "seconds is -1, expected a number of seconds >= 0"),
         (lambda: Cluster(compute_s=[math.inf]), "seconds is inf"),

@@ -68,7 +68,7 @@ def test_reads(text: str, model: SyncModel) -> None:
         ("", "unknown sync model ''"),
         ("BSP", "unknown sync model 'BSP'"),
         ("ssp:stalenes=3", "'stalenes'; did you mean 'staleness'"),
-        ("bsp:staleness=3", "unknown key of sync model 'bsp'"),
+        ("bsp:staleness=3", "unknown parameter of sync model 'bsp'"),
         ("ssp:3", "'3' is not key=value"),
         ("ssp:staleness", "'staleness' is not key=value"),
         ("ssp:staleness=", "expected a number"),

@@ -71,7 +71,7 @@ class Coordinator:
         shards: number of shards.
         slicing: how the parameters are sliced: "even" or "by-parameter".
         overlap: False to let no worker pull until all workers have pushed to all shards.
-        seed: random seed of the run, used by the sync models.
+        seed: random seed for the run, used by the sync models.
         read_sync: function that parses the sync model that a worker requests. It raises `ConfigurationError` if the
             run cannot use the model.
         late: workers that will join later, through `admit`.

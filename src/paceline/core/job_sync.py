@@ -38,7 +38,7 @@ class JobSync:
 
     Args:
         sync: the first model, or one model per shard, in the notation of the command line.
-        seed: random seed of the run.
+        seed: random seed for the run.
 
     Attributes:
         sync: the model in force, or the next one while a change is in progress; "" if it is not known.

@@ -58,7 +58,7 @@ class Order:
     def __init__(self) -> None:
         self.label: dict[int, int] = {}
         self.phase: dict[int, Phase] = {}
-        # worker that has left -> the smallest label with which the worker may return
+        # worker that has left -> the smallest label that the worker may use if it joins again
         self._former: dict[int, int] = {}
 
     def require(self, event: AnyEvent) -> None:
@@ -152,7 +152,7 @@ class Reporter:
         self.starts = any(model.needs_starts for model in models)
 
     def compute(self, iteration: int) -> None:
-        """Record that the worker computes `iteration`. Its label is kept only if it reports every iteration."""
+        """Record that the worker computes `iteration`. The label is stored only if all iterations are reported."""
         self.computing = True
         self.label = iteration if self.finishes else UNKNOWN
 

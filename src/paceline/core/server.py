@@ -53,7 +53,7 @@ class Server:
     """A server of a run: it passes the workers' messages to its shards as events and returns their requests.
 
     Args:
-        seed: random seed of the run, used by the sync models.
+        seed: random seed for the run, used by the sync models.
         read_sync: function that parses the sync model of a change. It raises `ConfigurationError` if the run cannot
             use the model.
         recorder_of: returns the recorder for a shard; called once for each shard, when the shard begins.

@@ -23,7 +23,7 @@ class Shard:
     Args:
         index: index of the shard.
         models: the first sync model of the run, or one for each shard.
-        seed: random seed of the run, used by the sync model.
+        seed: random seed for the run, used by the sync model.
         readers: the workers that can read the weights in the server's memory.
         recorder: receives each event and its actions; None to record nothing.
 

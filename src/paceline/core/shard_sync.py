@@ -54,7 +54,7 @@ class ShardSync:
 
     Args:
         sync: the first model.
-        seed: random seed of the run.
+        seed: random seed for the run.
         shard: index of the shard.
 
     Attributes:
@@ -90,7 +90,7 @@ class ShardSync:
         return self.order.label[worker] - 1
 
     def waits(self) -> dict[int, str]:
-        """Return worker -> description of what its delayed pull waits for."""
+        """Return, for each worker with a delayed pull, a description of what the pull waits for."""
         waits = dict(self._machine.waits())
         if self._change is not None:
             boundary = f"the change to {self._change.sync}, for workers {sorted(self._remaining)}"

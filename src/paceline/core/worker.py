@@ -95,8 +95,8 @@ class Worker:
         self._wanted = schedule.first  # models of all shards after all changes that the worker has requested
         self._asked = 0  # number of changes that the script has requested
         self._early: list[Send] = []  # requests made before training began
-        self._change: Change | None = None  # change with which the next push must be flagged
-        self._flagged: Change | None = None  # change with which the push in flight is flagged
+        self._change: Change | None = None  # the flag that the next push must carry
+        self._flagged: Change | None = None  # the flag of the push in flight
         # the next stop, and the iteration at or after which the worker stops
         self._plan: tuple[Stop, int] | None = None
         self._restart = -1  # the iteration that must be restarted
@@ -285,7 +285,7 @@ class Worker:
         ]
 
     def _answered(self) -> list[Request]:
-        """Start the first iteration, restart the current one or start the next one: every shard has answered."""
+        """Continue when every shard has answered: start the first or next iteration, or restart the current one."""
         self.waiting_for = ""
         if self._first or self._pulls_again:
             self._first = self._pulls_again = False

@@ -1,4 +1,4 @@
-"""Synchronization models: they decide which worker may continue and which one waits.
+"""Synchronization models: they decide which workers may continue and which must wait.
 
 Each model is in a file of its own. It receives events and returns actions, which depend on its events only. No module
 here reads a clock, the environment or a global random source. `parse` reads the notation of the command line,

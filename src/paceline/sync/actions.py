@@ -56,7 +56,7 @@ class ApplyMean(Action, frozen=True, tag=True):
 
 
 class DropPush(Action, frozen=True, tag=True):
-    """Discard this push. It still counts as progress."""
+    """Discard this push. The push still counts as progress."""
 
     worker: int
     iteration: int

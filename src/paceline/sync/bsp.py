@@ -6,7 +6,7 @@ Admission: A pull is answered if and only if progress < V_train, that is, c_p = 
 State: The pushes of the current round, and the pulls that wait for it.
 Guarantee: Every gradient is computed on the newest weights (staleness 0), so training is equivalent to one process
 that trains on the joint batch. The run makes progress as long as every live worker pushes, finishes or is lost.
-Use: When workers are equally fast, and whenever the result must equal that of one process.
+Use: When workers are equally fast, and whenever the result must equal the result of a single process.
 Deviations: None. The mean of a round's gradients is applied as one optimizer step.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined

@@ -12,7 +12,7 @@ the pull is delayed until the gap is at most `lower`. The prediction is as follo
 last push and I its last interval between pushes. The fastest worker p finishes r more iterations at t_p + r I_p, and
 the slowest worker q pushes at t_q + k I_q for k = 1, 2, ... The wait is the smallest value of t_q + k I_q - (t_p + r
 I_p) that is >= 0.
-State: The state of SSP, the last interval of each worker, and the number of extra iterations it has left.
+State: The state of SSP, and each worker's last interval and number of remaining extra iterations.
 Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker.
 The run makes progress as long as the slowest live worker does. DSSP(s, s) is SSP(s).
 Use: When speeds change and no single staleness fits: the lead of a worker varies between `lower` and `upper`,

@@ -38,7 +38,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The flag on the push with which a worker arrives at the barrier of its superstep.
+    """The flag on a worker's last push before the barrier of its superstep.
 
     The flag lists the members, so that all shards wait for the same workers before they close the superstep, even
     if a shard has not been notified of all joins yet.
@@ -109,7 +109,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
         worker: the worker that pushed.
         iteration: label of the iteration.
         empty: True if the worker skipped the iteration: the push counts as progress but carries no gradient.
-        stop: set on the push with which the worker arrives at the barrier of its superstep.
+        stop: set on the worker's last push before the barrier of its superstep.
         change: set on the worker's last push before the sync model changes.
         significance: |g| / |w|, if the model needs it.
         progress: set by a worker that was told to continue from a later round. The push is for that round, and c_p

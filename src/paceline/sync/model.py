@@ -145,7 +145,7 @@ class ShardMachine:
         return []
 
     def waits(self) -> dict[int, str]:
-        """Return worker -> description of what its delayed pull waits for."""
+        """Return, for each worker with a delayed pull, a description of what the pull waits for."""
         return {}
 
     def hand_over(self) -> Handover:

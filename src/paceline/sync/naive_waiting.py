@@ -1,11 +1,12 @@
-"""Naive waiting: every pull is answered after a fixed delay, so that its weights include more of the others' pushes.
+"""Naive waiting: every pull is answered after a fixed delay, so that the weights include more pushes.
 
 Reference: SpecSync (Zhang et al., ICDCS 2018), section III-B, Figs. 4 and 5.
 Admission: A pull is answered d seconds after its arrival.
 State: The pulls that are being delayed.
 Guarantee: Each pull waits d seconds, whatever the other workers do. Staleness is not bounded. d = 0 is ASP.
 Use: As a baseline for comparisons: it shows the benefit of fresher weights and the cost of waiting for them.
-Deviations: In the paper, workers delay their requests. Here, the shard delays its answers; the weights are as fresh.
+Deviations: In the paper, workers delay their requests. Here, the shard delays its answers, which gives equally
+fresh weights.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, TimerFired, WorkerJoined
 >>> shard = NaiveWaiting(delay_s=0.5).at_shard()
@@ -34,7 +35,7 @@ class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
     """ASP with a fixed delay before each pull is answered.
 
     Attributes:
-        delay_s: d, the time in seconds by which each pull is delayed; a number >= 0.
+        delay_s: d, the delay of each pull, in seconds; a number >= 0.
     """
 
     name = "naive-waiting"

@@ -42,7 +42,7 @@ class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
 
     Attributes:
         staleness: s, in iterations; an integer >= 0.
-        probability: P, the probability that a pull is delayed if its worker is more than s iterations ahead; 0 to 1.
+        probability: P, from 0 to 1: the probability that the pull of a worker that is too far ahead is delayed.
         draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws.
     """
 

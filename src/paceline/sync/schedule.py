@@ -61,7 +61,7 @@ class Schedule(msgspec.Struct, frozen=True):
         return tuple(model for step in self.steps for model in step.models)
 
     def at_shard(self, shard: int) -> SyncModel:
-        """Return the model with which a shard begins."""
+        """Return the first model of a shard."""
         return self.first[shard if len(self.first) > 1 else 0]
 
     def require_runnable(self, workers: int, shards: int) -> None:

@@ -120,7 +120,7 @@ class Speculation(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A worker's last completed iteration."""
+    """The start and end times of a worker's last completed iteration."""
 
     start_s: float
     end_s: float

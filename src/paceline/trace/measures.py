@@ -1,17 +1,17 @@
-"""Statistics of a run, which are computed from the traces of its shards.
+"""Statistics of a run, computed from the traces of its shards.
 
     staleness   number of updates applied between a worker's pull and the application of its push, in versions, for
                 each pair (push, shard)
     gap         number of iterations by which a worker was ahead of the slowest live worker when it started an
-                iteration: c_p - min c, as counted by the sync model. Each entry contains it. It cannot be computed
-                from the numbers of the iterations, since workers join late, are advanced by `drop-stragglers`, and
-                start equal after a change of the model
+                iteration: c_p - min c, as counted by the sync model. Each entry contains the gap, because the labels
+                of the iterations do not determine it: workers join late, `drop-stragglers` advances late workers, and
+                all counts are equal after a change of the model
     waiting     time from the arrival of a pull to its answer, without transfers; the maximum over the shards
     updates     number of optimizer steps of a shard
     restarts    number of computations that were aborted and restarted
 
-The functions have no side effects. A `Meter` processes the entries one by one and does not store them, so that its
-memory does not grow with the number of entries.
+The functions have no side effects. A `Meter` processes the entries one by one and does not store them, so the memory
+that it uses does not grow with the number of entries.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Wait(msgspec.Struct, frozen=True):
         worker: index of the worker.
         iteration: number of the worker's iteration.
         asked_s: time at which the pull arrived.
-        answered_s: time at which it was answered.
+        answered_s: time at which the pull was answered.
     """
 
     worker: int
@@ -54,16 +54,16 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     """The statistics of one run.
 
     Attributes:
-        duration_s: time from when the first worker joined until the last one left.
-        present_s: total time that the workers were present, from when they joined until they left.
+        duration_s: time from the first worker's join until the last worker left, in seconds.
+        present_s: sum over the workers of the time from their join until they left, in seconds.
         updates: number of optimizer steps of shard 0.
         updates_per_s: number of optimizer steps of shard 0 per second.
-        iterations: mapping from worker to the number of iterations that it pushed.
-        waiting_s: mapping from worker to its total waiting time.
-        waiting_share: share of the workers' total time that they spent waiting, from 0 to 1.
+        iterations: worker -> number of iterations that the worker pushed.
+        waiting_s: worker -> total waiting time of the worker, in seconds.
+        waiting_share: total waiting time of all workers, divided by `present_s`.
         mean_staleness: mean staleness over all pairs (push, shard), in versions.
         max_staleness: maximum staleness over all pairs (push, shard), in versions.
-        max_gap: largest c_p - min c with which a worker started an iteration.
+        max_gap: largest c_p - min c of any worker at the start of an iteration.
         delayed_pulls: number of pulls, counted per (worker, shard), that were not answered on arrival.
         dropped_pushes: number of pushes, counted per (worker, shard), that had no gradient or were dropped.
         restarts: number of computations that were aborted and restarted.
@@ -85,7 +85,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def waits(shards: Sequence[Trace]) -> list[Wait]:
-    """Return the longest wait of each answered pull over all shards, sorted by worker and iteration."""
+    """Return, for each answered pull, the longest wait over all shards, sorted by worker and iteration."""
     longest: dict[tuple[int, int], Wait] = {}
     for trace in shards:
         asked: dict[tuple[int, int], float] = {}
@@ -112,20 +112,20 @@ def measure(shards: Sequence[Trace]) -> Measures:
 
 
 class Meter:
-    """Computes the statistics of a run while it is in progress.
+    """Computes the statistics of a run while the run is in progress.
 
     The entries of each shard must be recorded in order. Entries of different shards may be interleaved in any way.
 
     Attributes:
-        staleness: mapping from a staleness in versions to the number of pushes, counted per shard, that had it.
+        staleness: staleness in versions -> number of pushes with this staleness, counted per shard.
     """
 
     def __init__(self, shards: int) -> None:
         self.staleness: dict[int, int] = defaultdict(int)
         self._shards = [_ShardMeter() for _ in range(shards)]
-        # For each worker, the total waiting time of the pulls that all shards have answered.
+        # Worker -> total waiting time of the pulls that all shards have answered.
         self._waiting_s: dict[int, float] = defaultdict(float)
-        # For each other pull, the number of shards that have answered it and the longest wait.
+        # Pull that only some shards have answered -> number of these shards, and the longest wait so far.
         self._waits: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record(self, shard: int, entry: Entry) -> None:
@@ -149,8 +149,8 @@ class Meter:
         """Return the statistics of the entries recorded so far.
 
         Args:
-            until_s: end of the measured time, if it is known that nothing happened between the last entry and this
-                time. Default: the time of the last entry.
+            until_s: end of the measured time. There must be no events between the last entry and this time. Default:
+                the time of the last entry.
         """
         first = self._shards[0]
         end_s = first.now_s if until_s is None else until_s
@@ -194,7 +194,7 @@ class _Membership:
         self.left_s: float | None = None
         self.iterations = 0
         self.number = number  # position in the order in which workers joined
-        self.asked_s = 0.0  # time at which the last pull arrived
+        self.asked_s = 0.0  # time at which the worker's last pull arrived
 
     def until(self, end_s: float) -> float:
         """Return the time at which the worker left, or `end_s` if it has not left."""
@@ -215,7 +215,7 @@ class _ShardMeter:
         self.current: dict[int, _Membership] = {}
 
     def take(self, entry: Entry) -> list[tuple[int, int, float]]:
-        """Process one entry. Return (worker, iteration, waiting time in seconds) of each pull that it answered."""
+        """Process one entry. Return (worker, iteration, waiting time in seconds) of each pull that was answered."""
         event = entry.event
         self.now_s = event.now_s
         self.max_gap = max(self.max_gap, entry.gap)

@@ -1,16 +1,16 @@
-"""Recording and reading the events and actions of a state machine.
+"""Recording and reading traces: the events and actions of the state machines of a run.
 
-A trace is a text file of JSON lines. There is one for each state machine: one per shard, and one for the coordinator.
-The first line is the header, with the initial sync model, the host of the machine and the version of the format. Each
-further line is an entry, in the order of processing. It contains the event with its exact time, the resulting
-actions, the reason if the event was refused, and the effects of the actions: the version that the shard reached, the
-staleness of each push that it applied, and how far ahead the workers were whose pulls it answered.
+A trace is a text file of JSON lines. A run has one trace per shard, and one for the coordinator. The first line is
+the header, with the initial sync model, the host of the machine and the version of the format. Each further line is
+an entry, in the order of processing. An entry contains the event with its exact time, the resulting actions, the
+reason if the event was refused, and the effects of the actions: the version that the shard reached, the staleness of
+each push that the shard applied, and the largest lead of a worker whose pull the shard answered.
 
-Traces of other versions of the format are rejected. Version 2 does not contain how far ahead the workers were, which
-only the state machine can compute, so all statistics that depend on it would be wrong without any warning.
+Traces in other versions of the format are rejected. For example, version 2 does not contain the leads of the workers,
+which only the state machine can compute. Statistics that depend on them would be wrong without any warning.
 
-Times are stored exactly, as the shortest decimal number that is read back as the same float. See `replay` for what
-traces are for.
+Times are stored exactly, as the shortest decimal number that is read back as the same float. See `replay` for the
+main use of traces.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
             different models, it lists one model per shard. Changes of the model are recorded as events.
         host: "shard" or "coordinator".
         index: index of the shard; 0 for the coordinator.
-        seed: random seed of the run, from which the random numbers of the model are derived.
+        seed: random seed for the run, from which the random numbers of the model are derived.
         format: version of the file format.
-        emulated: description of how unequal machines were emulated; "" if they were not.
-        computed_by: for a run in virtual time, a description of the hardware and software that computed gradients,
-            since the trace can be reproduced only there. "" if no gradients were computed; then the trace is the same
-            on any machine.
+        emulated: description of how the run emulated unequal machines; "" if it did not.
+        computed_by: for a run in virtual time that computed gradients, a description of the hardware and software
+            that computed them: the trace can be reproduced only with the same ones. "" if no gradients were computed;
+            the trace is then the same on any machine.
     """
 
     sync: str
@@ -88,7 +88,7 @@ class Memory:
 
 
 class Sink(Protocol):
-    """A file, or a similar object, to which the bytes of a trace are written."""
+    """A file or similar object to which a `Recorder` writes the bytes of a trace."""
 
     def write(self, data: bytearray, /) -> object: ...
 
@@ -124,10 +124,10 @@ class Recorder:
 
 
 def read(path: Path) -> Trace:
-    """Read one trace. An incomplete last line, which is left behind if its process is killed, is ignored.
+    """Read one trace. An incomplete last line, which a killed process may leave behind, is ignored.
 
     Raises:
-        ConfigurationError: the file is not a trace, or it has another version of the format.
+        ConfigurationError: the file is not a trace, or it is in another version of the format.
     """
     lines = path.read_bytes().split(b"\n")
     try:
@@ -143,7 +143,7 @@ def read(path: Path) -> Trace:
 
 
 def read_run(run_dir: Path) -> list[Trace]:
-    """Read the traces in a run directory: those of all shards, in order, then that of the coordinator. See `read`."""
+    """Read all traces in a run directory with `read`: first the shards' traces, in order, then the coordinator's."""
     shards = sorted(run_dir.glob("trace-shard-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
     return [read(path) for path in [*shards, *run_dir.glob("trace-coordinator.jsonl")]]
 

@@ -1,4 +1,4 @@
-"""The times of each iteration of each worker, which are stored in `worker-<index>.jsonl` in the run directory."""
+"""Records of the times of each worker's iterations, stored in `worker-<index>.jsonl` in the run directory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class IterationRecord(msgspec.Struct, frozen=True):
     Attributes:
         iteration: number of the iteration, from 0.
         begun_s: time at which the weights had arrived and the computation began.
-        computed_s: time at which the gradient was ready. A worker that emulates a slower machine slept from then
-            until `pushed_s`.
+        computed_s: time at which the gradient was ready. If the worker emulates a slower machine, it slept from this
+            time until `pushed_s`.
         pushed_s: time at which the push began.
-        answered_s: time at which the weights of the last shard had arrived.
-        loss: the loss that the script's closure returned; None if it returned none.
-        superstep: number of the superstep if the push was the last one before its barrier, else None.
-        change: number of the change of the sync model if the push was the last one before it, else None.
-        dropped_s: time at which the computation was aborted in order to be restarted; None if it was not.
-        restarted_s: time at which the computation was restarted; None if it was not.
+        answered_s: time at which the new weights of all shards had arrived.
+        loss: the loss that the script's closure returned; None if the closure returned no loss.
+        superstep: number of the superstep if the push was the last one before the superstep's barrier, else None.
+        change: number of the sync model change if the push was the worker's last one before the change, else None.
+        dropped_s: time at which the computation was aborted in order to be restarted; None if it was not aborted.
+        restarted_s: time at which the computation was restarted; None if it was not restarted.
     """
 
     iteration: int
@@ -39,14 +39,14 @@ class IterationRecord(msgspec.Struct, frozen=True):
 
     @property
     def wasted_s(self) -> float:
-        """The time of the aborted computation and of the pull after it, in seconds."""
+        """Time spent on an aborted computation and on the pull after it, in seconds; 0 if none was aborted."""
         return 0.0 if self.restarted_s is None else self.restarted_s - self.begun_s
 
 
 def read_records(run_dir: Path) -> list[list[IterationRecord]]:
-    """Return the records of each worker, in order.
+    """Return one list of records for each worker, in order of the workers' indices.
 
-    An incomplete last line, which is left behind if a worker is killed, is ignored.
+    An incomplete last line, which a killed worker may leave behind, is ignored.
     """
     decoder = msgspec.json.Decoder(IterationRecord)
     logs = sorted(run_dir.glob("worker-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))

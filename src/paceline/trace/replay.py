@@ -1,6 +1,6 @@
-"""Replay of a trace: the recorded events are passed to the cores of a live run, which must return the same actions.
+"""Replays a trace: passes the recorded events to a new core, which must return the recorded actions.
 
-The design depends on this: the decisions of a core depend on its events only.
+The cores are the ones used in live runs. Their decisions depend only on their events, so a replay is exact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Replay", "replay"]
 
 
 class Replay:
-    """A new host of the kind that recorded a trace.
+    """A new core of the kind that recorded a trace, for replaying the trace event by event.
 
     Args:
         header: header of the trace.
@@ -43,14 +43,14 @@ class Replay:
             self._take = coordinator.take
 
     def take(self, event: AnyEvent) -> Entry:
-        """Pass an event to the host and return the entry that it records."""
+        """Pass an event to the core and return the entry that the core records."""
         with contextlib.suppress(InvalidEventError):  # the refusal is recorded
             self._take(event)
         return self._memory.trace.entries[-1]
 
 
 def replay(trace: Trace) -> list[str]:
-    """Replay a trace and return a description of each difference. The list is empty if all actions are identical."""
+    """Replay a trace and return a description of each difference; [] if all actions are identical."""
     host = Replay(trace.header)
     differences = []
     for number, recorded in enumerate(trace.entries):

@@ -5,13 +5,13 @@ each of n workers are predicted. If one end time is picked for each worker, the 
 d_Z = max(Z) - min(Z) for the last, where Z is the set of picked end times. ZipLine picks the set Z with the least
 d_Z, so that the barrier costs as little waiting as possible.
 
-This package is pure: it depends on NumPy only and uses no clock, no environment variables and no global random
-source. All times passed to one call must have the same unit, which may be any.
+This package has no side effects: it depends on NumPy only and uses no clock, no environment variables and no global
+random source. All times passed to one call must be in the same unit; any unit works.
 
 - `solve` and `solve_periodic` return a `Solution`, computed by the fast exact search or by one of the paper's
   methods.
 - `LastInterval`, `MeanInterval` and `MedianInterval` compute the arguments of `solve_periodic` from recent pushes.
-- `candidate_waits` returns every d_Z that ZipLine evaluates, in order (Figs 6 and 7).
+- `candidate_waits` returns every d_Z that ZipLine evaluates, in order (Figs. 6 and 7).
 - `generate_pushes` creates the paper's synthetic workers; `bsp_barrier` and `random_barrier` are baselines.
 
 Source: Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model", Machine

@@ -34,7 +34,7 @@ SMALL = 4096  # number of end times up to which the search does not need the gap
 
 
 class EndTimes(Protocol):
-    """The interface that the search requires of its input."""
+    """The interface of the two forms of input, as used by the search."""
 
     @property
     def first(self) -> Floats:
@@ -52,7 +52,7 @@ class EndTimes(Protocol):
         """Return the end times of the k given workers, shape (k, R)."""
 
     def gaps(self) -> Floats:
-        """Return, for each worker, an upper bound of the differences of successive end times, shape (n,)."""
+        """Return, for each worker, an upper bound on the differences of successive end times, shape (n,)."""
 
     def picks(self, barrier: float) -> Indices:
         """Return, for each worker, the last column whose end time is at or before `barrier`, shape (n,).
@@ -75,14 +75,14 @@ class Matrix:
 
     def gaps(self) -> Floats:
         # An ascending row can have a step with the sign bit set only if it goes from 0.0 to -0.0. The gap of such a
-        # rare row is reported as infinite, which makes the search include the row and stays correct.
+        # rare row is reported as infinite. The search then includes the row, so its result is still correct.
         gaps: Floats = np.minimum(self._steps, INFINITY_BITS).view(np.float64)
         return gaps
 
     def surely_valid(self) -> bool:
         """Return True if all rows are certainly ascending and finite. May return False for valid rows.
 
-        The result of the computation is kept and used again by `gaps`.
+        The differences computed here are stored and used again by `gaps`.
         """
         # If all steps are finite, so are all times.
         return self.lookahead > 1 and bool(self._steps.max() < INFINITY_BITS)
@@ -91,11 +91,11 @@ class Matrix:
     def _steps(self) -> NDArray[np.uint64]:
         """The largest difference of two successive end times of each worker, as the bits of the float.
 
-        The value is larger than INFINITY_BITS if any difference of the worker is negative, -0.0 or NaN.
+        The integer is larger than INFINITY_BITS if any difference of the worker is negative, -0.0 or NaN.
 
         Read as unsigned integers, the bits of the floats from 0.0 to infinity have the same order as the floats, and
         the bits of all other floats are larger. So a single maximum yields the largest gap and also shows whether
-        every step is upward.
+        the row is ascending.
         """
         flat, size = self.times.ravel(), self.lookahead
         largest = np.empty(len(self.times), dtype=np.uint64)
@@ -111,15 +111,15 @@ class Matrix:
                 step[size - 1 :: size] = 0.0
                 found = largest[p : p + count]
                 np.maximum.reduceat(step.view(np.uint64), begins[: len(found)], out=found)
-        # Reading a column of a large matrix is slow, so store contiguous copies of the two that are read often.
+        # Reading a column of a large matrix is slow, so store contiguous copies of the two columns read often.
         self.first, self.last = self.first.copy(), self.last.copy()
         return largest
 
     def picks(self, barrier: float) -> Indices:
         if self.times.size <= BLOCK:
             return _latest(self.times, barrier)
-        # Guess the columns by assuming that each worker keeps a constant pace. The guess is increased slightly so
-        # that rounding does not miss an end time that equals the barrier. Rows with a wrong guess are searched below.
+        # Guess the columns by assuming that each worker has a constant pace. Increase the guess slightly, so that an
+        # end time equal to the barrier is not missed because of rounding. Rows with a wrong guess are searched below.
         end = self.lookahead - 1
         with np.errstate(all="ignore"):
             guess = (barrier - self.first) / (self.last - self.first) * (end * (1.0 + 2.0**-40))
@@ -134,8 +134,8 @@ class Matrix:
 
 def _latest(times: Floats, barrier: float) -> Indices:
     """Return the last column of each row whose end time is at or before `barrier`."""
-    # This is the column before the first one that is later. If none is later, argmax returns 0, and 0 - 1 modulo the
-    # number of columns is the last column.
+    # This is the column before the first later end time. If no end time is later, argmax returns 0, and 0 - 1 modulo
+    # the number of columns is the last column.
     latest: Indices = ((times > barrier).argmax(axis=1) - 1) % times.shape[1]
     return latest
 
@@ -166,8 +166,8 @@ class Progressions:
         with np.errstate(over="ignore"):
             steps = np.floor((barrier - self.base) / self.interval)
         steps = steps.clip(1.0, self.lookahead)
-        # End times are rounded, so the quotient may be off: sometimes by one, and by more only where the intervals
-        # are too small to change `base` when they are added to it.
+        # End times are rounded, so the quotient may be wrong: sometimes by one, and by more only if an interval is so
+        # small that adding it does not change `base`.
         while (late := self.base + steps * self.interval > barrier).any():
             steps -= late
         while (
@@ -183,7 +183,7 @@ def checked_times(times: ArrayLike) -> Floats:
 
 
 def checked_matrix(times: ArrayLike) -> Matrix:
-    """Return `times` as a `Matrix`, which keeps what the check computed. See `checked_times`."""
+    """Return `times` as a `Matrix`, which stores intermediate results of the check. See `checked_times`."""
     try:
         array = np.asarray(times, dtype=np.float64, order="C")
     except (TypeError, ValueError) as error:
@@ -204,14 +204,14 @@ def _refuse_invalid(matrix: Floats) -> None:
     """Raise ConfigurationError if a time is not finite or a row is not ascending. The error names the worker."""
     flat, lookahead = matrix.ravel(), matrix.shape[1]
     finite = np.isfinite(flat)
-    # The index of the first False, if there is any. This is twice as fast as all() for small arrays.
+    # argmin returns the index of the first False, if there is one. It is twice as fast as all() for small arrays.
     index = finite.argmin()
     if not finite[index]:
         p, i = divmod(int(index), lookahead)
         raise ConfigurationError(
             f"every time must be finite; the time of worker {p} in column {i} is {matrix[p, i]}"
         )
-    # Use the same memory again. The last element stays True.
+    # Reuse the memory of `finite`. Its last element stays True.
     ascending = finite
     np.greater_equal(flat[1:], flat[:-1], out=ascending[:-1])
     ascending[lookahead - 1 :: lookahead] = True

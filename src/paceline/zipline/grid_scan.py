@@ -1,10 +1,10 @@
-"""GridScan and FullGridScan: heuristics that collect the end times nearest to those of one worker.
+"""GridScan and FullGridScan: heuristics that collect the end times nearest to the end times of one worker.
 
 For each end time e of a designated worker, the scan forms the set of e and the end time of every other worker that is
 nearest to e. It returns the narrowest of these sets. GridScan designates the worker with the earliest end time and
 evaluates R sets in O(R^2 n) time. FullGridScan designates every worker in turn and evaluates R n sets in O(R^2 n^2).
 
-Neither is exact, because the end time nearest to e may be on the wrong side of e. Example: for the end times
+Neither scan is exact, because the end time nearest to e may be on the wrong side of e. Example: for the end times
 (5, 105), (15, 205), (0, 15), (7, 22) the best set is 5, 15, 15, 7 with a width of 10. Each of its elements has a
 nearer neighbor that is not in the set, and FullGridScan finds a set with a width of 15.
 

@@ -1,8 +1,8 @@
 """Naive search over all possible sets.
 
-The search forms all R^n sets with one end time of each worker and returns the narrowest. It serves as a reference to
-test the other methods against and is too slow for any other use: ten workers with fifteen end times each have
-6 * 10^11 sets.
+The search forms all R^n sets with one end time of each worker and returns the narrowest. It serves as a reference in
+tests of the other methods and is too slow for any other use: ten workers with fifteen end times each have 6 * 10^11
+sets.
 
 Source: Zhao et al., ElasticBSP (2021), section 5.1. Deviation: the sets are formed one after the other, so the search
 needs O(n) space instead of O(R^n).

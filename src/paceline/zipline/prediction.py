@@ -7,9 +7,9 @@ padded with NaN at the front. Each worker needs at least two pushes: for a worke
 NaN, which `solve_periodic` rejects, and the other two raise ConfigurationError.
 
 The paper uses only the last interval and relies on the next prediction to correct an error. If the workers' iteration
-times vary, the error of a single interval is multiplied by the number of iterations looked ahead. Two further
-predictors therefore use more intervals: the mean, which is best for evenly distributed jitter, and the median, which
-is not affected by a few stalls among the recent iterations.
+times vary, the error of a single interval is multiplied by the number of predicted iterations. Two further predictors
+therefore use more intervals: the mean, which is best for symmetric jitter, and the median, which is not affected by a
+few stalls among the recent iterations.
 
 Source: Zhao et al., ElasticBSP (2021), section 4 (`LastInterval`). The other two predictors are not from the paper.
 """

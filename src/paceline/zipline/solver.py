@@ -41,9 +41,9 @@ def solve(times: ArrayLike, method: str = "auto") -> Solution:
     """Return the best time for the next barrier, and the iteration after which each worker should stop for it.
 
     One end time of each worker is picked so that the first worker to arrive waits as little as possible for the last.
-    All methods except the two grid scans are exact and return the same solution: the one with the least wait; if
-    several have it, the one with the earliest barrier; and for this barrier the latest end time of each worker at or
-    before it (the last column if several are equal).
+    All methods except the two grid scans are exact and return the same solution: the one with the shortest wait and,
+    if there are several, the one with the earliest barrier. Each worker stops at its latest end time at or before the
+    barrier (the last column if several end times are equal).
 
     Args:
         times: array of shape (n, R), converted to float64: R predicted end times for each of n workers, all in the
@@ -71,9 +71,9 @@ def solve(times: ArrayLike, method: str = "auto") -> Solution:
 def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solution:
     """Return the best next barrier, as `solve` does, for workers with a constant pace.
 
-    The end times of worker p are `last[p] + j * interval[p]` for j = 1..lookahead. The result is exactly that of
-    `solve` for these end times as float64 numbers
-    (`last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]`), but only a part of them is computed.
+    The end times of worker p are `last[p] + j * interval[p]` for j = 1..lookahead. The result is exactly what
+    `solve` returns for these end times as float64 numbers
+    (`last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]`), but most of them are usually not computed.
 
     Args:
         last: array of shape (n,): the time of each worker's last push.
@@ -90,7 +90,7 @@ def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solu
     (0.0, 10.0, [4, 1])
     """
     times = checked_progressions(last, interval, lookahead)
-    # For this few end times it is faster to build the whole matrix.
+    # For so few end times, it is faster to build the whole matrix.
     if len(times.base) * lookahead <= sweep.FEW:
         return _auto(Matrix(times.rows(slice(None))))
     return _auto(times)

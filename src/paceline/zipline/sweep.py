@@ -16,10 +16,10 @@ is sorting, which takes O(Rn log(Rn)) time. Two bounds avoid most of it.
 p at or after s is at most gap_p after s, unless it is p's very first end time. So workers whose gap is less than the
 result may be left out, as long as two things are taken into account for all workers: their first end times, and the
 earliest of their last end times, after which no window can start. Also, the result for a subset of the workers is
-never larger than the result for all of them, since a window that contains all workers contains the subset. So the
-slowest third of the workers is searched first. Then all workers whose gap is not less than that result are searched
-once. (A much smaller subset would give a poor bound: workers of almost equal speed stay in phase, so they are close
-together most of the time.)
+never larger than the result for all workers, since a window that contains all workers contains the subset. So the
+slowest third of the workers is searched first. Then all workers whose gap is at least the result of this search are
+searched. (A much smaller subset would give a poor bound: workers of almost equal speed stay in phase, so they are
+close together most of the time.)
 
 *Only some times matter* (`_sort_promising`). Divide the timeline into equal buckets. The running maximum over all
 buckets before the bucket of s is a lower bound of end(s), and it equals end(s) for the earliest s of the bucket. So
@@ -28,8 +28,8 @@ bucket's latest s to that lower bound. Only buckets that could contain a window 
 are sorted. (If an outlier stretches the timeline so that all other end times fall into one bucket, everything is
 sorted, as it would be without buckets.)
 
-This also holds in floating point: rounding never changes the order of two differences, and if it makes several of
-them equal, the earliest is taken.
+This also holds for floating-point numbers: rounding never reverses the order of two differences, and if it makes
+several differences equal, the earliest window is chosen.
 
 Source: the problem is Problem 1 of Zhao et al., ElasticBSP (2021), and the result is that of ZipLine (Theorem 2). The
 search is not from the paper, whose methods maintain a complete set Z at every step.
@@ -45,9 +45,9 @@ from .end_times import EndTimes, Floats, Indices
 
 __all__ = ["Window", "narrowest_window"]
 
-# Number of end times up to which it is fastest to sort all of them.
+# Number of end times up to which sorting all end times is fastest.
 FEW = 4096
-# End times per bucket. With fewer, the running maximum takes longer; with more, sorting the remaining ones does.
+# End times per bucket. With fewer, the running maximum takes longer; with more, the final sort takes longer.
 PER_BUCKET = 6
 
 
@@ -72,13 +72,13 @@ def narrowest_window(times: EndTimes) -> Window:
     every_first = first.max()
     if size <= FEW:
         return _sort_all(times.rows(slice(None)), every_first)
-    # The first end times form a window, so the narrowest window is at most this wide. If it is narrower than a
-    # bucket, the buckets cannot exclude anything. If its width excludes few workers, the narrowest window excludes
-    # even fewer.
+    # The first end times form a window, so the narrowest window is at most this wide. If this window is narrower than
+    # a bucket, the buckets cannot exclude anything.
     first_width = every_first - first.min()
     if first_width * size < (times.last.min() - first.min()) * PER_BUCKET:
         return _sort_all(times.rows(slice(None)), every_first)
     gaps = times.gaps()
+    # If this width excludes few workers, the narrowest window excludes even fewer, so search all workers at once.
     if np.count_nonzero(gaps >= first_width) > n // 2:
         return _sort_promising(times, np.arange(n), every_first)
     part = max(1, n // 3)
@@ -109,7 +109,7 @@ def _sort_promising(times: EndTimes, workers: Indices, every_first: np.float64) 
     last_start = times.last[first_to_run_out]
     rows = times.rows(np.append(workers, first_to_run_out))
     start = rows.ravel()
-    # No window starts after `last_start`, so all later end times are put into the last bucket.
+    # No window starts after `last_start`, so all later end times go into the last bucket.
     offset = np.minimum(start, last_start)
     origin = offset.min()
     buckets_per_time = (start.size // PER_BUCKET) / max(last_start - origin, 1e-290)
@@ -121,8 +121,8 @@ def _sort_promising(times: EndTimes, workers: Indices, every_first: np.float64) 
     np.minimum.at(earliest, bucket, start)
     np.maximum.at(latest, bucket, start)
     latest[-1] = last_start
-    # The element after the last end time of a row belongs to another worker. This does no harm: a last end time is
-    # always in the last bucket, whose successors are not used.
+    # The element after the last end time of a row belongs to another worker. The result is still correct: a last end
+    # time is always in the last bucket, whose successors are not used.
     np.maximum.at(successor, bucket[:-1], start[1:])
     reached = np.empty(count)
     reached[0] = every_first
@@ -151,7 +151,7 @@ def _narrowest(start: Floats, following: Floats, reached: np.float64 | Floats) -
     Args:
         start: start times of the windows.
         following: the next end time of the worker that each start time belongs to; inf if there is none.
-        reached: lower bound of the end of each window, or of all windows, which accounts for the end times that are
+        reached: lower bound on the end of each window, or one for all windows. It accounts for the end times that are
             not in `start`.
     """
     end = np.empty_like(start)
@@ -162,6 +162,6 @@ def _narrowest(start: Floats, following: Floats, reached: np.float64 | Floats) -
     else:
         end[0] = reached
     np.maximum.accumulate(end, out=end)
-    # argmin returns the first of several minima. As `end` is ascending, that one has the earliest barrier.
+    # argmin returns the first of several minima. It has the earliest barrier, because `end` is ascending.
     best = (end - start).argmin()
     return Window(float(end[best] - start[best]), float(end[best]), start.size)

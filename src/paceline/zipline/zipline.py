@@ -10,9 +10,9 @@ scan takes O(Rn^2) time, because min(Z) is searched at each step.
 
 Source: Zhao et al., ElasticBSP (2021), section 5.2. Deviations: there is one candidate per end time once Z is
 complete, as in the text of that section and Fig. 7. Algorithm 2 as printed evaluates sets that do not contain every
-worker; with the evaluation moved out of its inner loop it is exact but has fewer candidates. Of the narrowest
-candidates the earliest is chosen (Corollary 1). The picks are the latest end times of each worker at or before the
-barrier, also if several end times are equal.
+worker; if the evaluation is moved out of its inner loop, it is exact but has fewer candidates. If several candidates
+are narrowest, the earliest is chosen (Corollary 1). The pick of each worker is its latest end time at or before the
+barrier; if several such end times are equal, it is the one in the last column.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def zipline(times: Floats) -> Solution:
 def candidate_waits(times: ArrayLike) -> Floats:
     """Return every d_Z that ZipLine evaluates, in order. `times` is an (n, R) array as for `solve`.
 
-    Source: Figs 6 and 7, which plot them.
+    Source: Figs. 6 and 7, which plot these numbers.
 
     >>> candidate_waits([[2, 4, 6], [5, 10, 15]])
     array([1., 1., 4., 9.])

@@ -8,10 +8,10 @@ end time replaces the previous one of the same worker, there are two cases:
    skipped.
 
 The two methods differ in how they find the previous end time in Z. ZipLineOpt scans Z in O(n) time. ZipLineOptBS
-looks its value up in the matrix of end times and finds it in Z by binary search in O(log n) time.
+reads the previous end time from the matrix and finds it in Z by binary search in O(log n) time.
 
 Source: Zhao et al., ElasticBSP (2021), sections 5.3.1 and 5.3.2. Deviation: Z is sorted by (end time, worker,
-column). All three are known for the previous end time, so equal end times need no special treatment.
+column). All three numbers are known for the previous end time, so equal end times need no special treatment.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _scan(times: Floats, position: Callable[[list[Element], int, int], int]) -> 
             replaced = position(z, p, i - 1)
             del z[replaced]
         z.append((t, p, i))
-        # The first end time of a worker replaces none. Z can be complete after it only for the last worker to appear.
+        # The first end time of a worker replaces none. Z is not complete until it contains the last worker's first.
         if replaced == 0 and len(z) == len(times):
             candidates += 1
             d = t - z[0][0]
