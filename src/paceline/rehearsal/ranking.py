@@ -333,7 +333,7 @@ def _steps(low: float, high: float, step: float | None) -> Iterator[float]:
 
 
 def _plain(value: float) -> str:
-    return str(int(value)) if value.is_integer() else repr(value)
+    return str(int(value)) if float(value).is_integer() else repr(value)
 
 
 def _has_key(sync: str, key: str) -> bool:
