@@ -400,7 +400,7 @@ def table(report: OverlapReport) -> Table:
         title_justify="left",
         caption=f"{report.conditions}\nmedians of {report.rounds} round{'s' if report.rounds != 1 else ''}; low "
         "and high: fastest and slowest round\nlink minimum: time for which the busiest server's link is in use\n"
-        "saved: compared with setting 1; paper: saved compared with PS-Lite, FluentPS, section IV, ResNet-56",
+        "saved: relative to setting 1; paper: relative to PS-Lite, for ResNet-56 (FluentPS, section IV)",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,

@@ -82,7 +82,7 @@ def rate_bps(rate: str) -> float:
     """Convert a rate to bits per second.
 
     Raises:
-        ConfigurationError: the rate is not in the notation of tc, or not from 1mbit to 100gbit.
+        ConfigurationError: the rate is not in tc's notation, or is outside the range from 1mbit to 100gbit.
 
     >>> rate_bps("1gbit"), rate_bps("2.5mbit")
     (1000000000.0, 2500000.0)

@@ -73,7 +73,7 @@ class Timer(NamedTuple):
     """Call the core's `fire` with this object when the timer is due.
 
     Attributes:
-        due_s: due time in seconds, on the clock of the events.
+        due_s: due time in seconds, on the same clock as `now_s` of the events.
         worker: worker for which the timer was set.
         iteration: iteration for which the timer was set.
         shard: index of the shard that has set the timer; -1 if the coordinator has set it.
@@ -139,7 +139,7 @@ class Fail(NamedTuple):
 
     Attributes:
         where: the part of the run that has failed, for example "worker 2".
-        reason: what was wrong, in one sentence.
+        reason: what went wrong, in one sentence.
         traceback: traceback of the failure; "" if there is none.
     """
 

@@ -15,7 +15,7 @@ model. Every live worker is in one of three states:
                      model, waits for no other worker, and no other worker waits for it
 
 The flagged pushes themselves mark the boundary, so the shards cannot disagree about it, even if the coordinator's
-message arrives late. No push or pull goes through the coordinator. `JobSync` is the coordinator's part of a change.
+message arrives late. No push or pull goes through the coordinator. `JobSync` implements the coordinator's side.
 
 If a user's condition fails, only this shard falls back to the last model that worked, which continues with the
 current counts.
@@ -256,7 +256,7 @@ class ShardSync:
         return self.order.phase[worker] == "waiting"
 
     def _answer(self, worker: int) -> AnyAction:
-        """Return the answer to a pull that this class answers instead of the model."""
+        """Answer a pull without asking the model."""
         self.order.answered(worker)
         return AnswerPull(worker, self.last_iteration(worker))
 

@@ -2,7 +2,7 @@
 
 Autograd chooses the memory in which it accumulates a gradient, so each gradient is *adopted*: it is copied to its
 place in the flat vector, and this place becomes the parameter's `.grad`. Large gradients are copied with `memmove`,
-which bypasses the cache for large blocks. A write through the cache would first read the memory that it overwrites,
+which bypasses the cache for large blocks. An ordinary write would first read the memory that it overwrites,
 and the cached data would not be used, because another process is the next reader.
 
 Gradients are checked for NaN and inf when they are committed, since until then a script may edit them without any

@@ -304,7 +304,7 @@ class LocalEngine:
     ) -> list[Process]:
         """End processes, and return the processes that are still running afterwards.
 
-        The processes first have some time to exit by themselves. Then they receive SIGTERM, and finally SIGKILL.
+        The processes are first given some time to exit on their own. Then they receive SIGTERM, and finally SIGKILL.
 
         Args:
             processes: the processes to end.

@@ -6,7 +6,7 @@ of the model must have imported that module. Alternatively, an installed package
     [project.entry-points."paceline.sync"]
     rennala = "my_package.rennala"
 
-No message over a connection can cause the import of a module.
+A message received over a connection never causes the import of a module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["imported_modules", "load_models", "modules_of"]
 GROUP = "paceline.sync"
 
 NAME = re.compile(r"(?:^|[|,@=])\s*([a-z][a-z0-9-]*)")
-"""Matches every name of a model in the notation of a schedule, but also the values of parameters."""
+"""Matches every model name in the notation of a schedule, and also some values of parameters."""
 
 
 def load_models(sync: object, imports: Iterable[str] = ()) -> None:

@@ -341,7 +341,7 @@ class Hub(Generic[P]):
             raise ProtocolError("it did not send the run's token")
         self._host.greeted(peer, message)
         self._strangers.discard(peer)
-        # Readers remain untrusted: small headers are enough for them, and there may be many readers.
+        # Readers remain limited to small headers: they need no larger ones, and there may be many readers.
         peer.stream.trusted, peer.stream.takes_descriptor = peer.role != "reader", False
 
     def _refuse(self, peer: P, error: ProtocolError) -> None:

@@ -103,7 +103,9 @@ def make_optimizer(
 
 
 def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[HyperParameters]) -> None:
-    """Try one step with `before` and one with `after`, two lists of hyper-parameters, on one number per group.
+    """Check that torch can take a step with the hyper-parameters in `before`, and then one with those in `after`.
+
+    Each step uses a parameter with a single element for each group.
 
     Raises:
         Exception: any error that torch raises because it cannot use the hyper-parameters, or cannot change them.

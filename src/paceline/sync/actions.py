@@ -82,7 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         stops: a pair (worker, iteration) for each member. The member stops with its first push at or past that
             iteration.
         wait_s: the predicted d_Z, in seconds: the time between the first and the last arrival at the barrier.
-        barrier_s: the predicted time of the last arrival, in seconds on the clock of the events.
+        barrier_s: the predicted time of the last arrival, in seconds, on the same clock as `now_s` of the events.
     """
 
     superstep: int
@@ -113,7 +113,7 @@ class RestartWorker(Action, frozen=True, tag=True):
 
 
 class SetTimer(Action, frozen=True, tag=True):
-    """Send a `TimerFired` event for this worker and iteration to the model at `due_s`, on the clock of the events."""
+    """Send a `TimerFired` event for this worker and iteration to the model at the time `due_s` of the events' clock."""
 
     worker: int
     iteration: int

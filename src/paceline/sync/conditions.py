@@ -208,7 +208,7 @@ class ConditionMachine(ShardMachine):
         self._execution = execution
         self._scale_by_live = scale_by_live
         self._pushed = 0  # Count[V_train]: live workers with c_p > V_train
-        self._held: list[tuple[int, int]] = []  # (worker, iteration) of the pushes held for their mean
+        self._held: list[tuple[int, int]] = []  # (worker, iteration) of each push that is held to be averaged
         self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of its delayed pull
         self._filed_under: dict[int, int] = {}  # worker -> the round under which its delayed pull is filed
         self._significance: dict[int, float] = {}  # worker -> |g| / |w| of its last push, if measured

@@ -62,7 +62,7 @@ class Fault(msgspec.Struct, frozen=True):
     """The failure of a user's condition.
 
     Attributes:
-        reason: what was wrong, in one sentence.
+        reason: what went wrong, in one sentence.
         traceback: traceback of the condition; "" if it did not raise an exception.
     """
 

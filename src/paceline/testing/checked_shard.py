@@ -130,7 +130,7 @@ class CheckedShard:
                 elif isinstance(action, ApplyPush):
                     self.updates.append(action)
             case ApplyMean(pushes):
-                assert pushes, "the mean of no pushes"
+                assert pushes, f"{action} contains no pushes"
                 assert list(pushes) == sorted(set(pushes)), f"{action} is not in worker order"
                 assert self.held >= set(pushes), f"{action} of pushes that are not held: {self.held}"
                 self.held -= set(pushes)

@@ -30,7 +30,7 @@ MOST_WORKERS = 4
 
 
 class LegalEvents:
-    """Makes legal events, and illegal ones, for a shard.
+    """Generates legal and illegal events for a shard.
 
     Args:
         repeats: True if the machine under test accepts repeated pulls.

@@ -95,7 +95,7 @@ class Stage:
         self._waiting: dict[int, int] = {}  # worker -> iteration of its pull that is not answered
 
     def perform(self, command: str) -> list[str]:
-        """Execute one command and return its result, line by line."""
+        """Execute one command and return its result as a list of lines."""
         match command.split():
             case ["shard", sync]:
                 self._machine, self._now_s, self._waiting = ShardSync(parse(sync)), 0.0, {}

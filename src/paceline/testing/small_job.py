@@ -23,9 +23,10 @@ The following reductions keep the number of states small. For each one, the reas
   iteration. So it is received just before the push, and every possible number of received messages is tried. A
   restart that comes too late is ignored whenever it is received, and is discarded immediately.
 - *Losses while waiting* (this reduction and the following ones are made by `reduced_steps`). A worker that is lost
-  before a push has the same effect as one that is lost after the push when no message was delivered. So only waiting
-  workers are lost.
-- *Notices of a loss.* The coordinator's notice tells a server only what the server may notice by itself at any time.
+  before a push has the same effect as one that is lost after the push when no message was delivered. So the search
+  only considers losses of waiting workers.
+- *Loss notifications.* `WorkerLost` messages from the coordinator are discarded: a server can detect a loss on its
+  own at any step, so they add no new behavior.
 - *Pushes first.* If no message from the coordinator can reach a worker any longer, nothing that happens before its
   push changes the push. So the push comes first.
 - *One shard first.* If a shard owes an answer to every worker that may still push, no worker can send it anything new
@@ -39,11 +40,11 @@ The following reductions keep the number of states small. For each one, the reas
   receives a message immediately, unless its sender is lost at that moment (or was lost before, so that the message
   may be dropped). A later loss commutes with everything between it and the push, because no worker receives the
   answers. A separate test shows in every state of small jobs that the order has no effect.
-- *Notifications first, and late pushes* (`_apart`; SpecSync with base ASP). There, a push affects other workers only
-  when the coordinator receives its notification. A restart that the coordinator orders in between is ignored, like
-  one that is received after the push. So the push comes right before its notification is received, and after all
-  earlier messages from this worker to the coordinator were received. If the worker is lost before that, its push
-  affects no other worker.
+- *Notifications first, and late pushes* (`_apart`; SpecSync with base ASP). With ASP as its base, a push affects
+  other workers only when the coordinator receives its notification. A restart that the coordinator orders in
+  between is ignored, like one that is received after the push. So the push comes right before its notification is
+  received, and after all earlier messages from this worker to the coordinator were received. If the worker is lost
+  before that, its push affects no other worker.
 - *Order of shards* (`canonical`). Shards of one model that draw the same numbers differ in name only.
 - *Names of workers* (`canonical`). Workers differ in name only, unless the model draws numbers for each worker or
   breaks ties by name (as plans do that are followed exactly), or a worker joins late. Of all states that differ in
@@ -419,7 +420,7 @@ class SmallJob:
         return int.from_bytes(blake2b(numbers, digest_size=8).digest())
 
     def check_end(self, state: State) -> None:
-        """Check a state without next steps: all work must be done."""
+        """Check a terminal state: all work must be done."""
         for w, its in enumerate(state.workers):
             assert its.phase in ("finished", "lost"), (
                 f"deadlock: worker {w} is {its.phase} with iteration {self._iteration(its)}; "
