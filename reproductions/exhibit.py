@@ -31,7 +31,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Made(msgspec.Struct, frozen=True):
-    """The results of making an exhibit.
+    """The results of reproducing a table or figure.
 
     Attributes:
         tables: tables with the paper's numbers beside ours.

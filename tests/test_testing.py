@@ -202,7 +202,7 @@ def model_of(machine: type[ShardMachine], coordinator: type[JobMachine] | None =
         (AveragesInOrderOfArrival, r"is not in worker order"),
         (AnswersTwice, r"AnswerPull.*which was not requested"),
         (CountsItsChecks, r"PullRepeated.* has changed the machine"),
-        (SharesItsList, r"machines share nothing\nevents at one machine have changed another"),
+        (SharesItsList, r"machines share nothing\nevents at one state machine have changed another"),
         (WaitsForTheLost, r"all workers wait after Worker(Lost|Finished)"),
         (DescribesNothing, r"delayed pulls are described\nworkers \{\d\} wait, but waits\(\) describes \{\}"),
     ],

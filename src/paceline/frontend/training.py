@@ -170,7 +170,7 @@ class WorkerTraining:
 
 
 def _norm(vectors: Vectors) -> float:
-    """Return the L2 norm of all elements of some vectors."""
+    """Return the L2 norm over all elements of the given vectors."""
     return math.sqrt(
         sum(float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2 for v in vectors.values())
     )

@@ -23,7 +23,7 @@ from .coordinator import CoordinatorHost
 
 __all__ = ["Awaited", "StallWatch"]
 
-# A worker is reported when it has been silent for this time, and also for this number of its usual iterations.
+# A worker is reported once it has been silent for this time, and for this multiple of its usual iteration time.
 PATIENCE_S = 3.0
 PATIENCE_ITERATIONS = 5
 FIRST_PATIENCE_S = (

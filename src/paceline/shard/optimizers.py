@@ -77,7 +77,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> str:
 
 
 def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]:
-    """Return the hyper-parameters of each group as plain numbers, for the class that the servers run.
+    """Return the hyper-parameters of each group as plain numbers, for the optimizer class that the servers run.
 
     Raises:
         ConfigurationError: a hyper-parameter is not a number, a pair of numbers or None.

@@ -113,7 +113,7 @@ class RestartWorker(Action, frozen=True, tag=True):
 
 
 class SetTimer(Action, frozen=True, tag=True):
-    """Send a `TimerFired` event for this worker and iteration to the model at the time `due_s` of the events' clock."""
+    """Send the model a `TimerFired` event for this worker and iteration at `due_s`, on the clock of `now_s`."""
 
     worker: int
     iteration: int

@@ -87,13 +87,13 @@ class Counts:
         for count in self.count.values():
             tally[count] = tally.get(count, 0) + 1
         if tally != self._at:
-            raise InternalError(f"the tally of c_p is {self._at}, but c_p are {self.count}")
+            raise InternalError(f"the tally of c_p is {self._at}, but the values of c_p are {self.count}")
         if self.count and (self.slowest, self.fastest) != (
             min(self.count.values()),
             max(self.count.values()),
         ):
             raise InternalError(
-                f"slowest {self.slowest} and fastest {self.fastest}, but c_p are {self.count}"
+                f"slowest is {self.slowest} and fastest is {self.fastest}, but the values of c_p are {self.count}"
             )
 
     def _put(self, worker: int, count: int) -> None:

@@ -85,7 +85,7 @@ def machines_share_nothing(sync: SyncModel) -> None:
     first, second = sync.at_shard(), sync.at_shard()
     before = freeze(second)
     follow(CheckedShard(first), WALKS[-1])
-    assert freeze(second) == before, "events at one machine have changed another machine"
+    assert freeze(second) == before, "events at one state machine have changed another one"
 
 
 # -- at a shard ------------------------------------------------------------------------------------------------

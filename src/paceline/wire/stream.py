@@ -81,7 +81,7 @@ class QueuedBytes(NamedTuple):
 
     Attributes:
         data: the bytes.
-        lent: identifies the owner of the memory. See `Stream.send`.
+        lent: key for `Stream.keep`, which must be called before the memory changes; None if it never changes.
         kept: True if the bytes are in memory that belongs to the stream.
     """
 
