@@ -123,7 +123,7 @@ def require_named(models: Iterable[object], launched: Iterable[object], imports:
 
 
 class UserMachine(ConditionMachine):
-    """Algorithm 1 with conditions that may fail. After a failure, `fault` is set and no further condition is called."""
+    """Algorithm 1 with conditions that may fail. A failure sets `fault`; then no further condition is called."""
 
     def __init__(self, model: Conditions) -> None:
         super().__init__(

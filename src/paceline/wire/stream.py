@@ -81,7 +81,7 @@ class QueuedBytes(NamedTuple):
 
     Attributes:
         data: the bytes.
-        lent: key for `Stream.keep`, which must be called before the memory changes; None if it never changes.
+        lent: key for `Stream.keep`, which must be called before the memory changes; None if the bytes are copied.
         kept: True if the bytes are in memory that belongs to the stream.
     """
 
