@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from paceline.frontend import session as sessions
+from paceline.plugins import loading
 from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import Assignment, make_job
 from paceline.runtime.reader import Reader
@@ -66,6 +67,12 @@ def pytest_collection_finish() -> None:
     """What has been imported stays: the garbage collector need not look at all of it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_imports_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a pool import what this process has imported by name, so each test starts with nothing."""
+    monkeypatch.setattr(loading, "_imported", {})
 
 
 @pytest.fixture
