@@ -18,7 +18,7 @@ COMPARED_SIZE = 65_536
 
 
 class Buffers:
-    """Detects changes of the tensors in a model's `state_dict` that the optimizer does not train.
+    """Detects changes to the tensors in a model's `state_dict` that the optimizer does not train.
 
     Args:
         model: the model.

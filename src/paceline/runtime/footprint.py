@@ -70,7 +70,7 @@ DESCRIPTOR_HEADROOM = 16
 """Spare file descriptors per process, for importing modules, starting child processes and the script's own files."""
 
 STATE_VECTORS = {"Adagrad": 1, "Adadelta": 2, "Adamax": 2, "ASGD": 1, "NAdam": 2, "RAdam": 2, "Rprop": 2}
-"""Optimizer -> number of state vectors, for the optimizers whose number does not depend on the hyperparameters."""
+"""Optimizer -> number of state vectors, for the optimizers whose number does not depend on the hyper-parameters."""
 
 MOST_STATE_VECTORS = 3  # assumed for an unknown optimizer
 
@@ -150,7 +150,7 @@ def state_vectors(optimizer: str, groups: Sequence[Mapping[str, Any]], dtypes: I
 
     Args:
         optimizer: name of the optimizer's class in `torch.optim`.
-        groups: hyperparameters of each parameter group. The group that needs the most vectors determines the result.
+        groups: hyper-parameters of each parameter group. The group that needs the most vectors determines the result.
         dtypes: dtypes of the parameters.
 
     Example:

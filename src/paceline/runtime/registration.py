@@ -1,6 +1,6 @@
-"""Validation of the model and the hyperparameters that a worker sends, before a server uses them.
+"""Validation of the model and the hyper-parameters that a worker sends, before a server uses them.
 
-All servers use the model that one worker sends, and the hyperparameters that come with each push. This module rejects
+All servers use the model that one worker sends, and the hyper-parameters in each push. This module rejects
 values that would cause an error in torch in the middle of an update. To find such values, it takes trial steps with
 the same code as a shard, using an optimizer that has one element for each group and dtype.
 """
@@ -25,7 +25,7 @@ MOST_BYTES = 2**48  # maximum size of the parameters and of each buffer; no mach
 PLAIN_RATE = 1e4  # learning rates up to this value need no trial, because every dtype can represent them
 LATE_STEP = 1e9  # a step number that no run reaches
 
-# For each optimizer: the bounds of its numeric hyperparameters, and None for its flags. torch accepts every
+# For each optimizer: the bounds of its numeric hyper-parameters, and None for its flags. torch accepts every
 # combination within these bounds without a trial. A trial is slow: it imports torch's compiler, which takes 1.5 s.
 _RATES = {"lr": (0.0, PLAIN_RATE), "weight_decay": (0.0, 1.0), "maximize": None}
 _ADAM = _RATES | {
@@ -72,19 +72,21 @@ def require_sound(model: ModelSpec) -> None:
         return
     [known] = read_groups(ELEMENTWISE[optimizer.name]([torch.zeros(1)]))  # type: ignore[call-arg]
     if any(group.keys() != known.keys() for group in optimizer.groups):
-        raise ProtocolError(f"the names of the hyperparameters differ from those of torch's {optimizer.name}")
+        raise ProtocolError(
+            f"the names of the hyper-parameters differ from those of torch's {optimizer.name}"
+        )
     _try(model, optimizer.groups)
 
 
 def require_groups(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
-    """Check that training can continue with new hyperparameters.
+    """Check that training can continue with new hyper-parameters.
 
     Raises:
-        ProtocolError: the names or types of the hyperparameters have changed, or torch cannot use the new values.
+        ProtocolError: the names or types of the hyper-parameters have changed, or torch cannot use the new values.
     """
     before = model.optimizer.groups
     if [_kinds(group) for group in groups] != [_kinds(group) for group in before]:
-        raise ProtocolError("the names or types of the hyperparameters have changed since training began")
+        raise ProtocolError("the names or types of the hyper-parameters have changed since training began")
     # No trial is necessary if only the learning rate has changed, as it often does with a scheduler.
     same = [{**group, "lr": 0} for group in groups] == [{**group, "lr": 0} for group in before]
     if not (same and all(isinstance(r := g["lr"], float | int) and 0 <= r <= PLAIN_RATE for g in groups)):
@@ -92,13 +94,13 @@ def require_groups(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> Non
 
 
 def _try(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
-    """Try three steps: with the model's hyperparameters, with the new ones, and with a very high step count.
+    """Try three steps: with the model's hyper-parameters, with the new ones, and with a very high step count.
 
     Raises:
         ProtocolError: a step failed.
     """
     if not all(map(math.isfinite, _numbers(groups))):
-        raise ProtocolError("a hyperparameter is infinite or NaN")
+        raise ProtocolError("a hyper-parameter is infinite or NaN")
     before = model.optimizer
     count = len(before.groups)
     dtypes = [*model.layout.sizes] * count
@@ -122,11 +124,11 @@ def _try(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
         optimizer.step([ones()], 1.0, lambda parameter: True, groups)
     except Exception as error:
         # torch may raise any exception here.
-        raise ProtocolError(f"the optimizer cannot use the hyperparameters: {error!r}") from error
+        raise ProtocolError(f"the optimizer cannot use the hyper-parameters: {error!r}") from error
 
 
 def _is_plain(name: str, group: HyperParameters) -> bool:
-    """Return True if torch is known to accept these hyperparameters. See `PLAIN`."""
+    """Return True if torch is known to accept these hyper-parameters. See `PLAIN`."""
     bounds = PLAIN.get(name)
     # Nesterov momentum needs a trial, because torch accepts it only with a momentum > 0.
     if bounds is None or group.keys() != bounds.keys() or group.get("nesterov"):
@@ -146,12 +148,12 @@ def _lies_within(value: object, bounds: tuple[float, float] | None) -> bool:
 
 
 def _numbers(groups: Sequence[HyperParameters]) -> list[float]:
-    """Return all numbers among the hyperparameters."""
+    """Return all numbers among the hyper-parameters."""
     values = [value for group in groups for value in group.values() if value is not None]
     return [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
 
 
 def _kinds(group: HyperParameters) -> dict[str, str]:
-    """Return the kind of each hyperparameter's value in a group. The kinds must not change during a run."""
+    """Return the kind of each hyper-parameter's value in a group. The kinds must not change during a run."""
     kinds = {bool: "flag", int: "number", float: "number", tuple: "pair"}
     return {key: kinds.get(type(value), "nothing") for key, value in group.items()}

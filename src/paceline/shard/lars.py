@@ -149,7 +149,7 @@ class LARS(torch.optim.Optimizer):
 
 
 def scaled_gradient(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """Return d for a parameter that has a gradient, as a new dense tensor with the parameter's shape and dtype."""
+    """Return the scaled gradient d of a parameter as a new dense tensor with the parameter's shape and dtype."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:

@@ -57,7 +57,7 @@ class Store:
         self.bounds = bounds
         self.weights = weights
         self._before_update = before_update
-        self._pushes: dict[Key, Push] = {}  # neither applied nor discarded
+        self._pushes: dict[Key, Push] = {}  # pushes that have been neither applied nor discarded
         self._optimizer = optimizer_of_slice(optimizer, bounds, weights)
 
     def put(self, worker: int, iteration: int, push: Push) -> None:
