@@ -52,7 +52,7 @@ class Buffers:
         The result never contains parameters that the optimizer does not train.
 
         Raises:
-            UsageError: a tensor has another shape or dtype than when training began.
+            UsageError: the shape or dtype of a tensor has changed since training began.
         """
         found = {}
         for index, spec in enumerate(self.specs):

@@ -154,7 +154,7 @@ _passes: WeakKeyDictionary[Session, Passes] = WeakKeyDictionary()
 
 
 def _mix(seed: int, epoch: int) -> int:
-    """Mix two numbers into one seed, so that neighboring numbers give distant seeds (finalizer of SplitMix64)."""
+    """Mix two numbers into one seed, so that nearby numbers give very different seeds (finalizer of SplitMix64)."""
     z = (seed * 0x9E3779B97F4A7C15 + epoch + 1) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
     z = (z ^ z >> 30) * 0x94D049BB133111EB & (1 << 64) - 1
     return z ^ z >> 31

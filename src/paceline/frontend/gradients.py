@@ -56,7 +56,7 @@ class Gradients:
         """Move a parameter's gradient to the flat vector. If it has no gradient, write zeros and return False.
 
         Raises:
-            WeightsChangedError: the gradient has another shape than the parameter had when training began.
+            WeightsChangedError: the gradient's shape differs from the parameter's shape when training began.
         """
         parameter, view = self._parameters[index], self._views[index]
         gradient = parameter.grad

@@ -94,7 +94,7 @@ class _Before:
     """A copy of everything that a closure may change, made before the closure runs.
 
     Attributes:
-        has_gradients: True once the gradients can be restored.
+        has_gradients: True if the gradients can be restored.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> None:

@@ -72,9 +72,9 @@ class Session(Protocol):
         ...
 
     def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
-        """Send the initial model, from which all workers start, to the servers. Only for the initializer.
+        """Send the initial model, from which all workers start, to the servers.
 
-        The initial weights are taken from `weights`.
+        Only the initializer calls this method. The initial weights are taken from `weights`.
 
         Args:
             buffers: the tensors that no optimizer trains.
@@ -166,7 +166,7 @@ def current() -> Session | None:
 
 
 def install(session: Session | None, *, for_thread: bool = False) -> None:
-    """Set the session of this process, or only of this thread."""
+    """Set the session of this process; if `for_thread` is True, only the session of this thread."""
     global _of_process
     if for_thread:
         _of_thread.session = session

@@ -47,7 +47,7 @@ class WorkerTraining:
 
     Attributes:
         spec: description of the model and the optimizer, which must be the same in all workers.
-        weights_replaced: True if the initializer's weights differed from this worker's own and replaced them.
+        weights_replaced: True if the initializer's weights differed from this worker's own weights and replaced them.
 
     Raises:
         ConfigurationError: the parameters cannot be trained here, or this worker may not take part.

@@ -346,7 +346,7 @@ def _per_worker(name: str, values: Sequence[float] | None, workers: int, least: 
 def require_usable(path: str | os.PathLike[str]) -> None:
     """Raise `ConfigurationError` if a run directory cannot be written or already contains a run.
 
-    The directory is not created.
+    This function does not create the directory.
     """
     if not os.fspath(path):
         raise ConfigurationError(

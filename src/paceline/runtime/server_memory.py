@@ -61,7 +61,7 @@ class ServerMemory:
         self._slices = {shard.index: shard for shard in created.shards}
         self._groups = GroupsReader(lambda groups: require_groups(created.model, groups))
         self._states: dict[int, Vectors] = {}  # shard -> initial optimizer state, until its store is created
-        self._slots: BufferSlots | None = None  # only at the server of shard 0
+        self._slots: BufferSlots | None = None  # None except at the server of shard 0
 
     # -- memory in which pushes arrive --------------------------------------------------------------------
 

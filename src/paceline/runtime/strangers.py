@@ -105,7 +105,7 @@ class Acceptor:
 
 
 class Strangers(Generic[P]):
-    """The connections that have not sent the token yet, oldest first. Limits their number and their lifetime.
+    """Stores the connections that have not sent the token yet, oldest first, and limits their number and lifetime.
 
     Args:
         host: name of the host in the log.

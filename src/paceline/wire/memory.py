@@ -131,7 +131,7 @@ class Region:
         *,
         channels: int = 0,
     ) -> Region:
-        """Map a region that another process has created. This closes the descriptor, even after an error.
+        """Map a region that another process has created. The descriptor is closed, even after an error.
 
         Raises:
             ProtocolError: the memory does not have the size that the layout requires, or it is not sealed.

@@ -17,9 +17,9 @@ position in the order of the messages. The socket is also used to wake a sleepin
 is lost. The memory for a payload is requested only when the position of its message in the ring has been reached. By
 then, all earlier messages have been yielded.
 
-One call of `receive` does a bounded amount of work, however much a peer sends: it reads what the ring contained when
-the call began, and a few buffers from the socket. No complete message is left in the buffer, so a level-triggered
-selector reports reliably whether there is more to receive.
+One call of `receive` does a bounded amount of work, however much a peer sends: it reads the data that the ring
+contained when the call began, and fills the receive buffer from the socket a few times. No complete message is left
+in the buffer, so a level-triggered selector reports reliably whether there is more to receive.
 """
 
 from __future__ import annotations
