@@ -213,7 +213,7 @@ def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path
         "shards": "2, with the parameters sliced evenly (even)",
         "overlap": "each shard answers pulls independently (shards)",
         "transport": "TCP on loopback (tcp)",
-        "emulated": "least seconds per iteration 0.05, 0.05, 0.05, 0.15; jitter +-20%",
+        "emulated": "minimum seconds per iteration 0.05, 0.05, 0.05, 0.15; jitter +-20%",
         "on NaN": "stop",
         "seed": "7",
         "run directory": "out/here",

@@ -655,7 +655,9 @@ def test_a_worker_that_pushes_and_never_reads_its_answers_is_dropped(
         training(turn, make=make), workers=2, servers=1, transport=transport, sync="asp", keep_errors=True
     )
     assert {worker: type(error) for worker, error in run.errors.items()} == {1: Expelled}
-    assert "server 0 refused worker 1: Commit came before shard 0's last answer was read" in caplog.text
+    assert (
+        "server 0 refused worker 1: Commit arrived before the last answer of shard 0 was read" in caplog.text
+    )
     assert next(count) < 20_000
 
 

@@ -137,7 +137,7 @@ UNUSABLE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("what", UNUSABLE)
 def test_hyper_parameters_that_an_update_would_trip_over_are_refused(what: str) -> None:
     name, changes = UNUSABLE[what]
-    with pytest.raises(ProtocolError, match="hyperparameters"):
+    with pytest.raises(ProtocolError, match="hyper-parameter"):
         require_groups(model_with(name), group_with(name, **changes))
 
 

@@ -48,7 +48,7 @@ def outcome(**changes: object) -> TrialOutcome:
         waiting_share=0.5,
         mean_staleness=0.0,
         max_staleness=0,
-        emulated="least seconds per iteration 0.02, 0.06",
+        emulated="minimum seconds per iteration 0.02, 0.06",
     )
     return msgspec.structs.replace(plain, **changes)
 
@@ -105,7 +105,7 @@ def test_table_shows_every_figure_within_eighty_columns() -> None:
     assert "never" in text
     assert "148.2" in text
     assert "12.3, 123" in text
-    assert "emulated: least seconds per iteration 0.02, 0.06" in text
+    assert "emulated: minimum seconds per iteration 0.02, 0.06" in text
     assert "…" not in text
 
 

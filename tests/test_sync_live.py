@@ -123,7 +123,7 @@ def figures(run_on_threads: RunOnThreads, sync: str, transport: str = "auto") ->
     run = run_on_threads(training(), workers=3, servers=2, transport=transport, sync=sync, pace=pace)
     for trace in run.traces:
         assert trace.header.sync == sync
-        assert trace.header.emulated == "least seconds per iteration 0.02, 0.02, 0.06"
+        assert trace.header.emulated == "minimum seconds per iteration 0.02, 0.02, 0.06"
         assert replay(trace) == []
     measures = measure(run.shards)
     assert measures.iterations == {0: STEPS, 1: STEPS, 2: STEPS}

@@ -18,7 +18,7 @@ COMPARED_SIZE = 65_536
 
 
 class Buffers:
-    """Detects changes of the tensors in a model's `state_dict` that the optimizer does not train.
+    """Detects changes to the tensors in a model's `state_dict` that the optimizer does not train.
 
     Args:
         model: the model.
@@ -52,7 +52,7 @@ class Buffers:
         The result never contains parameters that the optimizer does not train.
 
         Raises:
-            UsageError: a tensor has another shape or dtype than when training began.
+            UsageError: the shape or dtype of a tensor has changed since training began.
         """
         found = {}
         for index, spec in enumerate(self.specs):

@@ -3,7 +3,7 @@
 As in the papers, the parts do not depend on the speed of the workers. At the start of every epoch, each worker runs
 the loader's own sampler once, with a generator seeded from the run's seed and the epoch, so that all workers see the
 same order. Each of n workers takes every n-th item. All parts have the same length. If the number of items is not a
-multiple of n, the last items of the order are left out; if the loader shuffles, these differ between epochs.
+multiple of n, the last items of the order are left out. If the loader shuffles, these items differ between epochs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KEPT = {
     "pin_memory_device",
     "in_order",
 } & set(inspect.signature(DataLoader.__init__).parameters)
-"""Arguments that are copied from the user's loader: all except the dataset and those that determine the order."""
+"""Arguments that are copied from the user's loader: all except the dataset and those that set the order."""
 
 
 def distribute(loader: DataLoader[T]) -> Iterable[T]:
@@ -137,8 +137,8 @@ class Passes:
 
     def __init__(self) -> None:
         self._weak: WeakKeyDictionary[object, Iterator[int]] = WeakKeyDictionary()
-        # Datasets that cannot be weak keys, such as lists, by `id()`. Keeping these datasets alive prevents other
-        # objects from getting the same id.
+        # id -> (dataset, counter), for datasets that cannot be weak keys, such as lists. Keeping these datasets alive
+        # prevents other objects from getting the same id.
         self._strong: dict[int, tuple[object, Iterator[int]]] = {}
 
     def over(self, dataset: object) -> Iterator[int]:
@@ -154,7 +154,7 @@ _passes: WeakKeyDictionary[Session, Passes] = WeakKeyDictionary()
 
 
 def _mix(seed: int, epoch: int) -> int:
-    """Mix two numbers into one seed, so that neighboring numbers give distant seeds (finalizer of SplitMix64)."""
+    """Mix two numbers into one seed, so that nearby numbers give very different seeds (finalizer of SplitMix64)."""
     z = (seed * 0x9E3779B97F4A7C15 + epoch + 1) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
     z = (z ^ z >> 30) * 0x94D049BB133111EB & (1 << 64) - 1
     return z ^ z >> 31

@@ -1,9 +1,9 @@
 """The random generators that scripts use implicitly: torch's default generator, Python's `random`, and NumPy's.
 
-Simulated workers use these generators in turn, so their states are saved and restored. The states are also saved
-before a computation that may be aborted. With NumPy's own functions, saving and restoring the state of its global
-generator takes 70 us, ten times as long as for the other two generators together. So this module compares the
-memory of NumPy's generator, at the address that NumPy publishes for such purposes, with a copy to find out whether
+Simulated workers use these generators in turn, so the generators' states are saved and restored for each worker.
+They are also saved before a computation that may be aborted. NumPy's own functions take 70 us to save and restore the
+state of its global generator, ten times as long as the other two generators together. So this module compares the
+memory of NumPy's generator, whose address is part of NumPy's public interface, with a copy to find out whether
 numbers have been drawn. It restores a state by writing to this memory.
 
 NumPy draws normal deviates in pairs and stores the second one elsewhere for the next call. Therefore one change is
@@ -74,7 +74,7 @@ class _NumpyGenerator:
 
     def __init__(self) -> None:
         self._seen: _NumpyState | None = None  # the state when it was last read or restored
-        self._bits: Any = None  # the bit generator whose memory is at the address
+        self._bits: Any = None  # the bit generator whose memory is at `_address`
         self._address = 0
 
     def state(self) -> _NumpyState:
@@ -98,7 +98,10 @@ class _NumpyGenerator:
         self._seen = state
 
     def _unchanged(self) -> bool:
-        """Return True if the memory still contains the last state that was read or restored, without a deviate."""
+        """Return True if the memory still contains the state that was last read or restored.
+
+        Return False if this state has a stored deviate.
+        """
         return (
             self._seen is not None
             and self._seen.raw is not None

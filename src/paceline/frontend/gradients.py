@@ -5,9 +5,9 @@ place in the flat vector, and this place becomes the parameter's `.grad`. Large 
 which bypasses the cache for large blocks. An ordinary write would first read the memory that it overwrites,
 and the cached data would not be used, because another process is the next reader.
 
-Gradients are checked for NaN and inf when they are committed, since until then a script may edit them without any
-trace. A dot product finds NaN and inf 35 times faster than `isfinite`, but it can also overflow. So if the dot
-product is not finite, `isfinite` decides.
+Gradients are checked for NaN and inf when they are committed, because until then a script may edit them, and such
+edits cannot be detected. A dot product finds NaN and inf 35 times faster than `isfinite`, but it can also overflow.
+So if the dot product is not finite, `isfinite` decides.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Gradients:
         self._warned_of_sparse = False
 
     def adopt(self, index: int) -> bool:
-        """Move a parameter's gradient to the flat vector. If there is none, write zeros there and return False.
+        """Move a parameter's gradient to the flat vector. If it has no gradient, write zeros and return False.
 
         Raises:
-            WeightsChangedError: the gradient has another shape than the parameter had when training began.
+            WeightsChangedError: the gradient's shape differs from the parameter's shape when training began.
         """
         parameter, view = self._parameters[index], self._views[index]
         gradient = parameter.grad
@@ -122,7 +122,7 @@ class Gradients:
         if not self._warned_of_sparse:
             self._warned_of_sparse = True
             log.warning(
-                "the gradient of %r is sparse; it is converted to a dense one, with zeros in the missing rows. "
+                "the gradient of %r is sparse; it is converted to a dense gradient, with zeros in the missing rows. "
                 "Create the layer with sparse=False to avoid the conversion.",
                 self._layout.parameters[index].names[0],
             )

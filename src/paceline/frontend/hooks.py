@@ -1,9 +1,8 @@
-"""Hooks on a model's parameters and modules that exist as long as a session.
+"""Hooks on a model's parameters and modules, which are removed when the session is freed.
 
-torch stores the hooks of a tensor in C++, where Python's garbage collector does not find them. Everything to which
-such a hook refers exists as long as the tensor. If this in turn refers to the tensor, neither is ever freed. So the
-hooks refer to their object weakly and are removed when the session is freed. After a run, no hooks are left on the
-model.
+torch stores the hooks of a tensor in C++, where Python's garbage collector does not find them. Every object to which
+such a hook refers exists as long as the tensor. If the object also refers to the tensor, neither of them is ever
+freed. So the hooks refer to their object weakly. After a run, no hooks are left on the model.
 """
 
 from __future__ import annotations

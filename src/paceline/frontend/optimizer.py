@@ -2,8 +2,9 @@
 
 `DistributedOptimizer` is a subclass of `torch.optim.Optimizer` that shares the wrapped optimizer's parameter groups,
 so learning-rate schedulers, gradient clipping and everything else that works on groups keep working. In a run,
-`step()` pushes the gradients to the servers, which run the wrapped optimizer's class with its hyper-parameters on
-their slices, and pulls the new weights. In a script that runs by itself, `step()` only calls the wrapped optimizer.
+`step()` pushes the gradients to the servers and pulls the new weights. Each server runs the wrapped optimizer's class
+with the same hyper-parameters on its slice. In a script that runs by itself, `step()` only calls the wrapped
+optimizer.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         servers.
 
         Args:
-            state_dict: state that `state_dict` of this optimizer or of the wrapped optimizer has returned.
+            state_dict: a result of `state_dict()` of this optimizer or of the wrapped optimizer.
 
         Raises:
             UsageError: training has begun.

@@ -80,8 +80,8 @@ class Restartable:
             self._abort_if_ordered()
 
     def _after_gradient(self, parameter: torch.Tensor) -> None:
-        # If no module has run yet, existing gradients were not copied. The closure may have added to them, so they
-        # could not be restored.
+        # If no module has run yet, existing gradients have not been copied. The closure may have added to them, so it
+        # would not be possible to restore them.
         if self._before is not None and self._before.has_gradients:
             self._abort_if_ordered()
 
@@ -94,7 +94,7 @@ class _Before:
     """A copy of everything that a closure may change, made before the closure runs.
 
     Attributes:
-        has_gradients: True once the gradients can be restored.
+        has_gradients: True if the gradients can be restored.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> None:

@@ -25,9 +25,9 @@ class Session(Protocol):
     """The interface through which one worker takes part in a run.
 
     Methods are called in this order: `begin`, then `initialize` on the initializer and `await_first_weights` on the
-    other workers, then `hold_back` and `commit` once per iteration, then `finish`. `weights` change only inside these
-    calls and `pull_again`, and `finish` may move them to other memory. The caller may change `gradients` at any time
-    except during `commit`.
+    other workers, then `hold_back` and `commit` once per iteration, then `finish`. The weights change only inside
+    these calls and `pull_again`, and `finish` may move them to other memory. The caller may change `gradients` at any
+    time except during `commit`.
 
     Attributes:
         worker: index of this worker.
@@ -72,9 +72,9 @@ class Session(Protocol):
         ...
 
     def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
-        """Send the initial model, from which all workers start, to the servers. Only for the initializer.
+        """Send the initial model, from which all workers start, to the servers.
 
-        The initial weights are taken from `weights`.
+        Only the initializer calls this method. The initial weights are taken from `weights`.
 
         Args:
             buffers: the tensors that no optimizer trains.
@@ -151,7 +151,7 @@ class Session(Protocol):
         ...
 
     def finish(self) -> None:
-        """Leave the run. From now on no worker waits for this one."""
+        """Leave the run. From now on, no worker waits for this worker."""
         ...
 
 
@@ -166,7 +166,7 @@ def current() -> Session | None:
 
 
 def install(session: Session | None, *, for_thread: bool = False) -> None:
-    """Set the session of this process, or only of this thread."""
+    """Set the session of this process; if `for_thread` is True, only the session of this thread."""
     global _of_process
     if for_thread:
         _of_thread.session = session
@@ -208,7 +208,7 @@ def set_sync(sync: str | SyncModel | Sequence[SyncModel], *, shard: int | None =
     """Change the synchronization model during a run.
 
     Either every worker or a single worker may call this function. The n-th calls of all workers request the same
-    change, which is made when the first worker makes its n-th call. The next push of each worker is its last push
+    change, and the first of these calls starts it. The next push of each worker is its last push
     under the old model. The new model begins when all workers have made this push, and no push is lost. In a script
     that runs by itself, the call has no effect.
 

@@ -47,7 +47,7 @@ class WorkerTraining:
 
     Attributes:
         spec: description of the model and the optimizer, which must be the same in all workers.
-        weights_replaced: True if the initializer's weights differed from this worker's own and replaced them.
+        weights_replaced: True if the initializer's weights differed from this worker's own weights and replaced them.
 
     Raises:
         ConfigurationError: the parameters cannot be trained here, or this worker may not take part.
@@ -66,7 +66,9 @@ class WorkerTraining:
         self._model = model
         self._parameters = parameters
         self._scale_gradients = scale_gradients
-        self._restartable: Restartable | None = None  # created when a computation may first be aborted
+        self._restartable: Restartable | None = (
+            None  # created before the first computation that may be aborted
+        )
         layout = layout_of(model, parameters)
         self._buffers = Buffers(model, parameters)
         self.spec = ModelSpec(layout, optimizer, self._buffers.specs)

@@ -1,4 +1,4 @@
-"""A model's trained parameters as views of the session's flat vectors, and the detection of edits to them.
+"""A model's trained parameters as views of the session's flat vectors, and the detection of edits to the weights.
 
 Once training has begun, the servers hold the weights, and a worker's weights may change only inside `step()`: any
 other edit would make the worker diverge silently. Most edits change a parameter's version counter, its memory or its
@@ -19,7 +19,7 @@ from .session import Session
 __all__ = ["Weights", "change_outside_step", "shape_change_outside_step"]
 
 SAMPLE_SIZE = 16_384
-"""Number of elements of each flat vector, about evenly spaced, that are compared with a copy before each push."""
+"""Maximum number of evenly spaced elements of each flat vector that are compared with a copy before each push."""
 
 
 class Weights:

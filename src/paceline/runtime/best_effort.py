@@ -13,7 +13,7 @@ __all__ = ["BestEffortFile"]
 
 
 class BestEffortFile:
-    """An output file that discards all data after its first failure. The data written before remains in the file.
+    """An output file that discards all data after its first failure. Data written before the failure is kept.
 
     Args:
         path: path of the file, which is overwritten if it exists.

@@ -1,4 +1,4 @@
-"""Collects the final weights from the servers. The coordinator does this when training ends for any reason.
+"""Collects the final weights from the servers. The coordinator does this when training ends or fails.
 
 Normally every server sends its shards over its existing connection. If a server is lost or hangs, its shards are read
 from shared memory, provided that the transport uses shared memory. Otherwise the tensors in these shards are reported
@@ -28,7 +28,7 @@ class Collection:
 
     Args:
         model: the model that is trained.
-        shards: slices of all shards, in order. Server k % n, of n servers, holds shard k.
+        shards: slices of all shards, in order. With n servers, server k % n holds shard k.
         master: the region with the weights in shared memory; None if the transport does not use shared memory.
 
     Attributes:

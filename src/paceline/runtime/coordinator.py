@@ -153,7 +153,7 @@ class CoordinatorHost:
         self.over.set()
 
     def ending(self, worker: int) -> str:
-        """Return a phrase that says how a lost worker ended. If no cause is known, its connection ended."""
+        """Return a phrase that says how a lost worker ended: "its connection ended" if nothing else is known."""
         return self.core.endings.get(worker, "its connection ended")
 
     def worker_ended(self, worker: int, how: str) -> None:
@@ -204,7 +204,10 @@ class CoordinatorHost:
             ended.wait(STOP_GRACE_S)
 
     def ask_servers(self) -> None:
-        """Ask each server which workers wait, unless it has an earlier request to answer. Fills `core.waits`."""
+        """Ask the servers which workers wait. The answers arrive in `core.waits`.
+
+        A server that has not answered an earlier request is not asked again.
+        """
 
         self.core.waits.clear()
 
@@ -217,7 +220,7 @@ class CoordinatorHost:
         self._call(ask)
 
     def stop(self, grace_s: float = STOP_GRACE_S, hurried: Callable[[], bool] = lambda: False) -> None:
-        """Order the servers to write their traces and exit, and end the thread when they have disconnected.
+        """Order the servers to write their traces and exit, and end the thread when the servers have disconnected.
 
         Args:
             grace_s: maximum time in seconds to wait for the servers.
@@ -252,7 +255,7 @@ class CoordinatorHost:
                 self._hub.poll(timeout_s)
                 for timer in self._timers.take_due(self.job.now_s()):
                     self._perform(self.core.fire(timer, self.job.now_s()))
-        except Exception as error:  # the run must end and report any exception
+        except Exception as error:  # any exception must end the run and be reported
             log.exception("the coordinator failed")
             self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
         finally:
@@ -375,7 +378,7 @@ class CoordinatorHost:
         member = self._member("server", server)
         if member is None:
             self._collection.give_up(owed)
-        elif owed:  # one at a time, because a server sends only one bulk message at a time to each peer
+        elif owed:  # a server sends only one bulk message at a time to each peer
             self._hub.send(member, FetchSnapshot(owed[0]))
 
     def _take_calls(self) -> None:

@@ -1,4 +1,4 @@
-"""Estimates of the memory and file descriptors that a run needs, and queries for what this machine has available.
+"""Estimates of the memory and file descriptors that a run needs, and functions that return the available amounts.
 
 Let P be the size of all parameters in bytes (including padding), n the number of workers and s the number of vectors
 that the optimizer stores per vector of weights. A run needs
@@ -70,7 +70,7 @@ DESCRIPTOR_HEADROOM = 16
 """Spare file descriptors per process, for importing modules, starting child processes and the script's own files."""
 
 STATE_VECTORS = {"Adagrad": 1, "Adadelta": 2, "Adamax": 2, "ASGD": 1, "NAdam": 2, "RAdam": 2, "Rprop": 2}
-"""Optimizer -> number of state vectors, for the optimizers whose number does not depend on the hyperparameters."""
+"""Optimizer -> number of state vectors, for the optimizers whose number does not depend on the hyper-parameters."""
 
 MOST_STATE_VECTORS = 3  # assumed for an unknown optimizer
 
@@ -105,7 +105,7 @@ class Footprint(msgspec.Struct, frozen=True):
 
     @property
     def total_bytes(self) -> int:
-        """The maximum memory of the run."""
+        """The maximum amount of memory that the run uses."""
         vectors = self.weights + self.state + self.regions + self.inboxes + self.answers + self.reading
         return vectors + self.processes
 
@@ -150,7 +150,7 @@ def state_vectors(optimizer: str, groups: Sequence[Mapping[str, Any]], dtypes: I
 
     Args:
         optimizer: name of the optimizer's class in `torch.optim`.
-        groups: hyperparameters of each parameter group. The group that needs the most vectors determines the result.
+        groups: hyper-parameters of each parameter group. The group that needs the most vectors determines the result.
         dtypes: dtypes of the parameters.
 
     Example:
@@ -177,11 +177,11 @@ def _state_vectors(optimizer: str, group: Mapping[str, Any]) -> int:
 
 
 def shortage(needed: Footprint, available: int | None, what: str) -> str:
-    """Return an error message if a run needs more memory than is available; "" if not, or if this is unknown.
+    """Return an error message if a run needs more memory than is available; otherwise, return "".
 
     Args:
         needed: memory that the run needs.
-        available: available memory in bytes, see `available_bytes`; None if it is unknown.
+        available: available memory in bytes, see `available_bytes`; None if it is unknown. Then the result is "".
         what: description of the run, such as "4 workers over tcp".
     """
     if available is None or needed.to_come_bytes <= available:
@@ -196,13 +196,13 @@ def shortage(needed: Footprint, available: int | None, what: str) -> str:
 
 
 def process_shortage(workers: int, servers: int, available: int | None) -> str:
-    """Return an error message if the processes of a run do not fit into memory; "" if they do, or if this is unknown.
+    """Return an error message if the processes of a run do not fit into the available memory; otherwise, return "".
 
     Args:
         workers: number of workers.
         servers: number of servers.
-        available: available memory in bytes, not counting what the launcher already uses, see `available_bytes`; None
-            if it is unknown.
+        available: available memory in bytes, without the memory that the launcher already uses, see
+            `available_bytes`; None if it is unknown. Then the result is "".
     """
     count = workers + servers
     needed = count * PROCESS_BYTES

@@ -1,4 +1,4 @@
-"""The common part of the event loops of servers and the coordinator: a listening socket and its connections.
+"""The common part of the event loops of the *hosts* (the servers and the coordinator), which manages connections.
 
 A peer is accepted when its first message contains the run's token. Until then it is a *stranger* (see `strangers`):
 only a small greeting and at most one descriptor are received from it, and nothing is sent to it. A stranger is
@@ -49,7 +49,7 @@ LONGEST_REASON = 1000
 OUR_FAULT = (InternalError, OSError, MemoryError)
 # Time between two checks of the sockets while rings are busy.
 SOCKETS_INTERVAL_S = 1e-3
-# Maximum time to block if there are rings, which limits the delay if a wake-up is ever lost.
+# Maximum time to block if there are rings. If a wake-up is ever lost, the delay is no longer than this.
 LONGEST_SLEEP_S = 0.1
 # Stands for an event that the selector cannot report: the peer's ring contains messages.
 IN_RING = 1 << 8
@@ -113,7 +113,7 @@ class Hub(Generic[P]):
         token: the secret that peers must send.
         listener: a listening socket, of which the hub takes ownership.
         accepts: the type of the messages that peers may send, usually a union.
-        make_peer: returns the object that represents a new connection: a `Caller`, usually of a subclass.
+        make_peer: function that returns the object for a new connection, an instance of `Caller` or of a subclass.
         host: the object that handles the messages and the ends of connections.
 
     Attributes:
@@ -137,7 +137,7 @@ class Hub(Generic[P]):
         self._accepts = accepts
         self._make_peer = make_peer
         self._host = host
-        # Peers to which sending failed, with the error. They are dropped after the current message.
+        # Peers to which sending has failed, each with its error. They are dropped after the current message.
         self._broken: list[tuple[P, PeerLostError | ProtocolError]] = []
         # The peers that have a ring.
         self._ringed: dict[Stream[Any], P] = {}
@@ -204,9 +204,10 @@ class Hub(Generic[P]):
                 peer.stream.drain(timeout_s)
 
     def expect_end(self, peer: P) -> None:
-        """Prepare to drop a peer whose process has ended, once its last messages have been received.
+        """Drop a peer whose process has ended, but only after its last messages have been received.
 
-        Usually the connection ends by itself. If a forked child of the process keeps it open, `poll` drops it.
+        Usually the connection ends by itself. If a forked child of the process keeps the connection open, `poll`
+        closes it.
         """
         if peer in self.peers and peer not in self._ending:
             peer.ended_s = time.monotonic()

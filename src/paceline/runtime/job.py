@@ -146,9 +146,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """A description of how unequal machines are emulated; "" if nothing is emulated."""
         parts = []
         if self.pace_s:
-            parts.append("least seconds per iteration " + ", ".join(f"{p:g}" for p in self.pace_s))
+            parts.append("minimum seconds per iteration " + ", ".join(f"{p:g}" for p in self.pace_s))
         if self.slowdown:
-            parts.append("compute time stretched by " + ", ".join(f"{s:g}" for s in self.slowdown))
+            parts.append("compute time multiplied by " + ", ".join(f"{s:g}" for s in self.slowdown))
         if parts and self.jitter:
             parts.append(f"jitter +-{self.jitter:.0%}")
         return "; ".join(parts)
@@ -197,7 +197,7 @@ def make_job(
     For a dry run, the directory is not created. See `claim_run_dir`.
 
     Raises:
-        ConfigurationError: an option is not valid. The message names the value, what was expected and what to do.
+        ConfigurationError: an option is not valid. The message states the value, what was expected and what to do.
     """
     workers = _require_integer("workers", workers, least=1)
     if servers is None:
@@ -346,7 +346,7 @@ def _per_worker(name: str, values: Sequence[float] | None, workers: int, least: 
 def require_usable(path: str | os.PathLike[str]) -> None:
     """Raise `ConfigurationError` if a run directory cannot be written or already contains a run.
 
-    The directory is not created.
+    This function does not create the directory.
     """
     if not os.fspath(path):
         raise ConfigurationError(
@@ -363,7 +363,7 @@ def require_usable(path: str | os.PathLike[str]) -> None:
 
 
 def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:
-    """Create and return the run directory: `path`, or a new directory in ./runs that is named after the time."""
+    """Create and return the run directory: `path`, or a new directory in ./runs that is named by date and time."""
     try:
         if path is not None:
             run_dir = Path(path).absolute()

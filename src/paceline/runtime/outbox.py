@@ -4,7 +4,7 @@ FluentPS overlaps communication with computation (section III): while the gradie
 being computed, the gradients of the last layers are already being sent. The servers do not use these pieces before
 the iteration is committed. So until the commit, a script may clip, scale, accumulate or drop its gradients. At the
 commit, each piece that was sent early is sent again if the checksum of its bits has changed. If a script changes its
-gradients after the backward pass, early sending gains nothing and is suspended for some iterations.
+gradients after the backward pass, early sending saves no time and is suspended for some iterations.
 """
 
 from __future__ import annotations

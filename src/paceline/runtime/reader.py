@@ -77,7 +77,7 @@ class Assembly:
         self._lacks_buffers &= snapshot.shard != 0
 
     def fill(self, shard: int, weights: Mapping[str, memoryview]) -> None:
-        """Copy a shard's weights from memory, given as a mapping from dtype to the bytes of the shard's slice.
+        """Copy a shard's weights from `weights`, a mapping from dtype to the bytes of the shard's slice.
 
         The model's buffers are not copied.
         """
@@ -143,7 +143,7 @@ class Reader:
         Raises:
             PeerLostError: the connection to a server is lost.
             DeadlineError: a server does not answer in time.
-            ProtocolError: a server sent another message instead of a snapshot.
+            ProtocolError: a server sent a message that is not a snapshot.
         """
         assembly = self._assembly = Assembly(self._model, self._shards)
         for shard, stream in zip(self._shards, self._streams, strict=True):
@@ -168,7 +168,7 @@ class Reader:
 
 
 def named_weights(layout: Layout, vectors: Vectors) -> dict[str, torch.Tensor]:
-    """Return copies of the parameters in the flat vectors: name -> tensor.
+    """Return a copy of each parameter in the flat vectors: name -> tensor.
 
     Tied parameters appear under all of their names.
     """

@@ -1,8 +1,8 @@
-"""Validation of the model and the hyperparameters that a worker sends, before a server uses them.
+"""Validation of the model and the hyper-parameters that a worker sends, before a server uses them.
 
-All servers use the model that one worker sends, and the hyperparameters that come with each push. This module rejects
-values that would cause an error in torch in the middle of an update. To find such values, it tries a step with an
-optimizer that has one element for each group and dtype, using the same code as a shard.
+All servers use the model that one worker sends, and the hyper-parameters in each push. This module rejects
+values that would cause an error in torch in the middle of an update. To find such values, it takes trial steps with
+the same code as a shard, using an optimizer that has one element for each group and dtype.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MOST_BYTES = 2**48  # maximum size of the parameters and of each buffer; no mach
 PLAIN_RATE = 1e4  # learning rates up to this value need no trial, because every dtype can represent them
 LATE_STEP = 1e9  # a step number that no run reaches
 
-# For each optimizer: the bounds of its numeric hyperparameters, and None for its flags. torch accepts every
-# combination within these bounds, so a trial, which takes 1.5 s to import torch's compiler, is not necessary.
+# For each optimizer: the bounds of its numeric hyper-parameters, and None for its flags. torch accepts every
+# combination within these bounds without a trial. A trial is slow: it imports torch's compiler, which takes 1.5 s.
 _RATES = {"lr": (0.0, PLAIN_RATE), "weight_decay": (0.0, 1.0), "maximize": None}
 _ADAM = _RATES | {
     "betas": (0.0, 0.9999),
@@ -56,35 +56,37 @@ def require_sound(model: ModelSpec) -> None:
     except ConfigurationError as error:
         raise ProtocolError(f"the model cannot be trained: {error}") from error
     if layout != model.layout:
-        raise ProtocolError("the layout does not match the parameters")
+        raise ProtocolError("the model's layout does not match its parameters")
     for buffer in model.buffers:
         if not isinstance(getattr(torch, buffer.dtype, None), torch.dtype):
             raise ProtocolError(f"the buffer {buffer} has an unknown dtype")
     if max(layout.size_bytes, *(packed_bytes(spec) for spec in model.buffers), 0) > MOST_BYTES:
-        raise ProtocolError(f"the model has more than {MOST_BYTES} bytes")
+        raise ProtocolError(f"the parameters or a buffer of the model have more than {MOST_BYTES} bytes")
     if optimizer.name not in ELEMENTWISE or not optimizer.groups:
         raise ProtocolError(f"the optimizer {optimizer.name} is not supported by servers, or has no groups")
     if len(optimizer.group_of) != len(parameters) or not all(
         0 <= group < len(optimizer.groups) for group in optimizer.group_of
     ):
-        raise ProtocolError("the parameters are not assigned to the groups of the optimizer")
+        raise ProtocolError("not every parameter of the model is assigned to one of the optimizer's groups")
     if all(_is_plain(optimizer.name, group) for group in optimizer.groups):
         return
     [known] = read_groups(ELEMENTWISE[optimizer.name]([torch.zeros(1)]))  # type: ignore[call-arg]
     if any(group.keys() != known.keys() for group in optimizer.groups):
-        raise ProtocolError(f"the names of the hyperparameters differ from those of torch's {optimizer.name}")
+        raise ProtocolError(
+            f"the names of the hyper-parameters differ from those of torch's {optimizer.name}"
+        )
     _try(model, optimizer.groups)
 
 
 def require_groups(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
-    """Check that training can continue with new hyperparameters.
+    """Check that training can continue with new hyper-parameters.
 
     Raises:
-        ProtocolError: the names or types of the hyperparameters have changed, or torch cannot use the new values.
+        ProtocolError: the names or types of the hyper-parameters have changed, or torch cannot use the new values.
     """
     before = model.optimizer.groups
     if [_kinds(group) for group in groups] != [_kinds(group) for group in before]:
-        raise ProtocolError("the names or types of the hyperparameters have changed since training began")
+        raise ProtocolError("the names or types of the hyper-parameters have changed since training began")
     # No trial is necessary if only the learning rate has changed, as it often does with a scheduler.
     same = [{**group, "lr": 0} for group in groups] == [{**group, "lr": 0} for group in before]
     if not (same and all(isinstance(r := g["lr"], float | int) and 0 <= r <= PLAIN_RATE for g in groups)):
@@ -92,13 +94,13 @@ def require_groups(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> Non
 
 
 def _try(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
-    """Try one step with the model's hyperparameters, one with the new ones, and one with a very high step count.
+    """Try three steps: with the model's hyper-parameters, with the new ones, and with a very high step count.
 
     Raises:
         ProtocolError: a step failed.
     """
     if not all(map(math.isfinite, _numbers(groups))):
-        raise ProtocolError("the hyperparameters are not finite")
+        raise ProtocolError("a hyper-parameter is infinite or NaN")
     before = model.optimizer
     count = len(before.groups)
     dtypes = [*model.layout.sizes] * count
@@ -122,11 +124,11 @@ def _try(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
         optimizer.step([ones()], 1.0, lambda parameter: True, groups)
     except Exception as error:
         # torch may raise any exception here.
-        raise ProtocolError(f"the optimizer cannot use the hyperparameters: {error!r}") from error
+        raise ProtocolError(f"the optimizer cannot use the hyper-parameters: {error!r}") from error
 
 
 def _is_plain(name: str, group: HyperParameters) -> bool:
-    """Return True if torch is known to accept these hyperparameters. See `PLAIN`."""
+    """Return True if torch is known to accept these hyper-parameters. See `PLAIN`."""
     bounds = PLAIN.get(name)
     # Nesterov momentum needs a trial, because torch accepts it only with a momentum > 0.
     if bounds is None or group.keys() != bounds.keys() or group.get("nesterov"):
@@ -135,7 +137,10 @@ def _is_plain(name: str, group: HyperParameters) -> bool:
 
 
 def _lies_within(value: object, bounds: tuple[float, float] | None) -> bool:
-    """Return True if a number, or both numbers of a pair, are within the bounds. Without bounds: if it is a flag."""
+    """Return True if a value is a number, or a pair of numbers, within the bounds.
+
+    If `bounds` is None, return True if the value is a flag.
+    """
     if bounds is None:
         return isinstance(value, bool)
     numbers = value if isinstance(value, tuple) else (value,)
@@ -143,12 +148,12 @@ def _lies_within(value: object, bounds: tuple[float, float] | None) -> bool:
 
 
 def _numbers(groups: Sequence[HyperParameters]) -> list[float]:
-    """Return all numbers among the hyperparameters."""
+    """Return all numbers among the hyper-parameters."""
     values = [value for group in groups for value in group.values() if value is not None]
     return [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
 
 
 def _kinds(group: HyperParameters) -> dict[str, str]:
-    """Return the kind of each hyperparameter's value in a group. The kinds must not change during a run."""
+    """Return the kind of each hyper-parameter's value in a group. The kinds must not change during a run."""
     kinds = {bool: "flag", int: "number", float: "number", tuple: "pair"}
     return {key: kinds.get(type(value), "nothing") for key, value in group.items()}

@@ -78,7 +78,7 @@ class ServerCaller(Caller):
     """A connection of a server, with the memory into which the peer's payloads are received.
 
     Attributes:
-        inboxes: shard -> (the memory for this worker's pushes, the gradient in it as tensors).
+        inboxes: shard -> (memory for this worker's pushes, the gradient in this memory as tensors).
         payload: the parts of the payload of the current message that are not stored in an inbox.
     """
 
@@ -194,7 +194,7 @@ class ServerHost:
             ):
                 # If this were allowed, the queue of messages to this peer could grow without limit.
                 raise ProtocolError(
-                    f"{type(message).__name__} came before shard {message.shard}'s last answer was read"
+                    f"{type(message).__name__} arrived before the last answer of shard {message.shard} was read"
                 )
             case Stage() if message.shard in peer.inboxes:
                 peer.inboxes[message.shard][0].take(message.pieces)
@@ -347,7 +347,7 @@ class ServerHost:
         if self._job.transport != "shm":
             return None
         if not self._coordinator.stream.descriptors:
-            raise ProtocolError("the coordinator did not pass the shared memory of the weights")
+            raise ProtocolError("the coordinator did not pass the shared memory for the weights")
         return Region.attach(layout, self._coordinator.stream.descriptors.pop(), MASTER)
 
     def _initializes(self, peer: ServerCaller) -> bool:

@@ -61,7 +61,7 @@ class ServerMemory:
         self._slices = {shard.index: shard for shard in created.shards}
         self._groups = GroupsReader(lambda groups: require_groups(created.model, groups))
         self._states: dict[int, Vectors] = {}  # shard -> initial optimizer state, until its store is created
-        self._slots: BufferSlots | None = None  # only at the server of shard 0
+        self._slots: BufferSlots | None = None  # None except at the server of shard 0
 
     # -- memory in which pushes arrive --------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class ServerMemory:
         return Region.attach(self._model.layout, descriptor, channels=channels)
 
     def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
-        """Return the memory for a worker's pushes to each shard, in `region` or else in memory of the server."""
+        """Return the memory for a worker's pushes to each shard, in `region`, or in new memory if it is None."""
         inboxes = {}
         for index, shard in self._slices.items():
             inbox: Inbox = SharedInbox(region, shard) if region is not None else StreamedInbox(shard)
@@ -96,7 +96,9 @@ class ServerMemory:
             case Commit(shard=0, content=Content(buffers=changed)) if _are_some_of(changed, len(buffers)):
                 return [packed_bytes(buffers[index]) for index in changed]
             case Commit(content=Content(buffers=changed)) if changed:
-                raise ProtocolError(f"a commit to shard {message.shard} has buffers {changed[:8]}")
+                raise ProtocolError(
+                    f"a commit to shard {message.shard} contains unexpected buffers {changed[:8]}"
+                )
             case InitialWeights() if message.shard in self._slices:
                 bounds = self._slices[message.shard].bounds
                 sizes = [(stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in bounds.items()]
@@ -177,7 +179,7 @@ class ServerMemory:
 
 
 def _are_some_of(indices: Sequence[int], count: int) -> bool:
-    """Return True if these are distinct indices from 0 to `count` - 1."""
+    """Return True if `indices` are distinct and between 0 and `count` - 1."""
     return len(set(indices)) == len(indices) and all(0 <= index < count for index in indices)
 
 

@@ -29,7 +29,7 @@ def spin(streams: Collection[Stream[Any]]) -> list[Stream[Any]]:
 
 
 def fall_asleep(streams: Collection[Stream[Any]]) -> bool:
-    """Announce to all peers that this process will block. If a message has just arrived, undo this; return False."""
+    """Announce to all peers that this process will block. Return False if a message has arrived already."""
     for stream in streams:
         if not stream.fall_asleep():
             wake_up(streams)

@@ -23,17 +23,16 @@ from .coordinator import CoordinatorHost
 
 __all__ = ["Awaited", "StallWatch"]
 
-# A worker is reported once it has been silent for this time, and for this multiple of its usual iteration time.
+# A worker is reported when it has been silent for at least PATIENCE_S, and for at least PATIENCE_ITERATIONS times its
+# usual iteration time.
 PATIENCE_S = 3.0
 PATIENCE_ITERATIONS = 5
 FIRST_PATIENCE_S = (
-    15.0  # patience until a worker's iterations have been timed; the first one may compile code
+    15.0  # patience while a worker's iteration time is unknown; its first iteration may compile code
 )
 NOBODY_YET_PATIENCE_S = 60.0  # patience while no process has started or reached its first step
 SERVER_PATIENCE_S = 3.0  # patience with a server, which answers as soon as it has handled the current message
-SUSPICIOUS_S = (
-    2.0  # when no worker has been computing for this time, the servers are asked which workers wait
-)
+SUSPICIOUS_S = 2.0  # when no worker has computed for this time, the servers are asked which workers wait
 APART_S = 1.0  # minimum time between two requests to the servers
 
 
@@ -75,7 +74,7 @@ class StallWatch:
         self._coordinator = coordinator
         self._begun_s = time.monotonic()
         self._asked_s = 0.0
-        self._idle_s: float | None = None  # since when no worker computes; None if one does
+        self._idle_s: float | None = None  # time since which no worker has computed; None if one computes
         self._before: dict[int, Waits] = {}  # previous answers of the servers
 
     def look(self) -> list[Awaited]:
@@ -121,7 +120,7 @@ class StallWatch:
         held |= coordinator.core.awaiting_turn
         awaited = [worker for worker in late if worker not in held]
         if not held and len(awaited) < len(live):
-            return []  # the other workers continue without the late ones
+            return []  # no worker waits, so the other workers can continue without the late ones
         waiting = tuple(worker for worker in live if worker in held)
         return [self._awaited(worker, quiet_s[worker], waiting) for worker in awaited]
 

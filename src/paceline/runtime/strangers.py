@@ -6,7 +6,7 @@ for the run. When the limit is reached, the next connection replaces the oldest 
 has had enough time to send its greeting. Until then, new connections wait in the system's queue. The first few
 messages about strangers are logged; further messages are only counted.
 
-If the process nevertheless runs out of descriptors, a spare descriptor is closed for a moment, so that the next
+If the process nevertheless runs out of descriptors, a spare descriptor is closed temporarily, so that the next
 connection can be accepted and closed. Otherwise this connection would stay in the queue and keep the selector busy.
 """
 
@@ -59,7 +59,7 @@ class Acceptor:
         self._take_reserve()
 
     def fileno(self) -> int:
-        """The listener's descriptor, for selectors."""
+        """Return the descriptor of the listening socket. Selectors call this method."""
         return self._listener.fileno()
 
     def accept(self) -> socket.socket | None:
@@ -105,7 +105,7 @@ class Acceptor:
 
 
 class Strangers(Generic[P]):
-    """The connections that have not sent the token yet, oldest first. Limits their number and their lifetime.
+    """Stores the connections that have not sent the token yet, oldest first, and limits their number and lifetime.
 
     Args:
         host: name of the host in the log.
@@ -148,13 +148,13 @@ class Strangers(Generic[P]):
         self._rests_until_s = time.monotonic() + GREETING_S
 
     def late(self) -> Iterator[P]:
-        """Yield the strangers that have not sent the token in time. Drop each one before requesting the next."""
+        """Yield the strangers that have not sent the token in time. The caller must drop each one before the next."""
         self._log_count()
         while self._since_s and self._oldest_s() > GREETING_TIMEOUT_S:
             yield next(iter(self._since_s))
 
     def left_s(self, timeout_s: float | None) -> float | None:
-        """Return how long a host may block, at most `timeout_s`; None if there is no limit."""
+        """Return how long a host may block in seconds, at most `timeout_s`; None if there is no limit."""
         left_s = math.inf if timeout_s is None else timeout_s
         if self._since_s:
             # If there is no room, the host must wake up when the oldest stranger may be dropped.
@@ -168,7 +168,7 @@ class Strangers(Generic[P]):
         return None if left_s == math.inf else left_s
 
     def note(self, text: str) -> None:
-        """Log a message about a stranger. After the first few, only the number of messages is logged at intervals."""
+        """Log a message about a stranger. After the first few messages, only their number is logged."""
         if self._logged < LOGGED_IN_FULL:
             self._logged += 1
             self._count_due_s = time.monotonic() + COUNT_INTERVAL_S

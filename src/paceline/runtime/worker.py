@@ -62,7 +62,7 @@ from .spin import fall_asleep, spin, wake_up
 __all__ = ["WorkerSession"]
 
 STATUS_INTERVAL_S = 0.1
-# minimum time between two checks for messages from the coordinator, which matters if iterations are very short
+# minimum time between two checks for messages from the coordinator, so that very short iterations skip most checks
 HEARING_INTERVAL_S = 200e-6
 GOODBYE_TIMEOUT_S = 5.0
 
@@ -138,12 +138,12 @@ class WorkerSession:
         started = self._core.started
         self._shards = started.shards
         shared = self._job.transport == "shm"
-        addresses = list(dict.fromkeys(started.addresses))  # of the servers, in order
+        addresses = list(dict.fromkeys(started.addresses))  # addresses of the servers, in order
         channels = len(addresses) if shared and rings_available() else 0
         self._region = region = Region.create(model.layout, shared=shared, channels=channels)
         if shared:
             if not self._coordinator.descriptors:
-                raise ProtocolError("the coordinator did not pass the shared memory of the weights")
+                raise ProtocolError("the coordinator did not pass the shared memory for the weights")
             self._master = Master.follow(model.layout, self._coordinator.descriptors.pop())
         else:
             # Early sending uses the network during the backward pass. If all servers are on this machine, there is no
@@ -311,7 +311,7 @@ class WorkerSession:
         self._show("computing", loss)
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
-        # one at a time, because a server sends only one bulk message at a time to each peer
+        # Fetch one state at a time, because a server sends only one bulk message at a time to each peer
         for shard in self._shards:
             self._fetching = shard.index
             self._send_to_shard(shard.index, FetchOptimizerState(shard.index))
@@ -328,7 +328,7 @@ class WorkerSession:
             return
         self._finished = True
         if self._in_place and self._master is not None and self._region is not None:
-            # The script may still read its weights, but the other workers will continue to change the shared ones.
+            # The script may still read its weights, but other workers continue to change the shared weights.
             for dtype, target in self._region.weights.items():
                 target[:] = self._master.weights[dtype]
             self._move(in_place=False)
@@ -484,7 +484,7 @@ class WorkerSession:
                 limit_bytes = STATE_LIMIT_FACTOR * shards[message.shard].size_bytes + STATE_SLACK_BYTES
                 if size_bytes > limit_bytes:
                     raise ProtocolError(
-                        f"an optimizer state has {size_bytes} bytes, expected <= {limit_bytes}"
+                        f"an optimizer state has {size_bytes} bytes, expected at most {limit_bytes}"
                     )
                 self._states[message.shard] = bytearray(size_bytes)
                 return [memoryview(self._states[message.shard])]

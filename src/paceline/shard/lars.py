@@ -45,7 +45,7 @@ class LARS(torch.optim.Optimizer):
         lr: global learning rate. May change between steps.
         momentum: momentum factor, in [0, 1). Default: 0.9.
         weight_decay: L2 penalty, which also enters the local rate. Default: 0.
-        trust_coefficient: factor of the local rate, called eta in the paper. Default: 1e-3.
+        trust_coefficient: factor in the local rate, called eta in the paper. Default: 1e-3.
         eps: term added to the denominator for numerical stability. Default: 1e-8.
         nesterov: True to use Nesterov momentum, which requires a momentum > 0. Default: False.
 
@@ -149,7 +149,7 @@ class LARS(torch.optim.Optimizer):
 
 
 def scaled_gradient(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """Return d for a parameter that has a gradient, as a new dense tensor with the parameter's shape and dtype."""
+    """Return the scaled gradient d of a parameter as a new dense tensor with the parameter's shape and dtype."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:

@@ -1,4 +1,4 @@
-"""Splits an optimizer's state into the states of the shards, and joins these again.
+"""Splits an optimizer's state into the states of the shards, and joins the states of the shards again.
 
 The user's optimizer stores its state per parameter, but a shard holds segments of parameters. The state of a shard is
 a mapping "<segment>/<key>" -> tensor, where <segment> is the position of the segment in the shard and <key> is
@@ -83,5 +83,5 @@ def segments_of_state(bounds: ShardSlice, state: Vectors) -> dict[str, tuple[int
 
 
 def _scalar_dtype() -> torch.dtype:
-    """Return the dtype in which torch.optim stores step counts. `load_state_dict()` may have changed it."""
+    """Return the dtype in which torch.optim stores step counts. `load_state_dict()` may have converted them."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32

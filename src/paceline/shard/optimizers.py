@@ -46,10 +46,10 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
 """Name -> class of the optimizers that the servers can run."""
 
 PER_PARAMETER_STATE = frozenset({"step", "eta", "mu", "mu_product"})
-"""Keys of the state with one number per parameter, equal in all slices. Other state has one number per element."""
+"""Keys of state entries with one number per parameter, equal in all slices. Other entries have one per element."""
 
 IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Settings that select an implementation in torch and do not change the results. They are chosen by the servers."""
+"""Settings that select an implementation in torch and do not change the results. The servers choose their own."""
 
 AFTER_SCALING: HyperParameters = {"dampening": 0.0, "weight_decay": 0.0, "maximize": False}
 """Settings of the SGD that the servers run for LARS. The scaled gradients already include the weight decay."""
@@ -108,7 +108,7 @@ def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[Hyper
     Each step uses a parameter with a single element for each group.
 
     Raises:
-        Exception: any error that torch raises because it cannot use the hyper-parameters, or cannot change them.
+        Exception: any error that torch raises because it cannot use the hyper-parameters or change to the new ones.
     """
     make_optimizer(name, after, [[torch.zeros(1)] for _ in after])
     parameters = [torch.zeros(1) for _ in before]

@@ -10,7 +10,7 @@ Two implementations give the same results:
 A parameter without a gradient is not the same as a parameter whose gradient is zero: without a gradient, an optimizer
 changes neither the parameter nor its momentum nor its step count. So `FusedOptimizer` divides its slice into *runs*,
 each of which it updates as a whole. A run consists of neighboring segments of one group that have taken the same
-number of steps. A run is split when a push has gradients for only some of its segments.
+number of steps. A run is split when a push has gradients for only some of the run's segments.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class FusedUpdate(NamedTuple):
     """The fused implementation of one optimizer class.
 
     Attributes:
-        state_keys: returns the keys of the vectors of state that the hyper-parameters require.
+        state_keys: returns the keys of the state vectors that the hyper-parameters require.
         kernel: returns the kernel of one step, given the hyper-parameters and the number of earlier steps.
         counts_steps: True if the state includes the number of steps.
     """
@@ -157,7 +157,7 @@ class SegmentRun:
         segments: positions of the segments in the shard.
         group: index of the group.
         steps: number of steps that the segments have taken.
-        dtype: dtype of the vector.
+        dtype: dtype of the flat vector that contains the run.
         start: first element of the run in the vector.
         stop: end of the run in the vector, exclusive.
         views: key of a state vector -> chunks of this vector. The chunks of the weights have the key "".
@@ -195,7 +195,7 @@ class FusedOptimizer:
         self._update = FUSED[spec.name]
         self._group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
         self._groups = spec.groups
-        # (key, dtype) -> vector of state, as long as the vector of weights of that dtype
+        # (key, dtype) -> state vector, as long as the vector of weights of this dtype
         self._state: dict[tuple[str, str], torch.Tensor] = {}
         self._scratch = {
             dtype: torch.empty(min(vector.numel(), CHUNK_BYTES // ITEM_BYTES[dtype]), dtype=vector.dtype)

@@ -1,4 +1,4 @@
-"""Stores each worker's buffers as of its last commit, and pools them over the workers."""
+"""Stores the model's buffers (such as BatchNorm's statistics) that each worker last sent, and pools them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["BufferSlots"]
 
 
 class BufferSlots:
-    """The latest buffers of each worker.
+    """Stores the latest values of the model's buffers for each worker.
 
     Args:
         specs: the buffers of the model.
@@ -26,7 +26,7 @@ class BufferSlots:
         self._slots: dict[int, dict[str, torch.Tensor]] = {}
 
     def put(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
-        """Replace some buffers of a worker, given as index -> tensor. This object takes ownership of the tensors."""
+        """Replace some of a worker's buffers (index -> tensor). This object takes ownership of the tensors."""
         slot = self._slots.setdefault(worker, dict(self._first))
         for index, tensor in buffers.items():
             slot[self._specs[index].name] = tensor

@@ -57,7 +57,7 @@ class Store:
         self.bounds = bounds
         self.weights = weights
         self._before_update = before_update
-        self._pushes: dict[Key, Push] = {}  # neither applied nor discarded
+        self._pushes: dict[Key, Push] = {}  # pushes that have been neither applied nor discarded
         self._optimizer = optimizer_of_slice(optimizer, bounds, weights)
 
     def put(self, worker: int, iteration: int, push: Push) -> None:
@@ -65,7 +65,7 @@ class Store:
         self._pushes[worker, iteration] = push
 
     def apply(self, pushes: Sequence[Key], scale: float) -> None:
-        """Take one optimizer step with `scale` times the sum of some pushes, added in the order given.
+        """Take one optimizer step with `scale` times the sum of the given pushes, added in the order given.
 
         The step uses the hyper-parameters in the push with the highest iteration. Parameters for which no push has a
         gradient are skipped.

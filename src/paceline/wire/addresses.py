@@ -61,7 +61,7 @@ def connect(address: str, timeout_s: float = 10.0) -> socket.socket:
     """Return a socket that is connected to an address.
 
     Raises:
-        PeerLostError: the connection cannot be made, for example because no process listens there.
+        PeerLostError: the connection cannot be made, for example because no process listens at the address.
     """
     kind, _, rest = address.partition(":")
     try:

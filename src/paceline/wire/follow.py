@@ -1,11 +1,11 @@
 """A private view of memory that another process writes, with detection of local edits.
 
-The weights that the servers update are mapped privately (copy-on-write). If a script writes to them, it changes its
-own copy of the page, which no other process sees. From then on, the script does not see the servers' updates of this
-page. So before each push, `/proc/self/pagemap` is read to find the pages that have been copied (half a millisecond
-for 100 MB). If a copied page has the same content as the shared page, the copy is discarded. This happens, for
-example, when a script replaces the weights by averaged ones for a while and then restores them. If the content
-differs, the script has edited its weights.
+The weights that the servers update are mapped privately (copy-on-write). If a script writes to the weights, it
+changes its own copy of the page, which no other process sees. From then on, the script does not see the servers'
+updates of this page. So before each push, `/proc/self/pagemap` is read to find the pages that have been copied (half
+a millisecond for 100 MB). If a copied page has the same content as the shared page, the copy is discarded. This
+happens, for example, when a script temporarily replaces the weights by averaged weights. If the content differs, the
+script has edited its weights.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Follower:
 
 
 def _byte_ranges(pages: np.ndarray[tuple[int], np.dtype[np.intp]]) -> list[tuple[int, int]]:
-    """Return the byte ranges of some pages. Adjacent pages are merged into ranges of up to `COMPARED_BYTES`."""
+    """Return the byte ranges of the given pages. Adjacent pages are merged into ranges of up to `COMPARED_BYTES`."""
     ranges: list[tuple[int, int]] = []
     for start in (int(page) * PAGE_BYTES for page in pages):
         if ranges and ranges[-1][1] == start and start - ranges[-1][0] < COMPARED_BYTES:

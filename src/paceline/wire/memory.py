@@ -52,8 +52,7 @@ PAGE_BYTES = mmap.PAGESIZE
 SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: the size is final
 
 Vectors = Mapping[str, memoryview]
-"""Mapping from dtype to the bytes of a flat vector, or of a slice of it."""
-
+"""Mapping from dtype to the bytes of a flat vector, or of a slice of a flat vector."""
 
 Kind = Literal["weights", "gradients"]
 WORKERS: Final[tuple[Kind, ...]] = ("weights", "gradients")
@@ -132,7 +131,7 @@ class Region:
         *,
         channels: int = 0,
     ) -> Region:
-        """Map a region that another process has created. This closes the descriptor, even after an error.
+        """Map a region that another process has created. The descriptor is closed, even after an error.
 
         Raises:
             ProtocolError: the memory does not have the size that the layout requires, or it is not sealed.
@@ -268,13 +267,13 @@ class StreamedInbox:
     def close(self, *, empty: bool) -> None:
         if self.missing and not empty:
             raise ProtocolError(
-                f"an iteration was committed without {len(self.missing)} of its {len(self.pieces)} pieces"
+                f"an iteration was committed without {len(self.missing)} of {len(self.pieces)} pieces of the gradient"
             )
         self.missing.update(range(len(self.pieces)))
 
 
 def cut_pieces(vectors: Vectors, pieces: Sequence[Piece]) -> list[memoryview]:
-    """Return the memory of some pieces of `vectors`, in order. Adjacent pieces are merged."""
+    """Return the memory of the given pieces of `vectors`, in order. Adjacent pieces are merged."""
     ranges: list[tuple[str, int, int]] = []
     for dtype, start, stop, _ in pieces:
         if ranges and ranges[-1][0] == dtype and ranges[-1][2] == start:

@@ -11,7 +11,7 @@ marks itself as *asleep* in the ring and then blocks. The writer wakes such a re
               a frame does not fit into the rest of the ring, the largest integer marks this rest as skipped.
 
 Each of the three words has its own cache line and a single writer. On x86-64, stores become visible in the order in
-which they are made, so it is sufficient to write the bytes of a frame before the count. Falling asleep needs more:
+which they are made, so it is sufficient to write the bytes of a frame before the count. Falling asleep requires more:
 the flag must be visible before the reader checks the ring for the last time, and the count must be visible before the
 writer reads the flag. This requires a memory fence, which Python does not have, but acquiring a lock acts as a fence.
 Rings are not used on other processors (see `available`).
@@ -46,7 +46,7 @@ def available() -> bool:
 
 
 class Ring:
-    """A ring buffer that carries frames from one process to another.
+    """One end of a ring buffer that carries frames from one process to another.
 
     Args:
         memory: `RING_BYTES` bytes, aligned to a cache line and filled with zeros before the first use.
@@ -119,7 +119,9 @@ class Ring:
         return written
 
     def read(self, end: int | None = None) -> bytes | None:
-        """Return the next frame before `end`, or None if there is none. By default, any frame may be returned.
+        """Return the next frame before `end`; None if there is none.
+
+        By default, the frame may be anywhere in the ring.
 
         Raises:
             ValueError: the content of the ring cannot have been written by a correct writer.

@@ -9,7 +9,7 @@ the same system call.
 Sending never blocks: data that the socket does not accept immediately is queued, so that a peer that reads slowly
 does not delay other peers. Callers keep the queue bounded by sending at most one bulk message per peer and shard at a
 time. A *lent* payload is not copied, but sent from its original memory. Before this memory changes, its owner must
-call `keep`, which copies the parts that are still queued. By then, usually everything has been sent.
+call `keep`, which copies the parts that are still queued. In most cases, all parts have been sent by then.
 
 Two peers that share memory may use a pair of rings (see `ring`). Then small messages are sent through the rings. A
 message with a payload or a large header is still sent through the socket, and an empty frame in the ring marks its
@@ -17,9 +17,9 @@ position in the order of the messages. The socket is also used to wake a sleepin
 is lost. The memory for a payload is requested only when the position of its message in the ring has been reached. By
 then, all earlier messages have been yielded.
 
-One call of `receive` does a bounded amount of work, however much a peer sends: it reads what the ring contained when
-the call began, and a few buffers from the socket. No complete message is left in the buffer, so a level-triggered
-selector reports reliably whether there is more to receive.
+One call of `receive` does a bounded amount of work, however much a peer sends: it reads the data that the ring
+contained when the call began, and fills the receive buffer from the socket a few times. No complete message is left
+in the buffer, so a level-triggered selector reports reliably whether there is more to receive.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ T = TypeVar("T", bound=Message)
 Sink = Callable[[T, int], Sequence[memoryview]]
 """A function that takes a message and the size of its payload in bytes, and returns the memory for the payload.
 
-The memory must have exactly that size. The sink is called for every message and returns `[]` for a message without a
-payload. It raises `ProtocolError` to refuse a message.
+The memory must have exactly the size of the payload. The sink is called for every message and returns `[]` for a
+message without a payload. It raises `ProtocolError` to refuse a message.
 """
 
 PREFIX = struct.Struct("<4sIQ")
 MAGIC = b"PCL1"
-HEADER_LIMIT_BYTES = 64 * 1024 * 1024  # enough for a layout of a million parameters
+HEADER_LIMIT_BYTES = 64 * 1024 * 1024  # enough for a layout with a million parameter tensors
 GREETING_LIMIT_BYTES = 4096  # limit for the header of a peer that has not sent the token yet
 BUFFERS_PER_CALL = 512  # maximum number of buffers per call of sendmsg; the system's limit is 1024
-# Size of the send buffer on loopback. The receiver then copies data that is still in the cache, so transfers of 25 to
-# 100 MB take a fifth less time.
+# Size of the send buffer on loopback. The data in such a small buffer is still in the cache when the receiver copies
+# it, so transfers of 25 to 100 MB take a fifth less time.
 LOOPBACK_BUFFER_BYTES = 384 * 1024
 BUFFER_BYTES = 64 * 1024  # size of the receive buffer, which has room for the headers of many messages
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)  # room for a few descriptors
@@ -128,7 +128,7 @@ class Stream(Generic[T]):
         self._queue: deque[QueuedBytes] = deque()
         # Reusable memory for copies of queued bytes.
         self._kept: dict[Hashable, bytearray] = {}
-        # The receive buffer; bytes from start to end have been received but not read.
+        # The receive buffer. The bytes from `_start` to `_end` have been received but not read yet.
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._start = self._end = 0
         # The part of the current payload that has not been received yet.
@@ -143,7 +143,7 @@ class Stream(Generic[T]):
         close_in_forks(self)
 
     def fileno(self) -> int:
-        """The socket's descriptor, for selectors."""
+        """Return the descriptor of the socket. Selectors call this method."""
         return self.sock.fileno()
 
     @property
@@ -278,7 +278,7 @@ class Stream(Generic[T]):
             try:
                 fills = fills - 1 if self._fill() else 0
             except PeerLostError:
-                # Yield what the peer wrote to the ring before the connection was lost.
+                # Yield the messages that the peer wrote to the ring before the connection was lost.
                 if self._ring_in is not None:
                     yield from self._in_order(self._ring_in)
                 raise
@@ -354,7 +354,7 @@ class Stream(Generic[T]):
     def _fill(self) -> bool:
         """Receive available data with one call: first into the current payload, then into the buffer.
 
-        Return False if the received data did not fill the room for it, which means that no more data is available.
+        Return False if less data was received than there is room for, which means that no more data is available.
         """
         if self._start == self._end:
             self._start = self._end = 0
@@ -364,7 +364,7 @@ class Stream(Generic[T]):
             self._buffer[: len(left)] = left
         room = self._buffer[self._end :]
         wanted = self._wanted
-        # If the buffer is full, it must wait for a message whose position in the ring has not been reached yet.
+        # The buffer is full. It can be read only when the position of its next message in the ring has been reached.
         if not wanted.nbytes and not room.nbytes:
             return False
         ancillary_bytes = ANCILLARY_BYTES if self.takes_descriptor else 0
@@ -409,7 +409,7 @@ class Stream(Generic[T]):
             limit_bytes = HEADER_LIMIT_BYTES if self.trusted else GREETING_LIMIT_BYTES
             if magic != MAGIC or not 0 < header_bytes <= limit_bytes:
                 raise ProtocolError(
-                    "this is not a frame of the Paceline protocol, or its header is too large"
+                    "the received data is not a frame of the Paceline protocol, or its header is too large"
                 )
             self._start += PREFIX.size
             if header_bytes <= self._end - self._start:
