@@ -152,7 +152,7 @@ class Server:
         return self.shards[timer.shard].handle(event)
 
     def waits(self, *, timers: bool) -> Waits:
-        """Return which workers wait at each shard. The host passes True for `timers` if it has set a timer."""
+        """Return the workers that wait at each shard. The host passes True for `timers` if it has set a timer."""
         described = []
         for index, shard in sorted(self.shards.items()):
             reasons = dict(sorted(shard.sync.waits().items()))
