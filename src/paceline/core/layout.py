@@ -102,7 +102,7 @@ class ShardSlice(msgspec.Struct, frozen=True):
         return sum((stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in self.bounds.items())
 
     def pieces(self, size_bytes: int) -> tuple[Piece, ...]:
-        """Return the pieces of the slice, each of at most `size_bytes`, in order. A push sends the pieces one by one."""
+        """Return the pieces of the slice, in order, each of at most `size_bytes`. Each piece is sent separately."""
         pieces = []
         for dtype, (low, high) in self.bounds.items():
             step = max(1, size_bytes // ITEM_BYTES[dtype])
