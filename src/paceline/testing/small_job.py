@@ -679,8 +679,7 @@ class SmallJob:
         at = self._coordinator_pool(at._replace(queues=put(at.queues, w, (*at.queues[w], message))))
         return state._replace(coordinator=at)
 
----
-    # -- a lost worker, whose undelivered messages are discarded ---------------------------------------------
+    # -- a lost worker, whose undelivered messages are discarded -----------------------------------------
 
     def _known(self, at: CoordinatorState, w: int) -> bool:
         core = self._coordinators[at.core]
