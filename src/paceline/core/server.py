@@ -50,7 +50,7 @@ RecorderOf = Callable[[int], EntryRecorder | None]
 
 
 class Server:
-    """A server of a run: it passes the workers' messages to its shards as events and returns their requests.
+    """A server of a run: it passes the workers' messages to its shards as events, and returns the shards' requests.
 
     Args:
         seed: random seed for the run, used by the sync models.

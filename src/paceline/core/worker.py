@@ -198,7 +198,7 @@ class Worker:
         if shard is not None:
             if not 0 <= shard < self._shards or len(models) != 1:
                 raise ConfigurationError(
-                    f"shard is {shard}, expected a number from 0 to {self._shards - 1}, and exactly one sync model "
+                    f"shard is {shard}, expected a number from 0 to {self._shards - 1}. Give exactly one sync model "
                     "for this shard."
                 )
             all_models = list(self._wanted) * (self._shards if len(self._wanted) == 1 else 1)

@@ -318,7 +318,7 @@ class ConditionMachine(ShardMachine):
 
     def _close_rounds(self) -> list[AnyAction]:
         actions: list[AnyAction] = []
-        # The loop ends even if the condition always holds: `_pushed` is 0 past the fastest worker's last push.
+        # The loop ends even if the condition always holds: `_pushed` is 0 when V_train reaches the largest c_p.
         while self._pushed and self._push_condition(PushState(self.counts, self.v_train, self._pushed)):
             actions += self._apply_mean()
             closing = self._delayed.pop(self.v_train, {})

@@ -202,7 +202,7 @@ class JobMachine:
         return []
 
     def started(self, event: IterationStarted) -> list[AnyAction]:
-        """Handle a worker that has started an iteration. Called only if the model `needs_starts`."""
+        """Handle a worker that has started an iteration. Called only if `needs_starts` is True for the model."""
         return []
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:

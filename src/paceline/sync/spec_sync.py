@@ -20,8 +20,8 @@ State: At the coordinator, each worker's current and last iteration, and the pus
 Guarantee: An iteration is restarted at most once, because a restarted iteration is not watched again. Therefore every
 worker makes progress. Staleness is bounded if the base model bounds it.
 Use: When staleness slows down training more than repeated computations do, and pushes arrive in bursts.
-Deviations: An epoch ends when every live worker has pushed since the last tuning. D is at most T; of several equally
-good delays, the shortest is chosen. There is no speculation before the first tuning, or while no F is above 0.
+Deviations: An epoch ends when every live worker has pushed since the last tuning. D is at most T; if several delays
+are equally good, the shortest is chosen. There is no speculation before the first tuning, or while no F is above 0.
 
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()

@@ -128,7 +128,9 @@ class CheckedShard:
     def _carry_out(self, event: AnyEvent, action: AnyAction) -> None:
         match action:
             case ApplyPush(worker, iteration) | DropPush(worker, iteration) | HoldPush(worker, iteration):
-                assert (worker, iteration) not in self.held, f"{action}, but the push is held"
+                assert (worker, iteration) not in self.held, (
+                    f"{action} was returned, but the push is already held"
+                )
                 if isinstance(action, HoldPush):
                     self.held.add((worker, iteration))
                 elif isinstance(action, ApplyPush):
@@ -151,7 +153,7 @@ class CheckedShard:
                     self.legal.progress[worker] = v_train
             case SetTimer(worker, iteration, due_s):
                 assert self.legal.phase.get(worker) == "waiting", (
-                    f"{action}, but worker {worker} does not wait"
+                    f"{action} was returned, but worker {worker} does not wait"
                 )
                 assert iteration == self.legal.label[worker] - 1, f"{action} has the wrong iteration"
                 assert due_s >= event.now_s, f"{action} is due before {event}"

@@ -146,7 +146,7 @@ class LegalEvents:
                 PushReceived(now_s=now_s, worker=worker, iteration=label + 1),  # an iteration was left out
                 PullRequested(
                     now_s=now_s, worker=worker, iteration=label
-                ),  # its push has not been received yet
+                ),  # the push before it has not been received yet
             ]
             if phase != "computing":
                 events.append(PushReceived(now_s=now_s, worker=worker, iteration=label))

@@ -57,7 +57,7 @@ class ShardChecks:
         )
 
     def _advanced(self, view: ShardView, index: int) -> ShardView:
-        """Return the view in the current round, or under the next model if every member has passed the change."""
+        """Return the view with its round updated, or under the new model if every member has passed the change."""
         change = view.change
         if change is None or any(view.workers[member].state == "live" for member in change.members):
             return view._replace(round=self._round(view))

@@ -8,9 +8,10 @@ that the worker is lost; or a timer fires. There is no clock: a timer may fire a
 pushes, it may or may not have received what the coordinator has sent to it. Checks are made in every step. They use
 what a shard has received, never the state of a machine:
 
-- the workers that wait at a shard are those that must, or may, wait by the rule of the model in force (`admission`);
+- by the rule of the model in force (`admission`), every worker that must wait at a shard waits, and no worker waits
+  that may not wait;
 - each push is applied, averaged or dropped exactly once;
-- an iteration is restarted at most once, and a shard runs the model that the received flags call for;
+- an iteration is restarted at most once, and a shard runs the model that the received flags determine;
 - when no step is left, every worker that was not lost has done all its iterations (no deadlock), and the shards have
   completed all changes that any remaining worker has passed, and have averaged the same pushes together.
 

@@ -34,7 +34,7 @@ def grid_scan(times: Floats) -> Solution:
 
 
 def full_grid_scan(times: Floats) -> Solution:
-    """Run Algorithm 1 without its line 4 on an (n, R) matrix: every row is designated in turn."""
+    """Run Algorithm 1, except for line 4, on an (n, R) matrix: every row is designated in turn."""
     return _scan(times, range(len(times)))
 
 
