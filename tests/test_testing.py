@@ -195,12 +195,12 @@ def model_of(machine: type[ShardMachine], coordinator: type[JobMachine] | None =
     [
         (
             DropsNothing,
-            r"random events are handled\n.*but the push is empty\nafter these events:\n    WorkerJoined",
+            r"random events are handled\n.*an empty push must be dropped\nafter these events:\n    WorkerJoined",
         ),
-        (ForgetsPushes, r"was handled 0 times\nafter these events"),
-        (HoldsForever, r"all workers have left, and \{.*\} will never be applied"),
+        (ForgetsPushes, r"caused 0 actions that apply, hold or drop a push\nafter these events"),
+        (HoldsForever, r"all workers have left, but the pushes \{.*\} have not been applied"),
         (AveragesInOrderOfArrival, r"is not in worker order"),
-        (AnswersTwice, r"AnswerPull.*which was not requested"),
+        (AnswersTwice, r"AnswerPull.*answers a pull that was not requested"),
         (CountsItsChecks, r"PullRepeated.* has changed the machine"),
         (SharesItsList, r"machines share nothing\nevents at one state machine have changed another"),
         (WaitsForTheLost, r"all workers wait after Worker(Lost|Finished)"),
@@ -265,7 +265,9 @@ def test_an_oracle_is_compared() -> None:
         return [ApplyPush(last.worker, last.iteration)] if isinstance(last, PushReceived) and pushed else []
 
     assert check(ASP(), oracle=Oracle(lambda events: set(), applied)).promises == 11
-    with pytest.raises(AssertionError, match=r"the oracle agrees\nworkers \{\d\} wait, but by the oracle"):
+    with pytest.raises(
+        AssertionError, match=r"the oracle agrees\nworkers \{\d\} wait, but the oracle expects"
+    ):
         check(SSP(staleness=0), oracle=Oracle(lambda events: set(), applied))
 
 

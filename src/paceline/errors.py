@@ -5,14 +5,14 @@
     ├── UsageError                the library was used incorrectly during the run
     │   ├── WeightsChangedError   weights were edited or moved outside step()
     │   └── NonFiniteGradientError  a gradient contains NaN or inf
-    ├── ProtocolError             a peer violated the protocol; its connection is closed, and the run continues
+    ├── ProtocolError             a peer violated the protocol; it is disconnected, and the run continues
     │   └── InvalidEventError     the sync model does not allow the event; its state is unchanged
     ├── PeerLostError             the connection to a peer is lost
     ├── DeadlineError             an operation took longer than allowed
     ├── RunFailedError            a process of the run failed; contains the traceback of that process
     └── InternalError             an internal invariant is violated: a bug in Paceline, please report it
 
-Waiting is never an error. All exceptions can be pickled, because each passes all its arguments to `Exception`.
+All exceptions can be pickled, because each passes all its arguments to `Exception`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class NonFiniteGradientError(UsageError):
 
 
 class ProtocolError(PacelineError):
-    """A peer violated the protocol. Its connection is closed, and the run continues."""
+    """A peer violated the protocol. The connection to this peer is closed, and the run continues."""
 
 
 class InvalidEventError(ProtocolError):

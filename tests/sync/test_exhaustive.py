@@ -506,9 +506,9 @@ def test_the_search_finds_a_push_that_is_dealt_with_never_or_twice() -> None:
             return []
 
     for machine, words in [
-        (Forgetful, "was handled 0 times"),
-        (Eager, "was handled 2 times"),
-        (Hoarder, "before its push was applied"),
+        (Forgetful, "caused 0 actions that apply, hold or drop a push"),
+        (Eager, "caused 2 actions that apply, hold or drop a push"),
+        (Hoarder, "precedes the update with its push"),
     ]:
         with pytest.raises(AssertionError, match=words):
             explore(SmallJob(bent(machine), workers=2, shards=1, iterations=2))

@@ -1,1 +1,4 @@
-"""The protocol of a run, without I/O: each core takes messages and the time, and returns requests to its host."""
+"""The protocol of a run, without I/O. There is one core for each kind of process: worker, server and coordinator.
+
+A core takes messages and the current time, and returns requests, which its host carries out.
+"""

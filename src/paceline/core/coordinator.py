@@ -62,7 +62,7 @@ MOST_WARNINGS = 100
 
 
 class Coordinator:
-    """The coordinator of a run: it starts the run, tracks its members and runs the model's part for the whole job.
+    """The coordinator of a run: it starts the run, tracks the workers, and runs its part of the sync model.
 
     Args:
         schedule: the sync models of the job, and when they change.
@@ -70,13 +70,13 @@ class Coordinator:
         servers: number of servers. Shard k is at server k modulo the number of servers.
         shards: number of shards.
         slicing: how the parameters are sliced: "even" or "by-parameter".
-        overlap: False to let no worker pull until all workers have pushed to all shards.
+        overlap: False if no worker may pull until all workers have pushed to all shards.
         seed: random seed for the run, used by the sync models.
         read_sync: function that parses the sync model that a worker requests. It raises `ConfigurationError` if the
             run cannot use the model.
         late: workers that will join later, through `admit`.
-        shortage: function of the model and the number of workers. It returns why the run cannot start on this
-            machine, or "" if the run can start.
+        shortage: function of the model and the number of workers. It returns the reason why the run cannot start on
+            this machine, or "" if the run can start.
         recorder: receives each event for the sync model, with the resulting actions; None to record nothing.
 
     Attributes:
@@ -145,7 +145,7 @@ class Coordinator:
 
     @property
     def everybody_left(self) -> bool:
-        """True if every worker has finished or was lost."""
+        """True if every worker has finished, was lost, or has yet to be admitted."""
         return len(self._left) == self._workers
 
     @property

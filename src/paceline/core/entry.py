@@ -19,7 +19,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         event: the event.
         actions: the actions that the sync model returned for it, in order.
         refused: reason why the event was refused; None if it was accepted.
-        version: number of updates that the shard had applied after the event; None at the coordinator.
+        version: number of updates that the shard has applied so far, up to and including this event; None at the
+            coordinator.
         staleness: (worker, iteration, staleness) of each push that was applied because of this event, in order. The
             staleness is the number of updates between the worker's last pull and the application of its push.
         gap: largest c_p - min c among the workers whose pulls were answered because of this event, as counted by the
@@ -35,6 +36,6 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EntryRecorder(Protocol):
-    """Receives the entries of one trace, in order."""
+    """An object that receives the entries of one trace, in order."""
 
     def record(self, entry: Entry) -> None: ...

@@ -1,10 +1,10 @@
-"""The coordinator's part of the sync model: it runs the machine of the model in force and publishes model changes.
+"""The coordinator's part of the sync model: it runs the coordinator's state machine and publishes model changes.
 
-Changes are made one at a time: the next change is published when the current one is complete at all shards. The
-current change is known to be complete once a worker that has passed the boundary starts its next iteration, because
-every shard has then answered that worker. If all workers that have passed are lost before then, it is unknown which
-shards have changed. If a worker has joined in the meantime, the worker has not received the change. In both cases,
-the change is published again to all workers. `shard_sync` explains how a change works.
+Changes are made one at a time (`shard_sync` explains how): the next change is published when the current one is
+complete at all shards. The current change is known to be complete once a worker that has passed the boundary starts
+its next iteration, because every shard has then answered that worker. If all workers that have passed are lost before
+then, it is unknown which shards have changed. If a worker has joined in the meantime, the worker has not received the
+change. In both cases, the change is published again to all workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_REQUESTED = 1000  # maximum number of requested changes that have not been 
 
 
 class JobSync:
-    """The coordinator's part of the sync model. One object serves the whole run and replaces its model on a change.
+    """The coordinator's part of the sync model, for the whole run. A change of the model replaces the state machine.
 
     Args:
         sync: the first model, or one model per shard, in the notation of the command line.
@@ -58,7 +58,9 @@ class JobSync:
         self._remaining: set[int] = set()  # members that have not passed the change's boundary yet
         # member that has passed -> the event with which the member joins the new model
         self._passed: dict[int, WorkerJoined] = {}
-        self._early: list[AnyEvent] = []  # events of these members for the new model, kept until it starts
+        self._early: list[
+            AnyEvent
+        ] = []  # events of members that have passed, kept until the new model starts
         self._joined: set[int] = set()  # live workers that are not members of the change
         # workers that have passed a change but have not reported the start of an iteration since then
         self._to_start: set[int] = set()
@@ -149,7 +151,7 @@ class JobSync:
         return self._tell(event)
 
     def _tell(self, event: AnyEvent) -> list[AnyAction]:
-        """Pass an event to the machine of the worker's model, or keep the event until that model starts."""
+        """Pass an event to the state machine. If the worker has passed, keep the event until the new model starts."""
         if event.worker in self._passed:
             self._early.append(event)
             return []

@@ -102,7 +102,7 @@ class ShardSlice(msgspec.Struct, frozen=True):
         return sum((stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in self.bounds.items())
 
     def pieces(self, size_bytes: int) -> tuple[Piece, ...]:
-        """Cut the slice into pieces of at most `size_bytes`, in order. A piece is sent as soon as it is computed."""
+        """Return the pieces of the slice, in order, each of at most `size_bytes`. Each piece is sent separately."""
         pieces = []
         for dtype, (low, high) in self.bounds.items():
             step = max(1, size_bytes // ITEM_BYTES[dtype])
@@ -161,7 +161,10 @@ class Layout(msgspec.Struct, frozen=True):
         return {"even": self.slice_evenly, "by-parameter": self.slice_by_parameter}[slicing](shards)
 
     def slice_evenly(self, shards: int) -> tuple[ShardSlice, ...]:
-        """Cut every vector into `shards` parts whose sizes differ by at most one block of 64 bytes."""
+        """Return the slices that result from cutting every vector into `shards` parts.
+
+        The sizes of the parts differ by at most one block of 64 bytes.
+        """
         bounds = [
             {
                 dtype: (_cut(size, dtype, shard, shards), _cut(size, dtype, shard + 1, shards))
@@ -172,10 +175,10 @@ class Layout(msgspec.Struct, frozen=True):
         return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
 
     def slice_by_parameter(self, shards: int) -> tuple[ShardSlice, ...]:
-        """Give every shard equally many adjacent parameters (give or take one), regardless of their sizes.
+        """Give all shards the same number of adjacent parameters, plus or minus one, regardless of their sizes.
 
-        PS-Lite slices in this way by default, because it divides the range of keys. The shard with the largest layer
-        then holds most of the model (FluentPS, section III). This slicing is provided for comparison.
+        By default, PS-Lite slices in this way: it divides the range of parameter keys equally. The shard with the
+        largest layer then holds most of the model (FluentPS, section III). This slicing is provided for comparison.
 
         Raises:
             ConfigurationError: there are fewer parameters than shards.

@@ -2,8 +2,8 @@
 
 On a connection, a message is a small MessagePack header, followed by its payload: raw bulk data, such as slices of
 weights and gradients. Each side decodes only the messages that its peer may send; see the unions at the end of this
-module. In virtual time, the same objects are passed without encoding. Indices and counts from a less trusted peer
-have the type `Number`, which limits them.
+module. In virtual time, the same objects are passed without encoding. Indices and counts that a worker or a reader
+sends have the type `Number`, which limits their range.
 
 A message that becomes an event at its receiver has the same name as the event. A commit becomes two events, a push
 and a pull.
@@ -85,7 +85,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bell(Message, frozen=True, tag=True):
-    """Wakes a peer that sleeps while its ring contains data. The message has no other meaning."""
+    """Wakes a peer that sleeps although its ring buffer contains data. The message has no other meaning."""
 
 
 class Hello(Message, frozen=True, tag=True):
@@ -96,9 +96,9 @@ class Hello(Message, frozen=True, tag=True):
         role: role of the caller.
         index: index of the worker or server; 0 for a reader.
         address: address on which a server listens; "" for other roles.
-        memory_bytes: size of the shared memory whose descriptor is attached to this message; 0 if there is none.
-        channels: number of pairs of rings in the shared memory.
-        channel: index of the pair of rings for this connection; -1 if the connection uses none.
+        memory_bytes: size of the shared memory whose file descriptor is attached to this message; 0 if there is none.
+        channels: number of pairs of ring buffers in the shared memory.
+        channel: index of the pair of ring buffers for this connection; -1 if the connection uses none.
         follows: True if the caller is a worker that can read the weights in the servers' memory.
     """
 
@@ -124,7 +124,7 @@ class Register(Message, frozen=True, tag=True):
 class CreateShards(Message, frozen=True, tag=True):
     """A server must create its shards. The initializer will send their weights.
 
-    With shared memory, the descriptor of the memory that holds the weights is attached to this message and to
+    With shared memory, the file descriptor of the memory that holds the weights is attached to this message and to
     `Started`.
 
     Attributes:
@@ -154,7 +154,7 @@ class Started(Message, frozen=True, tag=True):
         addresses: for each shard, the address on which its server listens.
         initializer: the worker that sends the initial weights.
         iteration: label of the worker's first iteration.
-        sync: the sync model in force, in the notation of the command line; "" for the first one of the run.
+        sync: the sync model in force, in the notation of the command line; "" if it is the run's first model.
     """
 
     shards: tuple[ShardSlice, ...]
@@ -304,13 +304,14 @@ class PullRepeated(Message, frozen=True, tag=True):
 
 
 class Answer(Message, frozen=True, tag=True):
-    """The answer to a pull. The payload is the slice of the weights (empty with shared memory).
+    """The answer to a pull. The payload is the shard's slice of the weights; with shared memory, it is empty.
 
     Attributes:
         shard: index of the shard.
         iteration: label of the iteration that the worker has pushed; -1 for the initial weights.
         version: version of the weights.
-        v_train: the round from which the worker continues if its push came too late for its own round; else None.
+        v_train: the round from which the worker must continue because its push came too late for its own round; None
+            if the push was not late.
         in_place: True if the worker must read the weights in the servers' memory until its next commit.
     """
 
@@ -322,7 +323,9 @@ class Answer(Message, frozen=True, tag=True):
 
 
 class IterationFinished(Message, frozen=True, tag=True):
-    """A worker has pushed an iteration to all shards. Sent if the sync model has a part at the coordinator.
+    """A worker has pushed an iteration to all shards.
+
+    Sent if the sync model has a state machine at the coordinator, or if the push is flagged with a change.
 
     Attributes:
         iteration: label of the iteration.
@@ -336,13 +339,16 @@ class IterationFinished(Message, frozen=True, tag=True):
 
 
 class IterationStarted(Message, frozen=True, tag=True):
-    """A worker has its weights and computes this iteration. Sent if the sync model needs it, or after a change."""
+    """A worker has its weights and computes this iteration.
+
+    Sent if the sync model needs these reports, and for the first iteration after a change.
+    """
 
     iteration: Number
 
 
 class PlanPublished(Message, frozen=True, tag=True):
-    """A plan as sent to one worker: the worker must stop with its first push at or past `iteration`."""
+    """One worker's part of a plan: the worker must stop with its first push of `iteration` or a later iteration."""
 
     stop: Stop
     iteration: int
@@ -425,7 +431,7 @@ class ShardWaits(msgspec.Struct, frozen=True):
 
 
 class FetchWaits(Message, frozen=True, tag=True):
-    """Request the list of workers that wait at a server. A server that does not answer is considered to hang."""
+    """Request the list of workers that wait at a server. A server that does not answer is considered hung."""
 
 
 class Waits(Message, frozen=True, tag=True):
@@ -458,11 +464,11 @@ class Warned(Message, frozen=True, tag=True):
 
 
 class WorkerFinished(Message, frozen=True, tag=True):
-    """A worker has finished its work and leaves."""
+    """A worker has finished its work and leaves the run."""
 
 
 class WorkerLost(Message, frozen=True, tag=True):
-    """A worker was lost. Its connection may still be open, because a child process of the worker may have a copy."""
+    """A worker was lost. Its connection may still be open if a child process of the worker has inherited it."""
 
     worker: int
 

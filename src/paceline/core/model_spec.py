@@ -1,4 +1,4 @@
-"""The description of a model that is sent between processes: its parameters, its optimizer, and its other tensors.
+"""The description of a model, as sent between processes: its parameters, its optimizer, and its other tensors.
 
 Each worker registers such a description, the coordinator checks that all of them are equal, and the servers create
 their shards from it. This module does not import torch.
@@ -37,7 +37,7 @@ class BufferSpec(msgspec.Struct, frozen=True):
         name: name of the tensor in the `state_dict`.
         shape: shape of the tensor.
         dtype: name of the dtype in torch.
-        fixed: True if training does not change the tensor: it is a parameter that the optimizer does not update.
+        fixed: True if the tensor is a parameter that the optimizer does not update, so training does not change it.
     """
 
     name: str

@@ -136,7 +136,7 @@ class Reporter:
 
     Attributes:
         label: label of the iteration that the worker finishes next; -1 if unknown.
-        computing: False if the worker must report the start of its next iteration before it reports the end.
+        computing: False if the worker must report the start of its next iteration before its end.
         finishes: True if the worker reports every finished iteration.
         starts: True if the worker reports the start of every iteration except its first one.
     """
@@ -162,7 +162,7 @@ class ReportOrder:
 
         join -> finished -> (started) -> finished -> ...        and at any time: lost, finished its work
 
-    The model in force determines whether a worker reports starts, and whether it reports finished iterations at all.
+    The model in force determines whether a worker reports started iterations and whether it reports finished ones.
     After a change of the model, a worker always reports the start of its next iteration.
     """
 

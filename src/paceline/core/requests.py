@@ -86,7 +86,7 @@ class Timer(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Update a shard: add up the gradients of these pushes in the order given, and take one optimizer step.
+    """Update a shard: add the gradients of these pushes in the order given, and take one optimizer step with the sum.
 
     Attributes:
         shard: index of the shard.
@@ -108,7 +108,7 @@ class Discard(NamedTuple):
 
 
 class Preserve(NamedTuple):
-    """Copy the gradient of a held push. Its worker is answered next and will then overwrite the gradient's memory."""
+    """Copy the gradient of a held push, because the worker is answered next and will then overwrite the gradient."""
 
     shard: int
     worker: int

@@ -50,7 +50,7 @@ RecorderOf = Callable[[int], EntryRecorder | None]
 
 
 class Server:
-    """A server of a run: it passes the workers' messages to its shards as events and returns their requests.
+    """A server of a run: it passes the workers' messages to its shards as events, and returns the shards' requests.
 
     Args:
         seed: random seed for the run, used by the sync models.
@@ -152,7 +152,7 @@ class Server:
         return self.shards[timer.shard].handle(event)
 
     def waits(self, *, timers: bool) -> Waits:
-        """Return which workers wait at each shard. The host passes True for `timers` if it has set a timer."""
+        """Return the workers that wait at each shard. The host passes True for `timers` if it has set a timer."""
         described = []
         for index, shard in sorted(self.shards.items()):
             reasons = dict(sorted(shard.sync.waits().items()))

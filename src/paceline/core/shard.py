@@ -1,4 +1,4 @@
-"""A shard without its tensors: it runs the sync model, counts versions, records events, and returns requests."""
+"""A shard without its tensors: it runs the sync model, counts updates, records events, and returns requests."""
 
 from __future__ import annotations
 

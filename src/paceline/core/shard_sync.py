@@ -1,4 +1,4 @@
-"""Runs the sync model of one shard, and changes it during the run.
+"""Runs the sync model of one shard, and replaces the model during the run.
 
 All shards must change at the same boundary. If two shards counted the progress of the workers from different
 iterations, the workers could block each other: worker 0 could wait for worker 1 at one shard, and worker 1 for
@@ -7,12 +7,12 @@ flags its next push with the change, in the same way for all shards. This push i
 model. Every live worker is in one of three states:
 
     in the model     the usual state
-    passed           the worker has sent its flagged push. The old model has processed that push and then the
-                     departure of the worker, so it no longer waits for the worker. The worker's pull waits until
+    passed           the worker has sent its flagged push. The old model has processed that push and was then told
+                     that the worker has left, so the model no longer waits for it. The worker's pull waits until
                      every member has passed, has finished or is lost. Then the passed workers join the new model with
                      equal counts, and their pulls are answered
-    guest            the worker joined while a change was in progress. Until it passes a change, it belongs to no
-                     model, waits for no other worker, and no other worker waits for it
+    guest            the worker joined while a change was in progress. Until the worker passes a change, it belongs to
+                     no model, waits for no other worker, and no other worker waits for it
 
 The flagged pushes themselves mark the boundary, so the shards cannot disagree about it, even if the coordinator's
 message arrives late. No push or pull goes through the coordinator. `JobSync` implements the coordinator's side.
@@ -256,7 +256,7 @@ class ShardSync:
         return self.order.phase[worker] == "waiting"
 
     def _answer(self, worker: int) -> AnyAction:
-        """Answer a pull without asking the model."""
+        """Answer a pull without consulting the model."""
         self.order.answered(worker)
         return AnswerPull(worker, self.last_iteration(worker))
 

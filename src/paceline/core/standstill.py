@@ -1,4 +1,4 @@
-"""The report about a run in which every worker waits and no condition will release any of them."""
+"""The report on a run in which every worker waits and no condition will release any of them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Key = tuple[int, int]
 
 
 class Versions:
-    """Counts the updates of a shard and computes the staleness of each push.
+    """Counts the updates at one shard and computes the staleness of each push.
 
     Attributes:
         version: number of updates that have been applied.
@@ -26,7 +26,7 @@ class Versions:
         self._computed_on: dict[Key, int] = {}
 
     def note(self, event: AnyEvent) -> None:
-        """Record an event that the model has accepted. Must be called before the resulting actions are recorded."""
+        """Record an event that the model has accepted. Call this before recording the resulting actions."""
         if type(event) is PushReceived:
             self._computed_on[event.worker, event.iteration] = self._pulled[event.worker]
         elif type(event) is WorkerJoined:

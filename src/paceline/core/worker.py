@@ -57,7 +57,7 @@ class Worker:
         workers: number of workers.
         shards: number of shards.
         servers: number of servers. Shard k is at server k modulo the number of servers.
-        overlap: False to let no worker pull until all workers have pushed to all shards.
+        overlap: False if no worker may pull until all workers have pushed to all shards.
 
     Attributes:
         iteration: label of the current iteration, which lasts until all shards have answered the pull after it.
@@ -190,7 +190,7 @@ class Worker:
         self._epoch = max(self._epoch, epoch)
 
     def request_sync(self, models: Sequence[SyncModel], shard: int | None = None) -> list[Request]:
-        """Request, for the script, that all shards or one shard change to another sync model.
+        """Handle the script's request to change all shards, or one shard, to another sync model.
 
         Raises:
             ConfigurationError: the job cannot use this model.
@@ -198,7 +198,7 @@ class Worker:
         if shard is not None:
             if not 0 <= shard < self._shards or len(models) != 1:
                 raise ConfigurationError(
-                    f"shard is {shard}, expected a number from 0 to {self._shards - 1}, and exactly one sync model "
+                    f"shard is {shard}, expected a number from 0 to {self._shards - 1}. Give exactly one sync model "
                     "for this shard."
                 )
             all_models = list(self._wanted) * (self._shards if len(self._wanted) == 1 else 1)
@@ -316,7 +316,7 @@ class Worker:
         return requests
 
     def _follow(self, models: Sequence[SyncModel]) -> None:
-        """Set what these models require of workers."""
+        """Store what these models require of workers."""
         self.needs_significance = any(model.needs_significance for model in models)
         self.may_restart = any(model.needs_starts for model in models)
         self._notifies = models[0].at_coordinator() is not None

@@ -1,4 +1,4 @@
-"""Extensions written by users: sync models in modules of their own, and functions that serve as conditions."""
+"""Extensions written by users: sync models in the users' own modules, and functions that serve as conditions."""
 
 from __future__ import annotations
 

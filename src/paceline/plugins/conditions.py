@@ -3,7 +3,7 @@
 Reference: FluentPS (Yao, Wu and Wang, CLUSTER 2019), section III, Algorithm 1, SetcondPull and SetcondPush.
 Admission: A pull is answered on arrival if and only if the pull condition holds. Otherwise it is filed under a round
 and answered when that round closes. The round V_train closes when the push condition holds.
-State: As in every model made of conditions; see `paceline.sync.conditions`.
+State: As in every model that is defined by conditions; see `paceline.sync.conditions`.
 Guarantee: Each push is handled exactly once: it is applied on arrival, averaged with the others of its round, or
 dropped. Progress is not guaranteed: conditions that never hold stall all workers, which the run detects and reports.
 If a condition raises an exception or returns anything other than True or False, the run reports this failure, and the
@@ -44,13 +44,13 @@ Condition = Callable[[Any], bool]
 local_conditions: dict[str, Condition] = {}
 """Name -> condition, for conditions that other processes cannot import. They are passed on to child processes."""
 
-LOCAL = "local"  # stands for the module in the names of these conditions
+LOCAL = "local"  # the module part in the names of these conditions
 
 _numbers = itertools.count()
 
 
 class Conditions(ConditionModel, frozen=True, repr_omit_defaults=True):
-    """A sync model made of a pull condition and a push condition.
+    """A sync model that is defined by a pull condition and a push condition.
 
     Attributes:
         pull: pull condition: a function of a `PullState`, or its name as "module:function" (a function is stored by

@@ -24,7 +24,7 @@ __all__ = ["imported_modules", "load_models", "modules_of"]
 GROUP = "paceline.sync"
 
 NAME = re.compile(r"(?:^|[|,@=])\s*([a-z][a-z0-9-]*)")
-"""Matches every model name in the notation of a schedule, and also some values of parameters."""
+"""Matches every model name in the notation of a schedule, and also some parameter values."""
 
 
 def load_models(sync: object, imports: Iterable[str] = ()) -> None:

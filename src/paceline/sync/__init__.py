@@ -1,7 +1,7 @@
 """Synchronization models: they decide which workers may continue and which must wait.
 
-Each model is in a file of its own. It receives events and returns actions, which depend on its events only. No module
-here reads a clock, the environment or a global random source. `parse` reads the notation of the command line,
+Each model is in a file of its own. It receives events and returns actions, which depend only on these events. No
+module here reads a clock, the environment or a global random source. `parse` reads the notation of the command line,
 `name:key=value,key=value`. `MODELS` maps names to registered models.
 
 >>> parse("ssp:staleness=4")

@@ -1,6 +1,6 @@
-"""Actions: the requests that a sync model makes to its host. They are immutable, with names in the imperative.
+"""Actions: the requests that a sync model makes to its host. Actions are immutable, and their names are imperatives.
 
-The host carries them out in the order given and completes each action before the next. For example, an update is
+The host carries out the actions in the order given and completes each one before the next. For example, an update is
 applied before any pull that waits for it is answered.
 """
 
@@ -79,8 +79,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         superstep: number of the superstep, counted from 0.
-        stops: a pair (worker, iteration) for each member. The member stops with its first push at or past that
-            iteration.
+        stops: a pair (worker, iteration) for each member. The member stops with its first push of that iteration or a
+            later one.
         wait_s: the predicted d_Z, in seconds: the time between the first and the last arrival at the barrier.
         barrier_s: the predicted time of the last arrival, in seconds, on the same clock as `now_s` of the events.
     """
@@ -113,7 +113,7 @@ class RestartWorker(Action, frozen=True, tag=True):
 
 
 class SetTimer(Action, frozen=True, tag=True):
-    """Send the model a `TimerFired` event for this worker and iteration at `due_s`, on the clock of `now_s`."""
+    """Send the model a `TimerFired` event for this worker and iteration at time `due_s` on the host's clock."""
 
     worker: int
     iteration: int

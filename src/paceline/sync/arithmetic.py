@@ -1,9 +1,9 @@
 """Exponential, logarithm and normal quantile, computed only with + - * / and the square root.
 
-The results of the C library's functions differ in the last bit between machines. The results of the functions here do
-not, because IEEE 754 defines the rounding of every operation that they use. Simulations that use them give
-bit-identical results on every machine. Errors are at most a few units in the last place (`normal_quantile`: relative
-error 1.2e-9).
+The results of the C library's functions differ in the last bit between machines. The functions in this module return
+the same results on every machine, because IEEE 754 defines the rounding of every operation that they use. Therefore
+simulations that use them are also bit-identical on every machine. Errors are at most a few units in the last place
+(`normal_quantile`: relative error 1.2e-9).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ State: c_p only.
 Guarantee: No worker ever waits. Staleness is not bounded.
 Use: When workers run at different speeds and training tolerates staleness. Use a smaller learning rate, or no
 momentum.
-Deviations: Each push is applied at scale 1, as in the ASP of the ElasticBSP and SpecSync papers. FluentPS divides it
-by the number of workers (Algorithm 1, line 15); use `push_scale="1/n"` for that.
+Deviations: Each push is applied at scale 1, as in the ASP of the ElasticBSP and SpecSync papers. FluentPS divides
+each gradient by the number of workers (Algorithm 1, line 15); `push_scale="1/n"` does the same.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = ASP().at_shard()

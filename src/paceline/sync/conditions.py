@@ -1,11 +1,12 @@
 """FluentPS's mechanism: a pull condition and a push condition, evaluated at each shard independently.
 
 Theory (FluentPS, section III, Algorithm 1 and Table III). V_train is the overall progress of the shard: the number
-of complete rounds. A pull reports `progress`, the index of the iteration that was just pushed. It is answered
+of complete rounds. A pull reports `progress`, the index of the iteration that was just pushed. The pull is answered
 immediately if the *pull condition* holds; otherwise it is delayed and filed under a round. The *push condition*
 decides when the current round is complete. It is evaluated in a loop after each push and each departure of a worker,
-because one event can complete several rounds. Each time it holds, V_train advances by one, and the pulls filed under
-the completed round are answered without another test. There are two ways to choose the round of a delayed pull:
+because one event can complete several rounds. Each time the push condition holds, V_train advances by one, and the
+pulls filed under the completed round are answered without another test. There are two ways to choose the round of a
+delayed pull:
 
     soft barrier      the round is V_train: the pull is answered when the current round closes. With the pull
                       condition `progress < V_train + s`, this is exactly when c_p - min c has decreased to s
@@ -57,7 +58,7 @@ class PushState:
     """The state that a push condition receives.
 
     Attributes:
-        v_train: V_train, the round that the condition decides about.
+        v_train: V_train, the current round, which ends when the push condition holds.
         live: number of live workers.
         pushed: Count[V_train], the number of live workers that have pushed that round.
         slowest: min c over the live workers.
@@ -157,8 +158,8 @@ class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_default
     """Base class of the models that apply each push on arrival and may delay pulls.
 
     Attributes:
-        execution: when a delayed pull is answered: "soft" when the current round closes, which is the exact rule of
-            SSP, or "lazy" (FluentPS's default) when the slowest worker has caught up.
+        execution: "soft" to answer a delayed pull when the current round closes (the exact rule of SSP), or "lazy" to
+            answer it when the slowest worker has caught up (the default of FluentPS).
     """
 
     execution: str = "soft"
@@ -176,7 +177,7 @@ class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_default
 
 
 class ConditionMachine(ShardMachine):
-    """The machine of the models made of conditions: Algorithm 1 of FluentPS for one shard.
+    """The state machine of all models that are defined by conditions: Algorithm 1 of FluentPS for one shard.
 
     Args:
         pull_condition: evaluated once for each pull, when the pull arrives.
@@ -267,8 +268,8 @@ class ConditionMachine(ShardMachine):
     def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
         """Continue from another machine's state.
 
-        Rounds are counted from the slowest worker. Held pushes are kept for the mean of their round if this machine
-        averages, and applied now otherwise. Delayed pulls are tested again.
+        V_train starts at the c_p of the slowest worker. If this machine averages, held pushes are kept for the mean
+        of their round; otherwise, their mean is applied now. Delayed pulls are tested again.
         """
         self._significance = handover.significance
         self.v_train = handover.counts.slowest
@@ -317,7 +318,7 @@ class ConditionMachine(ShardMachine):
 
     def _close_rounds(self) -> list[AnyAction]:
         actions: list[AnyAction] = []
-        # The loop ends even if the condition always holds: `_pushed` is 0 past the fastest worker's last push.
+        # The loop ends even if the condition always holds: `_pushed` is 0 when V_train reaches the largest c_p.
         while self._pushed and self._push_condition(PushState(self.counts, self.v_train, self._pushed)):
             actions += self._apply_mean()
             closing = self._delayed.pop(self.v_train, {})

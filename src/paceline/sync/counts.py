@@ -69,7 +69,7 @@ class Counts:
         return count
 
     def pushed(self, worker: int, progress: int | None = None) -> int:
-        """Count a push and return c_p before it.
+        """Count a push, and return the c_p from before this push.
 
         If `progress` is given, the push is for that round, and c_p becomes at least `progress` + 1.
         """

@@ -1,4 +1,4 @@
-"""Drop stragglers, also called backup workers: a round closes after the first pushes, and later ones are dropped.
+"""Drop stragglers, also called backup workers: a round closes after N_t pushes, and later pushes are dropped.
 
 Reference: Chen et al., "Revisiting distributed synchronous SGD", 2016; FluentPS, Table III, row "Drop stragglers".
 Admission: A pull is answered if and only if progress < V_train. The round V_train is complete when Count[V_train] >=

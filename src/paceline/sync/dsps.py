@@ -2,9 +2,9 @@
 
 Reference: FluentPS, Table III, row DSPS, after Fan et al. ("adaptive asynchronous parallelization", 2018). The paper
 of Fan et al. was not available, so the rule for s is this project's interpretation of the row.
-Admission: As SSP(s): progress < V_train + s. Each time V_train advances, s is set to ceil(longest interval /
-shortest interval), clamped to [lower, upper]: the number of iterations that the fastest worker completes while the
-slowest completes one.
+Admission: As in SSP(s), a pull is answered if and only if progress < V_train + s. Each time V_train advances, s is
+set to ceil(longest interval / shortest interval), clamped to [lower, upper]: the number of iterations that the
+fastest worker completes while the slowest completes one.
 State: The state of SSP, and for each worker the interval between its last two pushes.
 Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker.
 The run makes progress as long as the slowest live worker does. With lower = upper, the model is SSP(lower).
@@ -53,7 +53,7 @@ class DSPS(ConditionModel, frozen=True, repr_omit_defaults=True):
 
 
 class AdaptiveMachine(ConditionMachine):
-    """The machine of SSP, with a staleness that changes over time.
+    """The state machine of SSP, with a staleness that changes over time.
 
     Attributes:
         staleness: the current value of s.

@@ -44,7 +44,7 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
 
     Attributes:
         lower: staleness beyond which a worker without extra iterations waits; an integer >= 0.
-        upper: largest lead over the slowest worker with which a worker may start an iteration; an integer >= lower.
+        upper: largest lead over the slowest worker at which a worker may start an iteration; an integer >= lower.
     """
 
     name = "dssp"
@@ -65,7 +65,7 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
 
 
 class SpendingMachine(ConditionMachine):
-    """The machine of SSP(lower), with extra iterations that a worker may use up beyond `lower`."""
+    """The state machine of SSP(lower), with extra iterations that a worker may use up beyond `lower`."""
 
     def __init__(self, model: DSSP) -> None:
         # A delayed pull waits for the round whose end brings its gap down to `lower`.
@@ -102,7 +102,7 @@ class SpendingMachine(ConditionMachine):
         if self._left.get(worker, 0) > 0 and gap <= self._model.upper:
             self._left[worker] -= 1
             return True
-        # The worker waits until its gap is `lower`. When the gap exceeds `lower` again, it gets a new grant.
+        # The worker waits until its gap is `lower`. It may get a new grant when its gap exceeds `lower` again.
         self._left.pop(worker, None)
         return False
 

@@ -103,7 +103,7 @@ class Barrier:
 
 
 class ElasticShard(ShardMachine):
-    """The machine at a shard. It handles unflagged pushes as ASP does and holds flagged ones.
+    """The state machine at a shard. It handles unflagged pushes as ASP does and holds flagged ones.
 
     More than one barrier can be open at the same time: if a worker belongs only to the next superstep, its flagged
     push may arrive here before the last flagged push of this superstep.
@@ -234,7 +234,7 @@ class Pace:
 
 
 class Planner(JobMachine):
-    """The machine at the coordinator: it monitors the workers and publishes one plan per superstep.
+    """The state machine at the coordinator: it monitors the workers and publishes one plan per superstep.
 
     `_unmonitored` and `_remaining` are updated incrementally. Only an event that completes the monitoring or the
     superstep takes time linear in the number of workers.

@@ -1,4 +1,4 @@
-"""Events: the input of a sync model. They are immutable, with names in the past tense.
+"""Events: the input of a sync model. Events are immutable, and their names are in the past tense.
 
 A model knows the time only from its events: `now_s` is the host's clock, in seconds since the run began. A trace
 contains the events of a run, and passing them to the model again gives the same actions.
@@ -40,8 +40,8 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The flag on a worker's last push before the barrier of its superstep.
 
-    The flag lists the members, so that all shards wait for the same workers before they close the superstep, even
-    if a shard has not been notified of all joins yet.
+    The flag lists the members of the superstep, so that all shards wait for the same workers before they close it,
+    even if a shard has not been notified of all joins yet.
     """
 
     superstep: Number
@@ -77,8 +77,8 @@ class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):
     Attributes:
         worker: the worker that joined.
         iteration: label of the worker's next push.
-        count: the worker's initial c_p; None for min c at this shard. A number is given if there are several shards
-            and other workers have already pushed: the same at all shards, close to the c_p of the slowest worker.
+        count: the worker's initial c_p; None for min c at this shard. If there are several shards and other workers
+            have already pushed, all shards receive the same number, close to the c_p of the slowest worker.
         superstep: the first superstep that waits for the worker, if the model plans barriers.
         change: number of changes of the sync model that had been published when the worker joined.
     """
@@ -168,8 +168,8 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
 class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
     """A worker reports to the coordinator that it has received its weights and computes `iteration`.
 
-    If the model needs starts, a worker reports every iteration except its first one. It always reports the first
-    iteration after a change. It never reports the restart of an iteration.
+    If the model needs these reports, a worker reports every iteration except its first one. A worker always reports
+    the first iteration after a change, and never the restart of an iteration.
     """
 
     worker: int

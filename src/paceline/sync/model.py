@@ -46,8 +46,10 @@ __all__ = [
 
 
 class Machine(Protocol):
-    """An object that takes events and returns actions: the machine of a model, or a host that replaces its machine
-    when the model changes."""
+    """An object that takes events and returns actions.
+
+    It is either the state machine of a model, or a host that replaces its state machine when the model changes.
+    """
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Process one event and return the resulting actions."""
@@ -153,7 +155,7 @@ class ShardMachine:
         return Handover(self.counts, [], {}, {})
 
     def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
-        """Continue from another machine's state: apply the mean of its held pushes and test its delayed pulls."""
+        """Continue from another machine's state: apply the mean of its held pushes, and test its delayed pulls."""
         self.counts = handover.counts
         actions: list[AnyAction] = [ApplyMean(tuple(sorted(handover.held)))] if handover.held else []
         for worker, iteration in sorted(handover.delayed.items()):
@@ -169,7 +171,7 @@ class JobMachine:
     """Base class of the machines that run a model at the coordinator, if the model plans for the whole job.
 
     Attributes:
-        next_superstep: first superstep of a worker that joins now; 0 if the model plans no barriers.
+        next_superstep: first superstep that would wait for a worker that joins now; 0 if the model plans no barriers.
     """
 
     next_superstep: int = 0
@@ -200,7 +202,7 @@ class JobMachine:
         return []
 
     def started(self, event: IterationStarted) -> list[AnyAction]:
-        """Handle a worker that has started an iteration. Called only if the model `needs_starts`."""
+        """Handle a worker that has started an iteration. Called only if `needs_starts` is True for the model."""
         return []
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
@@ -230,7 +232,7 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
     @property
     def needs_significance(self) -> bool:
-        """True if the model needs |g| / |w| with each push."""
+        """True if each push must contain |g| / |w|, the norm of the gradient divided by the norm of the weights."""
         return False
 
     @property
@@ -243,7 +245,7 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
     def lockstep(self) -> bool:
         """True if no push is applied while a live worker computes.
 
-        All workers can then read the weights in the same memory.
+        All workers can then read the weights from the same memory.
         """
         return False
 

@@ -3,7 +3,8 @@
 Reference: SpecSync (Zhang et al., ICDCS 2018), section III-B, Figs. 4 and 5.
 Admission: A pull is answered d seconds after its arrival.
 State: The pulls that are being delayed.
-Guarantee: Each pull waits d seconds, whatever the other workers do. Staleness is not bounded. d = 0 is ASP.
+Guarantee: Each pull waits d seconds, whatever the other workers do. Staleness is not bounded. With d = 0, the model
+is ASP.
 Use: As a baseline for comparisons: it shows the benefit of fresher weights and the cost of waiting for them.
 Deviations: In the paper, workers delay their requests. Here, the shard delays its answers, which gives equally
 fresh weights.
@@ -54,7 +55,7 @@ class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
 
 
 class DelayingMachine(ShardMachine):
-    """The machine of ASP, with a timer for each pull."""
+    """The state machine of ASP, with a timer for each pull."""
 
     def __init__(self, delay_s: float) -> None:
         super().__init__()

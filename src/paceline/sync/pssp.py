@@ -5,19 +5,20 @@ Admission: Let k = progress - V_train. A pull with k >= s (that is, c_p - min c 
 every other pull is answered. In constant PSSP, P is a constant c. In dynamic PSSP, P(s, k) = a / (1 + e^(s - k)),
 clamped to [0, 1], where a is a constant or the significance |g| / |w| of the push that preceded the pull.
 State: c_p, the delayed pulls of each round, and the significance of each worker's last push.
-Guarantee: P = 0 is ASP, and P = 1 is SSP(s). In between, staleness is bounded in expectation only: if the slowest
-worker stops, the k at which another worker is first delayed under a constant c has mean s + 1/c - 1 (Theorem 1). The
-run makes progress as long as the slowest live worker does.
+Guarantee: With P = 0, the model is ASP; with P = 1, it is SSP(s). In between, staleness is bounded in expectation
+only: if the slowest worker stops, another worker is first delayed at a k whose mean is s + 1/c - 1 in constant PSSP
+(Theorem 1). The run makes progress as long as the slowest live worker does.
 Use: When SSP makes too many workers wait at the same time: PSSP delays fewer pulls for the same expected staleness.
-Deviations: The random draw is keyed by (seed, worker, iteration), so that all shards agree. `draws="per-shard"`
-draws at each shard independently, as the paper does. The regret bounds of the paper are not covered by any test.
+Deviations: The random draw is keyed by (seed, worker, iteration), so that all shards agree. With
+`draws="per-shard"`, each shard draws independently, as in the paper. The regret bounds of the paper are not covered
+by any test.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = PSSP(staleness=0, probability=1.0).at_shard()
 >>> for worker in (0, 1):
 ...     _ = shard.handle(WorkerJoined(now_s=0.0, worker=worker))
 >>> _ = shard.handle(PushReceived(now_s=1.0, worker=0, iteration=0))
->>> shard.handle(PullRequested(now_s=1.0, worker=0, iteration=0))  # as SSP(0): waits
+>>> shard.handle(PullRequested(now_s=1.0, worker=0, iteration=0))  # waits, as in SSP(0)
 []
 """
 

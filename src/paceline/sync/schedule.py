@@ -1,8 +1,8 @@
 """The sync models that a job runs, and when it changes from one to the next: `--sync bsp@0,elastic-bsp@epoch:5`.
 
 Each step consists of a model (or one model per shard) and the time when it begins: at the start of the job, when the
-first worker reaches an iteration, or when the first worker begins an epoch (one pass over the data that `distribute`
-gave it). All shards change to the new model at the same boundary; see `paceline.core.shard_sync`.
+first worker reaches an iteration, or when the first worker begins an epoch (one pass over the part of the data that
+`distribute` gave the worker). All shards change the model at the same boundary; see `paceline.core.shard_sync`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Step(msgspec.Struct, frozen=True):
 
     Attributes:
         models: one model, or one for each shard.
-        iteration: the step begins when the first worker reaches this iteration, counted from 0; None for an epoch.
-        epoch: the step begins when the first worker begins this epoch, counted from 0; None for an iteration.
+        iteration: the step begins when the first worker reaches this iteration, counted from 0. None if `epoch` is
+            set.
+        epoch: the step begins when the first worker begins this epoch, counted from 0. None if `iteration` is set.
     """
 
     models: tuple[SyncModel, ...]

@@ -2,11 +2,11 @@
 
 A worker starts its next iteration immediately, and the coordinator counts the pushes of the others. If, within
 ABORT_TIME of the start, the other workers have pushed more than m * ABORT_RATE times (m is the number of live
-workers), the worker is told to discard what it has computed, pull, and start the same batch again. In the *fixed*
-variant, both numbers are given (found by a grid search, which the paper calls cherry-picking). In the *adaptive*
-variant, they are tuned at the end of each epoch. If worker i had started its last iteration D later, it would have
-received u_i(D) more pushes, but a fraction D / T_i of the other m - 1 workers would have missed its own push, where
-T_i is the length of that iteration. The gain in freshness is estimated as
+workers), the coordinator tells the worker to discard what it has computed, pull, and start the same batch again. In
+the *fixed* variant, ABORT_TIME and ABORT_RATE are given (the paper finds them by a grid search, which it calls
+cherry-picking). In the *adaptive* variant, they are tuned at the end of each epoch. If worker i had started its last
+iteration D later, it would have received u_i(D) more pushes, but a fraction D / T_i of the other m - 1 workers would
+have missed the push of worker i, where T_i is the length of that iteration. The gain in freshness is estimated as
 
     F(D) = sum over i of (u_i(D) - D (m - 1) / T_i)                                                      (Eq. 7)
 
@@ -20,8 +20,8 @@ State: At the coordinator, each worker's current and last iteration, and the pus
 Guarantee: An iteration is restarted at most once, because a restarted iteration is not watched again. Therefore every
 worker makes progress. Staleness is bounded if the base model bounds it.
 Use: When staleness slows down training more than repeated computations do, and pushes arrive in bursts.
-Deviations: An epoch ends when every live worker has pushed since the last tuning. D is at most T; of several equally
-good delays, the shortest is chosen. There is no speculation before the first tuning, or while no F is above 0.
+Deviations: An epoch ends when every live worker has pushed since the last tuning. D is at most T; if several delays
+are equally good, the shortest is chosen. There is no speculation before the first tuning, or while no F is above 0.
 
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()
@@ -202,7 +202,7 @@ class Speculator(JobMachine):
     def validate(self) -> None:
         if not self._yet_to_push <= self._workers.keys():
             raise InternalError(
-                f"{self._yet_to_push} have yet to push, but only {set(self._workers)} are live"
+                f"workers {self._yet_to_push} have yet to push, but only {set(self._workers)} are live"
             )
         if len(self._pushes) > self._push_count or self._pushes != sorted(
             self._pushes, key=lambda push: push[0]

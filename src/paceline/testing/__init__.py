@@ -1,11 +1,11 @@
-"""Tests for sync models, also for models of your own.
+"""Tests for sync models, including your own.
 
-`check` tests a model thoroughly. Its parts can be used separately:
+`check` runs the first three of these kinds of tests. Each kind can also be used separately:
 
-- `PROMISES` and `CheckedShard`: what every model must keep, on random events;
-- `Oracle`: a comparison with plain functions that say what the model should do;
-- `explore`, `SmallJob` and `Admission`: the exhaustive search of small jobs;
-- `play`: scripted interactions.
+- `PROMISES` and `CheckedShard` test with random events that a model keeps the promises that every model must keep;
+- an `Oracle` specifies in plain functions what a model should do, and the model is compared with these functions;
+- `explore`, `SmallJob` and `Admission` search all interleavings of small jobs;
+- `play` executes scripted tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which workers must wait at a shard, by the admission rule of each sync model.
 
 The rules are written from the models' descriptions. They use only the events that a shard has received and the pulls
-that it has answered, never the state of a machine, so they detect a machine that miscounts.
+that it has answered, never the state of a state machine, so they detect a state machine that counts incorrectly.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class WorkerView(NamedTuple):
         asks: True if the worker's last pull has not been answered.
         deferred: True if no timer has fired since the worker's last pull.
         stop: the barrier flag of the worker's last push.
-        last_stop: the latest superstep for which the worker has stopped, or of which it is not a member.
+        last_stop: the latest superstep that does not wait for the worker, because the worker has stopped for it or is
+            not a member.
     """
 
     state: Literal["unknown", "live", "passed", "left"] = "unknown"
@@ -81,11 +82,11 @@ class ShardView(NamedTuple):
 
 
 Workers = Callable[[ShardView], set[int]]
-"""Given what a shard has received, returns some of its workers."""
+"""A function that selects workers by what their shard has received."""
 
 
 class Admission(NamedTuple):
-    """The rule by which workers wait at a shard.
+    """The rule that determines which workers wait at a shard.
 
     Attributes:
         must: returns the workers that must wait.
@@ -100,7 +101,7 @@ class Admission(NamedTuple):
 
 
 def none_of_them(shard: ShardView) -> set[int]:
-    """Return no worker."""
+    """Return the empty set."""
     return set()
 
 
@@ -122,7 +123,7 @@ def more_ahead_than(staleness: float) -> Admission:
 
 
 def within(must: float, may: float) -> Admission:
-    """Return a rule by which workers with a gap above `must` wait, and workers with a gap above `may` may wait."""
+    """Return a rule: workers with a gap above `must` must wait, and workers with a gap above `may` may wait."""
     return Admission(beyond(must), beyond(may))
 
 
@@ -137,7 +138,7 @@ def timer_runs(shard: ShardView) -> set[int]:
 
 
 def superstep_open(shard: ShardView) -> set[int]:
-    """Return the workers that have stopped, but whose superstep has a live member that has not."""
+    """Return the workers that have stopped for a superstep for which a live member has not stopped yet."""
     return {
         w
         for w, view in enumerate(shard.workers)
@@ -166,7 +167,7 @@ STOPPED = Admission(superstep_open, superstep_open)
 
 
 def admission(sync: SyncModel) -> Admission:
-    """Return the rule of a model. For a user's conditions, this is "a pull is answered if the gap is at most 1"."""
+    """Return the rule of a model. Conditions are assumed to answer a pull if the gap is at most 1."""
     match sync:
         case BSP():
             return more_ahead_than(0)

@@ -1,4 +1,4 @@
-"""A shard's machine that is checked after every event.
+"""Checks the state machine of a shard after every event.
 
 These promises are checked for every sync model:
 
@@ -6,12 +6,12 @@ These promises are checked for every sync model:
 - a push is applied, held or dropped by its own event, as the first action. A held push is applied later as part of
   one mean, in worker order. An empty push is dropped;
 - only a requested pull is answered, and only once; under a lockstep model, not before the worker's own push was
-  applied. A worker that is told of a later round continues from there with its next push;
+  applied. A worker that is told to continue from a later round does so with its next push;
 - at least one live worker does not wait, or a timer is set; and no push remains held when all workers have left;
 - a repeated pull is answered immediately, and has no other effect;
-- a refused event leaves the machine unchanged.
+- a refused event leaves the state machine unchanged.
 
-A `ShardSync` keeps the same promises as the machine that it hosts, through all changes of the model.
+A `ShardSync` keeps the same promises as the state machine that it hosts, and also keeps them when the model changes.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ __all__ = ["CheckedShard", "freeze"]
 
 
 class CheckedShard:
-    """One machine of a shard, with everything that it has received and returned.
+    """Checks one state machine of a shard, and stores what it has received and returned.
 
     Args:
-        machine: the machine: a `ShardMachine`, or a `ShardSync`, which also takes repeated pulls and changes of the
-            model.
-        oracle: also compare the machine with this oracle.
+        machine: the state machine: a `ShardMachine`, or a `ShardSync`, which also takes repeated pulls and changes of
+            the model.
+        oracle: if given, the state machine is also compared with this oracle.
 
     Attributes:
-        machine: the machine.
-        legal: the legal events.
-        events: all events that the machine has received.
-        updates: all updates that it has returned.
+        machine: the state machine.
+        legal: the events that are legal next.
+        events: all events that the state machine has received.
+        updates: all updates that the state machine has returned.
         held: the pushes that are held, as (worker, iteration).
         faults: the reported failures of the user's conditions.
     """
@@ -72,18 +72,22 @@ class CheckedShard:
         self._oracle = oracle
 
     def tell(self, event: AnyEvent) -> list[AnyAction]:
-        """Pass a legal event to the machine, check its promises, and return its actions."""
+        """Pass a legal event to the state machine, check the promises, and return the actions."""
         before = freeze(self.machine) if isinstance(event, PullRepeated) else None
         self.events.append(event)
         actions = self.machine.handle(event)
         self.machine.validate()
         self.legal.advance(event)
         if isinstance(event, PullRepeated):
-            assert actions == [AnswerPull(event.worker, event.iteration - 1)], f"{actions} after {event}"
+            assert actions == [AnswerPull(event.worker, event.iteration - 1)], (
+                f"{event} caused {actions}, expected one answer"
+            )
             assert freeze(self.machine) == before, f"{event} has changed the machine"
             return actions
         fates = [action for action in actions if isinstance(action, ApplyPush | HoldPush | DropPush)]
-        assert len(fates) == isinstance(event, PushReceived), f"{event} was handled {len(fates)} times"
+        assert len(fates) == isinstance(event, PushReceived), (
+            f"{event} caused {len(fates)} actions that apply, hold or drop a push"
+        )
         if isinstance(event, PushReceived):
             _check_fate(event, actions[0])
         known = len(self.updates)
@@ -93,13 +97,13 @@ class CheckedShard:
             all_wait = self.legal.waiting == self.legal.phase.keys()
             assert not all_wait or self.legal.timers, f"all workers wait after {event}"
         else:
-            assert not self.held, f"all workers have left, and {self.held} will never be applied"
+            assert not self.held, f"all workers have left, but the pushes {self.held} have not been applied"
         if self._oracle is not None:
             self._compare(self._oracle, self.updates[known:])
         return actions
 
     def walk(self, choices: Iterable[int]) -> None:
-        """Pass random legal events to the machine, one for each number."""
+        """Pass random legal events to the state machine, one for each number."""
         for choice in choices:
             self.tell(self.legal.pick(choice))
 
@@ -108,7 +112,7 @@ class CheckedShard:
         return [action for timer in self.legal.timers for action in self.tell(self.legal.fire(timer))]
 
     def refuse(self, event: AnyEvent) -> None:
-        """Pass an illegal event to the machine, which must refuse it and remain unchanged."""
+        """Pass an illegal event to the state machine, which must refuse the event and remain unchanged."""
         before = freeze(self.machine)
         refusal = ""
         try:
@@ -124,7 +128,9 @@ class CheckedShard:
     def _carry_out(self, event: AnyEvent, action: AnyAction) -> None:
         match action:
             case ApplyPush(worker, iteration) | DropPush(worker, iteration) | HoldPush(worker, iteration):
-                assert (worker, iteration) not in self.held, f"{action}, but the push is held"
+                assert (worker, iteration) not in self.held, (
+                    f"{action} was returned, but the push is already held"
+                )
                 if isinstance(action, HoldPush):
                     self.held.add((worker, iteration))
                 elif isinstance(action, ApplyPush):
@@ -132,20 +138,22 @@ class CheckedShard:
             case ApplyMean(pushes):
                 assert pushes, f"{action} contains no pushes"
                 assert list(pushes) == sorted(set(pushes)), f"{action} is not in worker order"
-                assert self.held >= set(pushes), f"{action} of pushes that are not held: {self.held}"
+                assert self.held >= set(pushes), f"{action} contains pushes that are not held: {self.held}"
                 self.held -= set(pushes)
                 self.updates.append(action)
             case AnswerPull(worker, iteration, v_train):
-                assert self.legal.phase.get(worker) == "waiting", f"{action}, which was not requested"
+                assert self.legal.phase.get(worker) == "waiting", (
+                    f"{action} answers a pull that was not requested"
+                )
                 assert iteration == self.legal.label[worker] - 1, f"{action} has the wrong iteration"
                 if isinstance(self.machine, ShardSync) and self.machine.sync.lockstep:
-                    assert (worker, iteration) not in self.held, f"{action} before its push was applied"
+                    assert (worker, iteration) not in self.held, f"{action} precedes the update with its push"
                 self.legal.phase[worker] = "computing"
                 if v_train is not None:
                     self.legal.progress[worker] = v_train
             case SetTimer(worker, iteration, due_s):
                 assert self.legal.phase.get(worker) == "waiting", (
-                    f"{action}, but worker {worker} does not wait"
+                    f"{action} was returned, but worker {worker} does not wait"
                 )
                 assert iteration == self.legal.label[worker] - 1, f"{action} has the wrong iteration"
                 assert due_s >= event.now_s, f"{action} is due before {event}"
@@ -159,17 +167,19 @@ class CheckedShard:
 
     def _compare(self, oracle: Oracle, updates: list[ApplyPush | ApplyMean]) -> None:
         due = oracle.updates_due(self.events)
-        assert updates == due, f"{self.events[-1]} caused {updates}, but by the oracle {due} is due"
+        assert updates == due, f"{self.events[-1]} caused {updates}, but the oracle expects {due}"
         waiting, expected = self.legal.waiting, oracle.must_wait(self.events)
-        assert waiting == expected, f"workers {waiting} wait, but by the oracle {expected} must wait"
+        assert waiting == expected, f"workers {waiting} wait, but the oracle expects {expected} to wait"
 
 
 def _check_fate(push: PushReceived, action: AnyAction) -> None:
     assert isinstance(action, ApplyPush | HoldPush | DropPush), (
-        f"the first action after {push} is {action}, expected what to do with the push"
+        f"the first action after {push} is {action}, expected an action that applies, holds or drops the push"
     )
-    assert (action.worker, action.iteration) == (push.worker, push.iteration), f"{action} after {push}"
-    assert isinstance(action, DropPush) or not push.empty, f"{action}, but the push is empty"
+    assert (action.worker, action.iteration) == (push.worker, push.iteration), (
+        f"{action} is for another push than {push}"
+    )
+    assert isinstance(action, DropPush) or not push.empty, f"{action} is wrong: an empty push must be dropped"
 
 
 def freeze(thing: object) -> Hashable:

@@ -1,4 +1,4 @@
-"""Checks a sync model: its promises on random events, and every interleaving of small jobs."""
+"""Checks a sync model: tests its promises with random events, and searches all interleavings of small jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CheckResult", "check"]
 
 
 class CheckResult(NamedTuple):
-    """What `check` has tried.
+    """What `check` has tested.
 
     Attributes:
         sync: notation of the model.
@@ -47,25 +47,27 @@ def check(
     shards: int = 2,
     iterations: int = 3,
 ) -> CheckResult:
-    """Check that a sync model keeps the promises that every model must keep, and return what was tried.
+    """Check that a sync model keeps the promises that every model must keep, and return what was tested.
 
-    First, the machines of the model receive random legal events, and illegal ones. Then all interleavings of small
-    jobs are searched for deadlocks: one in which a worker may be lost at any time, one which another worker joins at
-    any time, and two in which the model is changed, to BSP and from BSP. The jobs run the same code as a live run.
+    First, the state machines of the model receive random legal and illegal events. Then all interleavings of small
+    jobs are searched for deadlocks: one job in which a worker may be lost at any time, one that another worker joins
+    at any time, one that changes to BSP, and one that changes from BSP. The jobs run the same code as a live run.
 
     Args:
         sync: the model. It must be registered (see `paceline.sync.register`).
-        rule: also check which workers wait, in every state. By default, any worker may wait as long as there is no
-            deadlock; the models of the package have rules of their own (`admission`).
-        oracle: also compare a shard with this oracle, on random events.
-        agree: also check that all shards have averaged the same pushes together. This does not hold for models that
-            drop pushes by their order of arrival, which differs among shards.
+        rule: the rule that determines which workers must wait and which may; checked in every state. By default, any
+            worker may wait as long as there is no deadlock. The models of this package have their own rules
+            (see `admission`).
+        oracle: if given, a shard is also compared with this oracle, on random events.
+        agree: True to check also that all shards have averaged the same pushes together. Do not use this for models
+            that drop pushes by their order of arrival, because the order differs between shards.
         workers: number of workers of the small jobs.
         shards: number of shards of the small jobs.
-        iterations: number of iterations of each worker of the small jobs. One more takes about ten times as long.
+        iterations: number of iterations of each worker of the small jobs. Each additional iteration makes the check
+            take about ten times as long.
 
     Raises:
-        AssertionError: a promise is broken. The message names it and shows the events that lead to the failure.
+        AssertionError: a promise is broken. The message names the promise and the events that lead to the failure.
 
     >>> from paceline.sync import ASP
     >>> print(check(ASP(), iterations=1))
@@ -119,7 +121,7 @@ def _small_jobs(
 
     fewer = max(1, iterations - 1)
     yield "a job in which a worker may be lost", job(sync, losses=1)
-    # With a coordinator's machine, there are many more interleavings.
+    # If the coordinator runs a state machine, there are many more interleavings, so start with one worker only.
     yield (
         "a job that a worker joins late",
         job(sync, late=1, workers=1 if plans else workers, iterations=fewer),
@@ -130,7 +132,7 @@ def _small_jobs(
 
 @contextmanager
 def _named(sync: SyncModel, promise: str) -> Iterator[None]:
-    """Name the promise that is tested, in a failure and on the terminal."""
+    """Name the promise that is being tested on the terminal and in the message of a failure."""
     _show(f"{sync}: {promise}")
     try:
         yield
@@ -140,7 +142,7 @@ def _named(sync: SyncModel, promise: str) -> Iterator[None]:
 
 
 def _show(line: str) -> None:
-    """Replace the last line of the terminal, if standard error is one."""
+    """Replace the last line of the terminal, if standard error is a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{line}")
         sys.stderr.flush()

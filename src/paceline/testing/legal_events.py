@@ -1,7 +1,7 @@
 """The events that a shard may receive next, by the order join, push, pull, answer, leave.
 
-This is the order that `paceline.core.order` enforces, written a second time and independently: nothing here asks a
-machine what it allows.
+This is the order that `paceline.core.order` enforces. It is implemented here a second time, independently, and does
+not depend on which events a state machine accepts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LegalEvents:
         repeats: True if the machine under test accepts repeated pulls.
 
     Attributes:
-        now_s: time of the next event, in seconds. It may be changed.
-        phase: live worker -> what it is doing, in order of joining.
+        now_s: time of the next event, in seconds. The caller may change it.
+        phase: live worker -> its phase, in order of joining.
         label: live worker -> label of its next push.
         progress: worker that was told to continue from a later round -> that round, until its next push.
         gone: workers that have left and have not joined again.
@@ -63,7 +63,7 @@ class LegalEvents:
         return [worker for worker, current in self.phase.items() if current == phase]
 
     def join(self, iteration: int = 0, *, change: int = 0) -> WorkerJoined:
-        """Return the joining of a new worker, after `change` changes of the sync model were published."""
+        """Return the join of a new worker, for the case that `change` changes of the sync model were published."""
         worker = len(self.phase) + len(self.gone)
         return WorkerJoined(now_s=self.now_s, worker=worker, iteration=iteration, change=change)
 
@@ -97,16 +97,16 @@ class LegalEvents:
         return PullRepeated(now_s=self.now_s, worker=worker, iteration=self.label[worker])
 
     def fire(self, timer: SetTimer) -> TimerFired:
-        """Return the event of a timer, on time or late."""
+        """Return the event that a timer fires, on time or late."""
         now_s = max(self.now_s, timer.due_s)
         return TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration)
 
     def leave(self, worker: int, *, lost: bool) -> WorkerLost | WorkerFinished:
-        """Return the event of a worker that leaves."""
+        """Return the event that a worker leaves."""
         return (WorkerLost if lost else WorkerFinished)(now_s=self.now_s, worker=worker)
 
     def pick(self, choice: int) -> AnyEvent:
-        """Return one of the legal events, chosen by a number >= 0. About one number in twelve lets a worker leave."""
+        """Return one of the legal events, chosen by a number >= 0. With one number in twelve, a worker leaves."""
         choice, kind = divmod(choice, 12)
         events: list[AnyEvent] = []
         if kind == 0:
@@ -146,7 +146,7 @@ class LegalEvents:
                 PushReceived(now_s=now_s, worker=worker, iteration=label + 1),  # an iteration was left out
                 PullRequested(
                     now_s=now_s, worker=worker, iteration=label
-                ),  # its push has not been received yet
+                ),  # the push before it has not been received yet
             ]
             if phase != "computing":
                 events.append(PushReceived(now_s=now_s, worker=worker, iteration=label))

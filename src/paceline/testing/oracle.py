@@ -1,4 +1,4 @@
-"""An oracle: what a sync model should do, as plain functions of all events so far."""
+"""An oracle: a specification of what a sync model should do, as plain functions of all events so far."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Events = Sequence[AnyEvent]
 
 
 class Oracle(NamedTuple):
-    """What a sync model should do at a shard.
+    """Specifies what a sync model should do at a shard.
 
     Write the functions as directly as possible from the description of the model: they keep no state and may be slow.
-    A `CheckedShard` compares the machine with them after every event.
+    A `CheckedShard` compares the state machine with these functions after every event.
 
     Attributes:
         must_wait: returns the workers whose pull must be unanswered after these events.

@@ -1,7 +1,7 @@
-"""Promises that every sync model must keep, each a function that raises `AssertionError` if a model breaks it.
+"""Promises that every sync model must keep. Each is a function that raises `AssertionError` if a model breaks it.
 
-They test a model with random legal events. A seed determines a sequence of events; short sequences are tried first,
-so a failure is usually shown by few events.
+The functions test a model with random legal events. A seed determines a sequence of events. Short sequences are tried
+first, so the message of a failure usually contains only a few events.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def notation_reads_back(sync: SyncModel) -> None:
 
 
 def machines_share_nothing(sync: SyncModel) -> None:
-    """Events at one machine do not change another machine of the same model."""
+    """Events at one state machine do not change another state machine of the same model."""
     first, second = sync.at_shard(), sync.at_shard()
     before = freeze(second)
     follow(CheckedShard(first), WALKS[-1])
@@ -92,7 +92,7 @@ def machines_share_nothing(sync: SyncModel) -> None:
 
 
 def random_events_are_handled(sync: SyncModel, oracle: Oracle | None = None) -> None:
-    """The promises of `CheckedShard` hold for random events, and those of the oracle if there is one."""
+    """The promises of `CheckedShard` hold for random events. If an oracle is given, the model agrees with it."""
     for walk in WALKS:
         for machine in (sync.at_shard(), ShardSync(sync)):
             checked = CheckedShard(machine, oracle)
@@ -107,7 +107,7 @@ def same_events_give_same_actions(sync: SyncModel) -> None:
         alone, hosted = sync.at_shard(), ShardSync(sync)
         for event in events:
             once, again = alone.handle(event), hosted.handle(event)
-            assert once == again, f"{event} caused {once} and, in another machine, {again}"
+            assert once == again, f"{event} caused {once} in one state machine and {again} in another"
 
 
 def illegal_events_are_refused(sync: SyncModel) -> None:
@@ -135,7 +135,7 @@ def no_worker_waits_for_one_that_has_left(sync: SyncModel) -> None:
 
 
 def workers_that_return_take_part(sync: SyncModel) -> None:
-    """A worker that has left and joins again computes and is answered as before."""
+    """A worker that has left can join again. It then computes, and its pulls are answered."""
     checked = CheckedShard(ShardSync(sync))
     legal = checked.legal
     with _shown(checked.events):
@@ -148,7 +148,7 @@ def workers_that_return_take_part(sync: SyncModel) -> None:
                     checked.tell(legal.push(worker))
                     checked.tell(legal.pull(worker))
                 checked.fire_timers()
-            assert legal.label[1] > label + 1, "worker 1 has joined, but is not answered"
+            assert legal.label[1] > label + 1, "worker 1 has joined again, but its pulls are not answered"
             checked.tell(legal.leave(1, lost=bool(number % 2)))
 
 
@@ -174,7 +174,7 @@ def changes_complete(sync: SyncModel) -> None:
 
 
 def _change(checked: CheckedShard, change: Change) -> None:
-    """Let every live worker pass a change, as soon as it can push."""
+    """Let every live worker pass a change as soon as the worker can push."""
     legal = checked.legal
     to_pass = set(change.members)
     while to_pass:
@@ -189,13 +189,13 @@ def _change(checked: CheckedShard, change: Change) -> None:
         to_pass.remove(able[0])
     for worker in legal.in_phase("pushed"):
         checked.tell(legal.pull(worker))
-    assert not checked.held, f"{checked.held} are held after the change to {change.sync}"
-    assert not legal.waiting, f"workers {legal.waiting} wait after the change to {change.sync}"
+    assert not checked.held, f"the pushes {checked.held} are still held after the change to {change.sync}"
+    assert not legal.waiting, f"workers {legal.waiting} still wait after the change to {change.sync}"
 
 
 @contextmanager
 def _shown(events: list[AnyEvent]) -> Iterator[None]:
-    """If a check fails, show the events that the machine has received."""
+    """If a check fails, add to the error message the events that the state machine has received."""
     try:
         yield
     except Exception as error:
@@ -218,7 +218,7 @@ def coordinator_is_deterministic(sync: SyncModel) -> None:
 
 
 class Reports:
-    """Random reports of three workers, which two machines receive: one alone, and one in its host."""
+    """Random reports from three workers, passed to two state machines: one alone, and one inside its host."""
 
     def __init__(self, sync: SyncModel, seed: int) -> None:
         alone = sync.at_coordinator(seed)
@@ -254,7 +254,7 @@ class Reports:
     def _tell(self, event: AnyEvent) -> None:
         self.events.append(event)
         actions, same = self._alone.handle(event), self._hosted.handle(event)
-        assert actions == same, f"{event} caused {actions} and, in another machine, {same}"
+        assert actions == same, f"{event} caused {actions} in one state machine and {same} in another"
         self._alone.validate()
         self._hosted.validate()
         for action in actions:
@@ -262,13 +262,15 @@ class Reports:
                 case SetTimer():
                     self._timers.append(action)
                 case PublishPlan(plan):
-                    assert plan.superstep > self._superstep, f"{action} after superstep {self._superstep}"
+                    assert plan.superstep > self._superstep, (
+                        f"{action} was returned after the plan of superstep {self._superstep}"
+                    )
                     assert set(plan.members) <= self._next.keys(), f"{action} names workers that have left"
                     self._superstep = plan.superstep
                 case RestartWorker(worker):
-                    assert worker in self._next, f"{action}, but the worker has left"
+                    assert worker in self._next, f"{action} was returned, but the worker has left"
                 case _:
-                    raise AssertionError(f"a coordinator's machine cannot return {action}")
+                    raise AssertionError(f"a state machine at the coordinator cannot return {action}")
 
 
 PROMISES: tuple[Callable[[SyncModel], None], ...] = (
@@ -283,4 +285,4 @@ PROMISES: tuple[Callable[[SyncModel], None], ...] = (
     changes_complete,
     coordinator_is_deterministic,
 )
-"""All promises. The first line of each docstring says what is promised."""
+"""All promises. The first line of each function's docstring states the promise."""

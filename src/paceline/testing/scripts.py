@@ -1,9 +1,9 @@
-"""Scripted interactions: a text in which commands are followed by what a machine does.
+"""Scripted tests: a text in which each command to a state machine is followed by the expected result.
 
-A line that starts with ">" is a command. The indented lines below it are the result. All other lines are prose.
+A line that starts with ">" is a command. The indented lines below it are its result. All other lines are prose.
 
-    > shard SYNC                     start with a new machine of a shard
-    > job SYNC | planner SYNC        start with a new machine of the coordinator
+    > shard SYNC                     start with a new state machine of a shard
+    > job SYNC | planner SYNC        start with a new state machine of the coordinator
     > at SECONDS                     set the time of the following events
     > join WORKER [iteration=N]
     > push WORKER ITERATION [empty] [stop=SUPERSTEP members=W,W,...] [change=NUMBER to=SYNC members=W,W,...]
@@ -60,7 +60,7 @@ __all__ = ["play"]
 
 
 def play(script: str) -> str:
-    """Return the script with the results of its commands replaced by what happens now.
+    """Execute the commands of a script, and return the script with their actual results.
 
     A test compares the returned text with the script.
 
@@ -87,7 +87,7 @@ def play(script: str) -> str:
 
 
 class Stage:
-    """The machine that a script tests, and the current time."""
+    """The state machine that a script tests, and the current time."""
 
     def __init__(self) -> None:
         self._machine: ShardSync | JobSync | None = None
@@ -179,7 +179,7 @@ class Stage:
         for action in actions:
             if isinstance(action, AnswerPull) and not isinstance(event, PullRepeated):
                 asked = self._waiting.pop(action.worker, None)
-                assert asked == action.iteration, f"{action}, but the pull after iteration {asked} waits"
+                assert asked == action.iteration, f"{action} is wrong: the pull after iteration {asked} waits"
         return [_text(action) for action in actions] or ["nothing"]
 
 

@@ -23,10 +23,10 @@ def explore(
 
     Args:
         job: the job to search.
-        most_states: limit of the number of states.
+        most_states: maximum number of states. If there are more, a check fails.
         whole: True to search without the reductions of the job.
-        ends: receives the states without next steps, one for all states that differ only in names.
-        visit: called with every state.
+        ends: a set to which the states without next steps are added; one for all states that differ only in names.
+        visit: function that is called with every state.
 
     Raises:
         AssertionError: a check failed. The message lists the shortest sequence of steps that leads to the failure.
@@ -61,11 +61,11 @@ def explore(
 
 
 def survey(job: SmallJob, progress: Callable[[int], None]) -> int:
-    """Like `explore`, in little memory: depth first, with a 64-bit hash of each visited state.
+    """Search like `explore`, but depth first and with less memory: store only a 64-bit hash of each visited state.
 
-    Among n states, two have the same hash with a probability of about n^2 / 2^65 (10^-4 for 60 million states). Then
-    the states after the second one are not visited. The sequence of steps that leads to a failure is not the
-    shortest. `progress` is called with the number of visited states.
+    Among n states, two have the same hash with a probability of about n^2 / 2^65 (10^-4 for 60 million states). In
+    that case, the second of the two states is not visited. The message of a failure does not list the shortest
+    sequence of steps. `progress` is called with the number of visited states.
     """
     state = job.canonical(job.first)
     known = {job.digest(state)}

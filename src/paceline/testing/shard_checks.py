@@ -1,4 +1,4 @@
-"""The checks that a `SmallJob` makes at a shard, by what the shard has received and what its model has done."""
+"""The checks that a `SmallJob` makes at a shard, based on the events at the shard and the actions of its model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ShardChecks:
     Args:
         first_model: the first model of the job.
         rule: the admission rule of the first model; by default `admission(first_model)`.
-        agree: True to keep the means, which are compared with those of other shards at the end.
+        agree: True to store the applied means, which are compared between shards at the end.
     """
 
     def __init__(self, first_model: SyncModel, rule: Admission | None, agree: bool) -> None:
@@ -34,9 +34,10 @@ class ShardChecks:
         return self._carried_out(at._replace(view=view), entry)
 
     def check_waiting(self, view: ShardView, entry: Entry, sync: SyncModel | None) -> None:
-        """Check that every worker that must wait waits, and no worker that may not.
+        """Check that every worker that must wait does wait, and that no worker waits that may not wait.
 
-        `sync` is the model in force at the shard, if known, which must be the one that the received flags call for.
+        `sync` is the model in force at the shard, or None if it is unknown. The shard must run the model that the
+        received flags determine.
         """
         event = entry.event
         assert sync in (None, view.sync), f"after {event}, the shard runs {sync}, expected {view.sync}"
@@ -56,7 +57,7 @@ class ShardChecks:
         )
 
     def _advanced(self, view: ShardView, index: int) -> ShardView:
-        """Return the view in the current round, or under the next model if every member has passed the change."""
+        """Return the view with its round updated, or under the new model if every member has passed the change."""
         change = view.change
         if change is None or any(view.workers[member].state == "live" for member in change.members):
             return view._replace(round=self._round(view))
@@ -94,14 +95,14 @@ class ShardChecks:
                     if isinstance(action, HoldPush):
                         held.add((worker, iteration))
                 case ApplyMean(pushes):
-                    assert held >= set(pushes), f"{action} of pushes that are not held: {held}"
+                    assert held >= set(pushes), f"{action} contains pushes that are not held: {held}"
                     held -= set(pushes)
                     if self._agree:
                         means.add(pushes)
                 case AnswerPull(worker, iteration):
-                    assert workers[worker].asks, f"{action}, which was not requested"
+                    assert workers[worker].asks, f"{action} answers a pull that was not requested"
                     assert not (view.sync.lockstep and (worker, iteration) in held), (
-                        f"{action} before its push was applied"
+                        f"{action} precedes the update with its push"
                     )
                     workers[worker] = workers[worker]._replace(asks=False, deferred=False)
                 case SetTimer():
@@ -112,10 +113,14 @@ class ShardChecks:
                         (worker.pushed for worker in view.workers if worker.state == "live"), default=0
                     )
                     view = view._replace(sync=worked, worked=BSP(), round=slowest)
-                    assert action.sync == str(view.sync), f"{action}, but {view.sync} is what worked"
+                    assert action.sync == str(view.sync), (
+                        f"{action} is wrong: the last working model is {view.sync}"
+                    )
                 case _:
                     raise AssertionError(f"a shard cannot carry out {action}")
-        assert fates == isinstance(event, events.PushReceived), f"{event} was handled {fates} times"
+        assert fates == isinstance(event, events.PushReceived), (
+            f"{event} caused {fates} actions that apply, hold or drop a push"
+        )
         view = view._replace(workers=tuple(workers))
         return at._replace(view=view, held=frozenset(held), means=frozenset(means))
 

@@ -1,20 +1,21 @@
-"""A small job for the exhaustive search: an immutable state of all processes, and the steps that may follow.
+"""A small job for the exhaustive search: an immutable state of all processes, and the steps that may follow it.
 
 The cores are those of a live run (`paceline.core`): one for each worker, one for each server, which has one shard,
-and one for the coordinator. Messages from one process to another keep their order. Otherwise, anything can happen
+and one for the coordinator. Messages from one process to another keep their order. Otherwise, steps can happen
 in any order, as with a real network and scheduler. In one step, a worker joins, pushes, is lost, requests another
 sync model or restarts an iteration; a server or the coordinator receives the next message from a worker, or notices
 that the worker is lost; or a timer fires. There is no clock: a timer may fire at any later step, and when a worker
 pushes, it may or may not have received what the coordinator has sent to it. Checks are made in every step. They use
 what a shard has received, never the state of a machine:
 
-- the workers that wait at a shard are those that must, or may, wait by the rule of the model in force (`admission`);
+- by the rule of the model in force (`admission`), every worker that must wait at a shard waits, and no worker waits
+  that may not wait;
 - each push is applied, averaged or dropped exactly once;
-- an iteration is restarted at most once, and a shard runs the model that the received flags call for;
+- an iteration is restarted at most once, and a shard runs the model that the received flags determine;
 - when no step is left, every worker that was not lost has done all its iterations (no deadlock), and the shards have
   completed all changes that any remaining worker has passed, and have averaged the same pushes together.
 
-The following reductions keep the number of states small. For each one, the reason why no failure is missed:
+The following reductions keep the number of states small. Each entry explains why its reduction misses no failure:
 
 - *Commits.* A push and its pull arrive together, as in a live run. With `commits=False`, they arrive one by one.
 - *Answers together.* A worker receives the answers of all shards when the last one arrives. The earlier ones only
@@ -22,19 +23,20 @@ The following reductions keep the number of states small. For each one, the reas
 - *Orders are received at the push.* What the coordinator sends changes only the worker's next push, or restarts the
   iteration. So it is received just before the push, and every possible number of received messages is tried. A
   restart that comes too late is ignored whenever it is received, and is discarded immediately.
-- *Losses while waiting* (this reduction and the following ones are made by `reduced_steps`). A worker that is lost
-  before a push has the same effect as one that is lost after the push when no message was delivered. So the search
-  only considers losses of waiting workers.
+- *Losses while waiting* (this reduction and the following ones are made by `reduced_steps`). If a worker is lost just
+  before a push, the effect is the same as if it is lost after the push and no message of the push was delivered. So
+  the search only considers losses of waiting workers.
 - *Loss notifications.* `WorkerLost` messages from the coordinator are discarded: a server can detect a loss on its
   own at any step, so they add no new behavior.
-- *Pushes first.* If no message from the coordinator can reach a worker any longer, nothing that happens before its
-  push changes the push. So the push comes first.
-- *One shard first.* If a shard owes an answer to every worker that may still push, no worker can send it anything new
-  before the shard takes a step. If also no worker can be lost any longer, all other possible steps commute with the
-  steps of this shard, so only these are followed. (This is a persistent set. There are no cycles, because each step
-  uses something up.) The checks of a shard depend only on what it has received, so all of them are still made.
-- *Stale timers.* A timer that has no effect now will never have one under the same model. It is discarded if the
-  model does not change.
+- *Pushes first.* If no further message from the coordinator can reach a worker, nothing that happens before its push
+  changes the push. So the push comes first.
+- *One shard first.* If a shard owes an answer to every worker that may still push, no worker can send anything new to
+  the shard before the shard takes a step. If, in addition, no more workers can be lost, all other possible steps
+  commute with the steps of this shard, so only its steps are followed. (In the terms of partial-order reduction, its
+  steps are a persistent set. No state can be reached twice, so there are no cycles.) The checks of a shard depend
+  only on what it has received, so all of them are still made.
+- *Stale timers.* A timer that has no effect now never has an effect under the same model. The timer is discarded if
+  the model does not change.
 - *Deliveries first* (`_in_any_order`; ElasticBSP and SpecSync without late workers or changes). The messages of two
   workers to a shard may be received in either order with the same result, and neither prevents the other. So a shard
   receives a message immediately, unless its sender is lost at that moment (or was lost before, so that the message
@@ -45,18 +47,18 @@ The following reductions keep the number of states small. For each one, the reas
   between is ignored, like one that is received after the push. So the push comes right before its notification is
   received, and after all earlier messages from this worker to the coordinator were received. If the worker is lost
   before that, its push affects no other worker.
-- *Order of shards* (`canonical`). Shards of one model that draw the same numbers differ in name only.
-- *Names of workers* (`canonical`). Workers differ in name only, unless the model draws numbers for each worker or
-  breaks ties by name (as plans do that are followed exactly), or a worker joins late. Of all states that differ in
-  names only, one is kept.
+- *Order of shards* (`canonical`). Shards with the same model and the same random numbers differ only in name.
+- *Names of workers* (`canonical`). Workers differ only in name, unless the model draws random numbers for each
+  worker, or breaks ties by name (as exactly followed plans do), or a worker joins late. Of all states that differ
+  only in names, one is kept.
 - *Shards that all workers have left* (with "deliveries first"). Their state has no effect.
-- *Means.* A mean that all shards have applied says nothing about their agreement, and is discarded. (No push is in
-  two means, so two means cannot be confused.)
+- *Means.* A mean that all shards have applied cannot reveal a disagreement between shards, so it is discarded. (No
+  push is in two means, so two means cannot be confused.)
 - *Interned cores* (`states.Interned`). Each state of a core is stored once, and each call in it is made once. The
   order of a dict affects at most the order of answers within one event, the labels of workers that have left matter
   only if a worker returns, and held pushes are summed in worker order. So none of these distinguishes two states. Of
-  SpecSync's machine at the coordinator, only what may still cause a restart is kept (`states._outlook`). A separate
-  test shows that the same steps follow.
+  SpecSync's state machine at the coordinator, only the parts that may still cause a restart are kept
+  (`states._outlook`). A separate test shows that the same steps follow.
 """
 
 from __future__ import annotations
@@ -132,11 +134,11 @@ class SmallJob:
         changes: the sync models that workers request, one after another, at any time.
         seed: random seed.
         commits: True if a push and its pull arrive together, as in a live run; otherwise they arrive one by one.
-        any_plan: True to allow every stop that a plan could name; otherwise plans are followed exactly. Their times
-            are those of the attribute `now_s`, which the caller may change.
+        any_plan: True to allow every stop that a plan could name. False to follow plans exactly; the time of all
+            events is then the attribute `now_s`, which the caller may change.
         agree: True to check that the shards have averaged the same pushes together.
-        symmetric: True if workers, and shards, may be exchanged for each other where the model draws no numbers for
-            them. False for a model that may depend on their indices.
+        symmetric: True if all workers are interchangeable, and all shards as well, unless the model draws random
+            numbers for each. False for a model that may depend on the indices of workers or shards.
         shard_host: class of the host of the model at a shard.
         worker_core: class of the core of a worker.
         watch: True to check at each shard which workers wait and which model is in force.
@@ -177,8 +179,8 @@ class SmallJob:
             models = tuple(sync)
         self._checks = ShardChecks(models[0], rule, agree)
         all_models = (models, *map(parse_shards, changes))
-        # Shards are distinguishable if their models differ, or if each draws its own numbers, or if a late worker
-        # starts with its count at the first shard.
+        # Shards are distinguishable if their models differ, if each draws its own random numbers, or if workers join
+        # late, because a late worker's initial count is taken from the first shard.
         self._alike = (
             symmetric
             and not late
@@ -186,8 +188,8 @@ class SmallJob:
                 len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
             )
         )
-        # Workers are distinguishable if numbers are drawn for each, if plans break ties by their names, or if some
-        # join late: a core that no longer knows which workers have left would confuse workers of the same name.
+        # Workers are distinguishable if random numbers are drawn for each, if plans break ties by name, or if some
+        # workers join late: a core that no longer knows which workers have left would confuse workers after renaming.
         namesakes = (
             symmetric
             and not late
@@ -197,9 +199,9 @@ class SmallJob:
                 for model in step
             )
         )
-        # The order in which a shard receives messages of different workers has no effect.
+        # True if the order in which a shard receives messages from different workers has no effect.
         self._unordered = not changes and commits and namesakes and all(map(_in_any_order, models))
-        # Workers affect each other through the coordinator only.
+        # True if workers affect each other only through the coordinator.
         self._apart = self._unordered and all(
             isinstance(model, SpecSync) and isinstance(model.base, ASP) for model in models
         )
@@ -314,7 +316,7 @@ class SmallJob:
         return list(self._steps(state)), losses
 
     def reduced_steps(self, state: State) -> tuple[list[Step], list[Step]]:
-        """Return a subset of these steps that is sufficient to find every failure (see the module's docstring)."""
+        """Return a subset of these steps that suffices to find every failure (see the docstring of the module)."""
         if self._unordered:
             for index, w in product(range(len(state.servers)), range(len(state.workers))):
                 steps = list(self.steps_of(state, index, w))
@@ -341,7 +343,7 @@ class SmallJob:
         return list(self._steps(state, self._apart)), [step for w in waiting for step in self._loss(state, w)]
 
     def plain(self, state: State) -> State:
-        """Return the state without the means that all shards have applied, and without shards that all have left."""
+        """Return the state without means that all shards have applied, and with shards that all have left reset."""
         if self._agree and (common := frozenset.intersection(*(at.means for at in state.servers))):
             servers = (self._server_pool(at._replace(means=at.means - common)) for at in state.servers)
             state = state._replace(servers=tuple(servers))
@@ -354,7 +356,7 @@ class SmallJob:
         return state
 
     def canonical(self, state: State) -> State:
-        """Return one state for all that also differ only in the order of shards or the names of workers."""
+        """Return one state that represents all states that differ only in the order of shards or names of workers."""
         state = self.plain(state)
         if self._renamings:
             return self._named(state)
@@ -393,7 +395,7 @@ class SmallJob:
         return found
 
     def apart_from_shards(self, state: State) -> set[Hashable]:
-        """Return the progress of each worker and the coordinator's core, the same for all names of the workers."""
+        """Return the progress of each worker and the coordinator's core, in a form that is independent of names."""
         core = state.coordinator.core
         least = min((renaming.coordinator_core(core) for renaming in self._renamings), default=core)
         return {
@@ -566,13 +568,13 @@ class SmallJob:
         return self._quiet[number]
 
     def _may_request(self, state: State) -> bool:
-        """Return True if the next change may be requested: the previous request must have been received."""
+        """Return True if the next change may be requested, that is, if the previous request has been received."""
         return state.requested < len(self._changes) and not any(
             isinstance(message, SyncRequested) for queue in state.coordinator.queues for message in queue
         )
 
     def _request(self, state: State, w: int) -> State:
-        """Let a worker request a change, after the earlier ones, which other workers have requested already."""
+        """Let a worker request the next change. The worker first repeats the earlier requests of other workers."""
         its = state.workers[w]
         number, sent = its.core, its.core
         for sync in self._changes[self._workers[sent]._asked : state.requested + 1]:
@@ -594,7 +596,7 @@ class SmallJob:
         return self._at_coordinator(state, Call("admit", w, asked, self.now_s))
 
     def _count_for_newcomer(self, state: State) -> int | None:
-        """Return the c_p that a late worker starts with at every shard: that of the slowest worker at one shard."""
+        """Return the c_p with which a late worker starts at every shard: the c_p of the slowest worker at shard 0."""
         view = state.servers[0].view
         return min((other.pushed for other in view.workers if other.state == "live"), default=view.round)
 
@@ -644,7 +646,7 @@ class SmallJob:
     # -- messages in flight ------------------------------------------------------------------------------
 
     def _send_all(self, state: State, w: int, requests: Sequence[Request]) -> State:
-        """Add the messages that a worker sends to the queues."""
+        """Put the messages that a worker sends into the queues."""
         for request in requests:
             if isinstance(request, Proceed):
                 continue
@@ -678,7 +680,7 @@ class SmallJob:
         at = self._coordinator_pool(at._replace(queues=put(at.queues, w, (*at.queues[w], message))))
         return state._replace(coordinator=at)
 
-    # -- a lost worker: its messages that have not been delivered never will be ---------------------------------
+    # -- a lost worker, whose undelivered messages are discarded -----------------------------------------
 
     def _known(self, at: CoordinatorState, w: int) -> bool:
         core = self._coordinators[at.core]
@@ -747,7 +749,7 @@ class SmallJob:
         return self._server_pool(at), sent
 
     def _answer(self, state: State, index: int, w: int, v_train: int | None) -> State:
-        """Deliver the answer of a shard to a worker. Its core receives all answers together, with the last one."""
+        """Record a shard's answer to a worker. When the last answer arrives, the worker's core receives them all."""
         its = state.workers[w]
         if its.phase != "waiting":
             return state
@@ -801,11 +803,11 @@ class SmallJob:
                 case Send(to, messages.WorkerJoined() as message):
                     state = self._to_server(state, message.worker, to.index, message)
                 case Send(Peer(role="server"), messages.WorkerLost()):
-                    pass  # the server notices it by itself at some step
+                    pass  # the server notices the loss in a separate step
                 case Send(to, message):
                     state = self._order(state, to.index, core, message)
                 case _:
-                    raise AssertionError(f"a coordinator cannot {request}")
+                    raise AssertionError(f"a coordinator cannot carry out {request}")
         at = state.coordinator._replace(core=core, timers=timers)
         if not self._changes:
             at = at._replace(timers=frozenset(timer for timer in timers if self._matters(core, timer)))
@@ -823,8 +825,8 @@ class SmallJob:
         if isinstance(message, RestartOrdered) and (its.phase, iteration) != ("computing", message.iteration):
             return state  # the worker ignores it
         if isinstance(message, PlanPublished):
-            # After a change, the coordinator processes the events that it has kept. A plan that it makes from them
-            # may name an iteration that has passed already; then the worker stops later.
+            # After a change, the coordinator processes the events that it has kept. A plan that results from these
+            # events may name an iteration that the worker has passed already; then the worker stops later.
             known = self._coordinators[core]._sync._order.label(w)
             assert self._changes or message.iteration >= known, (
                 f"worker {w} is past the stop of {message} already"
@@ -838,7 +840,7 @@ class SmallJob:
 
 
 def _in_any_order(model: SyncModel) -> bool:
-    """Return True if the order in which a shard receives messages of different workers has no effect."""
+    """Return True if the order in which a shard receives messages from different workers has no effect."""
     match model:
         case SpecSync(base=SSP(execution="lazy")):
             return False

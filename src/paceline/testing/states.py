@@ -62,7 +62,7 @@ def put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
 
 
 def pooled(kind: type[Item]) -> type[Item]:
-    """Make a class of tuples compare by identity. A `Pool` must keep one object for each value."""
+    """Make a class of tuples compare by identity. A `Pool` must ensure that each value has only one object."""
     kind.__hash__ = object.__hash__  # type: ignore[method-assign]
     kind.__eq__ = object.__eq__  # type: ignore[method-assign]
     return kind
@@ -70,16 +70,16 @@ def pooled(kind: type[Item]) -> type[Item]:
 
 @pooled
 class ServerState(NamedTuple):
-    """A server with one shard, the messages that are in flight to it, and the answers that it owes.
+    """A server with one shard, the messages that are in flight to the server, and the workers that await its answers.
 
     Attributes:
-        core: number of its core among the interned ones.
-        view: what its shard has received.
+        core: number of the server's core (see `Interned`).
+        view: what the shard has received.
         queues: for each worker, the messages in flight, in order.
         owes: workers that wait for an answer from this server.
         timers: timers that are set.
         held: pushes that are held for a mean.
-        means: the means that the shard has applied, each as its pushes.
+        means: the means that the shard has applied, each given by the pushes in it.
     """
 
     core: int
@@ -96,10 +96,10 @@ class CoordinatorState(NamedTuple):
     """The coordinator, and the messages that are in flight to it.
 
     Attributes:
-        core: number of its core among the interned ones.
+        core: number of the coordinator's core (see `Interned`).
         queues: for each worker, the messages in flight, in order.
         timers: timers that are set.
-        welcomes: (server, worker) of each acknowledgement in flight that a server knows a joining worker.
+        welcomes: (server, worker) of each `WorkerWelcomed` message in flight.
     """
 
     core: int
@@ -114,12 +114,12 @@ class WorkerState(NamedTuple):
 
     Attributes:
         phase: the phase of the worker.
-        core: number of its core among the interned ones.
+        core: number of the worker's core (see `Interned`).
         orders: messages from the coordinator that the worker has not received yet.
-        v_train: the latest round that an answer has named since the worker's last push; None if none has. The core
-            receives all answers together, with the last one.
+        v_train: the latest round that an answer has named since the worker's last push; None if no answer has. The
+            core receives all answers together, when the last one arrives.
         restarted: True if the worker has restarted its current iteration.
-        changed: number of the last change that the worker has set as the flag of a push.
+        changed: number of the last change with which the worker has flagged a push.
     """
 
     phase: Literal["absent", "joining", "computing", "waiting", "finished", "lost"]
@@ -149,7 +149,7 @@ class State(NamedTuple):
 
 
 Step = tuple[str, Callable[[], State]]
-"""The description of a step, which begins with the process that takes it; and a function for the next state."""
+"""A step: its description, which begins with the name of a process, and a function that returns the next state."""
 
 
 class Pool(Generic[Item]):
@@ -171,7 +171,7 @@ class Pool(Generic[Item]):
 
 
 class Call(NamedTuple):
-    """One call of a core, as a value.
+    """One call of a method of a core, as a value.
 
     Attributes:
         method: name of the method.
@@ -213,7 +213,7 @@ class Tape:
 
 
 class Interned(Generic[Core]):
-    """Stores each state of the cores of one kind once, under a number, and makes each call in each state once.
+    """Stores each distinct state of one kind of core under a number, and makes each call in each state only once.
 
     Args:
         tape: the recorder of the cores.
@@ -251,7 +251,7 @@ class Interned(Generic[Core]):
     def difference(self) -> str:
         """Describe a core that behaves differently from the stored core with the same number; "" if there is none.
 
-        This compares all states in full, so it is for small jobs without late workers.
+        This method compares all states in full, so it is only suitable for small jobs without late workers.
         """
         calls: dict[int, list[Call]] = {}
         for number, call in self._next:
@@ -272,7 +272,12 @@ class Interned(Generic[Core]):
         return ""
 
     def renamed(self, number: int, call: Callable[[Call], Call], known: dict[int, int]) -> int:
-        """Return the number of the state that a core would have if every call had been replaced.
+        """Return the number of the state that results from replacing each call that led to state `number`.
+
+        Args:
+            number: number of a state.
+            call: function that returns the replacement of a call.
+            known: cache of the results.
 
         The first state must be the same for all names of workers.
         """
@@ -353,13 +358,13 @@ class Memo(dict[Item, Item]):
 class Renaming:
     """Renames the workers in states.
 
-    The states of cores are not inspected: a core is renamed by repeating the calls that led to it, with renamed
-    arguments. The core of a worker does not know its own name.
+    The states of cores are not inspected: a core is renamed by repeating the calls that led to its state, with
+    renamed arguments. The core of a worker does not contain the worker's name.
 
     Args:
         names: the new name of each worker.
         cores: the interned cores of workers, servers and the coordinator.
-        pools: the pools of their states.
+        pools: the pools of the states of workers, servers and the coordinator.
     """
 
     def __init__(
@@ -453,7 +458,7 @@ class Renaming:
 
 
 def _copied(core: Core) -> Core:
-    """Return a copy of a core. A user's conditions are made again, because they are bound to their machine."""
+    """Return a copy of a core. A user's conditions are recreated, because they are bound to their state machine."""
     core = copy.deepcopy(core)
     if isinstance(core, Server):
         for shard in core.shards.values():

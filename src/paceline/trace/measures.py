@@ -2,10 +2,10 @@
 
     staleness   number of updates applied between a worker's pull and the application of its push, in versions, for
                 each pair (push, shard)
-    gap         number of iterations by which a worker was ahead of the slowest live worker when it started an
-                iteration: c_p - min c, as counted by the sync model. Each entry contains the gap, because the labels
-                of the iterations do not determine it: workers join late, `drop-stragglers` advances late workers, and
-                all counts are equal after a change of the model
+    gap         a worker's lead over the slowest live worker at the start of an iteration, in iterations: c_p - min c,
+                as counted by the sync model. Each entry contains the gap, because the labels of the iterations do not
+                determine it: workers join late, `drop-stragglers` advances late workers, and all counts are equal
+                after a change of the model
     waiting     time from the arrival of a pull to its answer, without transfers; the maximum over the shards
     updates     number of optimizer steps of a shard
     restarts    number of computations that were aborted and restarted
@@ -184,7 +184,7 @@ class Meter:
 
 
 class _Membership:
-    """The presence of a worker from when it joined until it left. A lost worker may join again."""
+    """One period of a worker in the run, from joining until leaving. A lost worker may join again."""
 
     __slots__ = ("asked_s", "iterations", "joined_s", "left_s", "number", "worker")
 

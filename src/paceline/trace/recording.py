@@ -1,13 +1,13 @@
 """Recording and reading traces: the events and actions of the state machines of a run.
 
 A trace is a text file of JSON lines. A run has one trace per shard, and one for the coordinator. The first line is
-the header, with the initial sync model, the host of the machine and the version of the format. Each further line is
-an entry, in the order of processing. An entry contains the event with its exact time, the resulting actions, the
-reason if the event was refused, and the effects of the actions: the version that the shard reached, the staleness of
-each push that the shard applied, and the largest lead of a worker whose pull the shard answered.
+the header, with the initial sync model, the host of the state machine and the version of the format. Each further
+line is an entry, in the order of processing. An entry contains the event with its exact time, the resulting actions,
+the reason if the event was refused, and the effects of the actions: the version that the shard reached, the staleness
+of each push that the shard applied, and the largest lead of a worker whose pull the shard answered.
 
 Traces in other versions of the format are rejected. For example, version 2 does not contain the leads of the workers,
-which only the state machine can compute. Statistics that depend on them would be wrong without any warning.
+which only the state machine can compute. Statistics that depend on these leads would be wrong without any warning.
 
 Times are stored exactly, as the shortest decimal number that is read back as the same float. See `replay` for the
 main use of traces.
@@ -50,8 +50,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         format: version of the file format.
         emulated: description of how the run emulated unequal machines; "" if it did not.
         computed_by: for a run in virtual time that computed gradients, a description of the hardware and software
-            that computed them: the trace can be reproduced only with the same ones. "" if no gradients were computed;
-            the trace is then the same on any machine.
+            that computed them. The trace can be reproduced only with the same hardware and software. "" if no
+            gradients were computed; the trace is then the same on any machine.
     """
 
     sync: str

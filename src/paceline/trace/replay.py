@@ -26,7 +26,7 @@ class Replay:
         header: header of the trace.
 
     Raises:
-        ConfigurationError: the sync model is unknown. If it is your own, import its module first.
+        ConfigurationError: the sync model is unknown. If you wrote the model, import its module first.
     """
 
     def __init__(self, header: Header) -> None:

@@ -1,8 +1,8 @@
 """The paper's synthetic workers, on which the paper measures its solvers.
 
 Worker p has an interval i_p, drawn uniformly from 1000-1500 ms, and a start time s_p, drawn uniformly from 10-50 ms.
-Its j-th push is at time j * i_p + s_p. All workers first run for a common warm-up period of 20 s, so that they are no
-longer in phase. The next R pushes of each worker are predicted from the worker's last two pushes.
+The j-th push of worker p is at time j * i_p + s_p. All workers first run for a common warm-up period of 20 s, so that
+they are no longer in phase. The next R pushes of each worker are predicted from the worker's last two pushes.
 
 Source: Zhao et al., ElasticBSP (2021), section 6.1. We assume that the newest push of a worker is its first one at or
 after the warm-up time, which matches the spread of the newest pushes in the data that the authors published.

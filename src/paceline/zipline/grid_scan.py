@@ -2,7 +2,8 @@
 
 For each end time e of a designated worker, the scan forms the set of e and the end time of every other worker that is
 nearest to e. It returns the narrowest of these sets. GridScan designates the worker with the earliest end time and
-evaluates R sets in O(R^2 n) time. FullGridScan designates every worker in turn and evaluates R n sets in O(R^2 n^2).
+evaluates R sets in O(R^2 n) time. FullGridScan designates each worker in turn and evaluates R n sets in O(R^2 n^2)
+time.
 
 Neither scan is exact, because the end time nearest to e may be on the wrong side of e. Example: for the end times
 (5, 105), (15, 205), (0, 15), (7, 22) the best set is 5, 15, 15, 7 with a width of 10. Each of its elements has a
@@ -11,7 +12,7 @@ nearer neighbor that is not in the set, and FullGridScan finds a set with a widt
 Source: Zhao et al., ElasticBSP (2021), section 5.1, Algorithm 1. The paper does not say how ties are resolved. If
 several workers have the earliest end time, the first one is designated. If two end times are equally near to e, the
 earlier column is taken. If several sets are equally narrow, the first one is kept, in ascending order of workers and
-columns. So, unlike for the exact methods, the picks and the barrier are not canonical.
+columns. Therefore, unlike the exact methods, the scans do not return the canonical choice (see `solution`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def grid_scan(times: Floats) -> Solution:
 
 
 def full_grid_scan(times: Floats) -> Solution:
-    """Run Algorithm 1 without its line 4 on an (n, R) matrix: every row is designated in turn."""
+    """Run Algorithm 1, except for line 4, on an (n, R) matrix: every row is designated in turn."""
     return _scan(times, range(len(times)))
 
 

@@ -73,7 +73,7 @@ def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solu
 
     The end times of worker p are `last[p] + j * interval[p]` for j = 1..lookahead. The result is exactly what
     `solve` returns for these end times as float64 numbers
-    (`last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]`), but most of them are usually not computed.
+    (`last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]`), but most end times are usually not computed.
 
     Args:
         last: array of shape (n,): the time of each worker's last push.
@@ -90,7 +90,7 @@ def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solu
     (0.0, 10.0, [4, 1])
     """
     times = checked_progressions(last, interval, lookahead)
-    # For so few end times, it is faster to build the whole matrix.
+    # If there are few end times, it is faster to build the whole matrix.
     if len(times.base) * lookahead <= sweep.FEW:
         return _auto(Matrix(times.rows(slice(None))))
     return _auto(times)

@@ -28,8 +28,8 @@ bucket's latest s to that lower bound. Only buckets that could contain a window 
 are sorted. (If an outlier stretches the timeline so that all other end times fall into one bucket, everything is
 sorted, as it would be without buckets.)
 
-This also holds for floating-point numbers: rounding never reverses the order of two differences, and if it makes
-several differences equal, the earliest window is chosen.
+Both bounds also hold for floating-point numbers: rounding never reverses the order of two differences, and if it
+makes several differences equal, the earliest window is chosen.
 
 Source: the problem is Problem 1 of Zhao et al., ElasticBSP (2021), and the result is that of ZipLine (Theorem 2). The
 search is not from the paper, whose methods maintain a complete set Z at every step.

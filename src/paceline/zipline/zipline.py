@@ -2,7 +2,7 @@
 
 All end times are merged into one timeline, which is scanned once. Z contains the latest end time of each worker that
 has been scanned so far: each new end time replaces the previous one of the same worker. Z becomes a candidate when it
-contains every worker, and each further end time produces another candidate.
+contains an end time of every worker, and each further end time produces another candidate.
 
 ZipLine is exact (Theorem 2 of the paper). Of all sets whose latest end time is t, the narrowest is the one with the
 latest end time of each worker at or before t, and ZipLine evaluates this set for every t for which it exists. The

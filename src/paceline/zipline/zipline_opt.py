@@ -4,7 +4,7 @@ Z is a list in the order of the timeline, so its first element is min(Z) and its
 end time replaces the previous one of the same worker, there are two cases:
 
 1. The previous one was the first element of Z. Then min(Z) has increased, and the new Z is evaluated.
-2. Otherwise min(Z) is unchanged and max(Z) does not decrease, so the new Z is not narrower (Theorem 3). It is
+2. Otherwise min(Z) is unchanged and max(Z) does not decrease, so the new Z is not narrower (Theorem 3) and is
    skipped.
 
 The two methods differ in how they find the previous end time in Z. ZipLineOpt scans Z in O(n) time. ZipLineOptBS
@@ -59,7 +59,7 @@ def _scan(times: Floats, position: Callable[[list[Element], int, int], int]) -> 
             replaced = position(z, p, i - 1)
             del z[replaced]
         z.append((t, p, i))
-        # The first end time of a worker replaces none. Z is not complete until it contains the last worker's first.
+        # The first end time of a worker replaces none. Z is complete once it contains an end time of every worker.
         if replaced == 0 and len(z) == len(times):
             candidates += 1
             d = t - z[0][0]
