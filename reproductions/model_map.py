@@ -219,8 +219,7 @@ def make_map(options: Options, tell: TellShare) -> Made:
         figure=lambda: draw_map(verdicts),
         data=verdicts,
         notes=[
-            "Transfers: the share of an iteration that they take if all workers are equally fast. Factors: speed-ups "
-            "over bsp. Pauses take a tenth of the time.",
+            "The last column names the model that reached the target first, and its speed-up over bsp.",
             *findings(verdicts),
         ],
     )
@@ -234,8 +233,8 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
         first = sum(verdict.best == label for verdict in there)
         close = sum(verdict.lead(label) <= NEAR for verdict in there)
         found.append(
-            f"{label} is first in {first} of {len(verdicts)} clusters and at most {NEAR - 1:.0%} slower than the "
-            f"first in {close}."
+            f"{label} is first in {first} of {len(verdicts)} clusters, and first or at most {NEAR - 1:.0%} slower than "
+            f"the first model in {close}."
             + (
                 f" It does not reach the target in {len(verdicts) - len(there)} of {len(verdicts)}."
                 if there != verdicts
@@ -251,8 +250,8 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
         )
         factors = sorted(mine, key=lambda verdict: verdict.speed_up)
         found.append(
-            f"{', '.join(row)}: {models or 'no model reaches the target'}; the first model is {factors[0].factor} to "
-            f"{factors[-1].factor} as fast as bsp."
+            f"{', '.join(row)}: {models or 'no model reaches the target'}. The speed-up of the first model over bsp is "
+            f"{factors[0].factor} to {factors[-1].factor}."
         )
     return found
 
