@@ -1,4 +1,4 @@
-"""The code of the workers and servers of the compared systems."""
+"""The code that the workers and servers of the compared systems run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _gloo(turn: Turn, index: int, out: Path) -> Figures:
     return {"bsp": step_s - bare_s}
 
 
-SETTLING_S = 0.1  # time until the change of the sync model has reached all workers
+SETTLING_S = 0.1  # time after which the change of the sync model has reached all workers
 
 
 def _train(turn: Turn, out: Path) -> None:
@@ -93,9 +93,8 @@ def _train(turn: Turn, out: Path) -> None:
         optimizer.step()
 
     figures = {"asp": median_s(step, turn.iterations) - bare_s}
-    meet(
-        out, "changing", index, turn.workers
-    )  # otherwise, workers that reach the change first would wait there
+    # Without this barrier, the first workers would wait at the change of the sync model.
+    meet(out, "changing", index, turn.workers)
     if index == 0:
         set_sync("bsp")
     time.sleep(SETTLING_S)  # so the change is completed during the warm-up
