@@ -1,7 +1,8 @@
 """`python -m benchmarks simulator`: the accuracy and the speed of simulations.
 
-Accuracy: four workers, made unequal by sleeping, train live under every sync model. Each live run is compared with a
-simulation. All simulations use the cluster that was recorded in one additional run under BSP.
+Accuracy: four workers, some of which sleep longer in each iteration than others, train live under every sync model.
+Each live run is compared with a simulation. All simulations use the cluster that was recorded in one additional run
+under BSP.
 
 Speed: events per second, simulations with thousands of workers, and the overhead of training in virtual time compared
 with a handwritten training loop.
@@ -62,7 +63,7 @@ LIVE_S = 15.0
 START_S = 12.0  # approximate time for starting and ending the processes of a live run on a slow machine
 
 FIDELITY_GOALS = (0.10, 0.15)
-"""Goals: the largest relative errors of the updates per second and of the mean staleness."""
+"""Goals: upper bounds on the relative errors of the updates per second and of the mean staleness."""
 
 
 class FidelityRow(msgspec.Struct, frozen=True):

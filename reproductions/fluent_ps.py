@@ -390,7 +390,7 @@ PAPER_ACCURACY = {
 
 
 def figure_10(options: Options, tell: TellShare) -> Made:
-    """Compare the accuracy over time of 64 workers with the paper's push scale, 1/n."""
+    """Compare the accuracy over time with 64 workers and the paper's push scale, 1/n."""
     cluster = Cluster.preset("fluent-ps-64")
     runs = [
         TrainingRun(

@@ -368,7 +368,9 @@ def table_2(options: Options, tell: TellShare) -> Made:
         tables=[beside(f"{PAPER}, Table II: cost of the exhaustive search", rows, columns)],
         figure=draw,
         data={outcome.run.label: hour for outcome, hour in zip(outcomes, hours, strict=True)},
-        notes=[f"Best trial: {picked}. Hours are virtual, until convergence or until the end of the run."],
+        notes=[
+            f"Best trial: {picked}. The hours are in virtual time, until convergence or the end of the run."
+        ],
     )
 
 

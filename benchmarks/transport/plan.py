@@ -192,8 +192,8 @@ class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         size_mb: size of the model, in MB of 2**20 bytes.
         workers: number of workers.
         median_ms: time of a step or an update, the median over the rounds.
-        low_ms: smallest time of a round.
-        high_ms: largest time of a round.
+        low_ms: smallest time in any round.
+        high_ms: largest time in any round.
         optimizer: key in `OPTIMIZERS` if this is the time of an update, else None.
         traffic_ms: time for copying as many bytes as the update reads and writes; None if this is not an update.
     """

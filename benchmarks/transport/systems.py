@@ -80,7 +80,7 @@ SETTLING_S = 0.1  # time after which the change of the sync model has reached al
 
 
 def _train(turn: Turn, out: Path) -> None:
-    """Train as one worker of a run of Paceline, measured under ASP and then under BSP."""
+    """Train as one worker of a run of Paceline, and measure steps under ASP and then under BSP."""
     torch.set_num_threads(1)
     index = worker_index()
     bare_s = bare_backward_s(turn, index, out)

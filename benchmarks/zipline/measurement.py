@@ -406,7 +406,7 @@ def _left_out(shape: Shape, quick: bool, largest: int = 1500) -> bool:
 
 
 def _inputs_for_fast(n: int, r: int) -> int:
-    """Return the number of inputs per round. Small inputs are fast but vary, so more of them are used."""
+    """Return the number of inputs per round. Times for small inputs vary more, so there are more small inputs."""
     return int(np.clip(2e6 / (n * r), 5, 200))
 
 
