@@ -40,7 +40,7 @@ MODELS = {
     "asp": "asp",
 }
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-# For a mean of gradients, as under bsp. For individual gradients, it is divided by the number of workers.
+# Learning rate at which the search begins under bsp; under other models, it is divided by the number of workers.
 LIKELY_RATE = 0.4
 BSP_ITERATIONS = 200  # every run lasts at most as long as BSP takes for this number of iterations
 BATCH = 16
