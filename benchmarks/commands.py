@@ -1,4 +1,4 @@
-"""The commands of `python -m benchmarks`, which read options, measure, and print tables or JSON."""
+"""The commands of `python -m benchmarks`. Each command reads its options, measures, and prints tables or JSON."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def overlap(
     plan = benchmark.OverlapPlan(rate=rate, rounds=rounds, iterations=iterations, shards=shards)
     plan.require_sound()
     if picture is not None:
-        new_figure(1.0, 1.0)  # raises an error if pictures cannot be drawn, before anything starts
+        new_figure(1.0, 1.0)  # if pictures cannot be drawn, raises an error before anything starts
         if not picture.parent.is_dir():
             raise ConfigurationError(
                 f"the picture cannot be saved as {str(picture)!r}: the folder does not exist; create it first."
@@ -185,7 +185,7 @@ def zipline(
         bool, typer.Option("--quick", help="Measure only small inputs. This takes a few seconds.")
     ] = False,
 ) -> None:
-    """Time how long choosing a barrier takes: Tables 3 and 4 of the ElasticBSP paper, and this project's goals.
+    """Measure how long choosing a barrier takes: Tables 3 and 4 of the ElasticBSP paper, and this project's goals.
 
     Takes about 3 minutes.
     """

@@ -1,7 +1,8 @@
 """`python -m benchmarks simulator`: the accuracy and the speed of simulations.
 
-Accuracy: four workers, made unequal by sleeping, train live under every sync model. Each live run is compared with a
-simulation. All simulations use the cluster that was recorded in one additional run under BSP.
+Accuracy: four workers, some of which sleep longer in each iteration than others, train live under every sync model.
+Each live run is compared with a simulation. All simulations use the cluster that was recorded in one additional run
+under BSP.
 
 Speed: events per second, simulations with thousands of workers, and the overhead of training in virtual time compared
 with a handwritten training loop.
@@ -62,11 +63,11 @@ LIVE_S = 15.0
 START_S = 12.0  # approximate time for starting and ending the processes of a live run on a slow machine
 
 FIDELITY_GOALS = (0.10, 0.15)
-"""Goals: the largest relative errors of the updates per second and of the mean staleness."""
+"""Goals: upper bounds on the relative errors of the updates per second and of the mean staleness."""
 
 
 class FidelityRow(msgspec.Struct, frozen=True):
-    """A comparison under one sync model: updates per second and mean staleness, live and simulated."""
+    """Updates per second and mean staleness under one sync model, in a live run and in its simulation."""
 
     sync: str
     live_updates_per_s: float
@@ -248,7 +249,7 @@ def _in_a_process(function: Callable[[], tuple[float, float]]) -> tuple[float, f
 
 
 def training_ratio(batch: int, workers: int = 4, iterations: int = 60) -> float:
-    """Measure the wall-clock time of an iteration in a simulation, divided by the time in a handwritten loop.
+    """Return the wall-clock time of an iteration in a simulation, divided by its time in a handwritten loop.
 
     An iteration of the handwritten loop computes the gradient of one batch on the next replica of the model, applies
     the gradient with the optimizer, and copies the weights to the replica.
@@ -295,8 +296,8 @@ def _problem(batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 def _timed(batch: int, iterations: int, times: list[float]) -> None:
     """Train as one worker in virtual time.
 
-    Appends wall-clock times to `times`: first, the time at which the first worker begins its second iteration, and
-    then the time at which each worker ends.
+    The function appends wall-clock times to `times`: first, the time at which the first worker begins its second
+    iteration, and then the time at which each worker ends.
     """
     model, x, y = _problem(batch)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model=model)
@@ -320,7 +321,8 @@ def tables(report: SimulatorReport) -> list[Table]:
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
-        caption=f"goals: updates within {updates_goal:.0%}, staleness within {staleness_goal:.0%}; !: goal missed",
+        caption=f"goals: errors of at most {updates_goal:.0%} (updates/s) and {staleness_goal:.0%} (staleness); "
+        "!: goal missed",
         caption_justify="left",
     )
     accuracy.add_column("sync", overflow="fold")

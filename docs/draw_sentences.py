@@ -1,4 +1,4 @@
-"""Draws random sentences from the project's prose, for proofreading.
+"""Draw random sentences from the project's prose, for proofreading.
 
     python docs/draw_sentences.py --seed 1 --count 200
 
@@ -26,7 +26,7 @@ Passage = tuple[Path, int, str]
 
 
 def passages_of_code(path: Path) -> Iterator[Passage]:
-    """Yield each docstring, each longer string literal and each block of comments of a Python file."""
+    """Yield each string literal, including docstrings, and each block of comments in a Python file."""
     source = path.read_text()
     tree = ast.parse(source)
     parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -62,7 +62,7 @@ def passages_of_document(path: Path) -> Iterator[Passage]:
 
 
 def sentences(passage: Passage) -> Iterator[tuple[str, str]]:
-    """Yield each sentence of a passage as (place, sentence): at least five words that end in a full stop or colon."""
+    """Yield each sentence of a passage that has at least five words, as (place, sentence)."""
     path, line, text = passage
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:\w+: |- |>>> ))", text):
         if ">>>" in paragraph or re.match(r"\n? {8}.*\n {8}", paragraph):

@@ -1,4 +1,4 @@
-"""The catalogue of all exhibits, with functions that choose, list and make exhibits."""
+"""The catalogue of all exhibits, which are the reproduced tables and figures, and functions to list and make them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chosen(names: Sequence[str]) -> list[Exhibit]:
 
 
 def list_table() -> Table:
-    """Return a table of all exhibits: what each shows and how long it takes."""
+    """Return a table of all exhibits: what each exhibit shows and how long it takes to make."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("name", no_wrap=True)
     table.add_column("shows")
@@ -54,7 +54,7 @@ def list_table() -> Table:
 
 
 def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: TellShare) -> None:
-    """Make an exhibit. Prints its tables and notes, and writes its numbers and its plot into the folder `out`."""
+    """Make an exhibit: print its tables and notes, and write its numbers and its plot into the folder `out`."""
     made = exhibit.make(options, tell)
     console.print(f"[bold]{exhibit.source}[/]: {exhibit.title}", highlight=False)
     for table in made.tables:

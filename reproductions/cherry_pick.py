@@ -1,4 +1,4 @@
-"""A grid search for SpecSync's abort time and abort rate in live runs, which the paper calls cherry-picking.
+"""Cherry-picking, as in the SpecSync paper: a grid search for the abort time and abort rate, in live runs.
 
 Reference: SpecSync (ICDCS 2018), sections VI-A and VI-E, Table II. Every trial is a whole training run. As in the
 paper, abort times are at most half of an iteration of the fast workers, and differ by more than the communication
@@ -83,8 +83,8 @@ def cherry_pick(
         make_job(workers=len(problem.pace_s), sync=each.sync, pace=problem.pace_s, dry_run=True)
     home = Path(make_job(workers=len(problem.pace_s), pace=problem.pace_s, run_dir=run_dir).run_dir)
     console.print(
-        f"one run of the adaptive variant, then {len(pairs)} trials, of about {problem.duration_s:.0f} s each plus "
-        "their start",
+        f"one run of the adaptive variant, then {len(pairs)} trials; each takes about {problem.duration_s:.0f} s "
+        "plus its start",
         highlight=False,
     )
     outcomes = []

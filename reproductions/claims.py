@@ -54,7 +54,7 @@ RATES = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 def elastic_bsp(options: Options, tell: TellShare) -> Made:
-    """Compare the time to the target if one of four workers is slow, with the best setting for each model."""
+    """Compare the times to the target if one of four workers is slow, with the best setting for each model."""
     schemes = {"BSP": "bsp", "ElasticBSP, R=15": "elastic-bsp:lookahead=15", "ASP": "asp"}
     momenta = MOMENTA[1:2] if options.quick else MOMENTA
     rates = RATES[5:7] if options.quick else RATES
@@ -143,7 +143,8 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
                 f"{label} {ratio(times[label, momenta[-1]], times[label, momenta[0]])} x" for label in schemes
             )
             + ".",
-            f"Some best learning rates are on the edge of the grid; others may be better: {'; '.join(edge)}."
+            f"Some best learning rates are on the edge of the grid, so rates outside the grid may be better: "
+            f"{'; '.join(edge)}."
             if edge
             else "All best learning rates lie inside the grid.",
         ],

@@ -33,7 +33,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     subcommand_metavar="[NAME]... | COMMAND",
     help="Reproduce tables and figures of the papers on this machine, and search for hyper-parameters.\n\n"
-    "NAME is the name of a table or figure. [bold]--list[/] lists the names, [bold]exhibits --help[/] the options.",
+    "NAME is the name of a table or figure. [bold]--list[/] lists the names; [bold]exhibits --help[/] lists the "
+    "options.",
 )
 
 
@@ -69,7 +70,7 @@ def exhibits(
     ] = 3,
     out: Out = None,
 ) -> None:
-    """Reproduce tables and figures of the papers, beside the papers' own numbers. This is the default command.
+    """Reproduce tables and figures of the papers, and show the papers' own numbers beside ours. The default command.
 
     python -m reproductions fluentps-fig9 specsync-fig3
     """

@@ -44,9 +44,8 @@ def draw_curves(
         first = outcome.run.seed == 0
         axes.plot(
             along(outcome),
-            [
-                min(value, 2 * WORST_LOSS) for value in outcome.values
-            ],  # lines of diverging runs leave the plot at the top
+            # The line of a run that diverges leaves the plot at the top.
+            [min(value, 2 * WORST_LOSS) for value in outcome.values],
             color=COLOURS[number % len(COLOURS)],
             linestyle=DASHES[(variant + number // len(COLOURS)) % len(DASHES)],
             alpha=1.0 if first else 0.25,

@@ -1,4 +1,4 @@
-"""A figure of ElasticBSP (Zhao et al., Machine Learning 2021, section 6.2): training with elastic barriers."""
+"""A figure of the ElasticBSP paper (Zhao et al., Machine Learning 2021, section 6.2): accuracy during training."""
 
 from __future__ import annotations
 

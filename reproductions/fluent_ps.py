@@ -157,12 +157,12 @@ PAIRS = (("A", "1/2", 2, 4), ("C", "1/3", 3, 5), ("E", "1/5", 5, 7), ("G", "1/10
 """Pairs of models that are compared in the figure.
 
 Each pair is described by the letter of PSSP in the figure, its c as text, 1/c, and the staleness of the SSP with the
-same regret bound. The letter of SSP is the next in the alphabet.
+same regret bound. The letter of SSP in the figure is the next one in the alphabet.
 """
 
 
 def figure_9(options: Options, tell: TellShare) -> Made:
-    """Compare the delayed pulls of PSSP(3, c) and of the SSP with the same regret bound, soft and lazy."""
+    """Compare the delayed pulls under PSSP(3, c) and under the SSP with the same regret bound, soft and lazy."""
     cluster = Cluster.preset("fluent-ps-64")
     iterations = 20 if options.quick else 400
     tasks = []
@@ -233,7 +233,7 @@ def figure_9(options: Options, tell: TellShare) -> Made:
         data={f"{name} {execution}": value for (name, execution), value in delayed.items()},
         notes=[
             f"PSSP(3, 1/10) has {savings} fewer delayed pulls than SSP(12). In the paper: up to 97.1 % (soft) and "
-            "70.7 % (lazy). The paper contains no numbers for the bars.",
+            "70.7 % (lazy). The paper gives no numbers for the bars of the figure.",
         ],
     )
 
@@ -390,7 +390,7 @@ PAPER_ACCURACY = {
 
 
 def figure_10(options: Options, tell: TellShare) -> Made:
-    """Compare the accuracy over time of 64 workers with the paper's push scale, 1/n."""
+    """Compare the accuracy over time with 64 workers and the paper's push scale, 1/n."""
     cluster = Cluster.preset("fluent-ps-64")
     runs = [
         TrainingRun(
@@ -457,8 +457,8 @@ def figure_10(options: Options, tell: TellShare) -> Made:
         },
         notes=[
             "The paper's accuracies were measured with AlexNet on CIFAR-10 after 4000 iterations.",
-            "Fig. 7 of the paper compares with PMLS-Caffe, which is not available here. According to the paper, "
-            "PMLS-Caffe under SSP(3) reaches less than 20 % with more than 8 workers.",
+            "Fig. 7 of the paper compares FluentPS with PMLS-Caffe, which is not available here. According to the "
+            "paper, PMLS-Caffe under SSP(3) reaches less than 20 % with more than 8 workers.",
         ],
     )
 

@@ -6,8 +6,8 @@ a whole run. Therefore, the search has three rounds, which keep the number of me
 1. Coarse: learning rates that differ by factors of 2, with one seed. The grid is extended while its best point is on
    its edge.
 2. Fine: the points between the best point and its neighbors, with one seed.
-3. Final: the best few points with all seeds, compared by the median over the seeds. Then also the neighbors of the
-   winner, until a point has won against both of its neighbors.
+3. Final: the best few points with all seeds, compared by the median over the seeds. Then the neighbors of the winner
+   are added, until a point has won against both of its neighbors.
 
 Therefore, the winner is never on an edge of the grid, and never wins only because one seed was unlucky for its
 neighbor.
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 __all__ = ["Point", "Score", "learning_rate", "search"]
 
-COARSE = 2  # steps between two points of the coarse round, which are a factor of 2
+COARSE = 2  # steps between two points of the coarse round: a factor of 2 in the learning rate
 FINALISTS = 3  # number of points with which the final round begins
 
 

@@ -2,8 +2,8 @@
 
 Each place of the map is a cluster. Places differ in the kind and degree of inequality between workers, in the share
 of an iteration that transfers take under BSP, and in the number of workers. At each place, the digits are trained
-under every model, with the best learning rate for that model. The models are compared by the speed-up over BSP in the
-time to the target.
+under every model, with the best learning rate for that model. The models are compared by their speed-ups over BSP:
+the time to the target under BSP, divided by their own time.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ MODELS = {
     "asp": "asp",
 }
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-LIKELY_RATE = (
-    0.4  # for a mean of gradients, as under bsp; divided by the number of workers for individual gradients
-)
+# Learning rate at which the search begins under bsp; under other models, it is divided by the number of workers.
+LIKELY_RATE = 0.4
 BSP_ITERATIONS = 200  # every run lasts at most as long as BSP takes for this number of iterations
 BATCH = 16
 BANDWIDTH_BPS = 1e9
-NEAR = 1.1  # smaller factors are not significant, since different seeds differ by such factors
+NEAR = 1.1  # smaller factors are not significant, since results with different seeds differ by such factors
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -85,7 +84,7 @@ def near(mean_s: float) -> Uniform:
 
 
 def steady(factor: float) -> Callable[[int], tuple[Times, ...]]:
-    """Return a function that maps the number of workers to compute times, of which a quarter is always slower."""
+    """Return a function that maps the number of workers to compute times. A quarter of them is always slower."""
     return lambda n: tuple(near(factor if worker >= n - n // 4 else 1.0) for worker in range(n))
 
 
@@ -219,8 +218,7 @@ def make_map(options: Options, tell: TellShare) -> Made:
         figure=lambda: draw_map(verdicts),
         data=verdicts,
         notes=[
-            "Transfers: the share of an iteration that they take if all workers are equally fast. Factors: speed-ups "
-            "over bsp. Pauses take a tenth of the time.",
+            "The last column names the model that reached the target first, and its speed-up over bsp.",
             *findings(verdicts),
         ],
     )
@@ -234,8 +232,8 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
         first = sum(verdict.best == label for verdict in there)
         close = sum(verdict.lead(label) <= NEAR for verdict in there)
         found.append(
-            f"{label} is first in {first} of {len(verdicts)} clusters and at most {NEAR - 1:.0%} slower than the "
-            f"first in {close}."
+            f"{label} is first in {first} of {len(verdicts)} clusters, and first or at most {NEAR - 1:.0%} slower "
+            f"than the first model in {close}."
             + (
                 f" It does not reach the target in {len(verdicts) - len(there)} of {len(verdicts)}."
                 if there != verdicts
@@ -251,8 +249,8 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
         )
         factors = sorted(mine, key=lambda verdict: verdict.speed_up)
         found.append(
-            f"{', '.join(row)}: {models or 'no model reaches the target'}; the first model is {factors[0].factor} to "
-            f"{factors[-1].factor} as fast as bsp."
+            f"{', '.join(row)}: {models or 'no model reaches the target'}. The speed-up of the first model over bsp "
+            f"is {factors[0].factor} to {factors[-1].factor}."
         )
     return found
 

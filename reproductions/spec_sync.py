@@ -122,14 +122,13 @@ def _box(values: Sequence[int]) -> tuple[float, float, float, float, float]:
 
 RATES = (0.005, 0.01, 0.02, 0.04, 0.08)
 COMMON_RATE = 0.02  # the paper's rate for CIFAR-10, 0.05, is too large for our network with 40 workers
-TARGET = Target(
-    "loss", 0.35, in_a_row=5
-)  # as in the paper, the loss must be below the target in 5 consecutive evaluations
+# As in the paper, the loss must be below the target in 5 consecutive evaluations.
+TARGET = Target("loss", 0.35, in_a_row=5)
 ITERATIONS = 200  # maximum number of iterations of each worker
 
 
 def small(cluster: Cluster, workers: int) -> Cluster:
-    """Return a copy of a cluster that has only its first workers."""
+    """Return a copy of a cluster that has only the first `workers` workers."""
     return Cluster(
         compute_s=[cluster.compute(worker) for worker in range(workers)],
         servers=cluster.servers,
@@ -162,7 +161,7 @@ def runs_of(schemes: dict[str, str], options: Options) -> list[TrainingRun]:
 
 
 def grid_of(options: Options) -> list[Setting]:
-    """Return the settings among which the best one is searched."""
+    """Return the settings that are tried to find the best one for each sync model."""
     return [(rate, 0.0) for rate in (RATES[2:4] if options.quick else RATES)]
 
 
@@ -245,7 +244,7 @@ TRIALS = tuple((time_s, rate) for time_s in (1.0, 2.0, 4.0, 7.0) for rate in (0.
 
 
 def cherry_pick(options: Options, tell: TellShare) -> tuple[str, list[TrainingOutcome]]:
-    """Return the SpecSync model with fixed hyper-parameters that converges first, and the outcomes of all trials."""
+    """Try fixed hyper-parameters for SpecSync. Return the model that converges first, and all outcomes."""
     cluster = Cluster.preset("spec-sync-1")
     if options.quick:
         cluster = small(cluster, 8)
@@ -369,7 +368,9 @@ def table_2(options: Options, tell: TellShare) -> Made:
         tables=[beside(f"{PAPER}, Table II: cost of the exhaustive search", rows, columns)],
         figure=draw,
         data={outcome.run.label: hour for outcome, hour in zip(outcomes, hours, strict=True)},
-        notes=[f"Best trial: {picked}. Hours are virtual, until convergence or until the end of the run."],
+        notes=[
+            f"Best trial: {picked}. The hours are in virtual time, until convergence or the end of the run."
+        ],
     )
 
 

@@ -34,7 +34,7 @@ __all__ = [
     "with_setting",
 ]
 
-FEW = 4  # up to this number of runs are made in this process, since starting other processes takes longer
+FEW = 4  # up to this number of runs are made in this process, since starting a pool would take longer
 
 LOSS_IMAGES = 256  # number of training images for evaluating the loss; using all of them would take too long
 
@@ -140,7 +140,7 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slowness(self) -> float:
-        """Time to the target; if it was missed, a far larger number that grows with the distance from the target."""
+        """Time to the target; if the target was missed, a far larger number that grows with the distance from it."""
         lack = min(self.run.target.lack(self.values[-1]), NEVER_S)
         return min(self.reached_s, NEVER_S * (1 + max(0.0, lack)))
 

@@ -1,7 +1,7 @@
 """The search for the best learning rate and momentum of each sync model in the demo.
 
 Each point is one whole run of the demo, which takes about half a minute. Measurements are appended to `tuning.jsonl`
-in the run directory. If the search is stopped and started again, it reuses them.
+in the run directory. If the search is stopped and started again, it reuses these measurements.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ STARTS: dict[str, dict[float, int]] = {
 }
 """Sync model -> momentum -> step of the learning rate at which the search begins (see `grid_search`)."""
 
-DEFAULT_DIR = Path(
-    "runs", "tuning"
-)  # always the same directory, so that the next search continues from the stored measurements
+# Always the same directory, so that the next search continues from the stored measurements.
+DEFAULT_DIR = Path("runs", "tuning")
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

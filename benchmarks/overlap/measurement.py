@@ -15,7 +15,7 @@ last iteration, all processes measure these passes at the same time. For each ti
 computed first, then the mean over workers, then the median over rounds.
 
 The *link minimum* is the time for which the link of the busiest server is in use. This server must receive its slices
-from all workers before it can answer for its last shard or, without overlap, before it can answer at all. The minimum
+from all workers before it can answer for its last shard; without overlap, before it can answer at all. The minimum
 does not include protocol overhead, processor time or delays.
 """
 
@@ -144,12 +144,12 @@ class OverlapRow(msgspec.Struct, frozen=True, kw_only=True):
         slicing: see `OverlapSetting`.
         shards: see `OverlapSetting`.
         communication_ms: communication time of an iteration, the median over the rounds.
-        low_ms: smallest communication time of a round.
-        high_ms: largest communication time of a round.
+        low_ms: smallest communication time in any round.
+        high_ms: largest communication time in any round.
         bare_ms: time of a forward and backward pass alone.
-        least_ms: the link minimum.
+        least_ms: the link minimum, see the module docstring.
         less: share of the first setting's communication time that this setting saves; None for the first setting.
-        paper_less: share that this setting saves according to FluentPS; None for the first setting.
+        paper_less: the same share according to FluentPS; None for the first setting.
     """
 
     setting: str
@@ -176,7 +176,7 @@ class OverlapReport(msgspec.Struct, frozen=True, kw_only=True):
         size_mb: size of the model, in MB of 2**20 bytes.
         rounds: number of rounds.
         rows: one row per setting.
-        exchanges: for each setting, the iteration of the last round with the median duration.
+        exchanges: for each setting, pushes and pulls of the iteration with the median duration in the last round.
     """
 
     rate: str
@@ -204,8 +204,8 @@ class Found(msgspec.Struct, frozen=True):
     Attributes:
         communication_s: communication time of an iteration.
         bare_s: time of a forward and backward pass alone.
-        least_s: the link minimum.
-        exchange: the iteration with the median duration.
+        least_s: the link minimum, see the module docstring.
+        exchange: pushes and pulls of the iteration with the median duration.
     """
 
     communication_s: float

@@ -4,13 +4,13 @@
 link, a veth pair to a switch. The switch is a bridge in its own namespace, so the firewall of the host does not
 affect it. A token bucket (tc-tbf) limits each direction of a link, so a machine can send and receive at the full rate
 at the same time, as with a full-duplex cable. If the kernel has netem, each packet that a machine sends is delayed as
-well. The launcher runs outside the namespaces and reaches the switch by a link without a limit. The end of this link
-is the only device outside the namespaces.
+well. The launcher runs outside the namespaces and reaches the switch by a link without a limit. The launcher's end of
+this link is the only device outside the namespaces.
 
 All emulated machines share the processors of the host.
 
 The names of namespaces and devices contain the process id of the launcher that created them. If a launcher was killed
-before it could remove them, the next one does.
+before it could remove its namespaces, the next launcher removes them.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _make(name: str, count: int, link: NetworkLink, bps: float) -> Network:
 
 
 def _limit(namespace: str, device: str, bps: float, delay_s: float) -> None:
-    """Limit the rate at which a device sends. If `delay_s` is not 0, packets are delayed before the limit."""
+    """Limit the rate at which a device sends. If `delay_s` is not 0, each packet is first delayed."""
     parent = "root"
     if delay_s:
         delay_us = round(delay_s * 1e6)
@@ -178,7 +178,7 @@ def _limit(namespace: str, device: str, bps: float, delay_s: float) -> None:
 
 
 def _has_netem(switch: str) -> bool:
-    """Return True if the kernel has netem. Tries netem on the launcher's device, which has no limit."""
+    """Return True if the kernel has netem. This is tested on the launcher's device, which has no rate limit."""
     tried = _run(f"tc -n {switch} qdisc add dev launcher root netem delay 1us")
     if tried.returncode == 0:
         _do(f"tc -n {switch} qdisc del dev launcher root")
@@ -186,14 +186,14 @@ def _has_netem(switch: str) -> bool:
 
 
 def _free_subnet() -> str:
-    """Return the first three numbers of an unused subnet. Different processes begin at different subnets."""
+    """Return the first three numbers of an unused subnet. The search begins at a different subnet in each process."""
     known = _do("ip -4 route show table all")
     for number in range(os.getpid(), os.getpid() + SUBNETS):
         subnet = f"198.{18 + number % SUBNETS // 256}.{number % 256}"
         if f"{subnet}." not in known:
             return subnet
     raise ConfigurationError(
-        "creating network namespaces needs a free subnet of 198.18.0.0/15, but all of them are in use."
+        "creating network namespaces needs a free subnet of 198.18.0.0/15, but all its subnets are in use."
     )
 
 

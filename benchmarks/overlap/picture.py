@@ -97,7 +97,7 @@ def overlap_picture(title: str, note: str, exchanges: Mapping[str, Exchange]) ->
 
     Args:
         title: title of the figure.
-        note: smaller text below the title, which describes the links.
+        note: smaller text below the title. It describes the links.
         exchanges: name of a setting -> one iteration with this setting.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A fork server: one process that has imported torch and computed nothing, from which measurements are forked."""
+"""A fork server: a process that has imported torch but computed nothing, and that forks the measured processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]  # directory that contains the packag
 
 
 class ForkServer(NamedTuple):
-    """A running fork server. For each turn and directory that it reads, it writes a line when the turn is measured.
+    """A running fork server, which measures turns one after another and reports the end of each turn.
 
     Attributes:
         process: the process of the fork server.
@@ -76,11 +76,12 @@ def fork_server(home: Path) -> Iterator[ForkServer]:
     try:
         yield ForkServer(process, log)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # the process has not been reaped, so the group still exists
+        # The group still exists, because `process.wait` has not been called yet.
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
-            with suppress(BrokenPipeError):  # unread input may still be buffered
+            with suppress(BrokenPipeError):  # closing sends buffered input to a process that has ended
                 pipe.close()
 
 
@@ -98,7 +99,7 @@ def one_thread_each() -> Iterator[None]:
 
 
 def measure_turn(turn: Turn, out: Path, server: ForkServer) -> Figures:
-    """Measure a turn. Return the means over the workers."""
+    """Measure a turn. Return the mean time over the workers for each mode, in seconds."""
     run = launch_paceline if turn.cases[0].system == "paceline" else server.run
     run(turn, out)
     found = [json.loads(path.read_text()) for path in out.glob("figures-*")]
@@ -119,7 +120,7 @@ def main() -> None:
 
 
 def _fork(turn: Turn, out: Path) -> None:
-    """Start the processes of a turn and wait until they end. If one fails, exit; this ends all other processes."""
+    """Start the processes of a turn and wait until they end. If one of them fails, exit, which ends the others."""
     fork = multiprocessing.get_context("fork")
     system = turn.cases[0].system
     servers = turn.servers if system in SERVER_ROLES else 0

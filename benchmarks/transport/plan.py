@@ -50,7 +50,7 @@ WORKERS = (2, 4)
 SERVERS = 2
 ROUNDS = 3
 
-TENSORS = 8  # number of tensors of a model, since few models consist of a single tensor
+TENSORS = 8  # number of tensors in a model, since real models rarely consist of a single tensor
 ONE_TENSOR_BELOW_KB = 64
 SMALLEST_MB = 0.001
 OPTIMIZER_MB = 100.0
@@ -192,8 +192,8 @@ class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         size_mb: size of the model, in MB of 2**20 bytes.
         workers: number of workers.
         median_ms: time of a step or an update, the median over the rounds.
-        low_ms: smallest time of a round.
-        high_ms: largest time of a round.
+        low_ms: smallest time in any round.
+        high_ms: largest time in any round.
         optimizer: key in `OPTIMIZERS` if this is the time of an update, else None.
         traffic_ms: time for copying as many bytes as the update reads and writes; None if this is not an update.
     """
@@ -211,7 +211,7 @@ class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 Figures = dict[str, float]
-"""Mode, or "traffic" -> seconds."""
+"""Mode, or "traffic" for the memory traffic of an update -> seconds."""
 
 
 def estimate_s(plan: TransportPlan) -> float:
@@ -247,11 +247,10 @@ def _iterations(size_mb: float, workers: int) -> int:
 def work_s(turn: Turn) -> float:
     """Estimate how long a measurement takes, in seconds."""
     system = turn.cases[0].system
-    series = len(turn.cases) + (
-        system in ("gloo", "paceline")
-    )  # gloo and Paceline also measure backward alone
+    # The turns of gloo and Paceline also measure backward alone.
+    series = len(turn.cases) + (system in ("gloo", "paceline"))
     steps_s = series * (WARM_UP + turn.iterations) * _guess_s(turn.size_mb, turn.workers)
-    # Starting a run includes the import of torch in all processes on two cores, and saving the weights at the end.
+    # A run of Paceline also imports torch in all processes, on two cores, and saves the weights at the end.
     launching_s = 0.8 + (turn.workers + turn.servers) * (1.0 + turn.size_mb / 200)
     start_s = launching_s if system == "paceline" else 0.2
     return start_s + steps_s

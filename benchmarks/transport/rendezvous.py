@@ -1,4 +1,4 @@
-"""Coordination of the processes of a turn by files in a common directory: barriers and published results."""
+"""Coordination of the processes of a turn by files in a shared directory: barriers and published results."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ __all__ = ["echo_server", "echo_worker"]
 def echo_worker(turn: Turn, index: int, out: Path) -> Figures:
     """In each iteration, send each server its slice of the gradient and receive its slice of the weights.
 
-    A worker sends to the servers in a fixed order and receives from them in any order. Therefore, a worker whose send
-    blocks waits only for servers later in that order, and the processes cannot deadlock even if kernel buffers are
-    small.
+    A worker sends to the servers in a fixed order and receives from them in any order. If a send blocks, the server
+    is waiting for another worker, which can only be sending to a server later in this order. Therefore, the processes
+    cannot deadlock, even if kernel buffers are small.
     """
     length = elements(turn.size_mb)
     gradient, weights = torch.ones(length), torch.zeros(length)

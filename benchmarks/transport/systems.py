@@ -1,4 +1,4 @@
-"""The code of the workers and servers of the compared systems."""
+"""The code that the workers and servers of the compared systems run."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def _gloo(turn: Turn, index: int, out: Path) -> Figures:
     return {"bsp": step_s - bare_s}
 
 
-SETTLING_S = 0.1  # time until the change of the sync model has reached all workers
+SETTLING_S = 0.1  # time after which the change of the sync model has reached all workers
 
 
 def _train(turn: Turn, out: Path) -> None:
-    """Train as one worker of a run of Paceline, measured under ASP and then under BSP."""
+    """Train as one worker of a run of Paceline, and measure steps under ASP and then under BSP."""
     torch.set_num_threads(1)
     index = worker_index()
     bare_s = bare_backward_s(turn, index, out)
@@ -93,9 +93,8 @@ def _train(turn: Turn, out: Path) -> None:
         optimizer.step()
 
     figures = {"asp": median_s(step, turn.iterations) - bare_s}
-    meet(
-        out, "changing", index, turn.workers
-    )  # otherwise, workers that reach the change first would wait there
+    # Without this barrier, the first workers would wait at the change of the sync model.
+    meet(out, "changing", index, turn.workers)
     if index == 0:
         set_sync("bsp")
     time.sleep(SETTLING_S)  # so the change is completed during the warm-up

@@ -109,7 +109,7 @@ def _short(case: Case) -> str:
 
 
 def _ms(value: float) -> str:
-    """Format milliseconds with as many digits as make sense: short times to the microsecond.
+    """Format a time in milliseconds with three decimals, or with fewer decimals from 10 ms on.
 
     >>> [_ms(value) for value in (0.0512, 12.346, 123.456, 45678.9)]
     ['0.051', '12.35', '123.5', '45679']

@@ -17,7 +17,7 @@ __all__ = ["Flat", "bare_backward_s", "median_s"]
 
 
 class Flat(nn.Module):
-    """A model whose backward pass costs one pass over its parameters."""
+    """A model whose backward pass takes one pass over its parameters."""
 
     def __init__(self, size_mb: float) -> None:
         super().__init__()

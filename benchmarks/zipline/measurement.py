@@ -92,10 +92,10 @@ NAIVE_SETS = 10**5  # largest number of sets for which the naive method is measu
 
 GOALS_MS: dict[Shape, float] = {(10, 15): 0.025, (1000, 15): 0.15, (1000, 150): 1.4, (10_000, 150): 30.0}
 """Shape -> goal for the time of `solve_periodic`, including the prediction."""
-MATRIX_GOAL = 1.2  # goal for the time of solve on a given matrix divided by the time of solve_periodic
-PLAIN_SORT_GOAL = (
-    1.5  # goal for the time of solve divided by the time of a plain sort, on other inputs than the paper's
-)
+# Upper bound on the time of solve for a given matrix, divided by the time of solve_periodic.
+MATRIX_GOAL = 1.2
+# Upper bound on the time of solve divided by the time of a plain sort, for inputs unlike the paper's.
+PLAIN_SORT_GOAL = 1.5
 PLAIN_SORT_SHAPES: tuple[Shape, ...] = ((10, 15), (1000, 15), (1000, 150), (10_000, 150))
 
 DISTRIBUTIONS: dict[str, Callable[[int, int, np.random.Generator], Floats]] = {
@@ -114,7 +114,7 @@ Predictions from two pushes never have such end times, because predicted end tim
 NOTES = (
     "The paper's times: C++11 on a Xeon E5-2620 v3 (2.4 GHz), means of 10 runs on one data set. Our times: Python "
     "and NumPy on this machine, medians over different inputs. A ratio of the two depends on languages and machines "
-    "as much as on methods, so compare within a row.",
+    "as much as on methods, so compare only times in the same row.",
     "Our methods start from the last two pushes, so our times include the prediction and the matrix of end times. "
     "The paper does not say whether its times include them.",
     "zipline, zipline-opt, zipline-opt-bs and naive are plain Python loops. The grid scans use NumPy within one set; "
@@ -124,7 +124,7 @@ NOTES = (
     "paper's waits are from one data set; ours are medians. In the paper's published data, the first predicted end "
     "time is the time of the last push; in ours, it is one interval later.",
     "Success: ours is the share of inputs on which a method finds the smallest wait that any method finds, averaged "
-    "over the rows with n >= 10. The paper's success seems to be the share of the rows (grid-scan: 3 of 10). "
+    "over the rows with n >= 10. The paper's success seems to be a share of the rows (grid-scan: 3 of 10). "
     "full-grid-scan is not exact: the grid point nearest to an end time may lie on the wrong side of it.",
     f"naive forms all R^n sets, so it is not measured if there are more than {NAIVE_SETS:,} sets. With 10 workers "
     "and 15 end times, there are already 5.8e11 sets. naive is measured with 4 workers, for which the paper has no "
@@ -362,7 +362,7 @@ def plain_sort(times: Floats) -> Solution:
     following[lookahead - 1 :: lookahead] = np.inf
     order = start.argsort()
     start = start[order]
-    # A window must include every worker's first end time, and the successor of each end time before the window.
+    # For each worker, a window must include the first end time that is not before the window.
     end = np.empty_like(start)
     end[0] = times[:, 0].max()
     end[1:] = following[order[:-1]]
@@ -406,7 +406,7 @@ def _left_out(shape: Shape, quick: bool, largest: int = 1500) -> bool:
 
 
 def _inputs_for_fast(n: int, r: int) -> int:
-    """Return the number of inputs per round. Small inputs are fast but vary, so more of them are used."""
+    """Return the number of inputs per round. Times for small inputs vary more, so there are more small inputs."""
     return int(np.clip(2e6 / (n * r), 5, 200))
 
 
