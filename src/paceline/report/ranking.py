@@ -78,7 +78,7 @@ def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:
 
 
 def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
-    """Plot gradients per second over staleness on the left, and the use of the workers' time on the right.
+    """Plot gradients per second against staleness on the left, and the use of the workers' time on the right.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
