@@ -95,8 +95,8 @@ SlicingOption = Annotated[
     Slicing,
     typer.Option(
         "--slicing",
-        help="even: slice the parameters into equal parts (EPS). by-parameter: keep each parameter whole, as in "
-        "PS-Lite.",
+        help="even: slice the parameters into equal parts, as in FluentPS. by-parameter: keep each parameter "
+        "whole, as in PS-Lite.",
         rich_help_panel="Run",
     ),
 ]

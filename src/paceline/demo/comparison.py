@@ -1,4 +1,4 @@
-"""The comparison of sync models in the demo: four workers, one of them three times slower, learn handwritten digits.
+"""Compares sync models for the demo: four workers, one of them three times slower, train on handwritten digits.
 
 A table and a picture show how much time is lost by waiting for the slowest worker, and how much of this
 time an elastic barrier saves. Each sync model runs with its own best learning rate and momentum. The same values for
@@ -69,7 +69,7 @@ def run_demo(
     )
     console.print(
         f"{workers} workers, one {max(problem.pace_s) / min(problem.pace_s):g} times slower than the others "
-        f"(emulated), learn {len(digits.train_labels)} handwritten digits under {len(settings)} sync models, "
+        f"(emulated), train on {len(digits.train_labels)} handwritten digits under {len(settings)} sync models, "
         f"{problem.duration_s:g} s each.",
         soft_wrap=True,
         highlight=False,

@@ -21,7 +21,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         batch_size: images per worker and iteration.
         duration_s: training time in seconds.
         snapshot_every_s: time between two snapshots of the weights, in seconds.
-        target_accuracy: target for the accuracy on the test images, from 0 to 1.
+        target_accuracy: target accuracy on the test images, from 0 to 1.
     """
 
     pace_s: tuple[float, ...] = (0.03, 0.03, 0.03, 0.09)

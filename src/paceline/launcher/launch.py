@@ -61,7 +61,8 @@ def launch(
         workers: number of workers.
         servers: number of servers. Default: one for each CPU core that the workers leave free, but at least one.
         shards: number of slices into which the parameters are divided. Default: one per server.
-        slicing: "even" for slices of equal size (EPS), or "by-parameter" to keep each parameter whole, as in PS-Lite.
+        slicing: "even" for slices of equal size, as in FluentPS, or "by-parameter" to keep each parameter whole, as
+            in PS-Lite.
         overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
             have pushed all of their gradients, as in PS-Lite (BSP only).
         sync: the sync model, as an object, a list with one object per shard, or a string in the notation of the

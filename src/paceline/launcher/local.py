@@ -209,7 +209,7 @@ class Process:
 
     def _feed(self) -> None:
         assert self._popen.stdin is not None
-        # A broken pipe needs no report: if the process has ended, its exit code says why.
+        # A broken pipe is ignored, because the exit code of the process says why the process has ended.
         with contextlib.suppress(BrokenPipeError), self._popen.stdin as stdin:
             stdin.write(self._data)
 

@@ -104,7 +104,7 @@ class LiveRun:
 
     Args:
         job: the configuration of the run.
-        coordinator: the coordinator of the run, which has not been started yet.
+        coordinator: the run's coordinator, which has not been started yet.
         placement: the machines of the processes.
         console: console for the progress display.
         interruption: counts the signals that ask the run to end.

@@ -69,7 +69,7 @@ class MachineReport(msgspec.Struct, frozen=True):
 def advise(
     run_dir: Path, syncs: Sequence[str] = EVERY_MODEL, tell: TellCount = lambda done, of, what: None
 ) -> MachineReport:
-    """Simulate the machines of a run under every model.
+    """Simulate the machines of a run under every model, and recommend models.
 
     Raises:
         ConfigurationError: the directory does not contain a finished run, or its files are damaged.
@@ -134,7 +134,7 @@ def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
         ("the most gradients, with any staleness", fastest),
     ]
     if fastest.gradients_per_s < WORTH_IT * bsp.gradients_per_s:
-        picks = [("these machines are nearly equal", bsp)]
+        picks = [("these machines are about equally fast", bsp)]
     advice: list[Advice] = []
     for wish, row in picks:
         if advice and advice[-1].sync == row.sync:

@@ -11,7 +11,7 @@ __all__ = ["describe", "load_cluster"]
 
 
 def load_cluster(source: str) -> Cluster:
-    """Load a cluster file, or one of the clusters from the papers by its name.
+    """Load a cluster file, or the cluster from the papers with the given name.
 
     Raises:
         ConfigurationError: there is no file or cluster with that name, or the file is invalid.

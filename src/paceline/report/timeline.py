@@ -30,8 +30,8 @@ class Timeline(msgspec.Struct, frozen=True):
     """The times at which the workers of one run were computing or waiting.
 
     Attributes:
-        computing: the computations of each worker, from the arrival of the weights to the push. Sleep that emulates a
-            slower machine counts as computing.
+        computing: the computations of each worker, from the arrival of the weights to the push. The sleep that
+            emulates a slower machine counts as computing.
         dropped: the aborted computations of each worker.
         waiting: the waiting times of each worker, from each push to the arrival of the new weights.
         barriers_s: the times of the barriers, at which held pushes were applied together.

@@ -124,7 +124,7 @@ class VirtualJob:
 
     Attributes:
         kernel: the virtual clock and the pending events.
-        coordinator: the core of the coordinator.
+        coordinator: the protocol core of the coordinator.
         workers: the state of each worker.
         bytes_sent: number of bytes sent, by kind of message.
         cut_off_s: virtual time at which the run was stopped; None if every worker has finished.
@@ -288,7 +288,7 @@ class VirtualJob:
     # -- joining and leaving ------------------------------------------------------------------------------
 
     def _begin(self, models: Callable[[int], ModelSpec]) -> None:
-        """Begin the run with the initial workers. Messages take no time here and are not counted."""
+        """Begin the run with the initial workers. These messages take no time and are not counted."""
         for index in range(len(self._servers)):
             self._at_once(server_peer(index), self.coordinator.connected(server_peer(index), 0.0))
         for worker in self._first:

@@ -49,7 +49,7 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """The network connection of a worker, if it differs from the rest of the cluster.
+    """Settings for the network connection of a worker that differ from the rest of the cluster.
 
     Attributes:
         bandwidth_bps: bandwidth of the worker's network interface, in bits per second in each direction; None for

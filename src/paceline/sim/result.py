@@ -54,7 +54,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         events: number of simulated events.
         computed_s: total compute time of all workers, without aborted computations.
         wasted_s: total time of all workers that was spent on aborted computations and the pulls after them.
-        faults: messages about problems that did not end the run, in order. Each one says which condition failed and
+        faults: messages about problems that did not end the run, in order. Each says which condition failed, and
             with which model the shards continued.
         recording: traces and records in memory; None if they were not kept.
         run_dir: directory with the traces and records that were written during the run; None if there is none.
