@@ -116,7 +116,7 @@ def test_help_says_what_the_program_is_and_names_its_commands(call: Call) -> Non
     assert re.search(
         r"run\s+Run a script in several worker processes, as python script.py runs it in one", ended.stdout
     )
-    assert re.search(r"demo\s+Train four workers, one of them three times slower", ended.stdout)
+    assert re.search(r"demo\s+Train on handwritten digits under four sync models", ended.stdout)
     assert "--version" in ended.stdout
     assert "[bold]" not in ended.stdout
 
@@ -137,7 +137,7 @@ RUN_OPTIONS = {
     "--stall-timeout": "silent for this many seconds",
     "--pace": "Minimum seconds per iteration",
     "--slowdown": "Factors >= 1",
-    "--jitter": "uniform factor",
+    "--jitter": "uniform random factor",
     "--dry-run": "show what would be started",
 }
 

@@ -372,7 +372,7 @@ def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
     [
         (
             lambda folder: (folder / "worker-1.jsonl").unlink(),
-            "records of 3 workers, but its summary lists 4",
+            "records of 3 workers, but summary.json lists 4 workers",
         ),
         (lambda folder: (folder / "summary.json").write_text('{"sync": "bsp"}'), "iterations"),
         (lambda folder: (folder / "summary.json").write_text("{"), "cannot be read"),

@@ -6,8 +6,8 @@ The commands parse options, call the library and print results. Exit codes:
 - 1: a run failed. The traceback of the process that failed is printed once.
 - 2: invalid input. An error message is printed to standard error before any process is started.
 - 3: the run finished, but a worker crashed or some results could not be saved in the run directory.
-- 130: Ctrl-C ended all processes.
-- 143: SIGTERM ended all processes.
+- 130: the command was interrupted by Ctrl-C, and all processes have ended.
+- 143: the command was terminated by SIGTERM, and all processes have ended.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ Imports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Module to import that defines your own synchronization models, or conditions to which the run may "
-        "change. Can be repeated.",
+        help="Module to import that defines your own synchronization models or conditions. Import a module of "
+        "conditions here if the script changes to them with paceline.set_sync. Can be repeated.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -95,8 +95,8 @@ SlicingOption = Annotated[
     Slicing,
     typer.Option(
         "--slicing",
-        help="even: slice the parameters into equal parts (EPS). by-parameter: keep each parameter whole, as in "
-        "PS-Lite.",
+        help="even: slice the parameters into equal parts, as in FluentPS. by-parameter: keep each parameter "
+        "whole, as in PS-Lite.",
         rich_help_panel="Run",
     ),
 ]
@@ -104,8 +104,8 @@ OverlapOption = Annotated[
     Overlap,
     typer.Option(
         "--overlap",
-        help="shards: each shard answers pulls independently. off: no worker pulls before all workers have pushed to "
-        "all shards, as in PS-Lite (bsp only).",
+        help="shards: each shard answers pulls independently. off: workers pull only after all workers have pushed "
+        "to all shards, as in PS-Lite (bsp only).",
         rich_help_panel="Run",
     ),
 ]
@@ -152,9 +152,9 @@ StallTimeout = Annotated[
     typer.Option(
         "--stall-timeout",
         metavar="SECONDS",
-        help="Kill a worker or server that has been silent for this many seconds while others wait for it. The run "
-        "continues without a worker that was killed. Default: never. The terminal always shows which process the run "
-        "is waiting for.",
+        help="Kill a worker or server that has been silent for this many seconds while others wait for it. Default: "
+        "never. If a worker is killed, the run continues without it. With or without this option, the terminal shows "
+        "which process the run is waiting for.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -164,7 +164,8 @@ Pace = Annotated[
     typer.Option(
         "--pace",
         metavar="S,S,...",
-        help="Minimum seconds per iteration, one number per worker. A faster worker sleeps for the rest.",
+        help="Minimum seconds per iteration, one number per worker. A worker that finishes earlier sleeps for the "
+        "rest of that time.",
         show_default=False,
         rich_help_panel="Emulating unequal machines",
     ),
@@ -184,7 +185,8 @@ Jitter = Annotated[
     typer.Option(
         "--jitter",
         metavar="J",
-        help="Random variation of the pace or slowdown: a uniform factor between 1 - J and 1 + J.",
+        help="Random variation: the pace or slowdown is multiplied by a uniform random factor between 1 - J and "
+        "1 + J.",
         rich_help_panel="Emulating unequal machines",
     ),
 ]

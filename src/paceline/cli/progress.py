@@ -25,14 +25,14 @@ REFRESH_INTERVAL_S = 0.2
 
 
 class TellShare(Protocol):
-    """Progress callback, which is called before each step of the work."""
+    """A callback that shows the progress. It is called before each step of the work."""
 
     def __call__(self, what: str, share: float, slow: bool = False) -> None:
         """Show the progress.
 
         Args:
             what: description of the step that begins now.
-            share: share of the work that is done, from 0 to 1.
+            share: share of the work that has been done, from 0 to 1.
             slow: True if the step may take seconds; such a step is always shown.
         """
 

@@ -48,8 +48,8 @@ def simulate(
         typer.Option(
             "--sweep",
             metavar="KEY=FROM..TO",
-            help="Compare several values of one parameter instead: lookahead=5..480 (doubling), staleness=1..9:2 "
-            "(steps of 2) or staleness=1,5,20.",
+            help="Compare several values of one parameter of the models: lookahead=5..480 (doubling), "
+            "staleness=1..9:2 (steps of 2) or staleness=1,5,20.",
             show_default=False,
         ),
     ] = None,
@@ -58,8 +58,8 @@ def simulate(
         typer.Option(
             "--script",
             metavar="'train.py ARGS'",
-            help="Train in virtual time instead: run this script under each model, as paceline run does, and compare "
-            "the losses.",
+            help="Training script, with its arguments. It is run in virtual time under each model, and the losses "
+            "are compared.",
             show_default=False,
         ),
     ] = None,
@@ -99,7 +99,7 @@ def simulate(
     ranking.require_runnable(machines, variants, shards)
     folder = new_folder(out, "simulate")
     console = Console(quiet=as_json)
-    with interruptible("no results were kept, and all processes have ended"), counting() as tell:
+    with interruptible("no results were saved, and all processes have ended"), counting() as tell:
         rows: Sequence[object]
         if script is not None:
             from ..rehearsal.training import train_and_compare
@@ -159,7 +159,7 @@ def advise(
     imports: ModelImports = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recommend sync models for the machines of a run, by simulating the run's recorded times under each model.
+    """Recommend sync models for the machines of a run, by simulating each model with the times recorded in the run.
 
     paceline advise runs/20261121-120000
     """

@@ -64,7 +64,7 @@ class RunCommand(TyperCommand):
 
 
 def _strays(arguments: list[str], options: set[str]) -> list[str]:
-    """Return the names of the options that appear before a -- as --name, --name=value, -n or -n4."""
+    """Return the names in `options` that occur in the arguments before any --, as --name, --name=value, -n or -n4."""
     named = []
     for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
         name = argument.partition("=")[0]
@@ -146,7 +146,10 @@ def run(
 
 def demo(
     seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="Number of seeds. Each result is the median over the seeds.")
+        int,
+        typer.Option(
+            "--seeds", min=1, help="Number of random seeds. Each result is the median over the seeds."
+        ),
     ] = 1,
     every: Annotated[
         bool,
@@ -156,9 +159,9 @@ def demo(
     ] = False,
     run_dir: RunDir = None,
 ) -> None:
-    """Train four workers, one of them three times slower, on handwritten digits under four sync models.
+    """Train on handwritten digits under four sync models, with four workers, one of them three times slower.
 
-    Takes less than three minutes on two cores and ends with a table and a picture.
+    The demo takes less than three minutes on two cores and ends with a table and a picture.
     """
     from ..demo.comparison import run_demo
     from ..demo.settings import EVERY_SETTING, SETTINGS

@@ -29,7 +29,7 @@ __all__ = [
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-# the run finished, but a worker crashed or some results were not saved in the run directory
+# The run finished, but a worker crashed or some results were not saved in the run directory.
 EXIT_NOT_ALL_WELL = 3
 EXIT_INTERRUPTED = 130
 
@@ -48,11 +48,11 @@ def run_app(app: typer.Typer) -> None:
 
 
 def keep_streams_usable() -> None:
-    """Make sure that printing never fails in this process, whatever happens to its standard streams.
+    """Make sure that printing never fails in this process, even if a standard stream is closed or cannot be written.
 
-    A closed stream is reopened on /dev/null. Otherwise the first socket would get its file descriptor, and printed
-    text would be sent to the peer of that socket. A stream that fails later, such as a pipe whose reader has exited,
-    drops its output and does not end the process.
+    A closed stream is reopened on /dev/null. Otherwise the first socket would get the file descriptor of the closed
+    stream, and printed text would be sent to the peer of that socket. A stream that fails later, such as a pipe whose
+    reader has exited, drops its output and does not end the process.
     """
     for number in (0, 1, 2):
         try:
@@ -60,7 +60,7 @@ def keep_streams_usable() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor
     for number, name, description in ((1, "stdout", "standard output"), (2, "stderr", "standard error")):
-        stream = getattr(sys, name) or os.fdopen(number, "w", closefd=False)  # None if it was closed
+        stream = getattr(sys, name) or os.fdopen(number, "w", closefd=False)  # None if the stream was closed
         setattr(sys, name, cast(TextIO, ForgivingStream(stream, description)))
 
 

@@ -1,8 +1,8 @@
-"""The comparison of sync models in the demo: four workers, one of them three times slower, learn handwritten digits.
+"""Compares sync models for the demo: four workers, one of them three times slower, train on handwritten digits.
 
-A table and a picture show how much time is lost by waiting for the slowest worker, and how much an elastic barrier
-saves. Each sync model runs with its own best learning rate and momentum. The same values for all models would favor
-some of them, because asynchrony acts like additional momentum.
+A table and a picture show how much time is lost by waiting for the slowest worker, and how much of this
+time an elastic barrier saves. Each sync model runs with its own best learning rate and momentum. The same values for
+all models would favor some of them, because asynchrony acts like additional momentum.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def run_demo(
     Args:
         console: console on which the table and the messages are printed.
         run_dir: directory for the results. Default: a new directory under ./runs.
-        seeds: random seeds. Each determines the initial weights and the order of the data for all settings.
+        seeds: random seeds. Each seed determines the initial weights and the order of the data for all settings.
         settings: settings to compare.
-        problem: task to train. Default: `Problem()`.
+        problem: training task. Default: `Problem()`.
         progress: True to show the progress of each run on standard error; None to do so only on a terminal.
 
     Returns:
@@ -69,7 +69,7 @@ def run_demo(
     )
     console.print(
         f"{workers} workers, one {max(problem.pace_s) / min(problem.pace_s):g} times slower than the others "
-        f"(emulated), learn {len(digits.train_labels)} handwritten digits under {len(settings)} sync models, "
+        f"(emulated), train on {len(digits.train_labels)} handwritten digits under {len(settings)} sync models, "
         f"{problem.duration_s:g} s each.",
         soft_wrap=True,
         highlight=False,

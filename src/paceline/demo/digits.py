@@ -107,8 +107,8 @@ def load() -> Digits:
 def train(digits: Digits, recipe: Recipe) -> None:
     """Train as one worker of a run.
 
-    In the demo, workers stop at a given time and not after a given number of epochs. So each sync model has the same
-    time, and the slow worker does not train alone after the others have finished.
+    In the demo, workers stop at a given time and not after a given number of epochs. So each sync model gets the same
+    training time, and the slow worker does not train alone after the others have finished.
     """
     torch.manual_seed(recipe.seed)
     model = DigitsNet()

@@ -12,16 +12,16 @@ __all__ = ["EVERY_SETTING", "SETTINGS", "Problem", "Setting", "within_two_of_the
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """The training task, which is the same for all sync models.
 
-    The paces are long compared with a worker's computation, which takes a few milliseconds and leaves two cores
-    mostly idle. So the timing is determined by the emulated machines and not by the real one.
+    The minimum iteration times are long compared with a worker's computation, which takes a few milliseconds and
+    leaves two cores mostly idle. So the timing is determined by the emulated machines and not by the real one.
 
     Attributes:
         pace_s: minimum time of an iteration in seconds, for each worker.
         servers: number of servers.
         batch_size: images per worker and iteration.
         duration_s: training time in seconds.
-        snapshot_every_s: time between two evaluations of the weights, in seconds.
-        target_accuracy: target for the accuracy on the test images, from 0 to 1.
+        snapshot_every_s: time between two snapshots of the weights, in seconds.
+        target_accuracy: target accuracy on the test images, from 0 to 1.
     """
 
     pace_s: tuple[float, ...] = (0.03, 0.03, 0.03, 0.09)
@@ -50,7 +50,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def within_two_of_the_slowest(state: PullState) -> bool:
-    """Return True, which answers the pull, if the worker is at most two iterations ahead of the slowest worker."""
+    """Answer the pull (return True) if the worker is at most two iterations ahead of the slowest worker."""
     return state.gap <= 2
 
 
@@ -63,8 +63,8 @@ SETTINGS = (
 """The four sync models of the demo, each with the best learning rate and momentum that a search found.
 
 The search (`make tune`) tries momentum 0 and 0.9, each with a grid of learning rates that is extended until the best
-point lies inside the grid. It runs all points with one seed, and compares the best few by the median over three
-seeds. `docs/demo.md` describes the conditions under which these settings were found.
+point lies inside the grid. It runs all points with one seed, and compares the best few by their median time to the
+target over three seeds. `docs/demo.md` describes the conditions under which these settings were found.
 """
 
 _like_bsp, _like_ssp, _like_asp = (
@@ -89,7 +89,7 @@ EVERY_SETTING = (
     Setting("spec-sync:base=ssp:staleness=3", **_like_ssp),
     SETTINGS[3],
 )
-"""All sync models, each with a learning rate and momentum.
+"""The sync models of `paceline demo --all`, each with a learning rate and momentum.
 
 A model that is not in `SETTINGS` uses the learning rate and momentum of a similar model: BSP for models that average
 gradients, SSP for models that bound staleness, and ASP for all others. PSSP(3, 1/3) and SSP(5) have the same regret

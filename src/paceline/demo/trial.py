@@ -97,7 +97,7 @@ def run_trial(
 
 
 def time_to_target(times_s: Sequence[float], accuracies: Sequence[float], target: float) -> float | None:
-    """Return the time at which two evaluations in a row were at or above the target; None if this never happened.
+    """Return the time of the first evaluation that, like the one before it, is at or above the target, or None.
 
     >>> time_to_target([0.0, 0.5, 1.0, 1.5, 2.0], [0.1, 0.96, 0.94, 0.95, 0.97], target=0.95)
     2.0

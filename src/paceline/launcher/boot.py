@@ -39,7 +39,7 @@ if __name__ == "__main__":
     end_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     # Servers always ignore Ctrl-C. Workers restore the default handler before they run the script.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The launcher may have found the package in a directory that is not in `sys.path` of this process.
+    # The launcher may have found the package in a directory that is not in this process's `sys.path`.
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if root not in sys.path:
         sys.path.append(root)

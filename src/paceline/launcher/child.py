@@ -35,7 +35,7 @@ def main() -> int:
     assignment = msgspec.msgpack.decode(bytes.fromhex(os.environ.pop(JOB_VARIABLE)), type=Assignment)
     job = assignment.job
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
-    # A server ignores Ctrl-C, because the launcher ends it.
+    # A server continues to ignore Ctrl-C, because the launcher ends it.
     if assignment.role == "server":
         sys.path[:] = cloudpickle.load(sys.stdin.buffer)
         local_conditions.update(cloudpickle.load(sys.stdin.buffer))

@@ -1,7 +1,7 @@
 """Handling of Ctrl-C, SIGTERM and SIGHUP during a run.
 
 If a signal raised an exception, it could interrupt the cleanup at any line. So the signals are only counted here, and
-all code that waits checks the count. After the first signal, the run shuts down in an orderly way. After the second
+every loop that waits checks the count. After the first signal, the run shuts down in an orderly way. After the second
 signal, the shutdown no longer waits for anything.
 """
 

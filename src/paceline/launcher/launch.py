@@ -61,25 +61,27 @@ def launch(
         workers: number of workers.
         servers: number of servers. Default: one for each CPU core that the workers leave free, but at least one.
         shards: number of slices into which the parameters are divided. Default: one per server.
-        slicing: "even" for slices of equal size (EPS), or "by-parameter" to keep each parameter whole, as in PS-Lite.
+        slicing: "even" for slices of equal size, as in FluentPS, or "by-parameter" to keep each parameter whole, as
+            in PS-Lite.
         overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
             have pushed all of their gradients, as in PS-Lite (BSP only).
         sync: the sync model, as an object, a list with one object per shard, or a string in the notation of the
             command line. The string may also describe a schedule ("bsp@0,elastic-bsp@epoch:5").
-        imports: names of modules that define conditions. With `paceline.set_sync`, the function may change to these
-            conditions during the run.
+        imports: names of modules that define conditions, if the function changes to these conditions during the run
+            with `paceline.set_sync`.
         engine: where the processes run; only "local" is available.
         transport: "shm" (shared memory), "unix" (AF_UNIX sockets), "tcp", or "auto" for the best one available.
         port: TCP port of the coordinator if the transport is "tcp"; 0 for any free port.
-        seed: random seed for the order of the data and the jitter.
-        pace: minimum duration of an iteration in seconds, for each worker. A faster worker sleeps for the rest.
+        seed: random seed for the order of the data, the jitter and the sync models.
+        pace: minimum duration of an iteration in seconds, for each worker. A worker that finishes earlier
+            sleeps for the rest of that time.
         slowdown: factor >= 1 by which the measured compute time is multiplied, for each worker.
         jitter: random variation of `pace` and `slowdown`: they are multiplied by a random factor, uniform between
             1 - jitter and 1 + jitter.
         on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
         run_dir: directory for logs, traces and results. Default: a new directory in ./runs.
         stall_timeout: number of seconds after which a silent worker or server is killed if others wait for it.
-            Default: never. A killed worker counts as lost, and the other workers continue.
+            Default: never. The run continues without a killed worker.
         progress: True to show the progress of the run. Default: True if standard error is a terminal.
         snapshot_every_s: interval in seconds at which copies of the weights are stored in the result. Default: none.
         placement: machine of each process, with transport "tcp" only. Default: all processes run on this machine.

@@ -30,16 +30,16 @@ __all__ = ["HostMachine", "LocalEngine", "Placement", "Process"]
 logger = logging.getLogger("paceline.engine")
 
 PAST_CACHE_BYTES = 1024 * 1024
-"""Minimum size of a copy for which `memcpy` bypasses the cache when it writes, which makes copying 1.5 times as fast.
+"""Minimum size in bytes of a copy for which `memcpy` bypasses the cache. This makes large copies 1.5 times as fast.
 
 By default, glibc sets this limit to three quarters of the last-level cache. In a virtual machine, this may be
 hundreds of megabytes, although the cache is shared with other virtual machines.
 """
 
 TERMINATE_TIMEOUT_S = 3.0
-# SIGKILL takes effect only after an uninterruptible system call has returned.
+# This timeout is long, because SIGKILL takes effect only after an uninterruptible system call has returned.
 KILL_TIMEOUT_S = 10.0
-# Maximum time to wait for the last output of a process that has ended, because a forked child may keep the pipe open.
+# Maximum time to wait for the last output of an ended process. A child of the ended process may keep the pipe open.
 OUTPUT_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 0.05
 TAIL_LINES = 15
@@ -196,7 +196,7 @@ class Process:
                 os.kill(self.id, number)
 
     def kill(self, why: str = "") -> None:
-        """Kill the process and all processes that it has started. `why` is added to `ending`."""
+        """Kill the process and all processes that it has started. `why` is the reason, which `ending` includes."""
         self._why_killed = why
         self.signal(signal.SIGKILL)
 
@@ -209,7 +209,7 @@ class Process:
 
     def _feed(self) -> None:
         assert self._popen.stdin is not None
-        # A broken pipe needs no report: if the process has ended, its exit code says why.
+        # A broken pipe is ignored, because the exit code of the process says why the process has ended.
         with contextlib.suppress(BrokenPipeError), self._popen.stdin as stdin:
             stdin.write(self._data)
 
@@ -278,7 +278,7 @@ class LocalEngine:
             self.workers.append(self._spawn("worker", index, machine, worker_arguments, worker_input))
 
     def failed_server(self) -> RunFailedError | None:
-        """Return the failure of a server, or None. A server that has ended before the run has failed."""
+        """Return the failure of a server, or None. A server has failed if it ends before the run does."""
         for server in self.servers:
             if server.exit_code is not None:
                 return RunFailedError(server.name, server.ending, server.tail())
@@ -366,8 +366,8 @@ class LocalEngine:
 def _copy_lines(source: IO[bytes], log: Path, show: Callable[[str], None]) -> None:
     """Copy the output of a process to its log and to `show` until the output ends.
 
-    If writing to one of the two fails, it receives no further output. The output is still read, because the process
-    would block on a full pipe.
+    If writing to the log or to `show` fails, that one receives no further output. The output is still read, because
+    otherwise the process would block on a full pipe.
     """
     sinks: dict[str, Callable[[bytes], object]] = {}
     with source, contextlib.ExitStack() as opened:

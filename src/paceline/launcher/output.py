@@ -17,8 +17,8 @@ log = logging.getLogger("paceline.output")
 class ForgivingStream:
     """A wrapper around a text stream that drops all output after the first failure to write.
 
-    The failure is logged, unless the reader of a pipe has closed it, because readers do this intentionally. All other
-    attributes are taken from the stream.
+    The failure is logged, except for a pipe that its reader has closed, because readers do this intentionally. All
+    other attributes are taken from the stream.
 
     Args:
         stream: the stream to write to.

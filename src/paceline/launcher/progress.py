@@ -34,13 +34,13 @@ class Progress:
 
     Args:
         coordinator: the coordinator of the run.
-        console: the console to write to. From then on, console output that cannot be written is dropped.
+        console: the console to write to. Console output that cannot be written is dropped.
     """
 
     def __init__(self, coordinator: CoordinatorHost, console: Console) -> None:
         self._coordinator = coordinator
         self._console = console
-        # Otherwise a write error, such as a closed pipe, would end this process or the thread that draws the table.
+        # Without this, a write error such as a closed pipe would end this process or the thread that draws the table.
         console.file = cast(IO[str], ForgivingStream(console.file, "the progress"))
         self._plain_s = time.monotonic()
         self._live: Live | None = None

@@ -1,7 +1,7 @@
 """The results of a run: the weights and the summary.
 
-The weights are saved first, so that no later failure can prevent this. If another file cannot be written, the run
-does not fail.
+The weights are saved first, so that they are not lost if a later step fails. If another file cannot be written, the
+run does not fail.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RunResult(msgspec.Struct, frozen=True):
     """The result of a run.
 
     Attributes:
-        state_dict: the final weights and buffers as plain tensors, by the names that the model gives them.
+        state_dict: the final weights and buffers as plain tensors, with the names from the model's `state_dict`.
         summary: settings and statistics of the run, which are also written to `summary.json` in `run_dir`.
         run_dir: the directory with the logs, the traces, `weights.safetensors` and `summary.json`.
         snapshots: pairs (seconds since training began, weights), if snapshots were requested.
@@ -131,7 +131,7 @@ def summarize(
             )
         else:
             faults.append(
-                f"{run_dir} has the traces of only {len(shards)} of {job.shards} shards, so the summary has no "
+                f"{run_dir} contains the traces of only {len(shards)} of {job.shards} shards, so the summary has no "
                 "statistics"
             )
     except (ConfigurationError, OSError, msgspec.DecodeError) as error:

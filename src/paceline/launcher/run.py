@@ -1,6 +1,6 @@
 """A live run, from the start of its processes until all of them have ended.
 
-Every run ends with the same steps, whatever the reason. First the reason is determined. If the run has failed or was
+Every run ends with the same steps. First, the reason for its end is determined. If the run has failed or was
 interrupted, the remaining workers are ended. Then the weights are collected and saved, the servers write their traces
 and exit, and the other results are written. A second Ctrl-C skips the steps that take time.
 """
@@ -104,7 +104,7 @@ class LiveRun:
 
     Args:
         job: the configuration of the run.
-        coordinator: the coordinator of the run, which has not been started yet.
+        coordinator: the run's coordinator, which has not been started yet.
         placement: the machines of the processes.
         console: console for the progress display.
         interruption: counts the signals that ask the run to end.
@@ -235,7 +235,7 @@ class LiveRun:
         engine, coordinator = self._engine, self._coordinator
         if coordinator.failure is not None or engine.failed_server():
             return True
-        # Connections were lost, so the process at the other end is about to exit.
+        # A connection was lost, so the process at its other end is about to exit.
         if coordinator.gone_servers or coordinator.core.cut_off:
             return False
         # The connection of a lost worker was closed, so its process is about to exit.

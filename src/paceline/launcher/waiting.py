@@ -10,7 +10,8 @@ from .local import LocalEngine
 
 __all__ = ["Waiting"]
 
-# Whatever the timeout, a worker is killed only if it is silent for this many times its usual iteration time.
+# A worker is not killed before it has been silent for this many times its usual iteration time, even if the timeout
+# is shorter.
 LEAST_ITERATIONS = 3
 
 
@@ -36,7 +37,7 @@ class Waiting:
         self._timeout_s = timeout_s
         self._say = say
         self._watch = StallWatch(coordinator, timeout_s)
-        # For each process that was reported: the time of its last message, and how long it was silent at the report.
+        # For each reported process: the time of its last message, and the length of its silence when it was reported.
         self._reported: dict[tuple[str, int], tuple[float, float]] = {}
 
     def look(self) -> str:

@@ -1,7 +1,7 @@
 """`paceline advise`: simulates the recorded machines of a run under every sync model, and recommends models.
 
-The simulation cannot know how staleness affects the loss. So there is one recommendation without staleness, one with
-bounded staleness, and one with any staleness.
+The simulation does not show how staleness affects the loss. So there is one recommendation without staleness, one
+with bounded staleness, and one with any staleness.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MachineReport(msgspec.Struct, frozen=True):
 def advise(
     run_dir: Path, syncs: Sequence[str] = EVERY_MODEL, tell: TellCount = lambda done, of, what: None
 ) -> MachineReport:
-    """Simulate the machines of a run under every model.
+    """Simulate the machines of a run under every model, and recommend models.
 
     Raises:
         ConfigurationError: the directory does not contain a finished run, or its files are damaged.
@@ -77,7 +77,7 @@ def advise(
     summary = _summary(run_dir)
     if (logs := len(list(run_dir.glob("worker-*.jsonl")))) != summary["workers"]:
         raise ConfigurationError(
-            f"{run_dir} has records of {logs} workers, but its summary lists {summary['workers']}."
+            f"{run_dir} has records of {logs} workers, but summary.json lists {summary['workers']} workers."
         )
     cluster = read_cluster_of_run(run_dir)
     shards = cluster.servers
@@ -122,7 +122,7 @@ def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
 
 
 def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
-    # If a condition failed, the results are partly those of another model, so they are left out.
+    # If a condition failed, another model replaced it during the simulation, so its results are left out.
     rows = [row for row in rows if not row.faults]
     [bsp] = [row for row in rows if row.sync == "bsp"]
     fastest = rows[0]
@@ -134,7 +134,7 @@ def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
         ("the most gradients, with any staleness", fastest),
     ]
     if fastest.gradients_per_s < WORTH_IT * bsp.gradients_per_s:
-        picks = [("these machines are nearly equal", bsp)]
+        picks = [("these machines are about equally fast", bsp)]
     advice: list[Advice] = []
     for wish, row in picks:
         if advice and advice[-1].sync == row.sync:

@@ -11,7 +11,7 @@ __all__ = ["describe", "load_cluster"]
 
 
 def load_cluster(source: str) -> Cluster:
-    """Load a cluster file, or one of the clusters from the papers by its name.
+    """Load a cluster file, or the cluster from the papers with the given name.
 
     Raises:
         ConfigurationError: there is no file or cluster with that name, or the file is invalid.
@@ -21,7 +21,7 @@ def load_cluster(source: str) -> Cluster:
 
 
 def describe(cluster: Cluster) -> str:
-    """Describe a cluster in one line."""
+    """Return a description of a cluster in one line."""
     counted = [
         (times, len(list(group)))
         for times, group in itertools.groupby(map(cluster.compute, range(cluster.workers)))
@@ -35,5 +35,5 @@ def describe(cluster: Cluster) -> str:
     if cluster.bandwidth_bps < float("inf"):
         parts.append(f"{cluster.bandwidth_bps / 1e9:g} Gbit/s, {cluster.size_bytes / 1e6:g} MB of parameters")
     if cluster.presence:
-        parts.append(f"{len(cluster.presence)} not always present")
+        parts.append(f"{len(cluster.presence)} of the workers not always present")
     return "; ".join(parts)

@@ -20,7 +20,7 @@ from .ranking import Figures, rank, sweep
 __all__ = ["STAR", "compare", "explore", "show_faults"]
 
 STAR = "*: no other model here has both more gradients per second and less staleness"
-MOST_DRAWN = 16  # no timelines are drawn for clusters with more workers
+MOST_DRAWN = 16  # maximum number of workers for which timelines are drawn
 SHOWN_ITERATIONS = 12  # length of the timelines, in iterations of the slowest worker
 
 

@@ -83,7 +83,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         updates_per_s: optimizer steps per virtual second. Under BSP, one step applies all gradients of a round.
         mean_staleness: mean staleness of the gradients, in versions.
         max_staleness: largest staleness of a gradient, in versions.
-        computing_share: share of the workers' time spent on gradients that were pushed.
+        computing_share: share of the workers' time spent computing gradients that were pushed.
         waiting_share: share of the workers' time spent waiting for other workers.
         wasted_share: share of the workers' time spent on aborted computations and the pulls after them.
         delayed_share: share of the pulls that were not answered on arrival.
@@ -204,7 +204,7 @@ def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None) ->
 
 
 def mark_front(rows: Sequence[Figures]) -> list[Figures]:
-    """Return the rows. `front` is True unless another row has both more gradients per second and less staleness."""
+    """Return the rows, with `front` set if no other row has both more gradients per second and less staleness."""
     return [
         msgspec.structs.replace(
             row,

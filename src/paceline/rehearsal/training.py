@@ -137,7 +137,7 @@ def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str)
         box=box.SIMPLE_HEAD,
         show_edge=False,
         caption=f"{escape(describe(cluster))}; losses on the training batches, smoothed. All models "
-        "use the script's learning rate. Models that average gradients, such as bsp, tolerate a larger one.",
+        "use the script's learning rate, but models that average gradients, such as bsp, tolerate a larger rate.",
         caption_justify="left",
     )
     table.add_column("sync", overflow="fold")

@@ -1,1 +1,1 @@
-"""Pictures and tables that show the results of runs. The functions that draw them have no side effects."""
+"""Pictures and tables that show the results of runs. Only `canvas.save` writes files."""

@@ -24,7 +24,7 @@ class Curve(msgspec.Struct, frozen=True):
         label: name of the run in the legend.
         times_s: times of the evaluations, in seconds since training began, ascending.
         accuracies: accuracies at these times, from 0 to 1.
-        reached_s: time to reach the target, in seconds since training began; None if the target was not reached.
+        reached_s: time at which the target was reached, in seconds since training began; None if it was not reached.
     """
 
     label: str

@@ -1,6 +1,6 @@
 """Functions that create figures without a display and save figures as PNG files.
 
-matplotlib is optional; if it is not installed, a `ConfigurationError` says so. The global state of matplotlib
+matplotlib is optional; a `ConfigurationError` is raised if it is not installed. The global state of matplotlib
 (pyplot, rcParams) is not used, so the user's own figures are not affected.
 """
 

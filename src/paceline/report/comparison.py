@@ -22,8 +22,8 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
         momentum: momentum of the runs.
         seeds: random seeds of the runs.
         target_accuracy: target accuracy on the test images, from 0 to 1.
-        time_to_target_s: time at which two successive evaluations were at or above the target, in seconds since
-            training began; None if the target was not reached.
+        time_to_target_s: time of the first evaluation that, like the one before it, is at or above the target, in
+            seconds since training began; None if there is no such evaluation.
         final_accuracy: accuracy of the final weights on the test images, from 0 to 1.
         updates_per_s: number of optimizer steps per second.
         waiting_share: share of the total time of all workers that was spent waiting, from 0 to 1.

@@ -1,6 +1,6 @@
 """The documentation of the sync models, which is read from the docstring of each model's module.
 
-Each of these docstrings consists of a title, optionally some theory, labeled paragraphs (Reference, Admission, State,
+Each docstring consists of a title, optionally some theory, labeled paragraphs (Reference, Admission, State,
 Guarantee, Use, Deviations) and an example.
 """
 

@@ -36,7 +36,7 @@ def comparison_picture(
         curves: accuracy of each run over time.
         target: target accuracy, from 0 to 1.
         timelines: mapping from sync model to timeline, in the order in which they are drawn.
-        until_s: number of seconds of each timeline to show.
+        until_s: length of the timelines, in seconds.
 
     Raises:
         ConfigurationError: matplotlib is not installed.

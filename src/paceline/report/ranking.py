@@ -78,7 +78,7 @@ def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:
 
 
 def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
-    """Plot gradients per second over staleness on the left, and the use of the workers' time on the right.
+    """Plot gradients per second against staleness on the left, and the use of the workers' time on the right.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -93,7 +93,7 @@ def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
 
 
 def sweep_picture(title: str, key: str, lines: Mapping[str, Sequence[tuple[float, Ranked]]]) -> Figure:
-    """Plot gradients per second, staleness and waiting time over the values of a parameter, with a line per model."""
+    """Plot gradients per second, staleness and waiting time against the values of a parameter, one line per model."""
     figure = new_figure(12.0, 4.2)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     shown: dict[str, Callable[[Ranked], float]] = {

@@ -30,11 +30,11 @@ class Timeline(msgspec.Struct, frozen=True):
     """The times at which the workers of one run were computing or waiting.
 
     Attributes:
-        computing: the computations of each worker, from the arrival of the weights to the push. Sleep that emulates a
-            slower machine counts as computing.
+        computing: the computations of each worker, from the arrival of the weights to the push. The sleep that
+            emulates a slower machine counts as computing.
         dropped: the aborted computations of each worker.
         waiting: the waiting times of each worker, from each push to the arrival of the new weights.
-        barriers_s: the times at which held pushes were applied together.
+        barriers_s: the times of the barriers, at which held pushes were applied together.
     """
 
     computing: tuple[tuple[Span, ...], ...]
@@ -51,7 +51,7 @@ def read_timeline(run_dir: Path) -> Timeline:
 def timeline_of(records: Sequence[Sequence[IterationRecord]], shard: Trace) -> Timeline:
     """Return the timeline for the records of all workers and the trace of one shard.
 
-    The timeline begins when the first worker began.
+    The timeline begins with the first iteration of the first worker to start.
     """
     zero_s = min(worker[0].begun_s for worker in records if worker)
 
@@ -72,7 +72,7 @@ def timeline_of(records: Sequence[Sequence[IterationRecord]], shard: Trace) -> T
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, until_s: float) -> None:
-    """Draw the first `until_s` seconds: a row of bars per worker, worker 0 on top, and a line per barrier."""
+    """Draw the first `until_s` seconds: a row of bars per worker (worker 0 on top), and a line per barrier."""
     kinds = (timeline.computing, timeline.dropped, timeline.waiting)
     for worker, row in enumerate(zip(*kinds, strict=True)):
         bottom = worker - BAR_HEIGHT / 2

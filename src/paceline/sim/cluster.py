@@ -93,7 +93,7 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
-        """Return one of the clusters from the papers by its name, such as "elastic-bsp". `PRESETS` lists all names.
+        """Return the cluster from the papers with a given name, such as "elastic-bsp". `PRESETS` lists all names.
 
         Raises:
             ConfigurationError: there is no preset with that name.

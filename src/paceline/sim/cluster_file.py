@@ -137,8 +137,8 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigurationError(
-            f"the cluster file {os.fspath(path)} cannot be read: {reason}. Give a TOML file, or one of the clusters "
-            f"from the papers: {', '.join(PRESETS)}."
+            f"the cluster file {os.fspath(path)} cannot be read: {reason}. Give the path of a TOML file, or the "
+            f"name of a cluster from the papers: {', '.join(PRESETS)}."
         ) from error
     return _parse(text, os.fspath(path), Path(path).stem)
 

@@ -1,6 +1,6 @@
-"""A job in virtual time, which hosts the cores of the coordinator, the servers and the workers.
+"""A job in virtual time, which hosts the protocol cores of the coordinator, the servers and the workers.
 
-The protocol is the same as in a live run (see `paceline.core`). This module sends the messages through the simulated
+The cores are the same as in a live run (see `paceline.core`). This module sends the messages through the simulated
 network, without encoding them, and advances virtual time. A `Driver` determines what a worker does between messages:
 compute a gradient, or only let time pass.
 """
@@ -110,7 +110,7 @@ class NullStore:
 
 
 class VirtualJob:
-    """A run in virtual time. It delivers the messages between the cores and carries out the requests of the cores.
+    """A run in virtual time. It delivers the messages between the protocol cores and carries out their requests.
 
     Args:
         cluster: the machines and the network.
@@ -119,12 +119,12 @@ class VirtualJob:
         shard_bytes: size of each shard in bytes.
         seed: random seed for the run.
         overlap: False if no worker pulls until all workers have pushed to all shards.
-        recorders: recorders for the trace of each host and the record of each iteration.
+        recorders: recorders for the traces of the shards and the coordinator, and for the iterations of each worker.
         slicing: how the parameters are sliced: "even" or "by-parameter".
 
     Attributes:
         kernel: the virtual clock and the pending events.
-        coordinator: the core of the coordinator.
+        coordinator: the protocol core of the coordinator.
         workers: the state of each worker.
         bytes_sent: number of bytes sent, by kind of message.
         cut_off_s: virtual time at which the run was stopped; None if every worker has finished.
@@ -195,7 +195,7 @@ class VirtualJob:
             until_s: virtual time at which to stop.
 
         Raises:
-            RunFailedError: all workers wait and none of them will ever be released, or the workers' models differ.
+            RunFailedError: all workers wait for pulls that will never be answered, or the workers' models differ.
         """
         self._driver = driver
         for worker in range(len(self.workers)):
@@ -261,7 +261,7 @@ class VirtualJob:
             worker: index of the worker.
             pushes: for each shard, the push for its store; () if there are no tensors or no gradient.
             empty: True to push without a gradient.
-            significance: |g| / |w|; None if the sync model does not need it.
+            significance: |g| / |w|, for the gradient g and the weights w; None if the sync model does not need it.
             loss: loss of the iteration, which is recorded; None if it is unknown.
         """
         state = self.workers[worker]
@@ -288,7 +288,7 @@ class VirtualJob:
     # -- joining and leaving ------------------------------------------------------------------------------
 
     def _begin(self, models: Callable[[int], ModelSpec]) -> None:
-        """Begin the run with the initial workers. Messages take no time here and are not counted."""
+        """Begin the run with the initial workers. These messages take no time and are not counted."""
         for index in range(len(self._servers)):
             self._at_once(server_peer(index), self.coordinator.connected(server_peer(index), 0.0))
         for worker in self._first:
@@ -456,7 +456,7 @@ class VirtualJob:
         now_s = max(self.kernel.now_s, timer.due_s)
         self._from_coordinator(self.coordinator.fire(timer, now_s))
 
-    # -- requests of the cores ----------------------------------------------------------------------------
+    # -- requests from the cores --------------------------------------------------------------------------
 
     def _from_worker(self, worker: int, requests: Sequence[Request], pushes: Sequence[object] = ()) -> None:
         state, sent = self.workers[worker], self.bytes_sent

@@ -23,7 +23,7 @@ LONGEST_S = 1e15
 """The longest permitted time in seconds, about 30 million years."""
 
 STILL = 100_000
-"""Default maximum number of events at the same time. If there are more, virtual time is assumed never to advance."""
+"""Default maximum number of events at one virtual time. If there are more, the simulation is assumed to be stuck."""
 
 
 def nanoseconds(seconds: float) -> int:
@@ -46,7 +46,7 @@ class Kernel:
     Events with the same time and priority are handled in the order in which they were scheduled.
 
     Args:
-        most_at_once: maximum number of events at the same time. If there are more, `run` raises an error, because
+        most_at_once: maximum number of events at one virtual time. If there are more, `run` raises an error, because
             virtual time does not advance.
 
     Attributes:
@@ -98,7 +98,7 @@ class Kernel:
             RunFailedError: virtual time does not advance.
         """
         heap, pop = self._heap, heapq.heappop
-        # Time of the current event, and the count of handled events when the first event at that time was handled.
+        # Time of the current event, and the number of events handled up to the first event at that time.
         moment_ns, begun = -1, 0
         self._until_ns = nanoseconds(until_s) if math.isfinite(until_s) else math.inf
         happened = 0

@@ -20,7 +20,7 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
         lost_at_s: virtual time at which the worker is lost, in seconds; None if it is not lost at a given time.
         preempted_every_s: mean of the random time between joining and being lost, in seconds; None if the worker is
             not lost at random times.
-        back_after_s: time between a loss and joining again, in seconds; None if the worker does not join again.
+        back_after_s: time from a loss until the worker joins again, in seconds; None if it does not join again.
     """
 
     joins_at_s: float = 0.0
@@ -49,13 +49,13 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """The network connection of a worker, if it differs from the rest of the cluster.
+    """Settings for the network connection of a worker that differ from the rest of the cluster.
 
     Attributes:
         bandwidth_bps: bandwidth of the worker's network interface, in bits per second in each direction; None for
             the cluster's bandwidth.
-        to_server_s: latency of messages from the worker; None for the cluster's latency.
-        from_server_s: latency of messages to the worker; None for the cluster's latency.
+        to_server_s: latency of messages that the worker sends; None for the cluster's latency.
+        from_server_s: latency of messages that the worker receives; None for the cluster's latency.
     """
 
     bandwidth_bps: float | None = None

@@ -3,9 +3,10 @@
 A network interface has two lanes, one for outgoing and one for incoming data. The transfers that use a lane at the
 same time share its bandwidth evenly, as with TCP. A transfer uses the outgoing lane of its sender and, after the
 latency, the incoming lane of its receiver. A transfer is complete when both lanes have transferred all of its bytes.
-For example, pushes by four workers to a single server take four times as long as the push of one worker; with four
-servers, they take no longer. The messages of a connection arrive in the order in which they were sent. Each
-connection has a latency, which may vary from message to message. A message without a payload takes only this latency.
+For example, pushes by four workers to a single server take four times as long as the push of one worker. With four
+servers, they take as long as the push of one worker. The messages of a connection arrive in the order in which they
+were sent. Each connection has a latency, which may vary from message to message. A message without a payload takes
+only this latency.
 
 Deviation from max-min fairness: if a transfer cannot use its share of a lane because its other end is slower, the
 unused part of the share is not given to the other transfers on the lane. The times are exact if all transfers have
@@ -38,7 +39,7 @@ class Lane:
         self._kernel = kernel
         self._bits_per_s = bits_per_s
         self._marks: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-        # Progress of the imaginary transfer, expressed as the time that it would take if it used the lane alone.
+        # Progress of the imaginary transfer: the time that it would have taken so far if it had used the lane alone.
         self._passed_ns = 0.0
         # Virtual time at which `_passed_ns` was last updated.
         self._now_ns = 0
@@ -64,7 +65,7 @@ class Lane:
         self._now_ns = now_ns
 
     def _schedule(self) -> None:
-        """Schedule an event for the end of the next transfer. A transfer that begins earlier makes it outdated."""
+        """Schedule an event for the end of the next transfer. It is ignored if another transfer begins before it."""
         self._event += 1
         left_ns = (self._marks[0][0] - self._passed_ns) * len(self._marks)
         self._kernel.after(max(0, math.ceil(left_ns - ROUNDING_NS)), self._finish, self._event)
@@ -80,7 +81,7 @@ class Lane:
         done(*arguments)
 
 
-# Much larger than the rounding errors of sums of times, and much smaller than the resolution of the clock.
+# This tolerance is larger than the rounding errors of sums of times, and smaller than the resolution of the clock.
 ROUNDING_NS = 1e-3
 
 

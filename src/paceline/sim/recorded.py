@@ -1,9 +1,10 @@
 """Derives a `Cluster` from the files of a live run: the compute times and the message times of each worker.
 
 The compute times are in the workers' records. The time of a message is the difference between two clock readings,
-which are comparable because all processes on a machine use the same clock. A push lasts until the event at the shard.
-An answer lasts from the event that released the pull at the last shard until the weights have arrived. So the time in
-which a server processes a push, mainly to apply the gradient, counts as part of the answer.
+which are comparable because all processes on a machine use the same clock. A push lasts from
+the time at which the worker sent it until the event at the shard that received it. An answer lasts from the event
+that released the pull at the last shard until the weights have arrived. So the time that a server takes to process a
+push, mainly to apply the gradient, counts as part of the answer.
 """
 
 from __future__ import annotations
@@ -93,6 +94,6 @@ def cluster_of(
 
 
 def _computed_s(record: IterationRecord) -> float:
-    """Return the compute time of an iteration. If the iteration was restarted, only the second computation counts."""
+    """Return the compute time of an iteration. If the iteration was restarted, only the last computation counts."""
     begun_s = record.begun_s if record.restarted_s is None else record.restarted_s
     return max(0.0, record.pushed_s - begun_s)

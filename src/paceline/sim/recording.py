@@ -22,8 +22,11 @@ TakeRecord = Callable[[int, IterationRecord], object]
 """A function that receives the index of a worker and the record of one of the worker's iterations."""
 
 PENDING_BYTES = 16 * 1024 * 1024
-"""Buffered lines are written to files when their total size exceeds this. Thousands of files cannot be open at the
-same time, and opening a file for each line would take longer than the simulation."""
+"""Number of buffered bytes at which the buffered lines are written to files.
+
+Lines are buffered because thousands of files cannot be open at the same time, and because opening a file for each
+line would take longer than the simulation.
+"""
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -66,7 +69,7 @@ class RunFolder:
             ) from error
 
     def recorder(self, header: Header) -> Recorder:
-        """Create the trace file of one host, and return a recorder that writes to it."""
+        """Create the trace file of a shard or the coordinator, and return a recorder that writes to it."""
         name = f"shard-{header.index}" if header.host == "shard" else header.host
         self._recorders.append(Recorder.to_path(self.path / f"trace-{name}.jsonl", header))
         return self._recorders[-1]
@@ -103,7 +106,7 @@ class RunFolder:
 
 
 class Recorders:
-    """The recorders for the trace of each host of a job, and for the records of each worker.
+    """The recorders for the traces of the shards and the coordinator, and for the records of each worker.
 
     This is a context manager: all files are complete when it exits.
 
@@ -158,7 +161,7 @@ class Recorders:
             self._folder.close()
 
     def begin(self, computed_by: str = "") -> None:
-        """Begin the trace of each host. See `Header` for `computed_by`."""
+        """Begin the traces of the shards and the coordinator. See `Header` for `computed_by`."""
         for index in range(self._count):
             sync = str(self._schedule.at_shard(index))
             header = Header(sync=sync, host="shard", index=index, seed=self._seed, computed_by=computed_by)

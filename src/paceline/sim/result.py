@@ -54,11 +54,11 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         events: number of simulated events.
         computed_s: total compute time of all workers, without aborted computations.
         wasted_s: total time of all workers that was spent on aborted computations and the pulls after them.
-        faults: messages about problems that did not end the run, in order. Each one says which condition failed and
+        faults: messages about problems that did not end the run, in order. Each says which condition failed, and
             with which model the shards continued.
         recording: traces and records in memory; None if they were not kept.
         run_dir: directory with the traces and records that were written during the run; None if there is none.
-        state_dict: final weights and buffers, by the names that the model gives them; None without a training
+        state_dict: final weights and buffers, with the names from the model's `state_dict`; None without a training
             function.
         history: losses, ordered by time; None without a training function.
         snapshots: pairs (virtual time, weights); empty if no snapshots were requested.

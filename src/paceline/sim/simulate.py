@@ -72,8 +72,8 @@ def simulate(
         on_nan: as for `paceline.launch`.
         snapshot_every_s: interval, in seconds of virtual time, at which the weights are stored in
             `SimResult.snapshots`. Only with `train_fn`.
-        on_snapshot: function that receives the virtual time and the weights of each snapshot, which is then not
-            stored. If the function returns True, the run ends.
+        on_snapshot: function that receives the virtual time and the weights of each snapshot. With this function,
+            snapshots are not stored. If the function returns True, the run ends.
         record: True to keep traces and records in memory, for `SimResult.trace`, `.records` and `.save`. They take
             about one kilobyte per iteration, worker and shard. If False, memory use does not grow with the length of
             the run, except for the losses and snapshots of a `train_fn`.
@@ -82,7 +82,7 @@ def simulate(
 
     Raises:
         ConfigurationError: an argument is not valid, or the run directory cannot be written. Nothing was computed.
-        RunFailedError: a training function failed, or all workers wait and none of them will ever be released.
+        RunFailedError: a training function failed, or all workers wait for pulls that will never be answered.
 
     Example:
         >>> result = simulate(Cluster(compute_s=[1.0, 3.0]), "bsp", iterations=4)
@@ -232,7 +232,7 @@ def _take_snapshots(
     every_s: float,
     keep: Callable[[float, WeightsSnapshot], bool],
 ) -> None:
-    """Pass the weights to `keep` at every multiple of `every_s`, until `keep` returns True or all workers leave."""
+    """Pass the weights to `keep` at every multiple of `every_s`. If `keep` returns True, stop the run."""
     ticks: Iterator[int] = itertools.count(1)
 
     def tick() -> None:

@@ -61,7 +61,7 @@ class Strand:
             self._thread.join()
 
     def pause(self) -> Any:
-        """Pause until the strand is resumed. Return the message from `resume`. Only the function may call this."""
+        """Pause until the strand is resumed. Return the message from `resume`. Only the strand may call this."""
         if not self._ending:
             self._back.release()
             self._go.acquire()
@@ -76,8 +76,8 @@ class Strand:
     def end(self) -> None:
         """End the function by raising an exception in it at its current or next pause.
 
-        After Ctrl-C, it is unknown which thread is running. This does not matter, because resuming the strand once
-        more does no harm here.
+        After Ctrl-C, it is unknown which thread is running. This does not matter, because resuming the strand again
+        is harmless here.
 
         Raises:
             UsageError: the function does not end.

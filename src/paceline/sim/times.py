@@ -3,7 +3,7 @@
 A random duration is a function of (seed, worker, iteration number), not the next number of a random sequence. So a
 worker needs the same time for its tenth iteration under every sync model, and a few seeds are sufficient to compare
 models. The durations are the same on every machine, because they are computed with only + - * / and square roots (see
-`arithmetic`).
+`paceline.sync.arithmetic`).
 """
 
 from __future__ import annotations

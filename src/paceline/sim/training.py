@@ -134,7 +134,7 @@ class Training:
         self.model = model
         self.slices = model.layout.sliced(self._count, self._slicing)
         self._initializer = initializer
-        self._resume(self._sessions[initializer])  # calls `start_stores`
+        self._resume(self._sessions[initializer])  # the session calls `start_stores`
         return self.stores
 
     def start_stores(

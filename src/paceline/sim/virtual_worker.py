@@ -1,4 +1,4 @@
-"""The state that a simulated job keeps for each worker, in addition to the worker's core."""
+"""The state that a simulated job keeps for each worker, in addition to the worker's protocol core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class VirtualWorker:
     """The state of one worker in a simulated job, and the times of its current iteration. All times are virtual.
 
     Attributes:
-        core: the core of the worker. It is replaced each time the worker joins again.
+        core: the protocol core of the worker. It is replaced each time the worker joins again.
         sample: function that draws the compute time of an iteration.
         to_server: connection to each server.
         from_server: connection from each server.
