@@ -1,9 +1,9 @@
 """A map of the sync models that reach a target first on each kind of cluster, in virtual time.
 
-Each place of the map is a cluster. Places differ in the kind and degree of inequality between workers, in the share
-of an iteration that transfers take under BSP, and in the number of workers. At each place, the digits are trained
-under every model, with the best learning rate for that model. The models are compared by their speed-ups over BSP:
-the time to the target under BSP, divided by their own time.
+Each place on the map stands for a cluster. Places differ in the kind and degree of inequality between workers, in
+the share of an iteration that transfers take under BSP, and in the number of workers. At each place, the digits are
+trained under every model, with the best learning rate for that model. The models are compared by their speed-ups
+over BSP: the time to the target under BSP, divided by their own time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NEAR = 1.1  # smaller factors are not significant, since results with different 
 
 
 class Place(msgspec.Struct, frozen=True):
-    """One place of the map, which is a cluster.
+    """One place on the map, which stands for a cluster.
 
     Attributes:
         kind: kind of inequality between workers.
@@ -117,7 +117,7 @@ PLACES = tuple(
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The results at one place of the map.
+    """The results at one place on the map.
 
     Attributes:
         place: kind, degree, share of communication and number of workers at the place.

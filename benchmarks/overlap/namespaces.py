@@ -4,8 +4,8 @@
 link, a veth pair to a switch. The switch is a bridge in its own namespace, so the firewall of the host does not
 affect it. A token bucket (tc-tbf) limits each direction of a link, so a machine can send and receive at the full rate
 at the same time, as with a full-duplex cable. If the kernel has netem, each packet that a machine sends is delayed as
-well. The launcher runs outside the namespaces and reaches the switch by a link without a limit. The launcher's end of
-this link is the only device outside the namespaces.
+well. The launcher runs outside the namespaces and reaches the switch over a link with no rate limit. The launcher's
+end of this link is the only device outside the namespaces.
 
 All emulated machines share the processors of the host.
 

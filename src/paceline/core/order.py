@@ -195,7 +195,8 @@ class ReportOrder:
                 raise _unexpected("finished", event, "which it has yet to start")
         elif isinstance(event, IterationStarted):
             if reporter.computing and not reporter.starts:
-                raise _unexpected("started", event, "which its sync model does not ask for")
+                reason = "but its sync model does not ask for reports of started iterations"
+                raise _unexpected("started", event, reason)
             if event.iteration != reporter.label:
                 raise _unexpected("started", event, f"expected {reporter.label}")
             if reporter.computing:

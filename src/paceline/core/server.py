@@ -199,7 +199,7 @@ class Server:
                 self._read_sync(commit.change.sync)
             except ConfigurationError as error:
                 raise ProtocolError(
-                    f"its push changes to a sync model that cannot be used in this run: {error}"
+                    f"its push announces a change to a sync model that cannot be used in this run: {error}"
                 ) from error
         requests = shard.handle(
             PushReceived(

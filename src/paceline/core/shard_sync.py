@@ -209,8 +209,8 @@ class ShardSync:
             return []  # the change was completed without the worker, so no worker waits for it
         worker = push.worker
         if self._change is None or self._change.number < change.number:
-            # The number is higher: all members that had passed the earlier change were lost, so the coordinator has
-            # published the change again.
+            # A higher number means that all members that had passed the earlier change were lost. So the coordinator
+            # has published the change again.
             self._change = change
             self._remaining = {
                 m

@@ -177,7 +177,7 @@ def install(session: Session | None, *, for_thread: bool = False) -> None:
 def worker_index() -> int:
     """Return the index of the worker that runs this script, counted from 0.
 
-    In a script that runs by itself, the index is 0.
+    In a script that was not started by Paceline, the index is 0.
 
     Example:
         >>> import paceline

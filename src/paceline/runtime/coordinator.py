@@ -159,7 +159,8 @@ class CoordinatorHost:
     def worker_ended(self, worker: int, how: str) -> None:
         """Report that the process of a worker has ended. May be called at any time.
 
-        Messages that the process has already sent are handled first. Then the worker is lost, unless it has finished.
+        Messages that the process has already sent are handled first. Then the worker is recorded as lost, unless it
+        has finished.
 
         Args:
             worker: index of the worker.

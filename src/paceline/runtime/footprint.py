@@ -311,7 +311,7 @@ def _available_on_machine(root: Path) -> Iterator[int]:
 def _available_in_cgroups(root: Path) -> Iterator[int]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        # Version 2 of cgroups has a single hierarchy without named controllers.
+        # cgroup v2 has a single hierarchy, whose line lists no controllers.
         if not controllers:
             mount, files = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):

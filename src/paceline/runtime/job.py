@@ -129,7 +129,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return models
 
     def require_runnable(self, models: Sequence[SyncModel]) -> None:
-        """Check that this run can change to the sync models. Only modules that were named at launch are imported.
+        """Check that this run can switch to the given sync models. Only modules that were named at launch are
+        imported.
 
         Raises:
             ConfigurationError: the run cannot change to these models; the message says why.

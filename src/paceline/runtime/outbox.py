@@ -58,7 +58,7 @@ class Outbox:
         self._parameter_counts: dict[tuple[int, int], int] = {}
         # The pieces that contain each parameter.
         self._pieces_of: dict[int, list[tuple[int, int]]] = {}
-        # This is the order in which the shards are committed: the last shard first.
+        # Go through the shards in the order in which they are committed: the last shard first.
         for shard, pieces in reversed(self._pieces.items()):
             for number, piece in enumerate(pieces):
                 key = shard, number

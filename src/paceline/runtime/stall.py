@@ -74,7 +74,8 @@ class StallWatch:
         self._coordinator = coordinator
         self._begun_s = time.monotonic()
         self._asked_s = 0.0
-        self._idle_s: float | None = None  # time since which no worker has computed; None if one computes
+        # time at which the last computing worker stopped; None while a worker computes
+        self._idle_s: float | None = None
         self._before: dict[int, Waits] = {}  # previous answers of the servers
 
     def look(self) -> list[Awaited]:

@@ -256,7 +256,7 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
     @property
     def needs_plans(self) -> bool:
-        """True if the shards need plans from the coordinator. A single shard cannot fall back to such a model."""
+        """True if the shards need plans from the coordinator. A shard cannot fall back to such a model on its own."""
         return False
 
     def require_runnable(self, workers: int) -> None:

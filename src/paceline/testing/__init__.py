@@ -1,6 +1,6 @@
 """Tests for sync models, including your own.
 
-`check` runs the first three of these kinds of tests. Each kind can also be used separately:
+There are four kinds of tests. `check` runs the first three; each can also be used separately:
 
 - `PROMISES` and `CheckedShard` test with random events that a model keeps the promises that every model must keep;
 - an `Oracle` specifies in plain functions what a model should do, and the model is compared with these functions;

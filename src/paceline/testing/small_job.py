@@ -40,8 +40,8 @@ The following reductions keep the number of states small. Each entry explains wh
 - *Deliveries first* (`_in_any_order`; ElasticBSP and SpecSync without late workers or changes). The messages of two
   workers to a shard may be received in either order with the same result, and neither prevents the other. So a shard
   receives a message immediately, unless its sender is lost at that moment (or was lost before, so that the message
-  may be dropped). A later loss commutes with everything between it and the push, because no worker receives the
-  answers. A separate test shows in every state of small jobs that the order has no effect.
+  may be dropped). A later loss of the sender commutes with everything since the push, because the sender never
+  receives the answers. A separate test shows in every state of small jobs that the order has no effect.
 - *Notifications first, and late pushes* (`_apart`; SpecSync with base ASP). With ASP as its base, a push affects
   other workers only when the coordinator receives its notification. A restart that the coordinator orders in
   between is ignored, like one that is received after the push. So the push comes right before its notification is

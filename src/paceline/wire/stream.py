@@ -452,7 +452,7 @@ class Stream(Generic[T]):
                 self._late.popleft()
                 written = True
         except ValueError as error:
-            raise ProtocolError(f"a ring cannot be written: {error}") from error
+            raise ProtocolError(f"cannot write to a ring: {error}") from error
         if written and ring.reader_asleep and not self._queue:
             self._queue.extend(QueuedBytes(part, kept=True) for part in self._push_out([memoryview(BELL)]))
 
