@@ -395,7 +395,7 @@ def test_a_worker_that_breaks_the_rules_is_logged_and_lost_and_the_others_finish
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 @pytest.mark.parametrize(
     ("pieces", "reason"),
-    [((0,), "Commit has a payload of 0 bytes"), ((), "an iteration was committed without 1 of its 1 pieces")],
+    [((0,), "Commit has a payload of 0 bytes"), ((), "an iteration was committed without 1 of 1 pieces")],
     ids=str,
 )
 def test_a_commit_without_its_gradient_is_refused(

@@ -301,7 +301,7 @@ def test_a_commit_without_all_of_its_pieces_is_refused(streamed: Wire, staged: t
     if staged:
         streamed.stage(shard, staged)
     lacking = 3 - len(set(staged))
-    with pytest.raises(ProtocolError, match=f"without {lacking} of its 3 pieces"):
+    with pytest.raises(ProtocolError, match=f"without {lacking} of 3 pieces"):
         streamed.push(shard, 1, [])
 
 
@@ -331,7 +331,7 @@ def test_an_empty_commit_discards_what_was_staged(streamed: Wire) -> None:
     streamed.push(shard, 0, [], empty=True)
     gradients = fill(streamed.region.gradients, seed=2)
     streamed.stage(shard, [1])
-    with pytest.raises(ProtocolError, match="without 2 of its 3 pieces"):
+    with pytest.raises(ProtocolError, match="without 2 of 3 pieces"):
         streamed.push(shard, 1, [])
     streamed.push(shard, 1, [0, 2])
     assert contents(inbox.gradient) == expected(gradients, shard)

@@ -285,7 +285,7 @@ def test_quick_prints_tables_and_notes_and_progress_goes_elsewhere() -> None:
         assert title in result.stdout
     words = " ".join(result.stdout.split())
     assert "C++11" in words
-    assert "compare within a row" in words
+    assert "compare only times in the same row" in words
     assert "0%, round 1 of 1" in result.stderr
     assert "round 1 of 1, paper" not in result.stdout
 
