@@ -296,7 +296,7 @@ class Stream(Generic[T]):
                 end = ring.end if end is None else end
                 frame = ring.read(end)
             except ValueError as error:
-                raise ProtocolError(f"a ring cannot be read: {error}") from error
+                raise ProtocolError(f"cannot read from a ring: {error}") from error
             if frame is None:
                 return
             if frame:
