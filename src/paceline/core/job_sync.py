@@ -58,9 +58,8 @@ class JobSync:
         self._remaining: set[int] = set()  # members that have not passed the change's boundary yet
         # member that has passed -> the event with which the member joins the new model
         self._passed: dict[int, WorkerJoined] = {}
-        self._early: list[
-            AnyEvent
-        ] = []  # events of members that have passed, kept until the new model starts
+        # events of members that have passed, kept until the new model starts
+        self._early: list[AnyEvent] = []
         self._joined: set[int] = set()  # live workers that are not members of the change
         # workers that have passed a change but have not reported the start of an iteration since then
         self._to_start: set[int] = set()

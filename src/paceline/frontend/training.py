@@ -66,9 +66,8 @@ class WorkerTraining:
         self._model = model
         self._parameters = parameters
         self._scale_gradients = scale_gradients
-        self._restartable: Restartable | None = (
-            None  # created before the first computation that may be aborted
-        )
+        # created before the first computation that may be aborted
+        self._restartable: Restartable | None = None
         layout = layout_of(model, parameters)
         self._buffers = Buffers(model, parameters)
         self.spec = ModelSpec(layout, optimizer, self._buffers.specs)

@@ -27,9 +27,8 @@ __all__ = ["Awaited", "StallWatch"]
 # usual iteration time.
 PATIENCE_S = 3.0
 PATIENCE_ITERATIONS = 5
-FIRST_PATIENCE_S = (
-    15.0  # patience while a worker's iteration time is unknown; its first iteration may compile code
-)
+# Patience while a worker's iteration time is unknown; its first iteration may compile code.
+FIRST_PATIENCE_S = 15.0
 NOBODY_YET_PATIENCE_S = 60.0  # patience while no process has started or reached its first step
 SERVER_PATIENCE_S = 3.0  # patience with a server, which answers as soon as it has handled the current message
 SUSPICIOUS_S = 2.0  # when no worker has computed for this time, the servers are asked which workers wait

@@ -281,14 +281,12 @@ class VirtualSession:
         self.main = sys.modules["__main__"]  # replaced if the function runs a script
         self._training = training
         self._epoch = -1
-        self._requests: list[
-            tuple[Sequence[SyncModel], int | None]
-        ] = []  # sync models requested before training
+        # sync models requested before training
+        self._requests: list[tuple[Sequence[SyncModel], int | None]] = []
         self._passed = False  # True if the compute time of this iteration has passed
         self._held_back = False  # True from `hold_back` until `commit`
-        self.commit_waits: Callable[[], None] | None = (
-            None  # sends the commit after the compute time has passed
-        )
+        # sends the commit after the compute time has passed
+        self.commit_waits: Callable[[], None] | None = None
         self._groups = GroupsReader()
 
     @property
@@ -354,9 +352,8 @@ class VirtualSession:
             self._passed = self._passed or self._pass_time()
             self._held_back = self._passed
         else:
-            self._held_back = (
-                True  # the compute time passes in `commit`, so that the function pauses only once
-            )
+            # the compute time passes in `commit`, so that the function pauses only once
+            self._held_back = True
         return self._held_back
 
     def pull_again(self) -> None:
