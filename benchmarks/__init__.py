@@ -1,4 +1,4 @@
-"""Benchmarks of Paceline on this machine. Run `python -m benchmarks` in a checkout to list them.
+"""Benchmarks that measure Paceline on this machine. Run `python -m benchmarks` in a checkout to list them.
 
 The installed package does not contain the benchmarks.
 """

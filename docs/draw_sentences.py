@@ -22,7 +22,7 @@ SOURCES = ("src/**/*.py", "examples/*.py", "benchmarks/**/*.py", "reproductions/
 DOCUMENTS = ("*.md", "docs/*.md")
 
 Passage = tuple[Path, int, str]
-"""A file, the line on which a passage begins, and its text."""
+"""A file, the line at which a passage begins, and the text of the passage."""
 
 
 def passages_of_code(path: Path) -> Iterator[Passage]:

@@ -1,4 +1,4 @@
-"""Rennala SGD: each shard collects B gradients on the current weights, applies their mean, and drops all others.
+"""Rennala SGD: each shard applies the mean of B gradients at its current weights, and drops outdated gradients.
 
 Reference: Tyurin and Richtarik, "Optimal time complexities of parallel stochastic optimization methods under a fixed
 computation model", NeurIPS 2023.
@@ -24,14 +24,14 @@ class Rennala(SyncModel, frozen=True):
 
 
 class RennalaShard(ShardMachine):
-    """The rule of Rennala SGD at one shard."""
+    """Applies the rule of Rennala SGD to the pushes that one shard receives."""
 
     def __init__(self, batch: int) -> None:
         super().__init__()
         self._batch = batch
         self._version = 0
         self._version_of: dict[int, int] = {}  # worker -> version of its weights
-        self._held: list[tuple[int, int]] = []  # (worker, iteration) of the gradients that are collected
+        self._held: list[tuple[int, int]] = []  # (worker, iteration) of each collected gradient
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
         self._version_of[event.worker] = self._version
@@ -49,7 +49,7 @@ class RennalaShard(ShardMachine):
 
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
         del self._version_of[event.worker]
-        return [] if self._version_of else self._update(1)  # no worker is left that could complete the batch
+        return [] if self._version_of else self._update(1)  # no worker is left to complete the batch
 
     def _update(self, least: int) -> list[AnyAction]:
         if len(self._held) < least:

@@ -1,4 +1,4 @@
-"""The catalogue of all exhibits, which are the reproduced tables and figures, and functions to list and make them."""
+"""All exhibits (the reproduced tables and figures), with functions that list and make them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ EXHIBITS: dict[str, Exhibit] = {
     for module in (zipline, elastic_bsp, spec_sync, fluent_ps, claims, model_map)
     for exhibit in module.EXHIBITS
 }
-"""Name -> exhibit, grouped by paper."""
+"""All exhibits by name, grouped by paper."""
 
 
 def chosen(names: Sequence[str]) -> list[Exhibit]:
     """Return the exhibits with these names, or all exhibits if the only name is "all".
 
     Raises:
-        ConfigurationError: one of the names is unknown.
+        ConfigurationError: a name is unknown.
     """
     if list(names) == ["all"]:
         return list(EXHIBITS.values())
@@ -54,7 +54,7 @@ def list_table() -> Table:
 
 
 def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: TellShare) -> None:
-    """Make an exhibit: print its tables and notes, and write its numbers and its plot into the folder `out`."""
+    """Make an exhibit: print its tables and notes, and write its numbers and its plot to the folder `out`."""
     made = exhibit.make(options, tell)
     console.print(f"[bold]{exhibit.source}[/]: {exhibit.title}", highlight=False)
     for table in made.tables:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_curves"]
 
 AXIS = {"accuracy": "accuracy on the test images", "loss": f"loss over {LOSS_IMAGES} training images"}
-WORST_LOSS = 2.6  # upper end of the axis; a network that guesses the digits at random has a loss of 2.3
+WORST_LOSS = 2.6  # upper end of the loss axis; a network that guesses digits at random has a loss of 2.3
 
 
 def draw_curves(
@@ -25,7 +25,7 @@ def draw_curves(
     along: Callable[[TrainingOutcome], Sequence[float]] = lambda outcome: outcome.times_s,
     along_name: str = "virtual seconds",
 ) -> None:
-    """Draw one line per run. Each label has its own color, and the runs with the first seed are drawn on top.
+    """Draw one line per run. A run's label determines its color and line style; runs with seed 0 are drawn on top.
 
     Args:
         axes: axes on which the lines are drawn.
@@ -44,7 +44,7 @@ def draw_curves(
         first = outcome.run.seed == 0
         axes.plot(
             along(outcome),
-            # The line of a run that diverges leaves the plot at the top.
+            # If a run diverges, its line leaves the plot at the top.
             [min(value, 2 * WORST_LOSS) for value in outcome.values],
             color=COLOURS[number % len(COLOURS)],
             linestyle=DASHES[(variant + number // len(COLOURS)) % len(DASHES)],

@@ -1,4 +1,4 @@
-"""The types for an exhibit, which is a table or figure of a paper that is reproduced here."""
+"""Types for exhibits, which are reproductions of the papers' tables and figures."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Options(msgspec.Struct, frozen=True):
     """Options for making an exhibit.
 
     Attributes:
-        quick: True to do only enough work to check that the code runs. The numbers are not meaningful.
-        seeds: number of seeds for training runs. The numbers are medians over the seeds.
+        quick: True to do only enough work to check that the code runs. The results are then meaningless.
+        seeds: number of seeds for training runs. The results are medians over the seeds.
     """
 
     quick: bool = False
@@ -35,8 +35,8 @@ class Made(msgspec.Struct, frozen=True):
 
     Attributes:
         tables: tables with the paper's numbers beside ours.
-        figure: function that draws the plot. It imports matplotlib only when it is called.
-        data: numbers in the plot, for the JSON file.
+        figure: function that draws the plot. Matplotlib is imported only when this function is called.
+        data: the plotted numbers, which are written to a JSON file.
         notes: findings and explanations, as sentences.
     """
 
@@ -53,8 +53,8 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
         name: name on the command line.
         source: the paper and the number of the table or figure.
         title: what the exhibit shows, in one line.
-        differs: differences from the paper, above all in the network and the data.
-        minutes: approximate time for making the exhibit.
+        differs: how the reproduction differs from the paper, mainly in the network and the data.
+        minutes: approximate time in minutes for making the exhibit.
         make: function that makes the exhibit, given the options and a progress callback.
     """
 
@@ -100,7 +100,7 @@ def beside(title: str, rows: Mapping[str, Sequence[tuple[str, str]]], columns: S
 
 
 def seconds(time_s: float) -> str:
-    """Format a time in seconds with three significant digits or, from 100 s on, as a whole number.
+    """Format a time in seconds: three significant digits below 100 s, else a whole number; "never" for infinity.
 
     >>> seconds(7.25), seconds(1234.5), seconds(math.inf)
     ('7.25', '1234', 'never')
@@ -111,5 +111,5 @@ def seconds(time_s: float) -> str:
 
 
 def ratio(one: float, other: float) -> str:
-    """Format the ratio of two times. Return "-" if one of the times is infinite."""
+    """Format the ratio of two times. Return "-" if either time is infinite."""
     return f"{one / other:.2f}" if math.isfinite(one) and math.isfinite(other) else "-"

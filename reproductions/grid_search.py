@@ -1,7 +1,7 @@
-"""A search for the best learning rate and momentum that needs few measurements.
+"""A search that finds the best learning rate and momentum with few measurements.
 
 The learning rates are 0.1 * 2^(step/2) for integer steps, with a separate grid for each momentum. Each measurement is
-a whole run. Therefore, the search has three rounds, which keep the number of measurements small:
+a complete run. To keep the number of measurements small, the search has three rounds:
 
 1. Coarse: learning rates that differ by factors of 2, with one seed. The grid is extended while its best point is on
    its edge.
@@ -9,8 +9,8 @@ a whole run. Therefore, the search has three rounds, which keep the number of me
 3. Final: the best few points with all seeds, compared by the median over the seeds. Then the neighbors of the winner
    are added, until a point has won against both of its neighbors.
 
-Therefore, the winner is never on an edge of the grid, and never wins only because one seed was unlucky for its
-neighbor.
+As a result, the winner never lies on an edge of the grid, and is better than both of its neighbors in the median
+over all seeds, not only with one seed.
 
 The search itself does not train anything; its caller provides the function that measures a point.
 """
@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 __all__ = ["Point", "Score", "learning_rate", "search"]
 
-COARSE = 2  # steps between two points of the coarse round: a factor of 2 in the learning rate
-FINALISTS = 3  # number of points with which the final round begins
+COARSE = 2  # steps between adjacent points in the coarse round; their learning rates differ by a factor of 2
+FINALISTS = 3  # number of points at the start of the final round
 
 
 class Point(NamedTuple):
-    """A point of the grid: a momentum and the step of a learning rate."""
+    """A point in the grid: a momentum, and the step that determines the learning rate."""
 
     momentum: float
     step: int
@@ -38,8 +38,8 @@ class Score(NamedTuple):
     """The score of a point. Smaller scores are better.
 
     Attributes:
-        time_to_target_s: time to the target; infinity if it was not reached.
-        final_error: 1 - accuracy at the end; the smaller error wins if times are equal.
+        time_to_target_s: seconds to the target accuracy; infinity if the target was not reached.
+        final_error: 1 minus the final accuracy; if times are equal, the smaller error wins.
     """
 
     time_to_target_s: float
@@ -51,7 +51,7 @@ Measure = Callable[[Point, int], Score]
 
 
 def learning_rate(step: int) -> float:
-    """Return the learning rate of a step, rounded to two significant digits.
+    """Return the learning rate for a step, rounded to two significant digits.
 
     >>> [learning_rate(step) for step in (-2, -1, 0, 1, 2)]
     [0.05, 0.071, 0.1, 0.14, 0.2]
@@ -68,7 +68,7 @@ def search(measure: Measure, starts: Mapping[float, int], seeds: Sequence[int]) 
         seeds: seeds for the final round. The other rounds use only the first seed.
 
     Returns:
-        The points of the final round with their medians over all seeds, the best point first.
+        The points of the final round, best first, with the medians of their scores over all seeds.
     """
     first: dict[Point, Score] = {}
 

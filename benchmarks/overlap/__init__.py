@@ -1,1 +1,1 @@
-"""`python -m benchmarks overlap`: how much time overlap synchronization and even slicing save on slow links."""
+"""`python -m benchmarks overlap`: the time saved on slow links by overlap synchronization and by even slicing."""

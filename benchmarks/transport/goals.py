@@ -16,11 +16,11 @@ class Goal(NamedTuple):
     """A bound on a time, or on the ratio of two times.
 
     Attributes:
-        top: case of the time, or of the numerator.
-        bottom: case of the denominator; None if the bound is on the time itself, in microseconds.
-        size_mb: size of the model, in MB of 2**20 bytes.
+        top: case whose time is bounded or, for a ratio, is the numerator.
+        bottom: case whose time is the denominator; None for a bound on the time of `top`.
+        size_mb: model size in MB (2**20 bytes).
         workers: number of workers.
-        bound: the bound.
+        bound: the bound, a ratio or a time in microseconds.
         at_least: True if `bound` is a lower bound, False if it is an upper bound.
     """
 
@@ -33,12 +33,12 @@ class Goal(NamedTuple):
 
 
 def update_of(optimizer: str) -> Case:
-    """Return the case under which the time of an update is stored."""
+    """Return the case that represents an update by this optimizer."""
     return Case(f"update by {optimizer}", OPTIMIZER.transport, OPTIMIZER.mode)
 
 
 def traffic_of(optimizer: str) -> Case:
-    """Return the case under which the time of an update's memory traffic is stored."""
+    """Return the case that represents the memory traffic of an update by this optimizer."""
     return Case(f"traffic of {optimizer}", OPTIMIZER.transport, OPTIMIZER.mode)
 
 
@@ -77,7 +77,7 @@ Times = Mapping[tuple[Case, float, int], float]
 
 
 def goal_rows(rows: Sequence[TransportRow]) -> list[TransportGoal]:
-    """Compare the goals with the rows. Goals that need a time which was not measured are left out."""
+    """Compare the measured times with the goals. Goals whose times were not measured are left out."""
     times_ms = times_by_case(rows)
     found = []
     for goal in GOALS:
@@ -96,16 +96,16 @@ def _measured(times_ms: Times, goal: Goal) -> float | None:
 
 
 def ratio_of(times_ms: Times, top: Case, bottom: Case, size_mb: float, workers: int) -> float | None:
-    """Return the ratio of the times of two cases; None if one of the times was not measured or is not positive.
+    """Return the ratio of the times of two cases, or None if one of the times was not measured or is not positive.
 
-    A time may be negative, because the time of the backward pass is subtracted.
+    A time may be negative, because the time of the backward pass has been subtracted from it.
     """
     above, below = (times_ms.get((case, size_mb, workers), 0.0) for case in (top, bottom))
     return above / below if above > 0 and below > 0 else None
 
 
 def times_by_case(rows: Sequence[TransportRow]) -> Times:
-    """Return the median time of each row by case, size and number of workers."""
+    """Return the median times of the rows, indexed by case, size and number of workers."""
     times_ms: dict[tuple[Case, float, int], float] = {}
     for row in rows:
         case = Case(row.system, row.transport, row.mode)

@@ -1,4 +1,4 @@
-"""The measurement, round by round, and its results as rows."""
+"""Measures everything in the plan, round by round, and returns the results as rows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def measure(
         tell: progress callback, called before each turn.
 
     Raises:
-        ConfigurationError: the plan is invalid; nothing was started.
-        RunFailedError: a process failed; all other processes have been ended.
+        ConfigurationError: the plan is invalid. No process has been started.
+        RunFailedError: a process failed. All other processes have been stopped.
     """
     plan.require_sound()
     turns = turns_of(plan)

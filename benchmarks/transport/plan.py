@@ -50,14 +50,14 @@ WORKERS = (2, 4)
 SERVERS = 2
 ROUNDS = 3
 
-TENSORS = 8  # number of tensors in a model, since real models rarely consist of a single tensor
+TENSORS = 8  # number of tensors in a model; more than one, as in real models
 ONE_TENSOR_BELOW_KB = 64
 SMALLEST_MB = 0.001
 OPTIMIZER_MB = 100.0
 
-SECONDS = 0.5  # approximate time spent on iterations, per result and round
+SECONDS = 0.5  # approximate time of the iterations for one result in one round
 WARM_UP = 2  # iterations that are not measured
-FEWEST, MOST = 8, 1500  # smallest and largest number of measured iterations
+FEWEST, MOST = 8, 1500  # limits for the number of measured iterations
 LR = 1e-3
 
 
@@ -75,7 +75,7 @@ GLOO = Case("gloo", "tcp", "bsp")
 SHM_ASP, SHM_BSP = Case("paceline", "shm", "asp"), Case("paceline", "shm", "bsp")
 TCP_ASP, TCP_BSP = Case("paceline", "tcp", "asp"), Case("paceline", "tcp", "bsp")
 
-# Cases that are measured in the same processes are grouped.
+# Each group contains the cases that are measured in the same processes.
 TURNS: tuple[tuple[Case, ...], ...] = (
     (FLOOR,),
     (SOCKET_ASP,),
@@ -93,8 +93,8 @@ class Updated(NamedTuple):
 
     Attributes:
         make: creates the optimizer.
-        copies: number of copies of the vector that move as many bytes as one update. A copy reads one vector and
-            writes one. An update reads the gradient, and reads and writes the weights and the optimizer's state.
+        copies: number of copy operations that move as many bytes as one update. A copy reads one vector and writes
+            one. An update reads the gradient, and reads and writes the weights and the optimizer's state.
     """
 
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -110,11 +110,11 @@ OPTIMIZERS: dict[str, Updated] = {
 
 
 class TransportPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of the benchmark. Call `require_sound` before anything starts.
+    """The parameters of the benchmark. Call `require_sound` to check them before anything starts.
 
     Attributes:
-        sizes_mb: sizes of the model, in MB of 2**20 bytes.
-        workers: numbers of workers.
+        sizes_mb: model sizes in MB (2**20 bytes).
+        workers: the numbers of workers to measure with.
         servers: number of servers.
         rounds: number of rounds.
         systems: names of the systems to measure, see `SYSTEMS`.
@@ -154,15 +154,17 @@ class TransportPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One measurement within a round: the cases measured by one set of processes. Sent to the fork server as JSON.
+    """One measurement in a round: all cases that one set of processes measures.
+
+    A turn is sent to the fork server as JSON.
 
     Attributes:
         cases: cases to measure, one after another in the same processes.
-        size_mb: size of the model, in MB of 2**20 bytes.
+        size_mb: model size in MB (2**20 bytes).
         workers: number of workers.
         servers: number of servers.
         iterations: number of measured iterations.
-        optimizer: key in `OPTIMIZERS` if an update is measured, else None.
+        optimizer: key in `OPTIMIZERS` if updates are measured; None if training steps are measured.
     """
 
     cases: tuple[Case, ...]
@@ -189,13 +191,13 @@ class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         system: name of the system, see `SYSTEMS`.
         transport: "shm" or "tcp".
         mode: "asp" or "bsp".
-        size_mb: size of the model, in MB of 2**20 bytes.
+        size_mb: model size in MB (2**20 bytes).
         workers: number of workers.
-        median_ms: time of a step or an update, the median over the rounds.
+        median_ms: time of a step or an update, median over the rounds.
         low_ms: smallest time in any round.
         high_ms: largest time in any round.
-        optimizer: key in `OPTIMIZERS` if this is the time of an update, else None.
-        traffic_ms: time for copying as many bytes as the update reads and writes; None if this is not an update.
+        optimizer: key in `OPTIMIZERS` if the result is for an update; None if it is for a training step.
+        traffic_ms: time to copy as many bytes as the update reads and writes; None for a training step.
     """
 
     system: str
@@ -211,7 +213,7 @@ class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 Figures = dict[str, float]
-"""Mode, or "traffic" for the memory traffic of an update -> seconds."""
+"""Mode, or "traffic" for the memory traffic of an update -> time in seconds."""
 
 
 def estimate_s(plan: TransportPlan) -> float:
@@ -240,17 +242,17 @@ def _guess_s(size_mb: float, workers: int) -> float:
 
 
 def _iterations(size_mb: float, workers: int) -> int:
-    """Estimate how many iterations fit into `SECONDS`. All processes run the same number of iterations."""
+    """Return how many iterations each process measures: as many as fit into `SECONDS`, from `FEWEST` to `MOST`."""
     return max(FEWEST, min(MOST, int(SECONDS / _guess_s(size_mb, workers))))
 
 
 def work_s(turn: Turn) -> float:
     """Estimate how long a measurement takes, in seconds."""
     system = turn.cases[0].system
-    # The turns of gloo and Paceline also measure backward alone.
+    # For gloo and Paceline, the backward pass is also measured separately.
     series = len(turn.cases) + (system in ("gloo", "paceline"))
     steps_s = series * (WARM_UP + turn.iterations) * _guess_s(turn.size_mb, turn.workers)
-    # A run of Paceline also imports torch in all processes, on two cores, and saves the weights at the end.
+    # The overhead of a Paceline run on two cores includes importing torch in each process and saving the weights.
     launching_s = 0.8 + (turn.workers + turn.servers) * (1.0 + turn.size_mb / 200)
     start_s = launching_s if system == "paceline" else 0.2
     return start_s + steps_s

@@ -1,4 +1,4 @@
-"""Coordination of the processes of a turn by files in a shared directory: barriers and published results."""
+"""Barriers and published results for the processes of a turn, based on files in a shared directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEETING_INTERVAL_S = 0.0005
 
 
 def publish(out: Path, name: str, text: str) -> None:
-    """Write a file atomically: other processes see it only when it is complete."""
+    """Write a file atomically: other processes see the file only when it is complete."""
     hidden = out / f".{name}"
     hidden.write_text(text)
     hidden.rename(out / name)
@@ -29,10 +29,10 @@ def meet(out: Path, name: str, index: int, count: int) -> None:
 
 
 def await_until(arrived: Callable[[], bool], what: str) -> None:
-    """Poll until the condition is true.
+    """Poll until `arrived()` returns True. The error message contains `what`, a description of this condition.
 
     Raises:
-        DeadlineError: the condition is still false after `MEETING_TIMEOUT_S`.
+        DeadlineError: `arrived()` still returns False after `MEETING_TIMEOUT_S` seconds.
     """
     deadline_s = time.monotonic() + MEETING_TIMEOUT_S
     while not arrived():

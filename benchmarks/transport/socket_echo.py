@@ -1,4 +1,4 @@
-"""The system `socket`: servers that echo the same bytes over TCP on loopback and apply SGD."""
+"""The system `socket`: servers that receive gradients over TCP on loopback, apply SGD and send weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["echo_server", "echo_worker"]
 
 
 def echo_worker(turn: Turn, index: int, out: Path) -> Figures:
-    """In each iteration, send each server its slice of the gradient and receive its slice of the weights.
+    """In each iteration, send a slice of the gradient to each server and receive the same slice of the weights.
 
     A worker sends to the servers in a fixed order and receives from them in any order. If a send blocks, the server
-    is waiting for another worker, which can only be sending to a server later in this order. Therefore, the processes
-    cannot deadlock, even if kernel buffers are small.
+    is waiting for another worker, and that worker can only be sending to a server that comes later in the order.
+    Therefore, the processes cannot deadlock, even if kernel buffers are small.
     """
     length = elements(turn.size_mb)
     gradient, weights = torch.ones(length), torch.zeros(length)
@@ -41,7 +41,7 @@ def echo_worker(turn: Turn, index: int, out: Path) -> Figures:
 
     meet(out, "before", index, turn.workers)
     step_s = median_s(step, turn.iterations)
-    meet(out, "after", index, turn.workers)  # a server fails if a connection ends before all workers are done
+    meet(out, "after", index, turn.workers)  # servers fail if a worker closes its connection too early
     return {turn.cases[0].mode: step_s}
 
 
@@ -102,7 +102,7 @@ def _readable(poll: selectors.BaseSelector) -> Iterator[socket.socket]:
 
 
 def _slices(length: int, servers: int) -> list[slice]:
-    """Cut a vector into equal slices."""
+    """Return slices that cut a vector into nearly equal parts, one for each server."""
     return [slice(length * i // servers, length * (i + 1) // servers) for i in range(servers)]
 
 

@@ -1,4 +1,4 @@
-"""The timing of a step, and of the backward pass alone, whose time is subtracted from the time of a step."""
+"""Times training steps. Backward passes are timed separately, so that their time can be subtracted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Flat", "bare_backward_s", "median_s"]
 
 
 class Flat(nn.Module):
-    """A model whose backward pass takes one pass over its parameters."""
+    """A model whose backward pass makes only one pass over its parameters."""
 
     def __init__(self, size_mb: float) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Flat(nn.Module):
 
 
 def median_s(step: Callable[[], object], iterations: int) -> float:
-    """Return the median time of one call after a warm-up, in seconds."""
+    """Return the median time of one call of `step` in seconds, after a warm-up."""
     times_s = []
     for index in range(WARM_UP + iterations):
         begun_s = time.perf_counter()
@@ -39,7 +39,7 @@ def median_s(step: Callable[[], object], iterations: int) -> float:
 
 
 def bare_backward_s(turn: Turn, index: int, out: Path) -> float:
-    """Return the time of `zero_grad()` and backward without a step, in seconds, while all workers do the same."""
+    """Return the time of `zero_grad()` and `backward()` in seconds. All workers measure this time simultaneously."""
     model = Flat(turn.size_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 

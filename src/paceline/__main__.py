@@ -1,4 +1,4 @@
-"""The entry point of `python -m paceline`, which is the same as the `paceline` command."""
+"""The entry point of `python -m paceline`, which is equivalent to the `paceline` command."""
 
 from .cli import main
 

@@ -7,7 +7,7 @@ The commands parse options, call the library and print results. Exit codes:
 - 2: invalid input. An error message is printed to standard error before any process is started.
 - 3: the run finished, but a worker crashed or some results could not be saved in the run directory.
 - 130: the command was interrupted by Ctrl-C, and all processes have ended.
-- 143: the command was terminated by SIGTERM, and all processes have ended.
+- 143 or 129: the command was terminated by SIGTERM or SIGHUP, and all processes have ended.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def sync(
         Console().print(page_text(describe(name)), highlight=False, markup=False)
 
 
-# The help lists the commands in this order. Arguments after the name of the script are passed to the script.
+# The help text lists the commands in the order below. Arguments after the script's name are passed to the script.
 app.command(
     cls=RunCommand, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
 )(run)

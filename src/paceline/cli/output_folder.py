@@ -19,7 +19,7 @@ def new_folder(out: Path | None, what: str) -> Path:
         what: prefix for the name of a new folder under ./runs.
 
     Raises:
-        ConfigurationError: the folder is not empty, it cannot be created, or matplotlib is not installed.
+        ConfigurationError: the folder is not empty or cannot be created, or matplotlib is not installed.
     """
     from ..report.canvas import new_figure
 

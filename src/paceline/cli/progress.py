@@ -25,21 +25,21 @@ REFRESH_INTERVAL_S = 0.2
 
 
 class TellShare(Protocol):
-    """A callback that shows the progress. It is called before each step of the work."""
+    """A callback that shows progress, to be called before each step of the work."""
 
     def __call__(self, what: str, share: float, slow: bool = False) -> None:
         """Show the progress.
 
         Args:
             what: description of the step that begins now.
-            share: share of the work that has been done, from 0 to 1.
+            share: fraction of the work that has been done, from 0 to 1.
             slow: True if the step may take seconds; such a step is always shown.
         """
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[Callable[[int, int, str], None]]:
-    """Show a progress bar for countable work. Yields a callback that takes (done, total, description)."""
+    """On a terminal, show a bar that counts steps. Yield a callback that takes (done, total, description)."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -49,9 +49,9 @@ def counting() -> Iterator[Callable[[int, int, str], None]]:
 
 @contextlib.contextmanager
 def shown_progress(console: Console) -> Iterator[TellShare]:
-    """Show progress without disturbing measurements. Yields the progress callback.
+    """Show progress without disturbing measurements. Yield the progress callback.
 
-    On a terminal, the progress is a bar; elsewhere, a line of text is printed every few seconds. The bar is drawn
+    On a terminal, a bar is shown; elsewhere, a line of text is printed every few seconds. The bar is drawn
     only inside the callback, because a refresh thread would take CPU time from the calls that are measured.
     """
     bar = Progress(

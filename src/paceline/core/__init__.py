@@ -1,4 +1,4 @@
-"""The protocol of a run, without I/O. There is one core for each kind of process: worker, server and coordinator.
+"""The protocol of a run, without I/O. Each kind of process (worker, server and coordinator) has a class, its *core*.
 
-A core takes messages and the current time, and returns requests, which its host carries out.
+A core processes one message at a time, given the current time. It returns requests, and its host carries them out.
 """

@@ -13,12 +13,12 @@ __all__ = ["Entry", "EntryRecorder"]
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event and its actions: one line of a trace.
+    """One line of a trace: an event, and what the sync model did in response.
 
     Attributes:
         event: the event.
         actions: the actions that the sync model returned for it, in order.
-        refused: reason why the event was refused; None if it was accepted.
+        refused: the reason why the event was refused; None if the event was accepted.
         version: number of updates that the shard has applied so far, up to and including this event; None at the
             coordinator.
         staleness: (worker, iteration, staleness) of each push that was applied because of this event, in order. The

@@ -1,10 +1,10 @@
 """The layout of parameters in flat vectors, and the slicing of those vectors into shards.
 
-This module contains only the arithmetic, without tensors or torch. The parameters of a model are placed one after
-another in one flat vector per dtype, and each parameter begins at a 64-byte boundary. Elastic Parameter Slicing (EPS;
-FluentPS, section III) then cuts each vector into equal parts, regardless of the sizes of the layers: every shard gets
-the same number of elements, and a layer may be spread over several shards. A push or a pull transfers slices of these
-vectors without conversion.
+This module contains only arithmetic and does not import torch. The parameters of a model are placed one after
+another in one flat vector per dtype, and each parameter begins at a 64-byte boundary. Elastic Parameter Slicing, or
+EPS, then cuts each vector into parts of almost equal size, regardless of the sizes of the layers, so a layer may be
+spread over several shards. EPS is described in section III of the FluentPS paper. A push or a pull transfers slices
+of these vectors without conversion.
 
 >>> layout = Layout.of([Parameter(("w",), (4, 5), "float32"), Parameter(("b",), (4,), "float32")])
 >>> layout.sizes, layout.offsets  # 20 elements, padded to 32; then 4, padded to 16
@@ -37,11 +37,11 @@ __all__ = [
 ALIGNMENT_BYTES = 64
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""Size in bytes of one element of each dtype that a parameter may have. The keys are the dtype names of torch."""
+"""Size in bytes of one element of each dtype that a parameter may have. Each key is the name of a dtype in torch."""
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """A trainable tensor of the model, without its values.
+    """The description of a trainable tensor of the model.
 
     Attributes:
         names: all names of the tensor in the model's `state_dict`; more than one if the parameter is tied.
@@ -68,8 +68,8 @@ class Segment(msgspec.Struct, frozen=True):
     Attributes:
         parameter: index of the parameter.
         dtype: dtype of the vector that contains the segment.
-        start: index of the segment's first element within the shard's slice of that vector.
-        stop: index after the segment's last element within that slice.
+        start: index of the segment's first element within the shard's slice of the vector.
+        stop: index of the segment's last element within the shard's slice of the vector, plus one.
         offset: index of the segment's first element within the flattened parameter.
     """
 
@@ -81,7 +81,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Piece(NamedTuple):
-    """The elements [start, stop) of a shard's slice of one vector, and the indices of the parameters in them."""
+    """A range [start, stop) within a shard's slice of one vector, and the indices of the parameters in this range."""
 
     dtype: str
     start: int
@@ -90,7 +90,7 @@ class Piece(NamedTuple):
 
 
 class ShardSlice(msgspec.Struct, frozen=True):
-    """The slice of one shard: the elements [start, stop) of the vector of each dtype, and the segments in them."""
+    """The slice that one shard holds: its bounds (start, stop) in the vector of each dtype, and its segments."""
 
     index: int
     bounds: dict[str, tuple[int, int]]
@@ -98,11 +98,11 @@ class ShardSlice(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Size in bytes of one push to this shard, or of one pull from it."""
+        """Size in bytes of a push to this shard, or of a pull from this shard."""
         return sum((stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in self.bounds.items())
 
     def pieces(self, size_bytes: int) -> tuple[Piece, ...]:
-        """Return the pieces of the slice, in order, each of at most `size_bytes`. Each piece is sent separately."""
+        """Return the slice as pieces of at most `size_bytes`, in order. Each piece can be sent separately."""
         pieces = []
         for dtype, (low, high) in self.bounds.items():
             step = max(1, size_bytes // ITEM_BYTES[dtype])
@@ -153,15 +153,15 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Size in bytes of one push to all shards together, or of one pull from them."""
+        """Total size in bytes of a push to all shards, or of a pull from all shards."""
         return sum(size * ITEM_BYTES[dtype] for dtype, size in self.sizes.items())
 
     def sliced(self, shards: int, slicing: str) -> tuple[ShardSlice, ...]:
-        """Return the slices; `slicing` is "even" (see `slice_evenly`) or "by-parameter" (`slice_by_parameter`)."""
+        """Return the slices. `slicing` selects `slice_evenly` ("even") or `slice_by_parameter` ("by-parameter")."""
         return {"even": self.slice_evenly, "by-parameter": self.slice_by_parameter}[slicing](shards)
 
     def slice_evenly(self, shards: int) -> tuple[ShardSlice, ...]:
-        """Return the slices that result from cutting every vector into `shards` parts.
+        """Cut every vector into one part per shard, and return the slices of all shards.
 
         The sizes of the parts differ by at most one block of 64 bytes.
         """
@@ -175,7 +175,7 @@ class Layout(msgspec.Struct, frozen=True):
         return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
 
     def slice_by_parameter(self, shards: int) -> tuple[ShardSlice, ...]:
-        """Give all shards the same number of adjacent parameters, plus or minus one, regardless of their sizes.
+        """Return slices of whole, adjacent parameters. The numbers of parameters in the slices differ by at most one.
 
         By default, PS-Lite slices in this way: it divides the range of parameter keys equally. The shard with the
         largest layer then holds most of the model (FluentPS, section III). This slicing is provided for comparison.
@@ -214,7 +214,7 @@ def _block(dtype: str) -> int:
 
 
 def aligned(size: int, dtype: str) -> int:
-    """Round a number of elements up to the next position at which a parameter may begin."""
+    """Round a number of elements up to the next multiple of the alignment, at which a parameter may begin."""
     block = _block(dtype)
     return -(-size // block) * block
 

@@ -1,11 +1,12 @@
 """The legal order of each worker's events, which is the same for all sync models.
 
-    at a shard            join -> push -> pull -> (answer) -> push -> ...      and at any time: lost, finished
-    at the coordinator    join -> finished -> (started) -> finished -> ...
+    at a shard            join -> push -> pull -> (answer) -> push -> ...
+    at the coordinator    join -> finished iteration -> (started iteration) -> finished iteration -> ...
+    at any time           worker lost, worker finished
 
-Only this module checks the order. Before a model receives an event, its host calls `require`, which refuses illegal
-events and changes no state. When all checks have passed, the host calls `advance`. A model therefore receives legal
-events only.
+Only this module checks the order. Before an event is passed to a model, `require` checks the event: if it is illegal,
+an error is raised and no state changes. When all checks have passed, `advance` records the event. Therefore a model
+receives only legal events.
 
 A worker's *label* is the worker's own count of iterations. The label increases by one with each push, and no label is
 used twice, not even after the worker was lost and has joined again. c_p, the model's count of pushes, is a different
@@ -38,8 +39,8 @@ Phase = Literal["computing", "pushed", "waiting"]
 """The phase of a live worker: computing its iteration, about to pull, or waiting for the answer to its pull."""
 
 
-# Type of event -> verb and preposition for error messages, the required phase, and the difference between the label
-# of the worker's next push and the label that the event must have.
+# Type of event -> verb and preposition for error messages, the phase that the event requires, and the required
+# difference between the label of the worker's next push and the label of the event.
 STEPS: dict[type[AnyEvent], tuple[str, str, Phase, int]] = {
     PushReceived: ("sent a push", "of", "computing", 0),
     PullRequested: ("sent a pull", "of", "pushed", 1),
@@ -51,7 +52,7 @@ class Order:
     """The phase and the label of every live worker at one shard.
 
     Attributes:
-        label: live worker -> label of its next push, in order of joining.
+        label: live worker -> label of its next push. The workers are in order of joining.
         phase: live worker -> its phase.
     """
 
@@ -136,7 +137,7 @@ class Reporter:
 
     Attributes:
         label: label of the iteration that the worker finishes next; -1 if unknown.
-        computing: False if the worker must report the start of its next iteration before its end.
+        computing: False if the worker must report the start of its next iteration before it reports the end.
         finishes: True if the worker reports every finished iteration.
         starts: True if the worker reports the start of every iteration except its first one.
     """
@@ -147,20 +148,18 @@ class Reporter:
         self.follow(models)
 
     def follow(self, models: Sequence[SyncModel]) -> None:
-        """Set which reports these models require of the worker."""
+        """Store which reports these models require of the worker."""
         self.finishes = models[0].at_coordinator() is not None
         self.starts = any(model.needs_starts for model in models)
 
     def compute(self, iteration: int) -> None:
-        """Record that the worker computes `iteration`. The label is stored only if all iterations are reported."""
+        """Record that the worker computes `iteration`. The label is known only if all iterations are reported."""
         self.computing = True
         self.label = iteration if self.finishes else UNKNOWN
 
 
 class ReportOrder:
     """Checks the order of the reports that the live workers send to the coordinator.
-
-        join -> finished -> (started) -> finished -> ...        and at any time: lost, finished its work
 
     The model in force determines whether a worker reports started iterations and whether it reports finished ones.
     After a change of the model, a worker always reports the start of its next iteration.
@@ -205,7 +204,7 @@ class ReportOrder:
             raise InternalError(f"a coordinator cannot process the event {type(event).__name__}", (event,))
 
     def joined(self, event: WorkerJoined, models: Sequence[SyncModel]) -> None:
-        """Record that a worker joins under these models."""
+        """Record that a worker joins while these models are in force."""
         reporter = self._reporters[event.worker] = Reporter(models)
         reporter.compute(event.iteration)
 

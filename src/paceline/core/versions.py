@@ -21,7 +21,7 @@ class Versions:
 
     def __init__(self) -> None:
         self.version = 0
-        self._pulled: dict[int, int] = {}  # live worker -> version of the weights that the worker has
+        self._pulled: dict[int, int] = {}  # live worker -> version of the worker's weights
         # push that is neither applied nor dropped yet -> version of the weights on which its gradient was computed
         self._computed_on: dict[Key, int] = {}
 

@@ -1,1 +1,1 @@
-"""The demo, `paceline demo`, which compares sync models in live runs that train on handwritten digits."""
+"""The demo: `paceline demo` compares sync models in live runs that train on handwritten digits."""

@@ -1,13 +1,14 @@
 """The random generators that scripts use implicitly: torch's default generator, Python's `random`, and NumPy's.
 
-Simulated workers use these generators in turn, so the generators' states are saved and restored for each worker.
-They are also saved before a computation that may be aborted. NumPy's own functions take 70 us to save and restore the
-state of its global generator, ten times as long as the other two generators together. So this module compares the
-memory of NumPy's generator, whose address is part of NumPy's public interface, with a copy to find out whether
-numbers have been drawn. It restores a state by writing to this memory.
+Simulated workers use these generators in turn, so the generators' states are saved and restored for each worker. The
+states are also saved before a computation that may be aborted. With NumPy's own functions, saving and restoring the
+state of its global generator takes 70 us, ten times as long as saving and restoring the other two states together. So
+this module compares the memory of NumPy's generator with a copy to detect whether numbers have been drawn, and
+restores a state by writing to this memory. The memory's address is part of NumPy's public interface.
 
-NumPy draws normal deviates in pairs and stores the second one elsewhere for the next call. Therefore one change is
-not detected: a script calls `set_state` with a state that differs from the saved state only in this deviate.
+NumPy draws normal deviates in pairs and stores the second one outside this memory for the next call. Therefore a
+change goes undetected if a script calls `set_state` with a state that differs from the saved state only in the stored
+deviate.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 __all__ = ["GeneratorStates"]
 
 _KEY_BYTES = 624 * 4
-_RAW_BYTES = _KEY_BYTES + 4  # the key, followed by the position in it as an int
+_RAW_BYTES = _KEY_BYTES + 4  # the generator's key, followed by the position in the key as an int
 
 
 class GeneratorStates:
@@ -38,7 +39,7 @@ class GeneratorStates:
 
     @classmethod
     def seeded(cls, seed: int) -> GeneratorStates:
-        """Return the states that the generators have after seeding. The current states do not change."""
+        """Return the states that the generators would have after seeding. The current states do not change."""
         before = cls()
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every accelerator
         random.seed(seed)
@@ -49,7 +50,7 @@ class GeneratorStates:
         return seeded
 
     def give_back(self) -> None:
-        """Restore the generators to these states."""
+        """Set the generators to the saved states."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         if self._numpy is not None:
@@ -60,7 +61,7 @@ class _NumpyState(NamedTuple):
     """A saved state of NumPy's global random generator.
 
     Attributes:
-        whole: the state in the form in which NumPy returns it.
+        whole: the state as returned by NumPy's `get_state`.
         raw: a copy of the generator's memory; None if restoring this memory is not enough, for example because a
             normal deviate is stored elsewhere.
     """
@@ -70,7 +71,7 @@ class _NumpyState(NamedTuple):
 
 
 class _NumpyGenerator:
-    """Saves and restores the state of NumPy's global generator, through its memory if possible."""
+    """Saves and restores the state of NumPy's global generator, if possible by accessing its memory directly."""
 
     def __init__(self) -> None:
         self._seen: _NumpyState | None = None  # the state when it was last read or restored
@@ -89,7 +90,7 @@ class _NumpyGenerator:
         return self._seen
 
     def restore(self, state: _NumpyState) -> None:
-        """Restore a state. If no stored deviate must be set or cleared, write to the generator's memory."""
+        """Restore a state. Writing to the memory is not sufficient if the current state may have a stored deviate."""
         if state.raw is not None and self._unchanged():
             with self._bits.lock:
                 ctypes.memmove(self._address, state.raw, _RAW_BYTES)
@@ -110,7 +111,7 @@ class _NumpyGenerator:
         )
 
     def _raw(self, whole: dict[str, Any]) -> bytes | None:
-        """Return the generator's memory, or None if this version of NumPy uses a different layout."""
+        """Return a copy of the generator's memory, or None if this version of NumPy uses a different layout."""
         raw = self._memory()
         key, position = whole["state"]["key"], whole["state"]["pos"]
         same = raw == key.tobytes() + position.to_bytes(_RAW_BYTES - _KEY_BYTES, sys.byteorder)

@@ -1,13 +1,13 @@
-"""A worker's gradients in the flat vectors.
+"""The gradients of a worker, stored in flat vectors.
 
 Autograd chooses the memory in which it accumulates a gradient, so each gradient is *adopted*: it is copied to its
 place in the flat vector, and this place becomes the parameter's `.grad`. Large gradients are copied with `memmove`,
-which bypasses the cache for large blocks. An ordinary write would first read the memory that it overwrites,
-and the cached data would not be used, because another process is the next reader.
+which bypasses the cache for large blocks. A write through the cache would first read the memory to be overwritten,
+and caching the data would be useless, because another process reads it next.
 
 Gradients are checked for NaN and inf when they are committed, because until then a script may edit them, and such
-edits cannot be detected. A dot product finds NaN and inf 35 times faster than `isfinite`, but it can also overflow.
-So if the dot product is not finite, `isfinite` decides.
+edits cannot be detected. The dot product of a vector with itself reveals NaN and inf 35 times faster than `isfinite`,
+but it can also overflow. So if the dot product is not finite, each gradient is checked with `isfinite`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = ["Gradients"]
 log = logging.getLogger("paceline.frontend.gradients")
 
 LARGE_BYTES = 2 * 1024 * 1024
-"""Minimum size of a gradient that is copied with `memmove`."""
+"""Minimum size, in bytes, of a gradient that is copied with `memmove`."""
 
 
 class Gradients:
-    """The gradients of a model's trained parameters, which are moved into flat vectors.
+    """Moves the gradients of a model's trained parameters into flat vectors.
 
     Args:
         layout: layout of the parameters in the flat vectors.
@@ -49,14 +49,14 @@ class Gradients:
         self._parameters = parameters
         self._vectors = vectors
         self._views = parameter_views(layout, vectors)
-        self._written = [False] * len(self._views)  # True for a view that may hold values other than zero
+        self._written = [False] * len(self._views)  # True for each view that may contain nonzero values
         self._warned_of_sparse = False
 
     def adopt(self, index: int) -> bool:
-        """Move a parameter's gradient to the flat vector. If it has no gradient, write zeros and return False.
+        """Move a parameter's gradient to the flat vector. If there is no gradient, write zeros and return False.
 
         Raises:
-            WeightsChangedError: the gradient's shape differs from the parameter's shape when training began.
+            WeightsChangedError: the gradient's shape is not the shape that the parameter had when training began.
         """
         parameter, view = self._parameters[index], self._views[index]
         gradient = parameter.grad
@@ -65,7 +65,7 @@ class Gradients:
                 view.zero_()
                 self._written[index] = False
             return False
-        if gradient.shape != view.shape:  # checked here because copy_() would broadcast some other shapes
+        if gradient.shape != view.shape:  # for some wrong shapes, copy_() would broadcast instead of failing
             raise shape_change_outside_step(self._layout.parameters[index], gradient.shape)
         self._written[index] = True
         if gradient.is_sparse:
@@ -82,11 +82,11 @@ class Gradients:
         return True
 
     def adopt_all(self) -> bytes:
-        """Adopt every gradient. Return one byte per parameter: 1 if it has a gradient, 0 if not."""
+        """Adopt every gradient. Return one byte per parameter: 1 if the parameter has a gradient, else 0."""
         return bytes(map(self.adopt, range(len(self._parameters))))
 
     def adopt_as_accumulated(self, session: Session, *, final: bool) -> None:
-        """Adopt each gradient as soon as autograd has accumulated it, as long as the session exists.
+        """While the session exists, adopt each gradient as soon as autograd has accumulated it.
 
         Args:
             session: the session, which is notified of each gradient if it sends gradients early.

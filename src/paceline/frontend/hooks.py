@@ -1,8 +1,8 @@
 """Hooks on a model's parameters and modules, which are removed when the session is freed.
 
-torch stores the hooks of a tensor in C++, where Python's garbage collector does not find them. Every object to which
-such a hook refers exists as long as the tensor. If the object also refers to the tensor, neither of them is ever
-freed. So the hooks refer to their object weakly. After a run, no hooks are left on the model.
+torch stores a tensor's hooks in C++, where Python's garbage collector cannot see them. As long as the tensor exists,
+so do all objects to which its hooks refer. If such an object also refers to the tensor, neither is ever freed.
+Therefore these hooks hold only weak references to their objects. After a run, no hooks remain on the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["remove_after", "weakly"]
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a bound method while the method's object exists, and does nothing afterwards."""
+    """Return a function that calls a bound method, or does nothing if the method's object no longer exists."""
     reference = WeakMethod(method)
 
     def call(*arguments: Any) -> None:

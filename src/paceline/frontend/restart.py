@@ -1,13 +1,13 @@
 """Computations that can be aborted midway and restarted, as SpecSync requires.
 
-While a closure runs, hooks ask the session between any two layers whether to abort the computation: before a module's
-`forward()`, and when a parameter's gradient is ready. If the answer is yes, a private exception ends the closure.
-Then everything that the closure had changed is restored: the model's buffers, the states of the random generators,
-and the gradients to which it was adding. The worker pulls the new weights, and the closure runs again on the same
-batch. A closure that catches `BaseException` is aborted only when it returns.
+While a closure runs, hooks repeatedly ask the session whether to abort the computation: before each module's
+`forward()`, and whenever a parameter's gradient is ready. To abort, a hook raises a private exception that ends the
+closure. Then the state from before the closure ran is restored: the model's buffers, the states of the random
+generators, and the gradients to which the closure was adding. The worker pulls the new weights, and the closure runs
+again on the same batch. A closure that catches `BaseException` is aborted only when it returns.
 
 The random generators are torch's default one, Python's `random`, and NumPy's global one if NumPy has been imported.
-Other side effects of a closure, such as incrementing a counter or drawing from another generator, happen twice.
+Other side effects of a closure, such as incrementing a counter or drawing from another generator, are repeated.
 
 Full backward hooks are not used, because they break modules that modify their inputs in place.
 """
@@ -28,17 +28,17 @@ __all__ = ["Restartable"]
 
 
 class _Aborted(BaseException):
-    """Ends a closure. This is not a subclass of `Exception`, so that a script's own handlers do not catch it."""
+    """Raised to end a closure. This is a `BaseException`, so that a script's `except Exception` does not catch it."""
 
 
 class Restartable:
-    """Runs closures, and aborts and restarts a closure when the session orders it.
+    """Runs closures, and aborts and restarts them on orders from the session.
 
     Args:
         model: the model that the closures use.
         parameters: the trained parameters.
         session: this worker's session.
-        pulled: called when new weights have been pulled in the middle of an iteration.
+        pulled: function that is called after new weights have been pulled for a restart.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Restartable:
         remove_after(session, hooks)
 
     def run(self, closure: Callable[[], Any]) -> Any:
-        """Run a closure until it finishes without being aborted. Return its result."""
+        """Run a closure, restarting it after each abort, and return its result."""
         while True:
             self._before = _Before(self._model, self._parameters)
             try:
@@ -80,8 +80,8 @@ class Restartable:
             self._abort_if_ordered()
 
     def _after_gradient(self, parameter: torch.Tensor) -> None:
-        # If no module has run yet, existing gradients have not been copied. The closure may have added to them, so it
-        # would not be possible to restore them.
+        # Existing gradients are copied when the first module runs. Until then, do not abort the computation: there
+        # would be no copies from which to restore the gradients.
         if self._before is not None and self._before.has_gradients:
             self._abort_if_ordered()
 
@@ -91,7 +91,7 @@ class Restartable:
 
 
 class _Before:
-    """A copy of everything that a closure may change, made before the closure runs.
+    """The buffers, gradients and generator states from before a closure runs, to be restored after an abort.
 
     Attributes:
         has_gradients: True if the gradients can be restored.
@@ -109,7 +109,7 @@ class _Before:
         self.has_gradients = all(parameter.grad is None for parameter in parameters)
 
     def keep_gradients(self) -> None:
-        """Copy the gradients that exist when the first layer begins, because the closure may add to them."""
+        """Copy the existing gradients before the first module runs, because the closure may add to them."""
         if not self.has_gradients:
             self._gradients = [None if p.grad is None else p.grad.clone() for p in self._parameters]
             self.has_gradients = True

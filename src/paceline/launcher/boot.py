@@ -1,7 +1,7 @@
 """The program that every server and worker process runs first: `python -P boot.py ARGUMENTS`.
 
-If the launcher is killed, no process may be left behind. So each process first asks the kernel to kill it when its
-parent exits. The file is run by its path, so that this request precedes the import of the rest of the package, which
+If the launcher is killed, no process of the run may keep running. So each process first asks the kernel to kill it
+when its parent exits. The file is run by its path, so that the request precedes the import of the package, which
 takes seconds. `-P` keeps the current directory out of `sys.path`; otherwise, a file there with a name such as
 `cloudpickle.py` would be imported. A worker later adds the directory of its script, as `python script.py` does.
 """
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     end_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     # Servers always ignore Ctrl-C. Workers restore the default handler before they run the script.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The launcher may have found the package in a directory that is not in this process's `sys.path`.
+    # The launcher may have imported the package from a directory that is not in this process's `sys.path`.
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if root not in sys.path:
         sys.path.append(root)

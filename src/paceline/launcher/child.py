@@ -1,4 +1,4 @@
-"""The main function of every server and worker process, which `boot` calls.
+"""The main function of every server and worker process; it is called by `boot`.
 
 An environment variable contains the role of the process. A worker runs the user's script as `python script.py` would,
 or calls a function that it reads from standard input. A server reads the module search path, and the conditions that
@@ -35,7 +35,7 @@ def main() -> int:
     assignment = msgspec.msgpack.decode(bytes.fromhex(os.environ.pop(JOB_VARIABLE)), type=Assignment)
     job = assignment.job
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
-    # A server continues to ignore Ctrl-C, because the launcher ends it.
+    # Servers continue to ignore Ctrl-C: the launcher ends them in an orderly way.
     if assignment.role == "server":
         sys.path[:] = cloudpickle.load(sys.stdin.buffer)
         local_conditions.update(cloudpickle.load(sys.stdin.buffer))
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _train(kind: str, arguments: list[str]) -> None:
-    """Call the training function from standard input, or run the training script that the arguments name."""
+    """Read the training function from standard input and call it, or run the script that the arguments name."""
     if kind == "function":
         function, args = cloudpickle.load(sys.stdin.buffer)
         function(*args)
@@ -105,7 +105,7 @@ def _script_traceback(error: BaseException) -> str:
 
 
 def _is_launcher_code(filename: str) -> bool:
-    """Return True for files in this directory, and for the standard modules that run a script."""
+    """Return True for files in this directory, and for the standard-library modules that run a script."""
     return (
         os.path.dirname(filename) == os.path.dirname(__file__)
         or filename == runpy.__file__

@@ -1,8 +1,8 @@
 """Handling of Ctrl-C, SIGTERM and SIGHUP during a run.
 
-If a signal raised an exception, it could interrupt the cleanup at any line. So the signals are only counted here, and
-every loop that waits checks the count. After the first signal, the run shuts down in an orderly way. After the second
-signal, the shutdown no longer waits for anything.
+An exception raised by a signal handler could interrupt the cleanup at any line. So the signals are only counted here,
+and every loop that waits checks the count. After the first signal, the run shuts down in an orderly way. After the
+second signal, the shutdown no longer waits for anything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Terminated(SystemExit):
 
     Attributes:
         number: number of the signal.
-        words: message that says what was ended.
+        words: message that says which processes have ended.
     """
 
     def __init__(self, number: int, words: str) -> None:
@@ -41,7 +41,7 @@ class Terminated(SystemExit):
 class Interruption:
     """A context manager that counts the signals that ask a run to end.
 
-    Signals that the program ignores, or handles itself, are not counted. Outside the main thread no signals are
+    Signals that the program ignores, or handles itself, are not counted. Outside the main thread, no signals are
     counted, because Python handles signals only in the main thread.
 
     Attributes:
@@ -76,7 +76,7 @@ class Interruption:
         return self.count > 1
 
     def exception(self, words: str) -> BaseException:
-        """Return the exception for the first signal. `words` is a message that says what was ended."""
+        """Return the exception for the first signal. `words` says which processes have ended."""
         if self._number in (None, signal.SIGINT):
             return KeyboardInterrupt(words)
         assert self._number is not None

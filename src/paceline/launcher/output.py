@@ -1,7 +1,7 @@
 """A text stream that drops output that cannot be written, instead of raising an exception.
 
-Training may take hours. Its result must not be lost because a reader stops reading (`paceline run ... | head`), a
-disk is full, or a terminal was closed.
+Training may take hours. Its result must be kept even if the reader of the output stops reading
+(`paceline run ... | head`), the disk is full, or the terminal is closed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ log = logging.getLogger("paceline.output")
 
 
 class ForgivingStream:
-    """A wrapper around a text stream that drops all output after the first failure to write.
+    """A wrapper around a text stream that drops all output after the first write error.
 
-    The failure is logged, except for a pipe that its reader has closed, because readers do this intentionally. All
-    other attributes are taken from the stream.
+    The error is logged, unless it is a broken pipe: readers usually close a pipe intentionally. All other attributes
+    are taken from the stream.
 
     Args:
         stream: the stream to write to.
-        name: name of the stream in the log.
+        name: name of the stream in the log message.
 
     Attributes:
         failed: True once writing has failed.

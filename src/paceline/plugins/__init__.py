@@ -1,4 +1,4 @@
-"""Extensions written by users: sync models in the users' own modules, and functions that serve as conditions."""
+"""Support for user extensions: sync models in modules outside Paceline, and functions that serve as conditions."""
 
 from __future__ import annotations
 

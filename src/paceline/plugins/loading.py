@@ -1,12 +1,12 @@
-"""Loads the sync models that users have written: from modules that users name, and from installed packages.
+"""Loads user-defined sync models, from modules that users name and from installed packages.
 
 A model registers itself when its module is imported (`paceline.sync.register`). Every process that reads the notation
-of the model must have imported that module. Alternatively, an installed package may declare its models by name:
+of the model must have imported that module. Users need not name the module if its package declares an entry point:
 
     [project.entry-points."paceline.sync"]
     rennala = "my_package.rennala"
 
-A message received over a connection never causes the import of a module.
+A message from another process never causes the import of a module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load_models(sync: object, imports: Iterable[str] = ()) -> None:
     """Import the modules that define the models of a run.
 
     Args:
-        sync: notation of the sync models. An object that is not a string is ignored.
+        sync: notation of the sync models. Objects other than strings are ignored.
         imports: modules to import.
 
     Raises:
@@ -52,7 +52,7 @@ def load_models(sync: object, imports: Iterable[str] = ()) -> None:
 
 
 def imported_modules() -> tuple[str, ...]:
-    """Return the modules that were imported by name, for other processes that need the same models."""
+    """Return the names of the imported modules, so that other processes can import the same models."""
     return tuple(_imported)
 
 
@@ -72,7 +72,7 @@ def _import(names: Iterable[str]) -> None:
 
 
 def modules_of(models: Sequence[SyncModel]) -> tuple[str, ...]:
-    """Return the modules that every process of a run must import to know these models, in order.
+    """Return the names of the modules outside Paceline that define these models. All processes must import them.
 
     Raises:
         ConfigurationError: a model is defined in a script, which other processes cannot import.

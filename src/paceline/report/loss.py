@@ -1,4 +1,4 @@
-"""A plot of the losses over virtual time, with one curve per sync model."""
+"""A plot of training loss over virtual time, with one curve per sync model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["LossCurve", "loss_picture"]
 
 
 class LossCurve(msgspec.Struct, frozen=True):
-    """The training loss over virtual time.
+    """One curve of the plot: training loss over virtual time.
 
     Attributes:
         label: name of the curve in the legend.
-        points: pairs (virtual seconds, loss).
+        points: (virtual time in seconds, training loss) pairs.
     """
 
     label: str

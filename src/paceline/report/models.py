@@ -1,4 +1,4 @@
-"""The documentation of the sync models, which is read from the docstring of each model's module.
+"""Reads the documentation of each sync model from the docstring of the model's module.
 
 Each docstring consists of a title, optionally some theory, labeled paragraphs (Reference, Admission, State,
 Guarantee, Use, Deviations) and an example.
@@ -25,16 +25,16 @@ LABELS = ("Reference", "Admission", "State", "Guarantee", "Use", "Deviations")
 
 
 class Page(msgspec.Struct, frozen=True):
-    """The parts of one model's documentation.
+    """The documentation of one sync model, divided into its parts.
 
     Attributes:
         name: name of the model on the command line.
-        notation: the name with all parameters and their defaults; "..." stands for a value without a default.
-        title: the first paragraph.
+        notation: the name and each parameter with its default, or with "..." if the default is missing, None or "".
+        title: the first paragraph of the docstring.
         theory: the text between the title and the labeled paragraphs; "" if there is none.
-        parts: mapping from label to paragraph.
-        parameters: a pair (name, description) for each parameter.
-        example: the example, as a doctest.
+        parts: mapping from the label of a paragraph to its text.
+        parameters: a (name, description) pair for each parameter of the model.
+        example: the doctest at the end of the docstring.
     """
 
     name: str
@@ -105,7 +105,7 @@ def flowing(text: str) -> str:
 
 
 def _parameters(model: type) -> tuple[tuple[str, str], ...]:
-    """Return the names and descriptions of a model's parameters from the docstrings of its class and base classes."""
+    """Read the names and descriptions of a model's parameters from the docstrings of its class and base classes."""
     found: dict[str, str] = {}
     for kind in model.__mro__:
         text = inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Attributes:\n")[2]

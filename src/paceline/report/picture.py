@@ -1,4 +1,4 @@
-"""Pictures that compare runs: a plot of the accuracy over time, and below it a timeline for each sync model."""
+"""Pictures of runs: timelines of one or more runs, alone or below a plot of the runs' accuracy over time."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def comparison_picture(
     timelines: Mapping[str, Timeline],
     until_s: float,
 ) -> Figure:
-    """Draw the accuracy of several runs over time, and below it the timelines of the runs.
+    """Plot the accuracy of several runs over time, and draw the timelines of the runs below the plot.
 
     Args:
         title: title of the picture.
-        note: text in smaller print below the title, which says what was emulated.
+        note: text in smaller print below the title, such as a description of the emulated machines.
         curves: accuracy of each run over time.
         target: target accuracy, from 0 to 1.
-        timelines: mapping from sync model to timeline, in the order in which they are drawn.
-        until_s: length of the timelines, in seconds.
+        timelines: mapping from sync model to timeline, in drawing order.
+        until_s: end of the drawn part of each timeline, in seconds since training began.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -84,7 +84,7 @@ def _draw_strips(strips: Sequence[Axes], timelines: Mapping[str, Timeline], unti
 
 
 def _explain(strip: Axes) -> None:
-    """Draw a legend for the colors above a strip."""
+    """Draw a legend of the colors above a timeline."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -1,4 +1,4 @@
-"""Timelines of a run: when each worker was computing or waiting, and the times of the barriers."""
+"""Timelines of runs: when each worker was computing or waiting, and when barriers occurred."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ DROPPED = "#F0E442"
 BAR_HEIGHT = 0.78
 
 Span = tuple[float, float]
-"""The beginning and the end of a time span, in seconds since training began."""
+"""The start and end of a time span, in seconds since training began."""
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """The times at which the workers of one run were computing or waiting.
+    """The time spans in which the workers of one run were computing or waiting.
 
     Attributes:
-        computing: the computations of each worker, from the arrival of the weights to the push. The sleep that
+        computing: each worker's computations, from the arrival of the weights to the push. The sleep that
             emulates a slower machine counts as computing.
-        dropped: the aborted computations of each worker.
-        waiting: the waiting times of each worker, from each push to the arrival of the new weights.
-        barriers_s: the times of the barriers, at which held pushes were applied together.
+        dropped: each worker's aborted computations.
+        waiting: each worker's waits, from a push to the arrival of the new weights.
+        barriers_s: the times at which held pushes were applied together, in seconds since training began.
     """
 
     computing: tuple[tuple[Span, ...], ...]
@@ -49,9 +49,9 @@ def read_timeline(run_dir: Path) -> Timeline:
 
 
 def timeline_of(records: Sequence[Sequence[IterationRecord]], shard: Trace) -> Timeline:
-    """Return the timeline for the records of all workers and the trace of one shard.
+    """Create a timeline from the iteration records of all workers and the trace of one shard.
 
-    The timeline begins with the first iteration of the first worker to start.
+    The timeline begins at the earliest start of any worker's first iteration.
     """
     zero_s = min(worker[0].begun_s for worker in records if worker)
 
@@ -72,7 +72,7 @@ def timeline_of(records: Sequence[Sequence[IterationRecord]], shard: Trace) -> T
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, until_s: float) -> None:
-    """Draw the first `until_s` seconds: a row of bars per worker (worker 0 on top), and a line per barrier."""
+    """Draw the first `until_s` seconds: one row of bars per worker (worker 0 on top), and one line per barrier."""
     kinds = (timeline.computing, timeline.dropped, timeline.waiting)
     for worker, row in enumerate(zip(*kinds, strict=True)):
         bottom = worker - BAR_HEIGHT / 2

@@ -1,8 +1,8 @@
-"""Collects the final weights from the servers. The coordinator does this when training ends or fails.
+"""Collects the final weights from the servers when training ends or fails.
 
-Normally every server sends its shards over its existing connection. If a server is lost or hangs, its shards are read
-from shared memory, provided that the transport uses shared memory. Otherwise the tensors in these shards are reported
-as missing.
+Normally every server sends its shards over its connection to the coordinator. If a server is lost or hangs, its
+shards are read from shared memory, provided that the transport uses shared memory. With other transports, the tensors
+in these shards are reported as missing.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["Collection"]
 
 
 class Collection:
-    """One pass of collecting the weights from the servers.
+    """One attempt to collect the final weights from the servers.
 
-    The coordinator's thread adds the shards that arrive. Another thread waits until `finished` is set.
+    The coordinator's thread adds shards as they arrive. Another thread waits until `finished` is set.
 
     Args:
         model: the model that is trained.
-        shards: slices of all shards, in order. With n servers, server k % n holds shard k.
-        master: the region with the weights in shared memory; None if the transport does not use shared memory.
+        shards: the slice of the parameters that each shard holds. With n servers, server k % n holds shard k.
+        master: the shared memory that contains the weights; None if the transport does not use shared memory.
 
     Attributes:
         finished: event that is set when no further shards will arrive.
-        heard_s: time at which data last arrived, on the monotonic clock.
+        heard_s: time on the monotonic clock at which data last arrived from any server.
     """
 
     def __init__(self, model: ModelSpec, shards: Sequence[ShardSlice], master: Region | None) -> None:
@@ -66,7 +66,7 @@ class Collection:
         self.give_up([message.shard])
 
     def give_up(self, shards: Sequence[int]) -> None:
-        """Stop waiting for these shards."""
+        """Stop waiting for the given shards."""
         self._owed.difference_update(shards)
         if not self._owed:
             self.finished.set()
@@ -76,11 +76,11 @@ class Collection:
         if self._master is not None:
             for shard in sorted(self._assembly.missing):
                 self._assembly.fill(shard, cut(self._master.weights, self._shards[shard]))
-            # The mapping keeps a file descriptor open until the last reference is dropped.
+            # Drop the reference, because the mapping keeps a file descriptor open.
             self._master = None
         return self._assembly.snapshot()
 
     @property
     def missing(self) -> list[int]:
-        """The shards that no server has sent."""
+        """Indices of the shards whose weights were neither received from a server nor read from shared memory."""
         return sorted(self._assembly.missing)

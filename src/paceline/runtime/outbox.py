@@ -1,10 +1,10 @@
 """Sends a worker's gradient over streams in pieces, some of which are sent while the backward pass still runs.
 
 FluentPS overlaps communication with computation (section III): while the gradients of the first layers are still
-being computed, the gradients of the last layers are already being sent. The servers do not use these pieces before
-the iteration is committed. So until the commit, a script may clip, scale, accumulate or drop its gradients. At the
-commit, each piece that was sent early is sent again if the checksum of its bits has changed. If a script changes its
-gradients after the backward pass, early sending saves no time and is suspended for some iterations.
+being computed, the gradients of the last layers are already being sent. Until the iteration is committed, the servers
+do not use pieces that were sent early. So a script may clip, scale, accumulate or drop its gradients until the
+commit. At the commit, each piece that was sent early is sent again if the checksum of its bits has changed. If a
+script changes its gradients after the backward pass, early sending saves no time and is suspended for a while.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ __all__ = ["Outbox"]
 LONGEST_PAUSE = 256  # maximum number of iterations for which early sending is suspended
 
 Send = Callable[[int, Message, Sequence[memoryview]], None]
-"""Function of (shard, message, payload) that sends the message to the server of the shard."""
+"""A function of (shard, message, payload) that sends the message to the server that holds the shard."""
 
 
 class Outbox:
     """Sends the gradients of one worker, and records which pieces have already been sent.
 
     Args:
-        shards: slices of all shards.
+        shards: the slice of the parameters that each shard holds.
         gradients: mapping from dtype to the bytes of the whole vector of gradients.
-        send: sends a message to the server of a shard. It must copy any payload that is still queued when it returns,
-            because the gradient may change.
-        busy: returns True if data for a shard is still queued on the connection. Further pieces then wait in this
-            object, so that they do not delay the commit, on which other workers may be waiting.
+        send: function that sends a message to the server of a shard. Any payload that is still queued when the
+            function returns must be copied, because the gradient may change.
+        busy: function that returns True if data for a shard is still queued on the connection. Further pieces then
+            wait in this object, so that they do not delay the commit, for which other workers may be waiting.
         early: True to send pieces before the commit.
     """
 
@@ -53,12 +53,12 @@ class Outbox:
         self._early = early
         self._gradients = {shard.index: cut(gradients, shard) for shard in shards}
         self._pieces = {shard.index: shard.pieces(PIECE_BYTES) for shard in shards}
-        # Pieces are identified by (shard, number of the piece).
+        # A piece is identified by (shard, number of the piece in the shard).
         # The number of parameters in each piece.
         self._parameter_counts: dict[tuple[int, int], int] = {}
-        # The pieces that contain each parameter.
+        # For each parameter, the pieces that contain a part of it.
         self._pieces_of: dict[int, list[tuple[int, int]]] = {}
-        # Go through the shards in the order in which they are committed: the last shard first.
+        # Go through the shards in the order in which they are committed, from the highest index to the lowest.
         for shard, pieces in reversed(self._pieces.items()):
             for number, piece in enumerate(pieces):
                 key = shard, number
@@ -69,7 +69,7 @@ class Outbox:
         self._missing_counts: dict[tuple[int, int], int] = {}
         # The checksums of the pieces that have been sent early.
         self._sent: dict[tuple[int, int], tuple[int, int]] = {}
-        # The pieces that are ready and wait to be sent early.
+        # The complete pieces that are still waiting to be sent early.
         self._due: list[tuple[int, int]] = []
         # True if a piece of this iteration was changed after it had been sent.
         self._changed = False
@@ -90,7 +90,7 @@ class Outbox:
         self._due.clear()
 
     def ready(self, parameter: int) -> None:
-        """Record that the gradient of a parameter has been computed, and send the pieces that are ready.
+        """Record that the gradient of a parameter has been computed, and send the pieces that are complete.
 
         The gradient may still change before the commit.
         """
@@ -109,7 +109,7 @@ class Outbox:
         self._due = waiting
 
     def rest(self, shard: int) -> tuple[tuple[int, ...], list[memoryview]]:
-        """Return the pieces of a shard that must be sent with the commit: their numbers and their bytes."""
+        """Return the numbers and the bytes of those pieces of a shard that must be sent with the commit."""
         pieces = []
         for number in range(len(self._pieces[shard])):
             sent = self._sent.get((shard, number))
@@ -136,8 +136,9 @@ class Outbox:
 
 
 def _checksum(piece: memoryview) -> tuple[int, int]:
-    """Return two checksums of a piece, computed at 5 GB/s. Each detects changes that the other may miss.
+    """Return two checksums of a piece. Each checksum detects changes that the other may miss.
 
-    The size of a piece is always a multiple of 64 bytes, so the piece can be read as 64-bit integers.
+    This function processes 5 GB/s. The size of a piece is always a multiple of 64 bytes, so the piece
+    can be read as 64-bit integers.
     """
     return zlib.crc32(piece), int(np.add.reduce(np.frombuffer(piece, dtype=np.uint64)))

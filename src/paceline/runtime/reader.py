@@ -1,7 +1,7 @@
 """The reader, a client that pulls snapshots of the weights and never pushes.
 
-A reader connects directly to the servers and never blocks a worker. The weights of each shard are consistent, but
-different shards may have different versions. A snapshot contains the version of each shard.
+A reader connects directly to the servers and never blocks a worker. All weights of one shard have the same version,
+but different shards may have different versions. A snapshot contains the version of each shard.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class WeightsSnapshot(msgspec.Struct, frozen=True):
 
 
 class Assembly:
-    """Assembles a snapshot of the model from the snapshots of its shards, as they arrive.
+    """Assembles a snapshot of the model from snapshots of its shards, which may arrive in any order.
 
     Args:
         model: the model that is trained.
-        shards: slices of all shards, in order.
+        shards: the slice of the parameters that each shard holds, in order of shard index.
 
     Attributes:
-        missing: indices of the shards that have not arrived yet.
+        missing: indices of the shards that have neither arrived nor been copied by `fill`.
     """
 
     def __init__(self, model: ModelSpec, shards: Sequence[ShardSlice]) -> None:
@@ -66,7 +66,7 @@ class Assembly:
         self._lacks_buffers = bool(self._buffers)
 
     def targets(self, shard: int) -> list[memoryview]:
-        """Return the memory for the payload of a shard's snapshot."""
+        """Return the memory into which the payload of a shard's snapshot is received."""
         targets = list(cut(self._vectors, self._shards[shard]).values())
         return targets + [memoryview(buffer) for buffer in self._buffers if shard == 0]
 
@@ -104,11 +104,11 @@ class Assembly:
 
 
 class Reader:
-    """A client of a run's servers that reads snapshots of the weights.
+    """A client that reads snapshots of the weights from the servers of a run.
 
     Args:
         model: the model that is trained.
-        shards: slices of all shards, in order.
+        shards: the slice of the parameters that each shard holds, in order of shard index.
         streams: for each shard, a connection to its server on which the greeting has been sent. The reader takes
             ownership of the connections.
     """
@@ -125,7 +125,7 @@ class Reader:
 
     @classmethod
     def connect(cls, model: ModelSpec, shards: Sequence[tuple[ShardSlice, str]], token: str) -> Reader:
-        """Return a reader that is connected to the shards at the given addresses.
+        """Connect to the servers of `shards`, given as (slice, address of the server), and return a reader.
 
         Raises:
             PeerLostError: a server cannot be reached.
@@ -168,7 +168,7 @@ class Reader:
 
 
 def named_weights(layout: Layout, vectors: Vectors) -> dict[str, torch.Tensor]:
-    """Return a copy of each parameter in the flat vectors: name -> tensor.
+    """Return copies of all parameters in the flat vectors, as a dictionary from name to tensor.
 
     Tied parameters appear under all of their names.
     """

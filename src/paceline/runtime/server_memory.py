@@ -1,7 +1,7 @@
-"""The tensors of one server: the stores of its shards, the memory in which pushes arrive, and the buffers.
+"""The tensors of one server: the stores of its shards, the memory in which pushes arrive, and the model's buffers.
 
-The memory is created when the server receives its shards. The store of each shard is created when the shard's initial
-weights arrive from the initializer. This module is independent of sockets, clocks and sync models.
+The memory is created when the coordinator assigns shards to the server. The store of each shard is created when the
+shard's initial weights arrive. This module is independent of sockets, clocks and sync models.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .registration import require_groups
 
 __all__ = ["STATE_LIMIT_FACTOR", "STATE_SLACK_BYTES", "ServerMemory", "tensors_over"]
 
-# An optimizer stores only a few vectors as large as the weights. A state is refused if it is larger than this
-# multiple of the weights, plus the slack.
+# An optimizer state is rejected if it is larger than STATE_LIMIT_FACTOR times the shard's weights, plus
+# STATE_SLACK_BYTES, because optimizers store only a few vectors as large as the weights.
 STATE_LIMIT_FACTOR = 8
 STATE_SLACK_BYTES = 16 * 1024 * 1024
 
 
 class ServerMemory:
-    """The tensors of one server: the weights and optimizer states of its shards, arriving pushes and buffers.
+    """The tensors of one server: its shards' weights, optimizer states and pushes, and the model's buffers.
 
     Args:
         created: the message that contains the server's shards and the model.
         servers: number of servers of the run.
         master: the shared memory that contains the weights; None to keep them in the server's own memory.
-        before_update: function that is called with the index of a shard before its weights change.
+        before_update: function that is called with the index of a shard before the shard's weights change.
 
     Attributes:
         master: the shared memory that contains the weights, or None.
@@ -60,13 +60,14 @@ class ServerMemory:
         self._before_update = before_update
         self._slices = {shard.index: shard for shard in created.shards}
         self._groups = GroupsReader(lambda groups: require_groups(created.model, groups))
-        self._states: dict[int, Vectors] = {}  # shard -> initial optimizer state, until its store is created
-        self._slots: BufferSlots | None = None  # None except at the server of shard 0
+        # shard -> initial optimizer state, until the shard's store is created
+        self._states: dict[int, Vectors] = {}
+        self._slots: BufferSlots | None = None  # None unless this server holds shard 0
 
     # -- memory in which pushes arrive --------------------------------------------------------------------
 
     def attach(self, descriptor: int, channels: int) -> Region:
-        """Map the shared memory of a worker.
+        """Map a worker's shared memory into this process.
 
         Raises:
             ProtocolError: the size of the memory does not match the layout, or there are too many channels.
@@ -78,7 +79,7 @@ class ServerMemory:
         return Region.attach(self._model.layout, descriptor, channels=channels)
 
     def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
-        """Return the memory for a worker's pushes to each shard, in `region`, or in new memory if it is None."""
+        """Return shard -> (inbox for a worker's pushes, its gradient as tensors), in `region` or in new memory."""
         inboxes = {}
         for index, shard in self._slices.items():
             inbox: Inbox = SharedInbox(region, shard) if region is not None else StreamedInbox(shard)
@@ -116,7 +117,7 @@ class ServerMemory:
     # -- start of training --------------------------------------------------------------------------------
 
     def keep_state(self, message: InitialState, payload: bytes) -> None:
-        """Store the initial optimizer state of a shard until the shard begins."""
+        """Keep the initial optimizer state of a shard until the shard's store is created."""
         try:
             self._states[message.shard] = safetensors.torch.load(payload)
         except Exception as error:  # safetensors may raise any exception for invalid data
@@ -165,7 +166,7 @@ class ServerMemory:
     # -- reading ------------------------------------------------------------------------------------------
 
     def snapshot(self, index: int) -> list[memoryview]:
-        """Return the weights of a shard, followed by the pooled buffers of the model if it is shard 0."""
+        """Return the weights of a shard and, for shard 0, the pooled buffers of the model."""
         parts = list(self.weights[index].values())
         if index == 0 and self._slots is not None:
             pooled = self._slots.pooled()
@@ -184,7 +185,7 @@ def _are_some_of(indices: Sequence[int], count: int) -> bool:
 
 
 def tensors_over(vectors: dict[str, memoryview]) -> Vectors:
-    """Return one flat tensor per dtype, which shares the memory of the given bytes."""
+    """Return a flat tensor for each dtype. The tensors share the memory of the given bytes."""
     return {
         dtype: torch.frombuffer(data, dtype=torch_dtype(dtype))
         if data.nbytes

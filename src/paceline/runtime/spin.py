@@ -1,7 +1,7 @@
 """Waiting for a message in a ring: poll for a short time, then block.
 
 Blocking and waking up takes tens of microseconds, longer than all other work in an iteration of a small model. So a
-process polls first. It yields its CPU core after each poll, so that other processes can run if there are few cores.
+process polls first, and yields its CPU core after each poll so that other processes can run if there are few cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPIN_S = 200e-6
 
 
 def spin(streams: Collection[Stream[Any]]) -> list[Stream[Any]]:
-    """Poll until a ring contains a message, for at most `SPIN_S`. Return the streams whose rings contain messages."""
+    """Poll until a ring contains a message or `SPIN_S` has passed. Return the streams whose rings have messages."""
     until_s = time.perf_counter() + SPIN_S
     while True:
         ready = [stream for stream in streams if stream.ring_ready]
@@ -29,7 +29,7 @@ def spin(streams: Collection[Stream[Any]]) -> list[Stream[Any]]:
 
 
 def fall_asleep(streams: Collection[Stream[Any]]) -> bool:
-    """Announce to all peers that this process will block. Return False if a message has arrived already."""
+    """Announce to all peers that this process will block. Return False if a message has already arrived."""
     for stream in streams:
         if not stream.fall_asleep():
             wake_up(streams)
@@ -38,6 +38,6 @@ def fall_asleep(streams: Collection[Stream[Any]]) -> bool:
 
 
 def wake_up(streams: Collection[Stream[Any]]) -> None:
-    """Announce to all peers that this process polls the rings again."""
+    """Announce to all peers that this process is polling the rings again."""
     for stream in streams:
         stream.wake_up()

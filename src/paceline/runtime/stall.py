@@ -1,14 +1,15 @@
-"""Detects what a stalled run is waiting for: a silent worker or server, or conditions that will never hold.
+"""Finds out what a stalled run is waiting for: a silent worker or server, or conditions that will never hold.
 
 The result is only a guess, because a worker whose script evaluates its model for a minute is as silent as a worker
 that hangs. Therefore the time after which a worker is reported depends on the usual duration of its iterations. The
-report names the process and says how long it has been silent; the user decides what to do.
+report names the process and says how long it has been silent; the user decides what to do. Possible reports:
 
-    before training   a process that has not started or has not reached its first step, although other processes have
-    in training       a server that does not answer, or a worker that should be computing but has been silent for a
-                      long time, while other workers wait for it or it is the only worker left
-    standstill        every worker waits, and no condition will release any of them. This never happens with the sync
-                      models of this package, but it may happen with user-defined conditions
+    before training   a process has not started, or a worker has not reached its first step, although another one did
+                      so some time ago or the run began more than a minute ago
+    in training       a server does not answer; or a worker that should be computing has been silent for a long time,
+                      and other workers are waiting for it or all workers are silent
+    standstill        every worker is waiting, and no condition will release any worker. This never happens with the
+                      sync models of this package, but it may happen with user-defined conditions
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from .coordinator import CoordinatorHost
 
 __all__ = ["Awaited", "StallWatch"]
 
-# A worker is reported when it has been silent for at least PATIENCE_S, and for at least PATIENCE_ITERATIONS times its
+# A worker is reported when it has been silent for at least PATIENCE_S and at least PATIENCE_ITERATIONS times its
 # usual iteration time.
 PATIENCE_S = 3.0
 PATIENCE_ITERATIONS = 5
-# Patience while a worker's iteration time is unknown; its first iteration may compile code.
+# Permitted silence while a worker's iteration time is unknown, long enough for an iteration that compiles code.
 FIRST_PATIENCE_S = 15.0
-NOBODY_YET_PATIENCE_S = 60.0  # patience while no process has started or reached its first step
-SERVER_PATIENCE_S = 3.0  # patience with a server, which answers as soon as it has handled the current message
-SUSPICIOUS_S = 2.0  # when no worker has computed for this time, the servers are asked which workers wait
+NOBODY_YET_PATIENCE_S = 60.0  # time for the first process to start, and for the first worker to reach step()
+# Permitted silence of a server, which answers once it has handled the current message.
+SERVER_PATIENCE_S = 3.0
+SUSPICIOUS_S = 2.0  # after this time without a computing worker, ask the servers which workers are waiting
 APART_S = 1.0  # minimum time between two requests to the servers
 
 
@@ -41,7 +43,7 @@ class Awaited(msgspec.Struct, frozen=True):
     Attributes:
         role: "worker" or "server".
         index: index of the worker or server.
-        quiet_s: seconds since the last message from this process.
+        quiet_s: seconds since the last message from this process, or since an overdue message was first expected.
         doing: state of the process, as a phrase that completes a sentence beginning with "It".
         waiting: the workers that wait for this process.
         usual_s: usual duration of the worker's iterations in seconds; 0 if unknown.
@@ -60,8 +62,8 @@ class StallWatch:
 
     Args:
         coordinator: the coordinator of the run.
-        timeout_s: seconds after which the caller kills a silent process; None if the caller never does this. The
-            patience at the start of the run is not longer than this time.
+        timeout_s: seconds after which the caller kills a silent process; None if the caller never does this. This
+            time is also an upper bound for `FIRST_PATIENCE_S`.
 
     Attributes:
         standstill: a description of what each worker waits for, if no worker can ever continue; else "".
@@ -73,7 +75,7 @@ class StallWatch:
         self._coordinator = coordinator
         self._begun_s = time.monotonic()
         self._asked_s = 0.0
-        # time at which the last computing worker stopped; None while a worker computes
+        # time since which no worker has been computing; None while a worker is computing
         self._idle_s: float | None = None
         self._before: dict[int, Waits] = {}  # previous answers of the servers
 
@@ -143,8 +145,8 @@ class StallWatch:
         silent = [peer for peer in expected if peer not in heard_s]
         unregistered = [("worker", w) for w in live if ("worker", w) in heard_s and w not in registered_s]
         awaited = []
-        # All processes start at the same time, and all workers run the same script. So all of them should take about
-        # as long as the first one.
+        # All processes start at the same time, and all workers run the same script. So no process should take much
+        # longer than the first one.
         for peers, first_s, doing in [
             (silent, min(heard_s.values(), default=None), "has not started yet"),
             (unregistered, min(registered_s.values(), default=None), "has not reached its first step() yet"),
@@ -167,7 +169,7 @@ class StallWatch:
         return self._first_patience_s if usual_s is None else max(PATIENCE_S, PATIENCE_ITERATIONS * usual_s)
 
     def _look_for_standstill(self, live: list[int]) -> None:
-        """Set `standstill` if the servers have given the same answers twice and every worker waits."""
+        """Set `standstill` if the servers repeat their previous answers, all workers wait and no timer is set."""
         before, self._before = self._before, self._coordinator.core.waits.copy()
         shards = [shard for answer in self._answers for shard in answer.shards]
         if (

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Timers(Generic[T]):
-    """A queue of objects, each due at a time on the caller's clock. Objects with equal times keep their order."""
+    """A queue of objects, each due at a time on the caller's clock."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, T]] = []
@@ -22,11 +22,11 @@ class Timers(Generic[T]):
         return bool(self._heap)
 
     def set(self, due_s: float, item: T) -> None:
-        """Add an object that is due at `due_s`."""
+        """Add an object that is due at `due_s`. Objects with equal times keep the order in which they were added."""
         heapq.heappush(self._heap, (due_s, next(self._number), item))
 
     def left_s(self, now_s: float) -> float | None:
-        """Return the time until the next object is due; None if there is none."""
+        """Return the time until the next object is due, in seconds; None if the queue is empty."""
         return max(0.0, self._heap[0][0] - now_s) if self._heap else None
 
     def take_due(self, now_s: float) -> list[T]:

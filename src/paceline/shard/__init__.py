@@ -1,1 +1,1 @@
-"""The tensors of a shard: weights, optimizer state, pushed gradients, and the buffers of the model."""
+"""The tensors of a shard: weights, optimizer state, pushed gradients and model buffers."""

@@ -1,15 +1,15 @@
-"""Converts buffers (the tensors of a model that no optimizer trains) to bytes, and pools the workers' copies.
+"""Converts model buffers (tensors that no optimizer trains) to and from bytes, and pools the workers' copies.
 
 Each worker computes its own copy of the buffers, such as BatchNorm's running statistics, and sends it with its
-commits. The server stores each worker's copy separately. For evaluation, checkpoints and the final weights, the
+pushes. The server stores each worker's copy separately. For evaluation, checkpoints and the final weights, the
 copies are *pooled*:
 
-    equal in all workers          unchanged, bit by bit
+    equal in all workers          unchanged, bit for bit; running_var only if running_mean is equal as well
     running_mean                  mean over the workers
     running_var                   mean of the variances plus the variance of the means: the variance over the batches
                                   of all workers
     other floating-point tensors  mean
-    integers, booleans            element-wise maximum (counters, masks)
+    integers, booleans            element-wise maximum, which suits counters and masks
     other dtypes                  the copy of the worker with the lowest index
 """
 
@@ -42,22 +42,22 @@ def pack(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
 
 
 def bytes_of(vector: torch.Tensor) -> memoryview:
-    """Return the bytes of a flat tensor, without a copy."""
+    """Return the bytes of a flat tensor without copying them."""
     return memoryview(vector.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
 def unpack(spec: BufferSpec, data: bytes | bytearray | memoryview) -> torch.Tensor:
-    """Return a buffer that contains a copy of these bytes."""
+    """Return a buffer with a copy of the bytes in `data`."""
     if not packed_bytes(spec):
         return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
     return torch.frombuffer(bytearray(data), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
 
 
 def pool(slots: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pool the buffers of all workers by the rules in the module docstring.
+    """Pool the buffers of all workers according to the rules in the module docstring.
 
     Args:
-        slots: the buffers of each worker by name, in the order of the workers' indices. Must not be empty.
+        slots: one mapping from name to buffer per worker, in the order of the workers' indices. Must not be empty.
     """
     return {name: _pool_one(name, slots) for name in slots[0]}
 
@@ -77,6 +77,6 @@ def _pool_one(name: str, slots: Sequence[Mapping[str, torch.Tensor]]) -> torch.T
 
 
 def _same(copies: Sequence[torch.Tensor]) -> bool:
-    """Return True if all copies have the same bits, so that NaN equals NaN."""
+    """Return True if all copies have the same bits. Comparing bits makes NaN equal to NaN."""
     first, *others = pack(copies)
     return all(other == first for other in others)

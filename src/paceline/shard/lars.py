@@ -1,8 +1,8 @@
 """LARS (layer-wise adaptive rate scaling), the optimizer that FluentPS uses.
 
-LARS needs the norms of whole tensors, but a server holds only slices. So in a run, each worker computes the scaled
-gradient d (see `LARS`) from the weights that it has pulled, and pushes d instead of the gradient. The servers run
-momentum SGD, which updates each element independently.
+LARS needs the norms of whole tensors, but a server holds only slices. In a distributed run, each worker therefore
+computes the scaled gradient d (see `LARS`) from the weights that it has pulled, and pushes d instead of the gradient.
+The servers run momentum SGD, which updates each element independently.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class LARS(torch.optim.Optimizer):
         w      = w - lr * v;  with Nesterov momentum w - lr * (d + momentum * v)
 
     as in "Large batch training of convolutional networks" (You, Gitman and Ginsburg, 2017), with two deviations.
-    First, the paper multiplies d by lr. Here lr multiplies the velocity v, as in `torch.optim.SGD`, which gives the
-    same result while lr is constant. Second, the denominator contains eps.
+    First, lr multiplies the velocity v, as in `torch.optim.SGD`, whereas the paper multiplies d by lr. The results
+    are the same while lr is constant. Second, eps is added to the denominator of the local rate.
 
     LARS can be used alone, like any torch optimizer, or inside `DistributedOptimizer`. Inside `DistributedOptimizer`
-    under BSP, the update is momentum SGD with the mean of the workers' scaled gradients d. With one worker, this is
-    exactly LARS. With several workers, it is not LARS on the joint batch, since each worker scales by the norm of its
-    own gradient. After `DistributedOptimizer.step()`, `p.grad` may contain d. LARS used alone does not change
-    `p.grad`. Clear the gradients before each backward pass, as usual.
+    under BSP, the update is momentum SGD with the mean of the workers' scaled gradients d. With one worker, this
+    update is exactly LARS. With several workers, it differs from LARS on the joint batch, because each worker uses
+    the norm of its own gradient. After `DistributedOptimizer.step()`, `p.grad` may contain d instead of the gradient.
+    LARS used alone does not change `p.grad`. Clear the gradients before each backward pass, as usual.
 
     Args:
         params: parameters to optimize, or dicts that define parameter groups. Gradients may be dense or sparse;
             parameters without a gradient are not changed.
         lr: global learning rate. May change between steps.
         momentum: momentum factor, in [0, 1). Default: 0.9.
-        weight_decay: L2 penalty, which also enters the local rate. Default: 0.
+        weight_decay: factor of the L2 penalty, also used in the local rate. Default: 0.
         trust_coefficient: factor in the local rate, called eta in the paper. Default: 1e-3.
-        eps: term added to the denominator for numerical stability. Default: 1e-8.
+        eps: term added to the denominator of the local rate for numerical stability. Default: 1e-8.
         nesterov: True to use Nesterov momentum, which requires a momentum > 0. Default: False.
 
     Raises:
@@ -86,7 +86,7 @@ class LARS(torch.optim.Optimizer):
         """Add a group of parameters.
 
         Args:
-            param_group: the parameters under `"params"`, and the hyper-parameters that differ from the defaults.
+            param_group: dict with the parameters ("params") and the hyper-parameters that differ from the defaults.
 
         Raises:
             ConfigurationError: a hyper-parameter is out of range.
@@ -114,7 +114,7 @@ class LARS(torch.optim.Optimizer):
         """Perform a single optimization step.
 
         Args:
-            closure: a function that recomputes the gradients and returns the loss. Optional.
+            closure: optional function that recomputes the gradients and returns the loss.
 
         Returns:
             The result of the closure; None if there is no closure.
@@ -141,7 +141,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def scale_gradients(self) -> None:
-        """Replace each gradient by the scaled gradient d, in place. A worker does this before each push."""
+        """Replace each gradient by the scaled gradient d, in place. A worker calls this method before each push."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -2,9 +2,9 @@
 
 A shard holds an arbitrary slice of the flat vector, so only *elementwise* optimizers, which update each element
 independently, give the same result on slices as on whole tensors. `ELEMENTWISE` lists these optimizers. Optimizers
-that use a whole matrix (Adafactor, Muon), need a closure (LBFGS) or need sparse gradients (SparseAdam) are refused
-before training begins. Paceline's own LARS also uses whole tensors, but only to scale the gradients: the workers do
-this, and the servers run SGD.
+that use a whole matrix (Adafactor, Muon), need a closure (LBFGS) or need sparse gradients (SparseAdam) are rejected
+before training begins. Paceline's own LARS needs whole tensors only to scale the gradients, so the workers scale the
+gradients and the servers run SGD.
 
 Hyper-parameters are sent with every push as plain numbers; `read_groups` reads them from the user's optimizer.
 """
@@ -43,23 +43,23 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     "RMSprop": torch.optim.RMSprop,
     "Rprop": torch.optim.Rprop,
 }
-"""Name -> class of the optimizers that the servers can run."""
+"""The optimizer classes that the servers can run, by name."""
 
 PER_PARAMETER_STATE = frozenset({"step", "eta", "mu", "mu_product"})
-"""Keys of state entries with one number per parameter, equal in all slices. Other entries have one per element."""
+"""Keys of the state entries that hold one number per parameter. Other entries hold one number per element."""
 
 IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Settings that select an implementation in torch and do not change the results. The servers choose their own."""
+"""Settings that only select one of torch's implementations. The servers do not use the user's choice."""
 
 AFTER_SCALING: HyperParameters = {"dampening": 0.0, "weight_decay": 0.0, "maximize": False}
-"""Settings of the SGD that the servers run for LARS. The scaled gradients already include the weight decay."""
+"""Settings of the SGD optimizer that the servers run for LARS. The scaled gradients already include weight decay."""
 
 PLAIN = frozenset({float, int, bool, type(None)})
 """Types of hyper-parameters that need no conversion."""
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of the class in `ELEMENTWISE` that the servers run for an optimizer. For LARS, this is "SGD".
+    """Return the name of the class in `ELEMENTWISE` that the servers run for this optimizer ("SGD" for LARS).
 
     Raises:
         ConfigurationError: the optimizer cannot run on the servers.
@@ -94,21 +94,21 @@ def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]
 def make_optimizer(
     name: str, groups: Sequence[HyperParameters], parameters: Sequence[list[torch.Tensor]]
 ) -> torch.optim.Optimizer:
-    """Return the optimizer called `name` for these tensors, given as one list per group. Groups may be empty."""
+    """Return a new optimizer of the class `name`. `parameters` has a list of tensors for each group."""
     kind = ELEMENTWISE[name]
     settings: Any = [{**group, "params": tensors} for group, tensors in zip(groups, parameters, strict=True)]
-    # torch reads these hyper-parameters only in the constructor, from the defaults.
+    # torch reads these hyper-parameters only from the constructor's defaults, not from the groups.
     defaults: Any = {key: groups[0][key] for key in ("lr", "initial_accumulator_value") if key in groups[0]}
     return kind(settings, **defaults)
 
 
 def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[HyperParameters]) -> None:
-    """Check that torch can take a step with the hyper-parameters in `before`, and then one with those in `after`.
+    """Check that torch can take a step with the hyper-parameters `before`, and then a step with `after`.
 
-    Each step uses a parameter with a single element for each group.
+    Each step uses one single-element parameter per group.
 
     Raises:
-        Exception: any error that torch raises because it cannot use the hyper-parameters or change to the new ones.
+        Exception: any error that torch raises because it cannot take one of the two steps.
     """
     make_optimizer(name, after, [[torch.zeros(1)] for _ in after])
     parameters = [torch.zeros(1) for _ in before]
@@ -121,7 +121,7 @@ def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[Hyper
 
 
 def _plain(key: str, value: Any) -> float | int | bool | tuple[float, float] | None:
-    if type(value) in PLAIN:  # checked first, because this runs in each step and is nearly always true
+    if type(value) in PLAIN:  # the usual case comes first, because this runs in every step
         return value  # type: ignore[no-any-return]
     if isinstance(value, torch.Tensor | np.generic):
         value = value.item()

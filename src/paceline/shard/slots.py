@@ -1,4 +1,4 @@
-"""Stores the model's buffers (such as BatchNorm's statistics) that each worker last sent, and pools them."""
+"""Stores the model buffers (such as BatchNorm statistics) that each worker last sent, and pools them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["BufferSlots"]
 
 
 class BufferSlots:
-    """Stores the latest values of the model's buffers for each worker.
+    """Stores each worker's latest values of the model's buffers.
 
     Args:
         specs: the buffers of the model.
@@ -26,13 +26,13 @@ class BufferSlots:
         self._slots: dict[int, dict[str, torch.Tensor]] = {}
 
     def put(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
-        """Replace some of a worker's buffers (index -> tensor). This object takes ownership of the tensors."""
+        """Replace some of a worker's buffers (index -> tensor), and take ownership of the new tensors."""
         slot = self._slots.setdefault(worker, dict(self._first))
         for index, tensor in buffers.items():
             slot[self._specs[index].name] = tensor
 
     def pooled(self) -> dict[str, torch.Tensor]:
-        """Return the model's buffers (name -> tensor), pooled over the workers that have sent buffers."""
+        """Return the buffers, pooled over the workers that have sent any; if none have, return the initial values."""
         if not self._slots:
             return self._first
         return self._first | pool([self._slots[worker] for worker in sorted(self._slots)])

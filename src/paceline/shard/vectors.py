@@ -9,7 +9,7 @@ from ..core.layout import Layout, ShardSlice
 __all__ = ["Vectors", "dtype_name", "parameter_views", "segment_views", "torch_dtype"]
 
 Vectors = dict[str, torch.Tensor]
-"""dtype -> flat vector: the weights or gradients of a whole model, or one shard's slice of them."""
+"""Mapping from dtype to flat vector: the weights or the gradients of a whole model or of one shard."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -20,12 +20,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype, for example "float32"."""
+    """Return torch's name for a dtype, for example "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def parameter_views(layout: Layout, vectors: Vectors) -> list[torch.Tensor]:
-    """Return a view of each parameter of a model in its flat vectors, in the parameter's shape."""
+    """Return, for each parameter, a view of its part of a model's flat vectors, with the parameter's shape."""
     return [
         vectors[p.dtype][offset : offset + p.size].view(p.shape)
         for p, offset in zip(layout.parameters, layout.offsets, strict=True)
@@ -33,5 +33,5 @@ def parameter_views(layout: Layout, vectors: Vectors) -> list[torch.Tensor]:
 
 
 def segment_views(bounds: ShardSlice, vectors: Vectors) -> list[torch.Tensor]:
-    """Return a flat view of each segment of a shard in the shard's slice of the vectors."""
+    """Return, for each segment of a shard, a flat view of its part of the shard's vectors."""
     return [vectors[s.dtype][s.start : s.stop] for s in bounds.segments]

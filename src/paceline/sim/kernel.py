@@ -23,7 +23,7 @@ LONGEST_S = 1e15
 """The longest permitted time in seconds, about 30 million years."""
 
 STILL = 100_000
-"""Default maximum number of events at one virtual time. If there are more, the simulation is assumed to be stuck."""
+"""Default maximum number of events at the same virtual time. With more events, the simulation is considered stuck."""
 
 
 def nanoseconds(seconds: float) -> int:
@@ -46,8 +46,8 @@ class Kernel:
     Events with the same time and priority are handled in the order in which they were scheduled.
 
     Args:
-        most_at_once: maximum number of events at one virtual time. If there are more, `run` raises an error, because
-            virtual time does not advance.
+        most_at_once: maximum number of events at the same virtual time. With more events, virtual time is assumed not
+            to advance, and `run` raises an error.
 
     Attributes:
         now_ns: the virtual time in nanoseconds.
@@ -92,13 +92,13 @@ class Kernel:
         self.stopped = True
 
     def run(self, until_s: float = math.inf) -> None:
-        """Handle events until none are pending or the virtual time `until_s` is reached.
+        """Handle events until none are pending, the virtual time `until_s` is reached, or `stop` is called.
 
         Raises:
             RunFailedError: virtual time does not advance.
         """
         heap, pop = self._heap, heapq.heappop
-        # Time of the current event, and the number of events handled up to the first event at that time.
+        # The current event's time, and the number of events up to and including the first event at this time.
         moment_ns, begun = -1, 0
         self._until_ns = nanoseconds(until_s) if math.isfinite(until_s) else math.inf
         happened = 0

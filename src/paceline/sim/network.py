@@ -3,10 +3,10 @@
 A network interface has two lanes, one for outgoing and one for incoming data. The transfers that use a lane at the
 same time share its bandwidth evenly, as with TCP. A transfer uses the outgoing lane of its sender and, after the
 latency, the incoming lane of its receiver. A transfer is complete when both lanes have transferred all of its bytes.
-For example, pushes by four workers to a single server take four times as long as the push of one worker. With four
-servers, they take as long as the push of one worker. The messages of a connection arrive in the order in which they
-were sent. Each connection has a latency, which may vary from message to message. A message without a payload takes
-only this latency.
+For example, simultaneous pushes from four workers to a single server take four times as long as a push from one
+worker. With four servers, all four pushes take only as long as a push from one worker. The messages on a connection
+arrive in the order in which they were sent. Each connection has a latency, which may vary from message to message. A
+message without a payload takes only the latency of its connection.
 
 Deviation from max-min fairness: if a transfer cannot use its share of a lane because its other end is slower, the
 unused part of the share is not given to the other transfers on the lane. The times are exact if all transfers have
@@ -39,12 +39,12 @@ class Lane:
         self._kernel = kernel
         self._bits_per_s = bits_per_s
         self._marks: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-        # Progress of the imaginary transfer: the time that it would have taken so far if it had used the lane alone.
+        # Progress of the imaginary transfer: the number of bits transferred so far, divided by the lane's bandwidth.
         self._passed_ns = 0.0
         # Virtual time at which `_passed_ns` was last updated.
         self._now_ns = 0
         self._number = 0
-        # Number of the event at which the next transfer ends. Events with lower numbers are ignored.
+        # Number of the most recently scheduled event. Events with lower numbers are outdated and therefore ignored.
         self._event = 0
 
     def use(self, size_bytes: int, done: Callable[..., None], *arguments: object) -> None:
@@ -56,7 +56,7 @@ class Lane:
         self._schedule()
 
     def _update(self) -> None:
-        """Update the progress to the current time."""
+        """Advance `_passed_ns` to the current time."""
         now_ns = self._kernel.now_ns
         if self._marks:
             self._passed_ns += (now_ns - self._now_ns) / len(self._marks)
@@ -65,13 +65,13 @@ class Lane:
         self._now_ns = now_ns
 
     def _schedule(self) -> None:
-        """Schedule an event for the end of the next transfer. It is ignored if another transfer begins before it."""
+        """Schedule an event for the end of the transfer that ends first. A new transfer makes the event outdated."""
         self._event += 1
         left_ns = (self._marks[0][0] - self._passed_ns) * len(self._marks)
         self._kernel.after(max(0, math.ceil(left_ns - ROUNDING_NS)), self._finish, self._event)
 
     def _finish(self, event: int) -> None:
-        """End the next transfer, unless the event is outdated."""
+        """End the transfer that ends first, unless the event is outdated."""
         if event != self._event:
             return
         self._update()
@@ -90,7 +90,7 @@ class NetworkInterface:
 
     Args:
         kernel: the simulation kernel.
-        bandwidth_bps: bandwidth in bits per second in each direction. If it is infinite, the interface has no lanes.
+        bandwidth_bps: bandwidth in bits per second in each direction. With infinite bandwidth, there are no lanes.
     """
 
     __slots__ = ("inward", "outward")
@@ -125,7 +125,7 @@ class Connection:
         self._receiver = receiver.inward if receiver is not None else None
         self._latency_ns = latency_ns if callable(latency_ns) else lambda: latency_ns
         unlimited = self._sender is None and self._receiver is None
-        # The time that a message takes, if this is the same for all messages. Then no message can overtake another.
+        # The time that every message takes; None if it varies. With a constant time, no message overtakes another.
         self._steady_ns = None if callable(latency_ns) or not unlimited else latency_ns
         # Time at which the first byte of the most recent message arrives.
         self._last_ns = 0
@@ -133,7 +133,7 @@ class Connection:
         self._waiting: list[_Transfer] = []
 
     def send(self, size_bytes: int, arrive: Callable[..., None], *arguments: object) -> None:
-        """Send a message of `size_bytes` bytes, and call `arrive(*arguments)` when all of it has arrived."""
+        """Send a message of `size_bytes` bytes, and call `arrive(*arguments)` when the whole message has arrived."""
         kernel = self._kernel
         if self._steady_ns is not None:
             kernel.after(self._steady_ns, arrive, *arguments)
@@ -152,7 +152,7 @@ class Connection:
         kernel.at(first_ns, self._enter, transfer, size_bytes)
 
     def _left(self, transfer: _Transfer, latency_ns: int) -> None:
-        """Handle the departure of the last byte from the sender. The last byte arrives after the latency."""
+        """Handle the departure of the last byte from the sender. This byte arrives after the connection's latency."""
         self._kernel.after(latency_ns, self._passed, transfer)
 
     def _enter(self, transfer: _Transfer, size_bytes: int) -> None:
@@ -178,4 +178,4 @@ class _Transfer:
     def __init__(self, arrive: Callable[..., None], arguments: tuple[object, ...]) -> None:
         self.arrive = arrive
         self.arguments = arguments
-        self.parts = 1  # number of ends that have not transferred all bytes yet
+        self.parts = 1  # number of steps (`_left`, `_enter`) that are not complete

@@ -33,7 +33,7 @@ __all__ = [
 Sample = Callable[[int, float], float]
 """A function that returns a duration in seconds.
 
-Its arguments are the number of the iteration or message, from 0, and the virtual time in seconds at which it begins.
+The arguments are the number of the iteration or message, from 0, and the virtual time at which it begins, in seconds.
 """
 
 
@@ -106,7 +106,7 @@ class LogNormal(Spec, frozen=True, kw_only=True, tag="log-normal"):
 
     Attributes:
         median: median duration, in seconds.
-        sigma: standard deviation of the logarithm: 0.1 means little jitter, 1 means a lot.
+        sigma: standard deviation of the natural logarithm of a duration. 0.1 means little variation, 1 means a lot.
     """
 
     median: float
@@ -154,7 +154,7 @@ class Pareto(Spec, frozen=True, kw_only=True, tag="pareto"):
 
 
 class Recorded(Spec, frozen=True, kw_only=True, tag="recorded"):
-    """A list of recorded durations. After the last duration, the list starts again from the beginning.
+    """A list of recorded durations. When the list is exhausted, it starts again from the beginning.
 
     Attributes:
         seconds: the recorded durations, in seconds.
@@ -177,11 +177,11 @@ class Recorded(Spec, frozen=True, kw_only=True, tag="recorded"):
 
 
 class Drifting(Spec, frozen=True, kw_only=True, tag="drifting"):
-    """A distribution whose durations change linearly with virtual time.
+    """A distribution that drifts: until virtual time `over`, its durations change linearly with virtual time.
 
     Attributes:
         base: distribution at the beginning.
-        factor: factor by which the durations are multiplied from the end of the drift onwards.
+        factor: factor by which the durations are multiplied after the end of the drift.
         over: length of the drift, in seconds of virtual time.
     """
 
@@ -205,7 +205,7 @@ class Drifting(Spec, frozen=True, kw_only=True, tag="drifting"):
 
 
 class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
-    """A distribution with slow phases. Each period has one slow phase, at a random time in the period.
+    """A distribution with slow phases: one in each period of `every` seconds, at a random time in the period.
 
     If an iteration or a message begins in a slow phase, its whole duration is multiplied by `factor`.
 
@@ -213,7 +213,7 @@ class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
         base: distribution outside the slow phases.
         factor: factor by which the durations are multiplied in the slow phases.
         lasting: length of a slow phase, in seconds.
-        every: length of the period, in seconds.
+        every: length of each period, in seconds.
     """
 
     base: Times

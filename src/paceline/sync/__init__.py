@@ -1,8 +1,8 @@
-"""Synchronization models: they decide which workers may continue and which must wait.
+"""Synchronization models, which decide whether workers may continue or must wait.
 
-Each model is in a file of its own. It receives events and returns actions, which depend only on these events. No
-module here reads a clock, the environment or a global random source. `parse` reads the notation of the command line,
-`name:key=value,key=value`. `MODELS` maps names to registered models.
+Each model has its own module. A model receives events and returns actions that depend only on these events. No
+module here reads a clock, the environment or a global random source. `parse` reads the notation that is used on the
+command line, `name:key=value,key=value`. `MODELS` maps names to registered models.
 
 >>> parse("ssp:staleness=4")
 SSP(staleness=4)
@@ -50,7 +50,7 @@ __all__ = [
     "register",
 ]
 
-# `Conditions` is public here, but it is defined in `plugins`, because it imports functions by name.
+# `Conditions` is exported here but defined in `plugins`, because this class imports the user's functions by name.
 from ..plugins.conditions import Conditions
 
 for _model in (

@@ -40,33 +40,33 @@ class ApplyPush(Action, frozen=True, tag=True):
 
 
 class HoldPush(Action, frozen=True, tag=True):
-    """Keep this push until a later `ApplyMean` names it."""
+    """Keep this push until a later `ApplyMean` lists it."""
 
     worker: int
     iteration: int
 
 
 class ApplyMean(Action, frozen=True, tag=True):
-    """Take one optimizer step with the mean of these held pushes, summed in the order given.
+    """Take one optimizer step with the mean of these held pushes, which are summed in the order given.
 
-    `pushes` are (worker, iteration) pairs in worker order, so that the sum is bit-identical everywhere.
+    `pushes` contains (worker, iteration) pairs sorted by worker, so the sum does not depend on the order of arrival.
     """
 
     pushes: tuple[tuple[int, int], ...]
 
 
 class DropPush(Action, frozen=True, tag=True):
-    """Discard this push. The push still counts as progress."""
+    """Discard this push. The push still counts toward the worker's progress."""
 
     worker: int
     iteration: int
 
 
 class AnswerPull(Action, frozen=True, tag=True, repr_omit_defaults=True):
-    """Send the current weights to this worker, whose pull followed its push of `iteration`.
+    """Answer the pull that followed this worker's push of `iteration`: send the worker the current weights.
 
-    `v_train` is set if the worker's push came too late for its round. It is the round from which the worker should
-    continue. If several shards send such a round, the worker uses the latest and reports it with its next push.
+    If the worker's next push would come too late for its round, `v_train` is the round from which the worker should
+    continue. If several shards set `v_train`, the worker uses the largest value and reports it with its next push.
     """
 
     worker: int
@@ -75,14 +75,14 @@ class AnswerPull(Action, frozen=True, tag=True, repr_omit_defaults=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The position of the next barrier, given as an iteration of each member, never as a time.
+    """The position of the next barrier, defined by one iteration for each member rather than by a time.
 
     Attributes:
         superstep: number of the superstep, counted from 0.
         stops: a pair (worker, iteration) for each member. The member stops with its first push of that iteration or a
             later one.
-        wait_s: the predicted d_Z, in seconds: the time between the first and the last arrival at the barrier.
-        barrier_s: the predicted time of the last arrival, in seconds, on the same clock as `now_s` of the events.
+        wait_s: the predicted time between the first and the last arrival at the barrier (d_Z), in seconds.
+        barrier_s: the predicted time of the last arrival at the barrier, in seconds on the host's clock.
     """
 
     superstep: int
@@ -103,9 +103,9 @@ class PublishPlan(Action, frozen=True, tag=True):
 
 
 class RestartWorker(Action, frozen=True, tag=True):
-    """Tell this worker to abort its computation of `iteration`, pull, and compute it again.
+    """Tell this worker to abort its computation of `iteration`, pull, and compute the iteration again.
 
-    The order has no effect if the worker has already pushed the iteration.
+    This action has no effect if the worker has already pushed the iteration.
     """
 
     worker: int
@@ -127,12 +127,12 @@ class PublishChange(Action, frozen=True, tag=True):
 
 
 class ReportFault(Action, frozen=True, tag=True):
-    """Report to the user that one of their conditions has failed, and which model replaces it.
+    """Tell the user that one of their conditions has failed, and which model replaces the failed model.
 
     Attributes:
-        reason: what was wrong, in one sentence.
-        traceback: traceback of the condition; "" if it returned an invalid value instead of raising an exception.
-        sync: the model in force from now on.
+        reason: what went wrong, in one sentence.
+        traceback: traceback of the exception in the condition; "" if the condition returned an invalid value.
+        sync: the model that the shard uses from now on.
     """
 
     reason: str
@@ -152,4 +152,4 @@ AnyAction = (
     | RestartWorker
     | PublishChange
 )
-"""Any action. A trace holds actions of these types only."""
+"""Any action. Traces contain only actions of these types."""

@@ -1,9 +1,9 @@
 """Exponential, logarithm and normal quantile, computed only with + - * / and the square root.
 
-The results of the C library's functions differ in the last bit between machines. The functions in this module return
-the same results on every machine, because IEEE 754 defines the rounding of every operation that they use. Therefore
-simulations that use them are also bit-identical on every machine. Errors are at most a few units in the last place
-(`normal_quantile`: relative error 1.2e-9).
+The results of the C library's functions can differ in the last bit between machines. The functions in this module
+return the same results on every machine, because IEEE 754 defines the rounding of every operation that they use.
+Therefore simulations that use these functions also give bit-identical results on every machine. The errors of `exp`
+and `log` are at most a few units in the last place; the relative error of `normal_quantile` is at most 1.2e-9.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import math
 
 __all__ = ["exp", "log", "normal_quantile"]
 
-LN2_HIGH = 0.693147180369123816490  # the leading 32 bits of ln 2: its product with a small integer is exact
+LN2_HIGH = (
+    0.693147180369123816490  # the leading 32 bits of ln 2, so that its product with a small integer is exact
+)
 LN2_LOW = 1.90821492927058770002e-10  # ln 2 - LN2_HIGH
 SQRT_HALF = 0.7071067811865476
-MOST, LEAST = 709.0, -745.0  # beyond these, e^x overflows or underflows
-TERMS = 17  # number of terms in each series: further terms do not change the result
+MOST, LEAST = 709.0, -745.0  # `exp` returns infinity above MOST and 0 below LEAST
+TERMS = 17  # number of terms in each series; more terms would not change the result
 
 # Acklam's rational approximation (2003), with separate coefficients for the tails and for the middle.
 TAIL = 0.02425
@@ -54,7 +56,7 @@ MIDDLE_UNDER = (
 
 
 def exp(x: float) -> float:
-    """Return e^x: infinity if the result overflows, 0 if it underflows.
+    """Return e^x, but infinity for `x` > 709 and 0 for `x` < -745.
 
     >>> round(exp(1.0), 12)
     2.718281828459
@@ -72,7 +74,7 @@ def exp(x: float) -> float:
 
 
 def log(x: float) -> float:
-    """Return the natural logarithm of `x`, a number > 0.
+    """Return the natural logarithm of `x`, for `x` > 0.
 
     >>> round(log(10.0), 12)
     2.302585092994
@@ -89,7 +91,7 @@ def log(x: float) -> float:
 
 
 def normal_quantile(p: float) -> float:
-    """Return the x such that a standard normal variable is below x with probability `p`, where 0 < p < 1.
+    """Return the x for which P(X < x) = `p`, where X is a standard normal variable and 0 < `p` < 1.
 
     >>> round(normal_quantile(0.975), 6)
     1.959964

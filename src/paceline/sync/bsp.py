@@ -3,9 +3,9 @@
 Reference: Gerbessiotis and Valiant, "Direct bulk-synchronous parallel algorithms", 1994; FluentPS, Table III, row
 BSP; ElasticBSP, section 1.
 Admission: A pull is answered if and only if progress < V_train, that is, c_p = min c.
-State: The pushes of the current round, and the pulls that wait for it.
-Guarantee: Every gradient is computed on the newest weights (staleness 0), so training is equivalent to one process
-that trains on the joint batch. The run makes progress as long as every live worker pushes, finishes or is lost.
+State: The pushes of the current round, and the pulls that wait for the end of the round.
+Guarantee: Every gradient is computed on the newest weights (staleness 0), so training is equivalent to training in
+one process on the joint batch. The run makes progress as long as every live worker pushes, finishes or is lost.
 Use: When workers are equally fast, and whenever the result must equal the result of a single process.
 Deviations: None. The mean of a round's gradients is applied as one optimizer step.
 

@@ -1,8 +1,8 @@
-"""Counts: c_p, the number of iterations that each live worker p has pushed, with its minimum and maximum.
+"""Keeps c_p, the number of iterations that each live worker p has pushed, and the minimum and maximum of c_p.
 
-Only legal events reach a model (see `paceline.core.order`), so nothing is checked here. Joins and pushes take
-amortized constant time, regardless of the number of workers: this module stores how many workers have each value of
-c_p, and the minimum moves up past values that no worker has.
+Only legal events reach a model (see `paceline.core.order`), so this module does not check them. Joins and pushes take
+amortized constant time, regardless of the number of workers, because this module stores the number of workers for
+each value of c_p. If no worker is left at the minimum, the minimum moves up to the next value that a worker has.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ __all__ = ["Counts"]
 
 
 class Counts:
-    """The progress of the live workers.
+    """Tracks the progress of the live workers.
 
     Attributes:
         count: live worker -> c_p, in order of joining.
-        slowest: min c over the live workers; unchanged while there are no live workers.
-        fastest: max c over the live workers; unchanged while there are no live workers.
-        furthest: the largest c that any worker has ever had.
+        slowest: smallest c_p of the live workers; unchanged while there are no live workers.
+        fastest: largest c_p of the live workers; unchanged while there are no live workers.
+        furthest: the largest c_p that any worker has ever had.
         joins: number of joins; a worker that leaves and joins again is counted twice.
     """
 
@@ -29,7 +29,7 @@ class Counts:
         self.fastest = 0
         self.furthest = 0
         self.joins = 0
-        self._at: dict[int, int] = {}  # c -> number of live workers with this count
+        self._at: dict[int, int] = {}  # value of c_p -> number of live workers with this value
 
     @property
     def live_count(self) -> int:
@@ -69,7 +69,7 @@ class Counts:
         return count
 
     def pushed(self, worker: int, progress: int | None = None) -> int:
-        """Count a push, and return the c_p from before this push.
+        """Count a push, and return the worker's c_p before the push.
 
         If `progress` is given, the push is for that round, and c_p becomes at least `progress` + 1.
         """
@@ -107,9 +107,9 @@ class Counts:
             del self._at[count]
 
     def _raise_slowest(self) -> None:
-        """Move `slowest` up to the next count in use.
+        """Increase `slowest` to the smallest c_p of the live workers.
 
-        This usually takes at most one step, and never more steps than there are distinct counts.
+        The loop usually takes at most one step, and never more steps than there are distinct counts.
         """
         for _ in self._at:
             if self.slowest in self._at:

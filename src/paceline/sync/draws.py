@@ -1,9 +1,8 @@
-"""Random numbers computed from a key, such as (seed, worker, iteration), instead of being drawn from a generator.
+"""Random numbers that are computed from a key, such as (seed, worker, iteration), and need no generator.
 
-All shards compute the same number for the same key, so the number of shards does not change the decisions. A replay
-needs no generator state, and a refused event uses up no random number. The key is mixed by the finalizer of
-SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), applied to each part of the
-key in turn.
+All shards compute the same value for the same key, so the number of shards does not affect the decisions. A replay
+needs no generator state, and a rejected event does not change later numbers. The finalizer of SplitMix64 (Steele,
+Lea, Flood, "Fast splittable pseudorandom number generators", 2014) mixes the parts of the key one after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def uniform(*key: int) -> float:
 
 
 def uniforms(*key: int) -> Callable[[int], float]:
-    """Return a function that maps `last` to `uniform(*key, last)`, computed faster."""
+    """Return a faster equivalent of `lambda last: uniform(*key, last)`."""
     start = _state(key) + GOLDEN
 
     def draw(last: int) -> float:

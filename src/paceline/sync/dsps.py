@@ -1,17 +1,17 @@
-"""DSPS, the dynamic SSP of FluentPS's Table III: SSP with a staleness bound that adapts to the workers' speeds.
+"""DSPS, the dynamic SSP of FluentPS's Table III: SSP with a bound on the gap that adapts to the workers' speeds.
 
 Reference: FluentPS, Table III, row DSPS, after Fan et al. ("adaptive asynchronous parallelization", 2018). The paper
 of Fan et al. was not available, so the rule for s is this project's interpretation of the row.
 Admission: As in SSP(s), a pull is answered if and only if progress < V_train + s. Each time V_train advances, s is
-set to ceil(longest interval / shortest interval), clamped to [lower, upper]: the number of iterations that the
-fastest worker completes while the slowest completes one.
-State: The state of SSP, and for each worker the interval between its last two pushes.
+set to the number of iterations that the fastest worker completes while the slowest completes one, that is,
+ceil(longest interval / shortest interval), clamped to [lower, upper].
+State: The state of SSP, and the interval between each worker's last two pushes.
 Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker.
 The run makes progress as long as the slowest live worker does. With lower = upper, the model is SSP(lower).
 Use: When the ratio between the workers' speeds is not known in advance.
-Deviations: The rule for s is an interpretation (see the reference). s is `lower` until every live worker has pushed.
-With the soft barrier, a delayed pull waits for the next round to close, even if s has grown or shrunk in the
-meantime.
+Deviations: The rule for s is an interpretation (see Reference). At first, s is `lower`. It does not change while
+a live worker has yet to push. With the soft barrier, a delayed pull waits for the current round to close, even if s
+has grown or shrunk in the meantime.
 
 >>> DSPS(lower=1, upper=9).at_shard().staleness
 1
@@ -31,11 +31,11 @@ __all__ = ["DSPS"]
 
 
 class DSPS(ConditionModel, frozen=True, repr_omit_defaults=True):
-    """SSP with an adaptive staleness.
+    """SSP with an adaptive bound on the gap.
 
     Attributes:
-        lower: smallest staleness, an integer >= 0.
-        upper: largest staleness, an integer >= lower.
+        lower: smallest bound on the gap, in iterations: an integer >= 0.
+        upper: largest bound on the gap, in iterations: an integer >= lower.
     """
 
     name = "dsps"
@@ -53,7 +53,7 @@ class DSPS(ConditionModel, frozen=True, repr_omit_defaults=True):
 
 
 class AdaptiveMachine(ConditionMachine):
-    """The state machine of SSP, with a staleness that changes over time.
+    """The state machine of SSP, with a bound on the gap that changes over time.
 
     Attributes:
         staleness: the current value of s.
@@ -87,7 +87,7 @@ class AdaptiveMachine(ConditionMachine):
         return state.progress < state.v_train + self.staleness
 
     def _adapt(self) -> None:
-        """Update the staleness. This scans all workers, so it is done once per round and not once per push."""
+        """Update the bound on the gap once per round, not once per push, because the update scans all workers."""
         intervals_s = self._intervals.interval_s
         if intervals_s and len(intervals_s) == self.counts.live_count and min(intervals_s.values()) > 0:
             ratio = max(intervals_s.values()) / min(intervals_s.values())

@@ -1,24 +1,23 @@
-"""DSSP, dynamic stale synchronous parallel: the fastest worker may run a few more iterations ahead if that is
+"""DSSP, dynamic stale synchronous parallel: the fastest worker may run a few extra iterations if this is
 predicted to shorten its wait.
 
 Reference: Zhao, An, Liu and Chen, "Dynamic stale synchronous parallel distributed training for deep learning", ICDCS
 2019; ElasticBSP, section 7 and Fig. 14.
-Admission: A pull is answered if the gap c_p - min c is at most `lower`. Otherwise, if the worker has extra
-iterations left, it uses up one of them and the pull is answered. Otherwise, if the worker is the fastest and no
-extra iterations were granted to it since its gap was last at most `lower`, it is granted r extra iterations and, if
-r > 0, uses up the first one immediately. Here, r is the number in [0, upper - lower] for which the predicted wait
-for the slowest worker's next push is shortest, or the smallest such number if there are several. In all other cases,
-the pull is delayed until the gap is at most `lower`. The prediction is as follows. Let t be the time of a worker's
-last push and I its last interval between pushes. The fastest worker p finishes r more iterations at t_p + r I_p, and
-the slowest worker q pushes at t_q + k I_q for k = 1, 2, ... The wait is the smallest value of t_q + k I_q - (t_p + r
-I_p) that is >= 0.
-State: The state of SSP, and each worker's last interval and number of remaining extra iterations.
+Admission: A pull is answered if the gap c_p - min c is at most `lower`. Otherwise, if the worker has extra iterations
+left, it uses up one of them and the pull is answered. Otherwise, if the worker is the fastest and no extra iterations
+have been granted to it since its gap was last at most `lower`, it is granted r extra iterations and, if r > 0, uses
+up the first one immediately. Here, r is the integer in [0, upper - lower] for which the predicted wait for the
+slowest worker's next push is shortest, or the smallest such number if there are several. In all other cases, the pull
+is delayed until the gap is at most `lower`. For the prediction, let t be the time of a worker's last push and I its
+last interval between pushes. The fastest worker p finishes r more iterations at t_p + r I_p, and the slowest worker q
+pushes at t_q + k I_q for k = 1, 2, ... The wait is the smallest value of t_q + k I_q - (t_p + r I_p) that is >= 0.
+State: The state of SSP. For each worker, its last interval between pushes and how many extra iterations it has left.
 Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker.
 The run makes progress as long as the slowest live worker does. DSSP(s, s) is SSP(s).
-Use: When speeds change and no single staleness fits: the lead of a worker varies between `lower` and `upper`,
-depending on what shortens its wait.
+Use: When the workers' speeds change and no single bound on the gap fits. The allowed gap of a worker varies between
+`lower` and `upper`, depending on which gap is predicted to give the shortest wait.
 Deviations: The paper's controller predicts the slowest worker's next `upper` pushes; this implementation predicts as
-many as it needs.
+many pushes as it needs.
 
 >>> DSSP(lower=3, upper=15)
 DSSP()
@@ -43,8 +42,8 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
     """Dynamic SSP.
 
     Attributes:
-        lower: staleness beyond which a worker without extra iterations waits; an integer >= 0.
-        upper: largest lead over the slowest worker at which a worker may start an iteration; an integer >= lower.
+        lower: largest gap, in iterations, at which a worker needs no extra iterations; an integer >= 0.
+        upper: largest gap, in iterations, at which a worker may start an iteration; an integer >= lower.
     """
 
     name = "dssp"
@@ -57,7 +56,7 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
         require_order(self.name, "lower", self.lower, "upper", self.upper)
 
     def require_runnable(self, workers: int) -> None:
-        # For each grant, the server tries every number of extra iterations, and handles no pushes meanwhile.
+        # The range is limited, because the server processes no pushes while it tries every r in [0, upper - lower].
         require_within(self.name, "upper", self.upper, 0, self.lower + MOST_TO_SPEND)
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> SpendingMachine:
@@ -65,10 +64,10 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
 
 
 class SpendingMachine(ConditionMachine):
-    """The state machine of SSP(lower), with extra iterations that a worker may use up beyond `lower`."""
+    """The state machine of SSP(lower), with extra iterations that let a worker exceed `lower`."""
 
     def __init__(self, model: DSSP) -> None:
-        # A delayed pull waits for the round whose end brings its gap down to `lower`.
+        # A delayed pull waits for the round whose end reduces the worker's gap to `lower`.
         super().__init__(
             self._answers, execution=lambda progress, v_train: max(v_train, progress - model.lower)
         )
@@ -91,8 +90,8 @@ class SpendingMachine(ConditionMachine):
         return super().take_over(handover, now_s)
 
     def _answers(self, state: PullState) -> bool:
-        # The gap is counted from V_train. V_train is min c, unless a worker has joined behind it, and no worker waits
-        # for such a worker.
+        # The gap is measured from V_train, which equals min c unless a worker has joined with a smaller c_p. No other
+        # worker waits for that worker.
         worker, gap = state.worker, state.progress + 1 - state.v_train
         if gap <= self._model.lower:
             self._left.pop(worker, None)
@@ -102,7 +101,7 @@ class SpendingMachine(ConditionMachine):
         if self._left.get(worker, 0) > 0 and gap <= self._model.upper:
             self._left[worker] -= 1
             return True
-        # The worker waits until its gap is `lower`. It may get a new grant when its gap exceeds `lower` again.
+        # The worker waits until its gap is `lower`. It may get a new grant when the gap exceeds `lower` again.
         self._left.pop(worker, None)
         return False
 
@@ -113,7 +112,7 @@ class SpendingMachine(ConditionMachine):
         """
         last_s, interval_s = self._intervals.last_s, self._intervals.interval_s
         slowest = [w for w, count in self.counts.count.items() if count == self.counts.slowest]
-        q = max(slowest, key=lambda w: (interval_s.get(w, math.inf), -w))  # the one with the longest interval
+        q = max(slowest, key=lambda w: (interval_s.get(w, math.inf), -w))  # the longest interval
         if q not in interval_s:  # q has not pushed yet, so nothing can be predicted
             return 0
         return iterations_to_spend(
@@ -126,9 +125,9 @@ class SpendingMachine(ConditionMachine):
 
 
 def iterations_to_spend(t_p: float, i_p: float, t_q: float, i_q: float, most: int) -> int:
-    """Return the r in [0, most] with the shortest predicted wait for the slowest worker's next push.
+    """Return the r in [0, most] for which the predicted wait for the slowest worker's next push is shortest.
 
-    If several r have the same predicted wait, return the smallest.
+    If several r are equally good, return the smallest. The module docstring explains t_p, I_p, t_q and I_q.
 
     >>> iterations_to_spend(t_p=4.0, i_p=1.0, t_q=3.0, i_q=3.0, most=5)  # the slowest pushes at 6, 9, ...
     2

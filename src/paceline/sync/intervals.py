@@ -1,4 +1,4 @@
-"""The time between successive pushes of each worker, for models that depend on the workers' speeds."""
+"""Tracks the time between each worker's successive pushes, for models that depend on the workers' speeds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["Intervals"]
 
 
 class Intervals:
-    """The last push and the last interval of each live worker.
+    """For each live worker, the time of its last push and the interval between its last two pushes.
 
     Attributes:
-        last_s: worker -> time of its last push, or the time at which it joined if it has not pushed yet.
-        interval_s: worker -> time between its last two pushes, or between its join and its only push.
+        last_s: worker -> time of the worker's last push, or of its join if the worker has not pushed yet.
+        interval_s: worker -> time between the worker's last two pushes, or between its join and its only push.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Intervals:
         self.interval_s: dict[int, float] = {}
 
     def note(self, event: AnyEvent) -> None:
-        """Update the times with an event that the model has accepted."""
+        """Update the times after the model has accepted an event."""
         match event:
             case PushReceived():
                 self.interval_s[event.worker] = event.now_s - self.last_s[event.worker]

@@ -5,9 +5,9 @@ Admission: Let k = progress - V_train. A pull with k >= s (that is, c_p - min c 
 every other pull is answered. In constant PSSP, P is a constant c. In dynamic PSSP, P(s, k) = a / (1 + e^(s - k)),
 clamped to [0, 1], where a is a constant or the significance |g| / |w| of the push that preceded the pull.
 State: c_p, the delayed pulls of each round, and the significance of each worker's last push.
-Guarantee: With P = 0, the model is ASP; with P = 1, it is SSP(s). In between, staleness is bounded in expectation
-only: if the slowest worker stops, another worker is first delayed at a k whose mean is s + 1/c - 1 in constant PSSP
-(Theorem 1). The run makes progress as long as the slowest live worker does.
+Guarantee: With P = 0, the model is ASP; with P = 1, it is SSP(s). For 0 < P < 1, only the expected staleness is
+bounded. If the slowest worker stops, the value of k at which constant PSSP first delays another worker is random,
+with mean s + 1/c - 1 (Theorem 1). The run makes progress as long as the slowest live worker does.
 Use: When SSP makes too many workers wait at the same time: PSSP delays fewer pulls for the same expected staleness.
 Deviations: The random draw is keyed by (seed, worker, iteration), so that all shards agree. With
 `draws="per-shard"`, each shard draws independently, as in the paper. The regret bounds of the paper are not covered
@@ -42,7 +42,7 @@ class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
     """Constant PSSP.
 
     Attributes:
-        staleness: s, in iterations; an integer >= 0.
+        staleness: s, the bound on the gap, in iterations; an integer >= 0.
         probability: P, from 0 to 1: the probability that the pull of a worker that is too far ahead is delayed.
         draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws.
     """
@@ -65,10 +65,10 @@ class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
 
 
 class DynamicPSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
-    """Dynamic PSSP: the further a worker is ahead, the more likely it has to wait.
+    """Dynamic PSSP: the further a worker is ahead, the more likely its pull is delayed.
 
     Attributes:
-        staleness: s, in iterations; an integer >= 0.
+        staleness: s, the bound on the gap, in iterations; an integer >= 0.
         alpha: the factor a in P(s, k): a number >= 0, or "significance" to use |g| / |w|.
         draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws.
     """

@@ -3,10 +3,10 @@
 Reference: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", 2013;
 FluentPS, Table III, row SSP.
 Admission: A pull is answered if and only if progress < V_train + s, that is, c_p - min c <= s.
-State: c_p, and the delayed pulls, grouped by the round in which they were delayed.
+State: c_p, and the delayed pulls, grouped by the round for which they wait.
 Guarantee: No worker starts an iteration while it is more than s iterations ahead of the slowest live worker. A
-worker that waits has pushed s + 1 more iterations than the slowest. With s = 0, workers wait where BSP waits; with s
-= inf, they never wait. The run makes progress as long as the slowest live worker does.
+worker that waits has pushed s + 1 more iterations than the slowest worker. With s = 0, workers wait where BSP waits;
+with s = inf, they never wait. The run makes progress as long as the slowest live worker does.
 Use: When most workers are equally fast and some are occasionally late: staleness is bounded, and waits are short.
 Deviations: None.
 
@@ -34,7 +34,7 @@ class SSP(ConditionModel, frozen=True, repr_omit_defaults=True):
     """Stale synchronous parallel.
 
     Attributes:
-        staleness: s, the largest allowed lead over the slowest worker, in iterations: an integer >= 0 or `math.inf`.
+        staleness: s, the largest allowed gap to the slowest worker, in iterations: an integer >= 0 or `math.inf`.
     """
 
     name = "ssp"

@@ -1,11 +1,11 @@
-"""Tests for sync models, including your own.
+"""Tools for testing sync models, including your own.
 
-There are four kinds of tests. `check` runs the first three; each can also be used separately:
+There are four kinds of tests. `check` runs the first three, which you can also use separately:
 
-- `PROMISES` and `CheckedShard` test with random events that a model keeps the promises that every model must keep;
+- `PROMISES` and `CheckedShard` send random events to a model, and check the promises that every model must keep;
 - an `Oracle` specifies in plain functions what a model should do, and the model is compared with these functions;
-- `explore`, `SmallJob` and `Admission` search all interleavings of small jobs;
-- `play` executes scripted tests.
+- `explore`, `SmallJob` and `Admission` search all interleavings of small jobs for failures;
+- `play` runs a script of events and shows how a model responds.
 """
 
 from __future__ import annotations

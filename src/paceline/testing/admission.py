@@ -1,7 +1,7 @@
-"""Which workers must wait at a shard, by the admission rule of each sync model.
+"""The admission rule of each sync model, which determines the workers that must wait at a shard.
 
-The rules are written from the models' descriptions. They use only the events that a shard has received and the pulls
-that it has answered, never the state of a state machine, so they detect a state machine that counts incorrectly.
+The rules follow the models' descriptions. They depend only on the events that a shard has received and the pulls that
+it has answered, never on the state of a state machine. They therefore detect state machines that count incorrectly.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ __all__ = [
 
 
 class WorkerView(NamedTuple):
-    """What one shard has received from one worker.
+    """A summary of what one shard has received from one worker.
 
     Attributes:
-        state: "unknown" before the worker joins, "live" while it takes part, "passed" if its last push under the old
-            model has arrived while a change is in progress, "left" after it has finished or was lost.
-        pushed: c_p under the model in force.
+        state: "unknown" before the worker joins, "live" while it takes part, "passed" if a change of the model is in
+            progress and the worker's last push under the old model has arrived, "left" if it finished or was lost.
+        pushed: c_p, the number of iterations that the worker has pushed under the model in force.
         asks: True if the worker's last pull has not been answered.
-        deferred: True if no timer has fired since the worker's last pull.
-        stop: the barrier flag of the worker's last push.
-        last_stop: the latest superstep that does not wait for the worker, because the worker has stopped for it or is
-            not a member.
+        deferred: True if the worker's last pull has not been answered and the worker's timer has not fired since.
+        stop: the barrier flag of the worker's last push; None if the push had no flag.
+        last_stop: the latest superstep whose barrier does not wait for the worker, because the worker has stopped for
+            this superstep or is not a member of it.
     """
 
     state: Literal["unknown", "live", "passed", "left"] = "unknown"
@@ -62,15 +62,15 @@ class WorkerView(NamedTuple):
 
 
 class ShardView(NamedTuple):
-    """What one shard has received.
+    """A summary of what one shard has received.
 
     Attributes:
         sync: the model in force.
-        worked: the previous model, to which the shard falls back if a user's condition fails.
-        workers: what the shard has received from each worker.
-        round: V_train.
-        change: the change in progress.
-        changed: the number of the last completed change.
+        worked: the previous model, to which the shard returns if a user's condition fails.
+        workers: a summary of what the shard has received from each worker.
+        round: V_train, the number of complete rounds.
+        change: the change of the model that is in progress; None if there is none.
+        changed: the number of the last completed change of the model.
     """
 
     sync: SyncModel
@@ -82,15 +82,15 @@ class ShardView(NamedTuple):
 
 
 Workers = Callable[[ShardView], set[int]]
-"""A function that selects workers by what their shard has received."""
+"""A function that selects workers, given what their shard has received."""
 
 
 class Admission(NamedTuple):
     """The rule that determines which workers wait at a shard.
 
     Attributes:
-        must: returns the workers that must wait.
-        may: returns the other workers that may wait.
+        must: function that returns the workers that must wait.
+        may: function that returns the workers that are allowed to wait; it need not include workers that must wait.
         quorum: number of pushes that close a round; None if all workers must push. This determines
             `ShardView.round`.
     """
@@ -106,9 +106,9 @@ def none_of_them(shard: ShardView) -> set[int]:
 
 
 def beyond(gap: float) -> Workers:
-    """Return a function for the workers with an unanswered pull and c_p - V_train > gap.
+    """Return a function that selects the workers with an unanswered pull and c_p - V_train > gap.
 
-    V_train is min c, unless a worker that has joined late is behind V_train.
+    V_train equals the smallest c_p, unless a worker that joined late is behind V_train.
     """
 
     def workers(shard: ShardView) -> set[int]:
@@ -118,27 +118,27 @@ def beyond(gap: float) -> Workers:
 
 
 def more_ahead_than(staleness: float) -> Admission:
-    """Return the rule of SSP: a worker waits if c_p - V_train > s."""
+    """Return the rule of SSP: a worker waits if and only if c_p - V_train > staleness."""
     return Admission(beyond(staleness), beyond(staleness))
 
 
 def within(must: float, may: float) -> Admission:
-    """Return a rule: workers with a gap above `must` must wait, and workers with a gap above `may` may wait."""
+    """Return a rule: workers with a gap above `must` must wait, and other workers with a gap above `may` may wait."""
     return Admission(beyond(must), beyond(may))
 
 
 def round_open(shard: ShardView) -> set[int]:
-    """Return the workers whose round has not closed."""
+    """Return the workers that wait for their round to close."""
     return {w for w, view in enumerate(shard.workers) if view.asks and view.pushed > shard.round}
 
 
 def timer_runs(shard: ShardView) -> set[int]:
-    """Return the workers whose pull is deferred by a timer."""
+    """Return the workers that wait for a timer to fire."""
     return {w for w, view in enumerate(shard.workers) if view.asks and view.deferred}
 
 
 def superstep_open(shard: ShardView) -> set[int]:
-    """Return the workers that have stopped for a superstep for which a live member has not stopped yet."""
+    """Return the workers that have stopped for a superstep and wait for another live member to stop for it."""
     return {
         w
         for w, view in enumerate(shard.workers)
@@ -160,14 +160,14 @@ NEVER = Admission(none_of_them, none_of_them)
 """No worker waits."""
 
 UNKNOWN = Admission(none_of_them, any_of_them)
-"""Any worker may wait. This is the rule for unknown models."""
+"""Any worker may wait. This is the rule for models that this module does not know."""
 
 STOPPED = Admission(superstep_open, superstep_open)
-"""Workers wait at the barrier of their superstep."""
+"""A worker waits at the barrier of its superstep until all live members have stopped for the superstep."""
 
 
 def admission(sync: SyncModel) -> Admission:
-    """Return the rule of a model. Conditions are assumed to answer a pull if the gap is at most 1."""
+    """Return the admission rule of a model. `Conditions` are assumed to answer a pull if the gap is at most 1."""
     match sync:
         case BSP():
             return more_ahead_than(0)
@@ -191,7 +191,8 @@ def admission(sync: SyncModel) -> Admission:
             return STOPPED
         case SpecSync():
             return admission(sync.base)
-        case Conditions():  # the gap is relative to min c, which is below V_train after a worker has joined late
+        case Conditions():
+            # Conditions measure the gap from the smallest c_p, which can be below V_train after a late join.
             return Admission(beyond(1), beyond(0))
         case _:
             return UNKNOWN

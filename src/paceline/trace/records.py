@@ -20,7 +20,7 @@ class IterationRecord(msgspec.Struct, frozen=True):
         pushed_s: time at which the push began.
         answered_s: time at which the new weights of all shards had arrived.
         loss: the loss that the script's closure returned; None if the closure returned no loss.
-        superstep: number of the superstep if the push was the last one before the superstep's barrier, else None.
+        superstep: number of the superstep if the push was the worker's last one of that superstep, else None.
         change: number of the sync model change if the push was the worker's last one before the change, else None.
         dropped_s: time at which the computation was aborted in order to be restarted; None if it was not aborted.
         restarted_s: time at which the computation was restarted; None if it was not restarted.
@@ -39,7 +39,7 @@ class IterationRecord(msgspec.Struct, frozen=True):
 
     @property
     def wasted_s(self) -> float:
-        """Time spent on an aborted computation and on the pull after it, in seconds; 0 if none was aborted."""
+        """Time in seconds spent on an aborted computation and the pull after it; 0 if no computation was aborted."""
         return 0.0 if self.restarted_s is None else self.restarted_s - self.begun_s
 
 

@@ -1,6 +1,6 @@
 """Replays a trace: passes the recorded events to a new core, which must return the recorded actions.
 
-The cores are the ones used in live runs. Their decisions depend only on their events, so a replay is exact.
+Live runs use the same cores. The decisions of a core depend only on its events, so a replay is exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Replay:
         header: header of the trace.
 
     Raises:
-        ConfigurationError: the sync model is unknown. If you wrote the model, import its module first.
+        ConfigurationError: the sync model is unknown. If the model is defined in your own module, import it first.
     """
 
     def __init__(self, header: Header) -> None:
@@ -50,7 +50,7 @@ class Replay:
 
 
 def replay(trace: Trace) -> list[str]:
-    """Replay a trace and return a description of each difference; [] if all actions are identical."""
+    """Replay a trace and return a description of each difference; [] if all actions and refusals are identical."""
     host = Replay(trace.header)
     differences = []
     for number, recorded in enumerate(trace.entries):

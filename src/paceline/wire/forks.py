@@ -1,11 +1,12 @@
 """Closes inherited file descriptors in forked child processes.
 
 A script may fork, for example by using a `DataLoader` with workers. The child inherits every file descriptor, and a
-connection stays open while any process holds its descriptor. So if a worker was killed, its loss would be noticed
-only after all of its children had ended. Therefore each object that owns descriptors registers itself here, and a
-forked child closes these descriptors before it runs any code of the script. (A program that is started with `exec`
-inherits no descriptors, since Python's descriptors are close-on-exec. Shared memory stays mapped in a child, because
-the script may read the model's weights there.)
+connection stays open while any process holds its descriptor. Without this module, the connections of a killed worker
+would stay open until all of its children had exited. Therefore, each object that owns descriptors registers itself
+here, and a forked child closes these descriptors before it runs any code of the script. Shared memory stays mapped in
+the child, because the script may read the model's weights there.
+
+A program that is started with `exec` inherits no descriptors, because Python's descriptors are close-on-exec.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Owner(Protocol):
     """An object that owns file descriptors."""
 
     def close_in_fork(self) -> None:
-        """Close the descriptors in this process, a forked child, without sending anything."""
+        """Close the descriptors in a forked child, without sending anything."""
         ...
 
 

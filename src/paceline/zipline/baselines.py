@@ -1,8 +1,8 @@
-"""Baselines for ZipLine: barriers that are chosen without optimization.
+"""Baselines to compare ZipLine with: barriers that are chosen without optimization.
 
 Source: Zhao et al., ElasticBSP (2021), Fig. 4 (`bsp_d` and `rnd_d`). The paper does not say how its random barrier
-is drawn. We assume a uniform draw from the barriers that ZipLine considers, which are the end times at or after the
-latest of all workers' first end times. Each worker stops at its latest end time at or before the barrier.
+is drawn. We draw it uniformly from the barriers that ZipLine considers: all end times by which every worker has ended
+at least one iteration. Each worker stops at its latest end time at or before the barrier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["bsp_barrier", "random_barrier"]
 
 
 def bsp_barrier(times: ArrayLike) -> Solution:
-    """Return the barrier of BSP: every worker stops at the end of its next iteration (column 0).
+    """Return the solution of BSP: every worker stops at the end of its next iteration (column 0).
 
     `times` is an (n, R) array as for `solve`.
 
@@ -30,7 +30,7 @@ def bsp_barrier(times: ArrayLike) -> Solution:
 
 
 def random_barrier(times: ArrayLike, generator: np.random.Generator) -> Solution:
-    """Return a random barrier, drawn with `generator`. `times` is an (n, R) array as for `solve`.
+    """Return the solution for a random barrier, drawn with `generator`. `times` is an (n, R) array as for `solve`.
 
     >>> random_barrier([[2, 4, 6], [5, 10, 15]], np.random.default_rng(0)).barrier in (5.0, 6.0, 10.0, 15.0)
     True

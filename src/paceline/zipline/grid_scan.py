@@ -1,18 +1,20 @@
-"""GridScan and FullGridScan: heuristics that collect the end times nearest to the end times of one worker.
+"""GridScan and FullGridScan: heuristics that look for end times near the end times of one worker.
 
-For each end time e of a designated worker, the scan forms the set of e and the end time of every other worker that is
-nearest to e. It returns the narrowest of these sets. GridScan designates the worker with the earliest end time and
-evaluates R sets in O(R^2 n) time. FullGridScan designates each worker in turn and evaluates R n sets in O(R^2 n^2)
-time.
+For each end time e of a designated worker, the scan forms a set of e and, for every other worker, the end time
+nearest to e. The scan returns the narrowest of these sets. GridScan designates the worker with the earliest end time
+and evaluates R sets in O(R^2 n) time. FullGridScan designates each worker in turn and evaluates R n sets, which takes
+O(R^2 n^2) time.
 
-Neither scan is exact, because the end time nearest to e may be on the wrong side of e. Example: for the end times
-(5, 105), (15, 205), (0, 15), (7, 22) the best set is 5, 15, 15, 7 with a width of 10. Each of its elements has a
-nearer neighbor that is not in the set, and FullGridScan finds a set with a width of 15.
+Neither scan is exact: an end time of the narrowest set may be farther from e than another end time of the same worker
+on the other side of e. Example: for workers with the end times (5, 105), (15, 205), (0, 15) and (7, 22), the
+narrowest set is 5, 15, 15, 7 with a width of 10. For each element e of this set, some worker has an end time
+nearer to e than the one in the set. So FullGridScan never forms this set, and its result has a width of 15.
 
 Source: Zhao et al., ElasticBSP (2021), section 5.1, Algorithm 1. The paper does not say how ties are resolved. If
 several workers have the earliest end time, the first one is designated. If two end times are equally near to e, the
-earlier column is taken. If several sets are equally narrow, the first one is kept, in ascending order of workers and
-columns. Therefore, unlike the exact methods, the scans do not return the canonical choice (see `solution`).
+earlier column is taken. If several sets are equally narrow, the first one in the order of designated workers and
+their columns is kept. Therefore, unlike the exact methods, the scans do not return the canonical choice (see
+`solution`).
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ __all__ = ["full_grid_scan", "grid_scan"]
 
 
 def grid_scan(times: Floats) -> Solution:
-    """Run Algorithm 1 on an (n, R) matrix: the designated row is the one with the earliest end time."""
+    """Run Algorithm 1 on an (n, R) matrix. The row with the earliest end time is designated."""
     return _scan(times, [int(times[:, 0].argmin())])
 
 
 def full_grid_scan(times: Floats) -> Solution:
-    """Run Algorithm 1, except for line 4, on an (n, R) matrix: every row is designated in turn."""
+    """Run Algorithm 1 on an (n, R) matrix, but designate every row in turn, instead of the row chosen in line 4."""
     return _scan(times, range(len(times)))
 
 

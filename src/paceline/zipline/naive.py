@@ -1,11 +1,11 @@
-"""Naive search over all possible sets.
+"""Naive search of all possible sets of end times.
 
-The search forms all R^n sets with one end time of each worker and returns the narrowest. It serves as a reference in
-tests of the other methods and is too slow for any other use: ten workers with fifteen end times each have 6 * 10^11
+The search forms all R^n sets with one end time of each worker, and returns the narrowest set. It is a reference for
+tests of the other methods, and too slow for any other use: ten workers with fifteen end times each have 6 * 10^11
 sets.
 
-Source: Zhao et al., ElasticBSP (2021), section 5.1. Deviation: the sets are formed one after the other, so the search
-needs O(n) space instead of O(R^n).
+Source: Zhao et al., ElasticBSP (2021), section 5.1. Deviation from the paper: sets are formed one at a time, so the
+search needs O(n) space instead of O(R^n).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def naive(times: Floats) -> Solution:
     for picks in product(range(lookahead), repeat=n):
         z = [row[i] for row, i in zip(rows, picks, strict=True)]
         rank = max(z) - min(z), max(z)
-        # The sets are formed in lexicographic order of their columns, so `<=` keeps the latest columns among ties.
+        # The sets are formed in lexicographic order of their columns, so `<=` resolves ties in favor of later
+        # columns.
         if rank <= best:
             best, best_picks = rank, picks
     return Solution(*best, np.array(best_picks), lookahead**n)

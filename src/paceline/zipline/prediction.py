@@ -4,14 +4,14 @@ A predictor is any callable that takes the times of the workers' recent pushes a
 at most the last `memory` pushes of each worker, so callers need not store more. The pushes are passed as an (n, k)
 array. Each row is ascending, with the newest push last. The row of a worker that has pushed fewer than k times is
 padded with NaN at the front. Each worker needs at least two pushes: for a worker with fewer, `LastInterval` returns
-NaN, which `solve_periodic` rejects, and the other two raise ConfigurationError.
+NaN, which `solve_periodic` rejects, and the other predictors raise ConfigurationError.
 
-The paper uses only the last interval and relies on the next prediction to correct an error. If the workers' iteration
-times vary, the error of a single interval is multiplied by the number of predicted iterations. Two further predictors
-therefore use more intervals: the mean, which is best for symmetric jitter, and the median, which is not affected by a
-few stalls among the recent iterations.
+The paper uses only the last interval, and relies on the next prediction to correct errors. If the workers' iteration
+times vary, the error of a single interval is multiplied by the number of predicted iterations. Two more predictors
+therefore use several intervals: the mean, which is best for symmetric jitter, and the median, which is not affected
+by a few stalls among the recent iterations.
 
-Source: Zhao et al., ElasticBSP (2021), section 4 (`LastInterval`). The other two predictors are not from the paper.
+Source: Zhao et al., ElasticBSP (2021), section 4 (`LastInterval`). The other predictors are not from the paper.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Predictor(Protocol):
 
     @property
     def memory(self) -> int:
-        """The maximum number of recent pushes of a worker that the predictor uses."""
+        """The maximum number of recent pushes that the predictor uses for each worker."""
 
     def __call__(self, pushes: ArrayLike) -> tuple[Floats, Floats]:
-        """Return (last, interval), both of shape (n,), in the unit of `pushes`.
+        """Return each worker's last push and predicted interval, both of shape (n,), in the unit of `pushes`.
 
         `pushes` is an (n, k) array of push times with k >= 2.
         """
@@ -44,7 +44,7 @@ class Predictor(Protocol):
 
 @dataclass(frozen=True)
 class LastInterval:
-    """Predict that the next iterations take as long as the last one: g = t_k - t_(k-1).
+    """Predict that each of the next iterations takes as long as the last one: interval = t_k - t_(k-1).
 
     >>> LastInterval()([[0.0, 3.0, 5.0]])
     (array([5.]), array([2.]))
@@ -72,7 +72,7 @@ class _Windowed:
         return self.window + 1
 
     def _last_and_intervals(self, pushes: ArrayLike) -> tuple[Floats, Floats]:
-        """Return the last push of each worker, shape (n,), and its intervals, shape (n, m) with m <= window.
+        """Return each worker's last push, shape (n,), and recent intervals, shape (n, m) with m <= window.
 
         Rows of workers with fewer intervals are padded with NaN at the front.
         """
@@ -88,7 +88,7 @@ class _Windowed:
 
 @dataclass(frozen=True)
 class MeanInterval(_Windowed):
-    """Predict that the next iterations take as long as the average of the last `window` ones (a moving average).
+    """Predict that each of the next iterations takes the average time of the last `window` ones (a moving average).
 
     >>> MeanInterval(window=2)([[0.0, 3.0, 5.0]])
     (array([5.]), array([2.5]))
@@ -101,7 +101,7 @@ class MeanInterval(_Windowed):
 
 @dataclass(frozen=True)
 class MedianInterval(_Windowed):
-    """Predict that the next iterations take as long as the median of the last `window` ones.
+    """Predict that each of the next iterations takes the median time of the last `window` ones.
 
     >>> MedianInterval(window=3)([[0.0, 2.0, 30.0, 33.0]])
     (array([33.]), array([3.]))

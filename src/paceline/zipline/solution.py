@@ -1,8 +1,8 @@
 """The result of every method: one end time per worker.
 
 This module also defines the canonical choice: once the barrier is known, each worker stops at its latest end time at
-or before the barrier. An earlier end time would only widen the window, and the worker would wait although it could
-have run another iteration.
+or before the barrier. If the worker stopped earlier, the set Z would not become narrower, and the worker would wait
+although it could have run another iteration.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["Solution", "solution_at"]
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A set Z with one end time of each worker.
+    """The result of a solver: a set Z that contains one end time of each worker.
 
     Attributes:
         wait: d_Z = max(Z) - min(Z), the time that the first worker to arrive waits for the last, in the unit of the
             input.
         barrier: max(Z), the time of the barrier, in the unit of the input.
         picks: integer array of shape (n,) with the column of each worker: worker p stops at `times[p, picks[p]]`.
-        candidates: number of values d_Z that the method evaluated.
+        candidates: number of sets Z, barriers or windows that the method evaluated.
     """
 
     wait: float
@@ -35,7 +35,7 @@ class Solution:
 
 
 def solution_at(times: Floats, barrier: float, candidates: int) -> Solution:
-    """Return the canonical solution for a barrier at or after the first end time of every worker.
+    """Return the canonical solution for a barrier that is not before any worker's first end time.
 
     `times` is an (n, R) array.
     """

@@ -40,10 +40,10 @@ METHODS: dict[str, Callable[[Floats], Solution]] = {
 def solve(times: ArrayLike, method: str = "auto") -> Solution:
     """Return the best time for the next barrier, and the iteration after which each worker should stop for it.
 
-    One end time of each worker is picked so that the first worker to arrive waits as little as possible for the last.
-    All methods except the two grid scans are exact and return the same solution: the one with the shortest wait and,
-    if there are several, the one with the earliest barrier. Each worker stops at its latest end time at or before the
-    barrier (the last column if several end times are equal).
+    One end time of each worker is picked so that the first worker to arrive waits as briefly as possible for the
+    last. All methods except the two grid scans are exact and return the same solution: the one with the shortest wait
+    and, if there are several, the one with the earliest barrier. Each worker stops at its latest end time at or
+    before the barrier (the last column if several end times are equal).
 
     Args:
         times: array of shape (n, R), converted to float64: R predicted end times for each of n workers, all in the
@@ -54,9 +54,9 @@ def solve(times: ArrayLike, method: str = "auto") -> Solution:
     Raises:
         ConfigurationError: `times` is not valid, or `method` is unknown.
 
-    Source: Zhao et al., ElasticBSP (2021), Problem 1 and section 5; canonical choice: Corollary 1.
+    Source: Zhao et al., ElasticBSP (2021), Problem 1 and section 5; Corollary 1 for the canonical choice.
 
-    A worker that ends an iteration every 2 s and one that needs 5 s per iteration are closest together at 10 s:
+    A worker that needs 2 s per iteration and a worker that needs 5 s per iteration both end an iteration at 10 s:
 
     >>> solution = solve([[2, 4, 6, 8, 10], [5, 10, 15, 20, 25]])
     >>> solution.wait, solution.barrier, solution.picks.tolist()
@@ -69,16 +69,16 @@ def solve(times: ArrayLike, method: str = "auto") -> Solution:
 
 
 def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solution:
-    """Return the best next barrier, as `solve` does, for workers with a constant pace.
+    """Return the best time for the next barrier, as `solve` does, but for workers with a constant pace.
 
     The end times of worker p are `last[p] + j * interval[p]` for j = 1..lookahead. The result is exactly what
     `solve` returns for these end times as float64 numbers
-    (`last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]`), but most end times are usually not computed.
+    (`last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]`), but usually without computing most of them.
 
     Args:
-        last: array of shape (n,): the time of each worker's last push.
-        interval: array of shape (n,): the duration of each worker's iterations, above 0, in the unit of `last`.
-        lookahead: R, the number of iterations to look ahead, at least 1.
+        last: array of shape (n,): time of each worker's last push.
+        interval: array of shape (n,): duration of each worker's iterations, above 0, in the unit of `last`.
+        lookahead: R, the number of iterations to predict, at least 1.
 
     Raises:
         ConfigurationError: an argument is not valid, or an end time would not be finite.

@@ -1,38 +1,39 @@
-"""The fast exact search, method "auto": it never forms a set Z, and it does not sort most of the end times.
+"""The fast exact search (method "auto"), which never forms a set Z and leaves most of the end times unsorted.
 
-Theory. A window that starts at time s contains an end time of every worker as soon as it reaches
+Theory. A window is an interval that contains an end time of every worker. The shortest window that starts at time s
+ends at
 
     end(s) = the maximum, over all workers, of the worker's first end time at or after s,
 
-and the result is the least end(s) - s over all end times s. Go through the end times in ascending order. When an end
-time is passed, the next end time of the same worker takes its place, so
+and the result is the smallest end(s) - s over all end times s. To compute end(s), go through all end times in
+ascending order. When an end time is passed, the next end time of the same worker takes its place, so
 
     end(s) = max(the first end times of all workers, the successors of all end times before s),
 
-where the successor of an end time is the next one of the same worker. This is a running maximum. The expensive part
-is sorting, which takes O(Rn log(Rn)) time. Two bounds avoid most of it.
+where the successor of an end time is the next end time of the same worker. So end(s) is a running maximum. The
+expensive part is sorting, which takes O(Rn log(Rn)) time. Two bounds make most of the sorting unnecessary.
 
-*Only slow workers matter* (`narrowest_window`). Let gap_p be the longest interval of worker p. The first end time of
-p at or after s is at most gap_p after s, unless it is p's very first end time. So workers whose gap is less than the
-result may be left out, as long as two things are taken into account for all workers: their first end times, and the
-earliest of their last end times, after which no window can start. Also, the result for a subset of the workers is
-never larger than the result for all workers, since a window that contains all workers contains the subset. So the
-slowest third of the workers is searched first. Then all workers whose gap is at least the result of this search are
-searched. (A much smaller subset would give a poor bound: workers of almost equal speed stay in phase, so they are
-close together most of the time.)
+*Only slow workers matter* (`narrowest_window`). Let gap_p be the longest interval between successive end times of
+worker p. The first end time of p at or after s is at most gap_p after s, unless it is p's very first end time. So the
+search may leave out workers whose gap is less than the result, as long as it takes two things into account for all
+workers: their first end times, and the earliest of their last end times, after which no window can start. The result
+for a subset of the workers is never larger than the result for all workers, since a window for all workers is also a
+window for the subset. So a first search covers the slowest third of the workers, and a second search covers all
+workers whose gap is at least the result of the first one. (A much smaller subset would give a poor bound: workers of
+almost equal speed stay in phase, so their end times are close together most of the time.)
 
 *Only some times matter* (`_sort_promising`). Divide the timeline into equal buckets. The running maximum over all
-buckets before the bucket of s is a lower bound of end(s), and it equals end(s) for the earliest s of the bucket. So
-one window of each bucket is known exactly, and no window of the bucket is narrower than the distance from the
-bucket's latest s to that lower bound. Only buckets that could contain a window narrower than the narrowest known one
-are sorted. (If an outlier stretches the timeline so that all other end times fall into one bucket, everything is
-sorted, as it would be without buckets.)
+buckets before the bucket of s is a lower bound on end(s), and equals end(s) for the earliest s in the bucket. So for
+each bucket, one window that starts in it is known exactly, and no window that starts in it is narrower than the
+distance from the bucket's latest s to that lower bound. A bucket is sorted only if a window that is narrower than
+the narrowest known one may start in it. (If an outlier stretches the timeline so that all other end times fall into
+one bucket, everything is sorted, as it would be without buckets.)
 
 Both bounds also hold for floating-point numbers: rounding never reverses the order of two differences, and if it
 makes several differences equal, the earliest window is chosen.
 
-Source: the problem is Problem 1 of Zhao et al., ElasticBSP (2021), and the result is that of ZipLine (Theorem 2). The
-search is not from the paper, whose methods maintain a complete set Z at every step.
+Source: the search solves Problem 1 of Zhao et al., ElasticBSP (2021), and returns the same result as ZipLine (Theorem
+2). The search itself is not from the paper, whose methods maintain a complete set Z at every step.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from .end_times import EndTimes, Floats, Indices
 
 __all__ = ["Window", "narrowest_window"]
 
-# Number of end times up to which sorting all end times is fastest.
+# If there are at most this many end times, sorting all of them is fastest.
 FEW = 4096
-# End times per bucket. With fewer, the running maximum takes longer; with more, the final sort takes longer.
+# Mean number of end times per bucket. Smaller buckets slow down the running maximum, larger ones the final sort.
 PER_BUCKET = 6
 
 
@@ -57,7 +58,7 @@ class Window(NamedTuple):
     Attributes:
         wait: width of the window.
         barrier: end of the window.
-        candidates: number of start times for which the window was measured in the last pass.
+        candidates: number of start times whose windows were measured in the last search.
     """
 
     wait: float
@@ -66,19 +67,20 @@ class Window(NamedTuple):
 
 
 def narrowest_window(times: EndTimes) -> Window:
-    """Return the narrowest window of all workers."""
+    """Return the narrowest window that contains an end time of every worker."""
     first = times.first
     n, size = len(first), len(first) * times.lookahead
     every_first = first.max()
     if size <= FEW:
         return _sort_all(times.rows(slice(None)), every_first)
-    # The first end times form a window, so the narrowest window is at most this wide. If this window is narrower than
-    # a bucket, the buckets cannot exclude anything.
+    # One window contains the first end times of all workers. If even this window is narrower than a bucket, no bucket
+    # can be excluded.
     first_width = every_first - first.min()
     if first_width * size < (times.last.min() - first.min()) * PER_BUCKET:
         return _sort_all(times.rows(slice(None)), every_first)
     gaps = times.gaps()
-    # If this width excludes few workers, the narrowest window excludes even fewer, so search all workers at once.
+    # Workers with a gap below the width of this window can be left out. If these are few, search all workers at once:
+    # the narrowest window has at most this width, so it excludes even fewer workers.
     if np.count_nonzero(gaps >= first_width) > n // 2:
         return _sort_promising(times, np.arange(n), every_first)
     part = max(1, n // 3)
@@ -91,7 +93,7 @@ def narrowest_window(times: EndTimes) -> Window:
 
 
 def _sort_all(rows: Floats, every_first: np.float64) -> Window:
-    """Return the narrowest window of the workers whose rows are given, by sorting all of their end times."""
+    """Return the narrowest window of the workers with the given rows, by sorting all of their end times."""
     start = rows.ravel()
     following = np.empty_like(start)
     following[:-1] = start[1:]
@@ -101,9 +103,9 @@ def _sort_all(rows: Floats, every_first: np.float64) -> Window:
 
 
 def _sort_promising(times: EndTimes, workers: Indices, every_first: np.float64) -> Window:
-    """Return the narrowest window of the given workers and the worker whose last end time is the earliest.
+    """Return the narrowest window of the given workers, by sorting only the end times in promising buckets.
 
-    Only the end times in promising buckets are sorted.
+    The worker whose last end time is the earliest is always added to the given workers.
     """
     first_to_run_out = times.last.argmin()
     last_start = times.last[first_to_run_out]
@@ -121,8 +123,8 @@ def _sort_promising(times: EndTimes, workers: Indices, every_first: np.float64) 
     np.minimum.at(earliest, bucket, start)
     np.maximum.at(latest, bucket, start)
     latest[-1] = last_start
-    # The element after the last end time of a row belongs to another worker. The result is still correct: a last end
-    # time is always in the last bucket, whose successors are not used.
+    # The element after a worker's last end time belongs to another worker. The result is still correct: each worker's
+    # last end time is in the last bucket, whose successors are not used.
     np.maximum.at(successor, bucket[:-1], start[1:])
     reached = np.empty(count)
     reached[0] = every_first
@@ -132,10 +134,11 @@ def _sort_promising(times: EndTimes, workers: Indices, every_first: np.float64) 
     known[earliest == np.inf] = np.inf
     best = known.argmin()
     bound = reached - latest
-    # A later bucket must contain a narrower window; an earlier one may contain an equally narrow one.
+    # Of equally narrow windows, the earliest is chosen. So a later bucket is promising only if it may contain a
+    # narrower window; for an earlier bucket, an equally narrow window suffices.
     promising = bound < known[best]
     promising[: best + 1] = bound[: best + 1] <= known[best]
-    # Exclude end times after `last_start`: the last bucket may contain most of all end times.
+    # Exclude end times after `last_start`: the last bucket may contain many of them.
     found = np.flatnonzero(promising[bucket] & (start <= last_start))
     if 2 * len(found) > start.size:
         return _sort_all(rows, every_first)
@@ -150,9 +153,9 @@ def _narrowest(start: Floats, following: Floats, reached: np.float64 | Floats) -
 
     Args:
         start: start times of the windows.
-        following: the next end time of the worker that each start time belongs to; inf if there is none.
-        reached: lower bound on the end of each window, or one for all windows. It accounts for the end times that are
-            not in `start`.
+        following: for each start time, the next end time of the same worker; inf if there is none.
+        reached: lower bound on the end of each window, or one bound for all windows. It accounts for the end times
+            that are not in `start`.
     """
     end = np.empty_like(start)
     end[1:] = following[:-1]
@@ -162,6 +165,6 @@ def _narrowest(start: Floats, following: Floats, reached: np.float64 | Floats) -
     else:
         end[0] = reached
     np.maximum.accumulate(end, out=end)
-    # argmin returns the first of several minima. It has the earliest barrier, because `end` is ascending.
+    # If there are several minima, argmin returns the first one, which has the earliest barrier: `end` is ascending.
     best = (end - start).argmin()
     return Window(float(end[best] - start[best]), float(end[best]), start.size)

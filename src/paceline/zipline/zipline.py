@@ -1,18 +1,18 @@
 """ZipLine: a single pass over all end times in ascending order.
 
-All end times are merged into one timeline, which is scanned once. Z contains the latest end time of each worker that
-has been scanned so far: each new end time replaces the previous one of the same worker. Z becomes a candidate when it
-contains an end time of every worker, and each further end time produces another candidate.
+All end times are merged into one timeline, which is scanned once. For each worker, Z contains the latest end
+time that has been scanned: each new end time replaces the previous end time of the same worker. Z becomes a candidate
+when it contains an end time of every worker, and each further end time produces another candidate.
 
 ZipLine is exact (Theorem 2 of the paper). Of all sets whose latest end time is t, the narrowest is the one with the
 latest end time of each worker at or before t, and ZipLine evaluates this set for every t for which it exists. The
-scan takes O(Rn^2) time, because min(Z) is searched at each step.
+scan takes O(Rn^2) time, because each step searches Z for its minimum.
 
-Source: Zhao et al., ElasticBSP (2021), section 5.2. Deviations: there is one candidate per end time once Z is
-complete, as in the text of that section and Fig. 7. Algorithm 2 as printed evaluates sets that do not contain every
-worker; if the evaluation is moved out of its inner loop, it is exact but has fewer candidates. If several candidates
-are narrowest, the earliest is chosen (Corollary 1). The pick of each worker is its latest end time at or before the
-barrier; if several such end times are equal, it is the one in the last column.
+Source: Zhao et al., ElasticBSP (2021), section 5.2. Deviation from Algorithm 2: once Z is complete, each end time
+produces a candidate, as in the text of that section and in Fig. 7. Algorithm 2 as printed also evaluates incomplete
+sets Z. If the evaluation is moved out of the inner loop, the algorithm becomes exact but evaluates fewer candidates.
+Of several equally narrow candidates, the earliest is chosen (Corollary 1). Each worker stops at its latest end time
+at or before the barrier (the last column if several end times are equal).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def zipline(times: Floats) -> Solution:
 
 
 def candidate_waits(times: ArrayLike) -> Floats:
-    """Return every d_Z that ZipLine evaluates, in order. `times` is an (n, R) array as for `solve`.
+    """Return d_Z of every candidate, in the order of evaluation. `times` is an (n, R) array as for `solve`.
 
-    Source: Figs. 6 and 7, which plot these numbers.
+    Source: Figs. 6 and 7 of the paper, which plot these values.
 
     >>> candidate_waits([[2, 4, 6], [5, 10, 15]])
     array([1., 1., 4., 9.])

@@ -3,7 +3,7 @@
 Z is a list in the order of the timeline, so its first element is min(Z) and its last element is max(Z). When a new
 end time replaces the previous one of the same worker, there are two cases:
 
-1. The previous one was the first element of Z. Then min(Z) has increased, and the new Z is evaluated.
+1. The previous end time was the first element of Z. Then min(Z) may have increased, so the new Z is evaluated.
 2. Otherwise min(Z) is unchanged and max(Z) does not decrease, so the new Z is not narrower (Theorem 3) and is
    skipped.
 
@@ -11,7 +11,7 @@ The two methods differ in how they find the previous end time in Z. ZipLineOpt s
 reads the previous end time from the matrix and finds it in Z by binary search in O(log n) time.
 
 Source: Zhao et al., ElasticBSP (2021), sections 5.3.1 and 5.3.2. Deviation: Z is sorted by (end time, worker,
-column). All three numbers are known for the previous end time, so equal end times need no special treatment.
+column). All three numbers are known for the previous end time, so it is found even if several end times are equal.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _scan(times: Floats, position: Callable[[list[Element], int, int], int]) -> 
             replaced = position(z, p, i - 1)
             del z[replaced]
         z.append((t, p, i))
-        # The first end time of a worker replaces none. Z is complete once it contains an end time of every worker.
+        # A worker's first end time replaces no other one. Z is complete when it contains an end time of every worker.
         if replaced == 0 and len(z) == len(times):
             candidates += 1
             d = t - z[0][0]
