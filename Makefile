@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 
 install: $(READY)  ## create .venv and install everything into it
 
-demo: $(READY)  ## train four unequal workers on digits under four sync models (under 3 minutes)
+demo: $(READY)  ## train four unequal workers on digits under four sync models, and bsp with balanced batches (under 3 minutes)
 	$(BIN)/paceline demo
 
 check: $(READY)  ## run the linter, the formatter's check and the type checker

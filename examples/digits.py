@@ -1,4 +1,4 @@
-"""Train a small network on scikit-learn's handwritten digits.
+"""Train a small network on scikit-learn's data set of handwritten digits.
 
     python examples/digits.py                                       # one ordinary process
     paceline run --workers 4 --sync asp examples/digits.py          # four workers plus servers
@@ -18,7 +18,7 @@ import paceline
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=10, help="Number of epochs. Default: 10.")
-parser.add_argument("--batch-size", type=int, default=16, help="Batch size of each worker. Default: 16.")
+parser.add_argument("--batch-size", type=int, default=16, help="Batch size per worker. Default: 16.")
 parser.add_argument("--lr", type=float, default=0.05, help="Learning rate. Default: 0.05.")
 options = parser.parse_args()
 

@@ -32,6 +32,7 @@ class FakeTrials:
         time_s = 5 + abs(math.log2(setting.learning_rate / 0.2)) + setting.momentum + 0.1 * seed
         plain = TrialOutcome(
             sync=setting.sync,
+            batch=setting.batch,
             learning_rate=setting.learning_rate,
             momentum=setting.momentum,
             seeds=(seed,),
@@ -39,9 +40,11 @@ class FakeTrials:
             time_to_target_s=time_s if time_s < 7.5 else None,
             final_accuracy=0.9,
             updates_per_s=1.0,
+            gradients_per_s=1.0,
+            samples_per_s=32.0,
             waiting_share=0.0,
             mean_staleness=0.0,
             max_staleness=0,
             emulated="",
         )
-        return Trial(plain, Curve(setting.sync, (), (), None), run_dir)
+        return Trial(plain, Curve(setting.name, (), (), None), run_dir)

@@ -114,9 +114,12 @@ def test_help_says_what_the_program_is_and_names_its_commands(call: Call) -> Non
     assert ended.stderr == ""
     assert "training on machines of unequal speed" in ended.stdout
     assert re.search(
-        r"run\s+Run a script in several worker processes, as python script.py runs it in one", ended.stdout
+        r"run\s+Run a script in several worker processes. python script.py runs the same script in",
+        ended.stdout,
     )
-    assert re.search(r"demo\s+Train on handwritten digits under four sync models", ended.stdout)
+    assert re.search(
+        r"demo\s+Compare four sync models, and bsp with balanced batches, by training", ended.stdout
+    )
     assert "--version" in ended.stdout
     assert "[bold]" not in ended.stdout
 
@@ -125,17 +128,18 @@ RUN_OPTIONS = {
     "--workers": "Number of workers",
     "--servers": "Number of servers",
     "--sync": "bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15",
-    "--import": "Module to import that defines your own synchronization models",
+    "--import": "Import this module, which defines your own synchronization models",
     "--shards": "Number of slices",
     "--slicing": "slice the parameters into equal parts",
     "--overlap": "each shard answers pulls independently",
-    "--transport": "Shared memory",
-    "--port": "0 chooses a free port",
+    "--transport": "shared memory",
+    "--port": "0 means any free port",
     "--seed": "Random seed for the data order, the jitter",
     "--on-nan": "stop the run or skip the push",
     "--run-dir": "logs, traces and results",
     "--stall-timeout": "silent for this many seconds",
-    "--pace": "Minimum seconds per iteration",
+    "--batch": "Sizes of the batches",
+    "--pace": "Minimum duration of an iteration in seconds",
     "--slowdown": "Factors >= 1",
     "--jitter": "uniform random factor",
     "--dry-run": "show what would be started",
@@ -162,7 +166,9 @@ def test_help_of_demo_explains_every_option(call: Call) -> None:
     ended = call("demo", "--help")
 
     assert ended.code == 0
-    assert "handwritten digits under four sync models" in ended.stdout
+    assert (
+        "four sync models, and bsp with balanced batches, by training on handwritten digits" in ended.stdout
+    )
     assert "less than three minutes on two cores" in ended.stdout
     for option, words in {
         "--seeds": "median",
@@ -213,7 +219,8 @@ def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path
         "shards": "2, with the parameters sliced evenly (even)",
         "overlap": "each shard answers pulls independently (shards)",
         "transport": "TCP on loopback (tcp)",
-        "emulated": "minimum seconds per iteration 0.05, 0.05, 0.05, 0.15; jitter +-20%",
+        "batches": "of equal size in all workers (equal)",
+        "emulated": "--pace 0.05,0.05,0.05,0.15 (minimum seconds per iteration), --jitter 0.2",
         "on NaN": "stop",
         "seed": "7",
         "run directory": "out/here",
@@ -249,7 +256,10 @@ BAD_INPUT = {
         ["--sync", "bsp:staleness=3", "train.py"],
         "error: unknown parameter of sync model 'bsp': 'staleness'. This model has no parameters.",
     ),
-    "a key without a value": (["--sync", "ssp:staleness", "train.py"], "'staleness' is not key=value"),
+    "a key without a value": (
+        ["--sync", "ssp:staleness", "train.py"],
+        "'staleness' does not have the form key=value",
+    ),
     "a key given twice": (
         ["--sync", "ssp:staleness=1,staleness=2", "train.py"],
         "'staleness' is given twice",
@@ -261,18 +271,21 @@ BAD_INPUT = {
     "a negative staleness": (["--sync", "ssp:staleness=-1", "train.py"], "staleness is -1, expected"),
     "a schedule that does not begin at 0": (
         ["--sync", "bsp@5,asp@9", "train.py"],
-        "the first model must begin at 0",
+        "the first model must begin at iteration 0",
     ),
     "a schedule without a time": (["--sync", "bsp@0,asp", "train.py"], "'asp' does not say when"),
-    "a time that is none": (["--sync", "bsp@0,asp@noon", "train.py"], "'noon' is not a valid time"),
-    "steps out of order": (["--sync", "bsp@0,asp@9,bsp@5", "train.py"], "iteration 5 does not come after 9"),
+    "a time that is none": (["--sync", "bsp@0,asp@noon", "train.py"], "'noon' is not a valid start"),
+    "steps out of order": (
+        ["--sync", "bsp@0,asp@9,bsp@5", "train.py"],
+        "iteration 5 is listed after iteration 9",
+    ),
     "more models than shards": (
         ["--servers", "1", "--sync", "bsp|asp", "train.py"],
         "names 2 sync models for 1 shards",
     ),
     "a model of the whole job for one shard": (
         ["--servers", "2", "--sync", "bsp|elastic-bsp", "train.py"],
-        "elastic-bsp:lookahead=15 is for the whole job",
+        "elastic-bsp:lookahead=15 applies to the whole job",
     ),
     "a condition that cannot be imported": (
         ["--sync", "conditions:pull=nowhere:f", "train.py"],
@@ -284,7 +297,7 @@ BAD_INPUT = {
     ),
     "a condition without a module": (
         ["--sync", "conditions:pull=f", "train.py"],
-        "pull is 'f', expected a function, or its name as 'module:function'",
+        "pull is 'f', expected a function or its name in the form 'module:function'",
     ),
     "an abort time without a rate": (
         ["--sync", "spec-sync:abort_time_s=1", "train.py"],
@@ -316,7 +329,7 @@ BAD_INPUT = {
     ),
     "a pace that is no number": (
         ["--pace", "0.1,fast", "train.py"],
-        "error: pace is '0.1,fast', expected numbers separated by commas, for example 1,1,1,3.",
+        "error: pace is '0.1,fast', expected numbers of seconds separated by commas, for example .05,.05,.15",
     ),
     "a slowdown that is no number": (
         ["--slowdown", "1,", "train.py"],
@@ -454,7 +467,7 @@ def test_a_port_in_use_is_refused(call: Call, tmp_path: Path) -> None:
 
     assert ended.code == 2
     assert ended.stderr == (
-        f"error: cannot listen on 127.0.0.1:{port}: it is in use. Choose another port, or 0 for any free one.\n"
+        f"error: cannot listen on 127.0.0.1:{port}: it is in use. Choose another port, or 0 for any free port.\n"
     )
     assert contents(tmp_path) == ["train.py"]
 
@@ -507,10 +520,9 @@ def test_options_after_the_script_that_look_like_ours_are_warned_of_and_go_to_th
 
     assert ended.code == 0
     assert ended.stderr == (
-        f"warning: {named} came after train.py and was passed to the script. If it is meant for paceline, write it "
-        f"before the script: paceline run {named.replace(',', '')} ... train.py. If it is meant for the script, "
-        f"write -- before the script to silence this warning: paceline run -- train.py {named.replace(',', '')} "
-        "...\n"
+        f"warning: options after train.py are passed to the script: {named}. Options for paceline must come before "
+        f"the script: paceline run {named.replace(',', '')} ... train.py. To silence this warning, write -- before "
+        f"the script: paceline run -- train.py {named.replace(',', '')} ...\n"
     )
     assert re.search(r"^workers\s+2\s*$", ended.stdout, re.MULTILINE)
     assert " ".join([sys.executable, "train.py", *arguments]) in ended.stdout
@@ -518,7 +530,7 @@ def test_options_after_the_script_that_look_like_ours_are_warned_of_and_go_to_th
 
 @pytest.mark.parametrize("option", RUN_OPTIONS)
 def test_every_option_of_run_is_known_to_the_warning(option: str, call: Call) -> None:
-    assert f"warning: {option} came after" in call("run", "--dry-run", "train.py", option).stderr
+    assert f"passed to the script: {option}. " in call("run", "--dry-run", "train.py", option).stderr
 
 
 NO_STRAYS = {
@@ -574,13 +586,24 @@ def test_run_gives_the_script_its_arguments_and_shows_what_worker_0_prints(tmp_p
     assert lines[1].startswith("loss ")
     assert "worker 1 of 2" not in ended.stdout
     assert ended.stderr.startswith(
-        "warning: --sync, --workers, -n came after train.py and was passed to the script."
+        "warning: options after train.py are passed to the script: --sync, --workers, -n. "
     )
     assert "Traceback" not in ended.stderr
     shown = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines[2:-1])
-    assert shown.keys() == {"sync", "duration", "updates", "waiting", "staleness"}
+    assert shown.keys() - {"idle"} == {
+        "sync",
+        "duration",
+        "gradients",
+        "updates",
+        "waiting",
+        "staleness",
+        "gap",
+    }
     assert shown["sync"] == "asp"
-    assert shown["updates"].startswith("8 ")
+    assert shown["gradients"].startswith("8 (")
+    assert shown["updates"] == "8 (1 gradient each, on average)"
+    assert shown["staleness"].endswith(" (in updates)")
+    assert shown["gap"].endswith(" (in iterations)")
     [run_dir] = (tmp_path / "runs").iterdir()
     assert lines[-1] == f"weights, traces and logs: {run_dir}"
     assert (run_dir / "worker-1.log").read_text().startswith(f"worker 1 of 2: {['train.py', *arguments]}\n")

@@ -113,6 +113,10 @@ def test_quantities_have_units() -> None:
         ("[[workers]]\ncompute = true", "compute is True"),
         ("[[workers]]\ncompute = 1\ncount = 0", r"workers\[0\].count is 0"),
         ("[[workers]]\ncompute = 1\njitter = '150 %'", "jitter is 150%"),
+        (
+            "[[workers]]\ncompute = 1\nfixed = '140 %'",
+            r"workers\[0\].fixed is '140 %', expected at most 100 %",
+        ),
         ("[[workers]]\ncompute = { kind = 'gauss' }", "gauss.*Kinds of times"),
         ("[[workers]]\ncompute = { kind = 'uniform', low = 2, high = 1 }", "low is 2 and high is 1"),
         ("[[workers]]\ncompute = { kind = 'uniform', low = 2 }", "missing required field `high`"),

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import copy
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -21,7 +28,12 @@ from torch.utils.data import (
 )
 
 from paceline import DistributedOptimizer, distribute, worker_count, worker_index
-from paceline.errors import ConfigurationError
+from paceline.core.data_feed import DataFeed
+from paceline.core.data_ledger import DataLedger
+from paceline.core.messages import DataGranted, DataRequested
+from paceline.core.requests import Request, Send
+from paceline.errors import ConfigurationError, UsageError
+from paceline.frontend.data import DistributedLoader
 from paceline.frontend.session import Session, current, install
 
 if TYPE_CHECKING:
@@ -32,23 +44,48 @@ Load = Callable[[], Iterable[Any]]
 
 
 class Worker:
-    """The part of a session that `distribute` uses."""
+    """The part of a session that `distribute` uses, under a sync model that keeps all workers in lockstep."""
 
-    def __init__(self, worker: int, workers: int, seed: int = 0) -> None:
+    def __init__(self, worker: int, workers: int, seed: int = 0, ledger: DataLedger | None = None) -> None:
         self.worker = worker
         self.workers = workers
+        self.lockstep = True
         self.seed = seed
+        self.batch = "equal"
+        self.data = DataFeed()
         self.epochs: list[int] = []  # announced by epoch_begins()
+        self._ledger = ledger or DataLedger()
+
+    def exchange(self, ask: Callable[[], Sequence[Request]]) -> None:
+        for request in ask():
+            assert isinstance(request, Send)
+            message = request.message
+            assert isinstance(message, DataRequested)
+            grant = self._ledger.request(
+                self.worker,
+                message.loader,
+                message.name,
+                message.epoch,
+                message.order,
+                drawn=message.drawn,
+                committed=message.committed,
+                now_s=0.0,
+                live=set(range(self.workers)),
+                lockstep=True,
+                end=message.end,
+            )
+            granted = DataGranted(message.loader, message.epoch, grant.leases, grant.last)
+            self.data.handle(granted)
 
     def epoch_begins(self, epoch: int) -> None:
         self.epochs.append(epoch)
 
 
 @contextlib.contextmanager
-def being(worker: Worker) -> Iterator[None]:
+def being(worker: Worker) -> Iterator[Worker]:
     install(cast(Session, worker), for_thread=True)
     try:
-        yield
+        yield worker
     finally:
         install(None, for_thread=True)
 
@@ -96,7 +133,7 @@ def interleaved(parts: list[list[int]]) -> list[int]:
     shuffle=st.booleans(),
     seed=st.integers(0, 2**40),
 )
-def test_parts_are_disjoint_and_equally_long_and_leave_only_the_remainder(
+def test_parts_are_disjoint_and_leave_out_only_what_cannot_be_divided(
     count: int, workers: int, batch_size: int, shuffle: bool, seed: int
 ) -> None:
     dataset = items(max(count, workers))
@@ -104,10 +141,13 @@ def test_parts_are_disjoint_and_equally_long_and_leave_only_the_remainder(
     def load() -> Iterable[Any]:
         return distribute(DataLoader(dataset, batch_size=batch_size, shuffle=shuffle))
 
+    rest = len(dataset) % (batch_size * workers)
+    left_out = rest if rest < workers else 0
     for epoch in zip(*epochs_of(load, workers, epochs=2, seed=seed), strict=True):
-        assert {len(part) for part in epoch} == {len(dataset) // workers}
+        sizes = {len(part) for part in epoch}
+        assert max(sizes) - min(sizes) <= 1
         together = [item for part in epoch for item in part]
-        assert len(set(together)) == len(together) == len(dataset) - len(dataset) % workers
+        assert len(set(together)) == len(together) == len(dataset) - left_out
         assert set(together) <= set(range(len(dataset)))
 
 
@@ -141,7 +181,7 @@ def test_a_shuffled_loader_is_reshuffled_in_every_epoch() -> None:
 def test_a_sequential_loader_keeps_its_order() -> None:
     dataset = items(10)
     seen = epochs_of(lambda: distribute(DataLoader(dataset, batch_size=2)), workers=3, epochs=2)
-    assert seen == [[[0, 3, 6]] * 2, [[1, 4, 7]] * 2, [[2, 5, 8]] * 2]
+    assert seen == [[[0, 1, 6, 7]] * 2, [[2, 3, 8]] * 2, [[4, 5, 9]] * 2]
 
 
 def test_a_seed_gives_one_order_and_another_seed_another() -> None:
@@ -168,11 +208,11 @@ def test_a_worker_goes_on_to_draw_as_if_nothing_had_been_shuffled() -> None:
     """Otherwise dropout, for example, would be the same in all workers, or in all epochs."""
     with being(Worker(0, 2)):
         loader = distribute(DataLoader(items(20), sampler=RandomSampler(items(20))))
-        sampler: Any = loader.sampler  # type: ignore[attr-defined]
         torch.manual_seed(3)
+        list(DataLoader(items(10)))  # a loader draws the seed of its processes
         expected = torch.rand(4)
         torch.manual_seed(3)
-        assert len(list(sampler)) == 10
+        assert len(list(loader)) == 10
         assert torch.equal(torch.rand(4), expected)
 
 
@@ -213,12 +253,37 @@ def test_a_list_is_reshuffled_with_a_new_loader_in_each_epoch() -> None:
 def test_training_and_test_data_are_counted_apart() -> None:
     expected = epochs_of(shuffled(), workers=2, epochs=2)
     dataset, other = items(100), items(100)
+
+    def read(data: TensorDataset) -> list[int]:
+        return flat(distribute(DataLoader(data, shuffle=True)))
+
     for index in range(2):
         with being(Worker(index, 2)):
-            first = flat(distribute(DataLoader(dataset, shuffle=True)))
+            first = read(dataset)
             for _ in range(index + 1):  # one worker reads it more often than the other
-                flat(distribute(DataLoader(other, shuffle=True)))
-            assert [first, flat(distribute(DataLoader(dataset, shuffle=True)))] == expected[index]
+                read(other)
+            assert [first, read(dataset)] == expected[index]
+
+
+def test_a_dataset_that_is_made_for_each_epoch_is_reshuffled() -> None:
+    with being(Worker(0, 2)) as worker:
+        seen = [tuple(flat(distribute(DataLoader(items(60), shuffle=True)))) for _ in range(5)]
+        assert len(set(seen)) == 5
+        assert worker.data.push() == []
+        assert len(worker.data.pushed) == 1  # all epochs belong to one stream
+
+
+def test_two_places_in_a_script_do_not_disturb_each_other() -> None:
+    """One worker may distribute something that the others do not."""
+    ledger = DataLedger()
+    dataset, other = items(8), items(6)
+    parts = []
+    for index in range(2):
+        with being(Worker(index, 2, ledger=ledger)):
+            if index == 1:
+                assert flat(distribute(DataLoader(other))) == [1, 3, 5]
+            parts.append(flat(distribute(DataLoader(dataset))))
+    assert parts == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_an_epoch_that_was_broken_off_is_an_epoch() -> None:
@@ -310,13 +375,13 @@ def test_what_a_loader_does_with_its_samples_is_kept() -> None:
 
     with being(Worker(0, 2)):
         loader = distribute(DataLoader(items(8), batch_size=3, collate_fn=collate))
-        assert [str(batch) for batch in loader] == ["0+2+4", "6"]
+        assert [str(batch) for batch in loader] == ["0+1+2", "6"]
 
 
 def test_the_last_batch_can_be_dropped() -> None:
     with being(Worker(0, 2)):
         loader = distribute(DataLoader(items(10), batch_size=2, drop_last=True))
-        assert [batch[0].tolist() for batch in loader] == [[0, 2], [4, 6]]
+        assert [batch[0].tolist() for batch in loader] == [[0, 1], [4, 5]]
 
 
 def test_processes_that_load_data_give_the_same_parts() -> None:
@@ -329,7 +394,75 @@ def test_processes_that_load_data_give_the_same_parts() -> None:
         assert [flat(distribute(inner))] == expected[1]
 
 
-# -- what cannot be split ---------------------------------------------------------------------------------
+class Worn(DataLoader[Any]):
+    """A loader with an `__iter__` of its own."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for (batch,) in super().__iter__():
+            yield batch * 10
+
+
+class Named(DataLoader[Any]):
+    """A loader with a constructor of its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(items(count), batch_size=2)
+        self.name = f"{count} items"
+
+
+def test_a_subclass_of_a_loader_stays_what_it_is() -> None:
+    with being(Worker(1, 2)):
+        loader: Any = distribute(Named(8))
+        assert [batch[0].tolist() for batch in loader] == [[2, 3], [6, 7]]
+        assert (loader.name, loader.batch_size, len(loader.dataset)) == ("8 items", 2, 8)
+        assert copy.copy(loader).name == "8 items"
+        with pytest.raises(AttributeError, match="no attribute '_secret'"):
+            _ = loader._secret
+
+
+def test_persistent_processes_serve_all_epochs() -> None:
+    expected = epochs_of(shuffled(24, batch_size=4), workers=2, epochs=3)
+    with being(Worker(0, 2)):
+        loader = distribute(
+            DataLoader(items(24), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+        )
+        assert [flat(loader) for _ in range(3)] == expected[0]
+
+
+def test_a_loader_that_iterates_in_its_own_way_is_split_by_its_batches(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parts = []
+    for index in range(2):
+        with being(Worker(index, 2)):
+            parts.append([batch.tolist() for batch in distribute(Worn(items(10), batch_size=2))])
+    assert parts == [[[0, 10], [40, 50]], [[20, 30], [60, 70]]]
+    assert "can split a Worn only by its batches" in caplog.text
+
+
+def test_a_loader_of_ones_own_that_shuffles_by_itself_has_one_order_in_all_workers() -> None:
+    class Own:
+        def __iter__(self) -> Iterator[int]:
+            order = list(range(30))
+            random.shuffle(order)
+            return iter(order)
+
+    parts = []
+    for index in range(3):
+        random.seed(index)
+        with being(Worker(index, 3)):
+            parts.append(list(distribute(Own())))
+    assert sorted(item for part in parts for item in part) == list(range(30))
+
+
+def test_lists_and_generators_are_split_by_their_items() -> None:
+    ledger = DataLedger()
+    with being(Worker(0, 2, ledger=ledger)):
+        assert list(distribute([5, 6, 7, 8])) == [5, 7]
+        assert list(distribute(item for item in range(5))) == [0, 2]  # the last one has no counterpart
+    with being(Worker(1, 2, ledger=ledger)):
+        assert list(distribute([5, 6, 7, 8])) == [6, 8]
+        assert list(distribute(item for item in range(5))) == [1, 3]
 
 
 class Flow(IterableDataset[int]):
@@ -337,19 +470,297 @@ class Flow(IterableDataset[int]):
         return iter(range(10))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_loader_over_an_iterable_dataset_is_refused_with_the_reason(workers: int) -> None:
+def test_a_loader_over_an_iterable_dataset_is_split_by_its_batches(caplog: pytest.LogCaptureFixture) -> None:
+    parts = []
+    for index in range(2):
+        with being(Worker(index, 2)):
+            loader = distribute(DataLoader(Flow(), batch_size=2))
+            parts.append([[batch.tolist() for batch in loader] for _ in range(2)])
+            with pytest.raises(TypeError, match="DataLoader has no length"):
+                len(loader)  # type: ignore[arg-type]
+    assert parts == [[[[0, 1], [4, 5]]] * 2, [[[2, 3], [6, 7]]] * 2]
+    assert "a DataLoader over an IterableDataset only by its batches" in caplog.text
+
+
+def test_a_distributed_sampler_is_replaced_by_the_sampler_of_one_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dataset = items(24)
+    for shuffle in (True, False):
+
+        def load(shuffle: bool = shuffle) -> Iterable[Any]:
+            return distribute(
+                DataLoader(
+                    dataset, sampler=DistributedSampler(dataset, num_replicas=2, rank=0, shuffle=shuffle)
+                )
+            )
+
+        one, two = epochs_of(load, workers=2)
+        assert sorted(one[0] + two[0]) == list(range(24))
+        assert (interleaved([one[0], two[0]]) == list(range(24))) == (not shuffle)
+        assert f"give shuffle={shuffle} to the DataLoader" in caplog.text
+
+
+def test_a_sampler_of_astronomic_length_is_not_listed() -> None:
+    dataset = items(50)
+    with being(Worker(1, 2)):
+        loader = distribute(
+            DataLoader(dataset, batch_size=4, sampler=RandomSampler(dataset, num_samples=10**10))
+        )
+        assert len(loader) == 10**10 // 8  # type: ignore[arg-type]
+        seen = [batch[0].tolist() for batch, _ in zip(loader, range(30), strict=False)]
+    assert len(seen) == 30
+    assert {len(batch) for batch in seen} == {4}
+
+
+def test_a_batch_sampler_without_a_length_is_split() -> None:
+    class Pairs:
+        def __iter__(self) -> Iterator[list[int]]:
+            return ([first, first + 1] for first in range(0, 14, 2))
+
+    dataset = items(14)
+    parts = []
+    for index in range(2):
+        with being(Worker(index, 2)):
+            loader = distribute(DataLoader(dataset, batch_sampler=Pairs()))
+            parts.append([flat(loader) for _ in range(2)])
+    assert parts == [[[0, 1, 4, 5, 8, 9]] * 2, [[2, 3, 6, 7, 10, 11]] * 2]
+
+
+def test_a_sampler_that_yields_less_than_it_says_is_reported() -> None:
+    class Liar:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+        def __len__(self) -> int:
+            return 20
+
     with (
-        being(Worker(0, workers)),
-        pytest.raises(ConfigurationError, match="no length and no order to split"),
+        being(Worker(1, 2)),
+        pytest.raises(ConfigurationError, match="yielded only 10 items, but its length is 20"),
     ):
-        distribute(DataLoader(Flow()))
+        list(distribute(DataLoader(items(30), batch_size=8, sampler=Liar())))
 
 
-def test_a_loader_over_an_iterable_dataset_is_refused_without_a_run_too() -> None:
-    """The script would fail later, when it is run with workers."""
-    with pytest.raises(ConfigurationError, match=r"paceline\.worker_index\(\)"):
-        distribute(DataLoader(Flow()))
+def test_a_sampler_with_another_order_in_another_worker_is_reported() -> None:
+    class Own:
+        def __iter__(self) -> Iterator[int]:
+            return iter(generator.permutation(20).tolist())
+
+        def __len__(self) -> int:
+            return 20
+
+    ledger = DataLedger()
+    generator = numpy.random.default_rng(1)
+
+    def load() -> None:
+        list(distribute(DataLoader(items(20), sampler=Own())))
+
+    with being(Worker(0, 2, ledger=ledger)):
+        load()
+    with (
+        being(Worker(1, 2, ledger=ledger)),
+        pytest.raises(
+            ConfigurationError, match="worker 1's loader differs from worker 0's: its order is different"
+        ),
+    ):
+        load()
+
+
+def test_an_iterator_of_an_earlier_epoch_cannot_go_on() -> None:
+    with being(Worker(0, 1)):
+        loader = distribute(DataLoader(items(10)))
+        first = iter(loader)
+        next(first)
+        next(iter(loader))
+        with pytest.raises(UsageError, match="A new pass over the distributed loader"):
+            next(first)
+
+
+def test_a_sampler_with_replacement_is_split_by_position_and_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dataset = items(6)
+    replacing = RandomSampler(dataset, replacement=True, num_samples=12)
+    loaders: list[DataLoader[Any]] = [
+        DataLoader(dataset, sampler=replacing),
+        DataLoader(dataset, sampler=WeightedRandomSampler([1.0] * 6, 12)),
+        DataLoader(dataset, batch_sampler=BatchSampler(replacing, 3, drop_last=False)),
+    ]
+    for loader in loaders:
+        caplog.clear()
+        with being(Worker(0, 2)):
+            for _ in range(3):
+                assert len(flat(distribute(loader))) == 6
+        assert caplog.text.count("may contain an item several times or not at all") == 1
+
+
+def test_a_sampler_without_replacement_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with being(Worker(0, 2)):
+        distribute(DataLoader(items(6), shuffle=True))
+    assert caplog.text == ""
+
+
+class Endless:
+    """A sampler that never ends and has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+class EndlessFlow(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+@pytest.mark.parametrize("split", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(items(2000), batch_size=2, sampler=Endless()),
+        lambda: DataLoader(items(2000), batch_sampler=BatchSampler(Endless(), 2, drop_last=False)),
+        lambda: DataLoader(EndlessFlow(), batch_size=2),
+        lambda: ([first, first + 1] for first in itertools.count(0, 2)),
+    ],
+    ids=["sampler", "batch sampler", "IterableDataset", "generator"],
+)
+def test_an_endless_loader_is_split(make: Callable[[], Iterable[Any]], split: Any) -> None:
+    ledger = DataLedger()
+    seen: list[int] = []
+    passes = []
+    for index in range(2):
+        with being(Worker(index, 2, ledger=ledger)):
+            loader = distribute(make(), split=split)
+            with pytest.raises(TypeError, match="has no length"):
+                len(loader)  # type: ignore[arg-type]
+            passes.append(iter(loader))
+    for index in [0, 1] * 6:
+        batch = next(passes[index])
+        # The items of a `TensorDataset` are tuples, so its batches are lists of one tensor.
+        seen += torch.as_tensor(batch[0] if torch.is_tensor(batch[0]) and batch[0].ndim else batch).tolist()
+    if split == "static":
+        assert seen == list(range(24))
+    else:
+        assert len(set(seen)) == 24
+
+
+def test_items_that_cannot_be_produced_again_are_reported() -> None:
+    """A lost worker's items are handed out again, but a generator has already been read beyond them."""
+    ledger = DataLedger()
+
+    def start() -> Iterator[Any]:
+        return iter(distribute((item for item in range(9)), split="dynamic"))
+
+    with being(Worker(1, 2, ledger=ledger)):
+        assert next(start()) == 0
+    with being(Worker(0, 2, ledger=ledger)):
+        rest = start()
+        assert next(rest) == 1
+        ledger.leave(1, [], {0}, lost=True)
+        with pytest.raises(ConfigurationError, match="a generator can be iterated over only once"):
+            next(rest)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_batches_arrive_in_order_even_if_the_loader_may_reorder_them(
+    processes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: Any = {"multiprocessing_context": "forkserver"} if processes else {}
+    inner: DataLoader[Any] = DataLoader(
+        items(12), batch_size=2, num_workers=processes, in_order=False, **options
+    )
+    with being(Worker(1, 2)):
+        assert [flat(distribute(inner)) for _ in range(2)] == [[2, 3, 6, 7, 10, 11]] * 2
+    assert caplog.text.count("ignores the loader's in_order=False") == (1 if processes else 0)
+    assert inner.in_order is False
+
+
+def test_a_loader_that_iterates_in_its_own_way_is_kept_in_order_too(caplog: pytest.LogCaptureFixture) -> None:
+    inner = Worn(items(8), batch_size=2, num_workers=2, in_order=False, multiprocessing_context="forkserver")
+    with being(Worker(0, 2)):
+        assert [batch.tolist() for batch in distribute(inner)] == [[0, 10], [40, 50]]
+    assert "ignores the loader's in_order=False" in caplog.text
+
+
+class LikeFabric:
+    """A wrapper like the one that Lightning Fabric's `setup_dataloaders` returns."""
+
+    def __init__(self, dataloader: DataLoader[Any]) -> None:
+        self.__dict__.update(dataloader.__dict__)
+        self._dataloader = dataloader
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._dataloader)
+
+
+class LikeAccelerate:
+    """A wrapper like the one that Accelerate's `prepare` returns. It says that its class is `DataLoader`."""
+
+    def __init__(self, dataloader: DataLoader[Any]) -> None:
+        self.base_dataloader = dataloader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":
+            raise AttributeError
+        return getattr(self.base_dataloader, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self.base_dataloader.__class__
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        # It reads one batch ahead, so that it can tell which batch is the last one.
+        batches = iter(self.base_dataloader)
+        before = next(batches)
+        for batch in batches:
+            yield before
+            before = batch
+        yield before
+
+
+@pytest.mark.parametrize("wrapper", [LikeFabric, LikeAccelerate])
+def test_wrappers_of_other_libraries_are_split_by_their_batches(
+    wrapper: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = items(24)
+    seen = epochs_of(
+        lambda: distribute(wrapper(DataLoader(dataset, batch_size=3, shuffle=True))), workers=2, epochs=2
+    )
+    for epoch in zip(*seen, strict=True):
+        assert sorted(item for part in epoch for item in part) == list(range(24))
+    assert {len(part) for worker in seen for part in worker} == {12}
+    assert seen[0][0] != seen[0][1]
+    assert f"can split a {wrapper.__name__} only by its batches" in caplog.text
+    with being(Worker(0, 2)):
+        assert len(distribute(wrapper(DataLoader(dataset, batch_size=3)))) == 4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrapper", [LikeFabric, LikeAccelerate])
+def test_wrappers_that_may_reorder_their_batches_are_refused(wrapper: Any) -> None:
+    with (
+        being(Worker(0, 2)),
+        pytest.raises(ConfigurationError, match=f"cannot split a {wrapper.__name__} with in_order=False"),
+    ):
+        distribute(wrapper(DataLoader(items(8), num_workers=2, in_order=False)))
+
+
+# -- what cannot be split ---------------------------------------------------------------------------------
+
+
+def test_an_unknown_split_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"'fair'.*auto, dynamic, static"):
+        distribute(DataLoader(items(3)), split="fair")  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_iterated_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="got 5, expected a DataLoader"):
+        distribute(5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("batch_size", [1, None])
@@ -398,6 +809,28 @@ def test_one_worker_gets_every_item_in_the_batches_of_the_loader() -> None:
         assert [batch[0].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
 
 
+def test_loaders_may_be_iterated_over_in_any_order() -> None:
+    with being(Worker(0, 1)):
+        first, second = (distribute(DataLoader(items(count), batch_size=1)) for count in (4, 5))
+        assert flat(second) == list(range(5))
+        assert flat(first) == list(range(4))
+
+
+def test_two_loaders_may_be_iterated_over_on_two_threads(run_on_threads: RunOnThreads) -> None:
+    done = Barrier(2)  # items that a worker has not pushed when it leaves are handed out again
+
+    def train() -> list[list[int]]:
+        loaders = [distribute(DataLoader(items(600), batch_size=1), split="dynamic") for _ in range(2)]
+        with ThreadPoolExecutor(max_workers=2) as threads:
+            found = list(threads.map(flat, loaders))
+        done.wait()
+        return found
+
+    results: dict[int, Any] = run_on_threads(train, workers=2, sync="asp").results
+    for loader in range(2):
+        assert sorted(results[0][loader] + results[1][loader]) == list(range(600))
+
+
 def test_in_a_run_the_workers_share_out_each_epoch(run_on_threads: RunOnThreads) -> None:
     """The loader is sequential, because workers on threads share torch's generator."""
 
@@ -416,4 +849,41 @@ def test_in_a_run_the_workers_share_out_each_epoch(run_on_threads: RunOnThreads)
         return seen
 
     run = run_on_threads(train, workers=3)
-    assert run.results == {index: [list(range(index, 12, 3))] * 2 for index in range(3)}
+    assert run.results == {
+        0: [[0, 1, 6, 7]] * 2,
+        1: [[2, 3, 8, 9]] * 2,
+        2: [[4, 5, 10, 11]] * 2,
+    }
+
+
+def test_lists_that_are_made_for_each_epoch_share_one_stream() -> None:
+    """It cannot be known when a list no longer exists."""
+    with being(Worker(0, 2)) as worker:
+        for epoch in range(5):
+            assert list(distribute([epoch, epoch + 10])) == [epoch]
+        assert worker.data.push() == []
+        assert len(worker.data.pushed) == 1
+
+
+def test_a_resumed_run_has_the_orders_of_the_later_epochs() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(24)), batch_size=4, shuffle=True)
+
+    def passes(resumed: int) -> list[list[int]]:
+        with being(Worker(0, 1)):
+            part = distribute(loader)
+            assert isinstance(part, DistributedLoader)
+            if resumed:
+                part.set_epoch(resumed)
+            return [[int(item) for (x,) in part for item in x] for _ in range(resumed, 4)]
+
+    assert passes(2) == passes(0)[2:]
+
+
+def test_an_epoch_cannot_be_repeated() -> None:
+    with being(Worker(0, 1)):
+        part = distribute(DataLoader(TensorDataset(torch.arange(24)), batch_size=4))
+        assert isinstance(part, DistributedLoader)
+        list(part)
+        for epoch in (0, -1, True, "1"):
+            with pytest.raises(UsageError, match=f"epoch is {epoch!r}, expected an integer of at least 1"):
+                part.set_epoch(epoch)  # type: ignore[arg-type]

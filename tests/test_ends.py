@@ -279,7 +279,7 @@ def act(worker, iteration):
         )
         assert "Worker 0 is waiting for it." in said()
         assert f"Its process {process} is stopped." in said()
-        assert f"Run 'kill -CONT {process}' to continue it" in said()
+        assert f"Run 'kill -CONT {process}' to resume the process" in said()
         assert "--stall-timeout" in said()
         os.kill(process, signal.SIGCONT)
         program.communicate(timeout=DEADLINE_S)
@@ -516,9 +516,8 @@ def act(worker, iteration):
 
     assert ended.returncode == 1
     assert "error: worker 1 failed: ValueError: the labels are missing\n" in ended.stderr
-    assert "the weights at that time were saved to run/weights.safetensors" in ended.stderr.replace(
-        f"{Path.cwd()}/", ""
-    )
+    note = "the weights at the time of the failure were saved to run/weights.safetensors"
+    assert note in ended.stderr.replace(f"{Path.cwd()}/", "")
     assert weights() == NAMES
 
 

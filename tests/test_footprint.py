@@ -125,7 +125,7 @@ def test_an_optimizer_keeps_as_many_vectors_as_is_said(
 
     optimizer = optimizer_of_slice(OptimizerSpec(name, groups, (0,)), shard, {dtype: vector()})
     for _ in range(2):
-        optimizer.step([{dtype: vector()}, {dtype: vector()}], 0.5, lambda parameter: True, groups)
+        optimizer.step([{dtype: vector()}, {dtype: vector()}], (0.5, 0.5), lambda parameter: True, groups)
     state = optimizer.state()
     kept = sum(
         value.nbytes for key, value in state.items() if key.partition("/")[2] not in PER_PARAMETER_STATE
@@ -162,8 +162,8 @@ def test_a_shortage_names_both_sizes_and_what_to_do() -> None:
     assert shortage(over_tcp, None, "4 workers over tcp") == ""
     assert shortage(over_tcp, 5 * GIB // 2, "4 workers over tcp") == (
         "not enough memory: 4 workers over tcp with 1.0 GiB of parameters need 17.0 GiB for weights, gradients and "
-        "optimizer state, but only 2.5 GiB is available. Use fewer workers, use transport 'shm' (which needs a "
-        "third of the memory per worker), train a smaller model, or give the machine or container more memory."
+        "optimizer state, but only 2.5 GiB is available. Use fewer workers, use transport 'shm' (which needs "
+        "one third of the memory per worker), train a smaller model, or give the machine or container more memory."
     )
     over_shm = footprint(GIB, vectors=1, workers=4, servers=1, transport="shm")
     assert "need 9.0 GiB" in (reason := shortage(over_shm, 0, "4 workers over shm"))
@@ -396,7 +396,7 @@ def test_too_few_descriptors_name_the_limit_and_what_is_needed_and_what_to_do() 
     assert descriptor_shortage(*arguments, limit=needed) == ""
     assert descriptor_shortage(*arguments, limit=None) == ""
     assert descriptor_shortage(*arguments, limit=24) == (
-        f"too few descriptors: with 4 workers, 2 servers and 2 shards one process needs up to {needed} "
+        f"too few file descriptors: with 4 workers, 2 servers and 2 shards, one process needs up to {needed} "
         f"open files and connections, but the limit is 24. Raise the limit with 'ulimit -n {needed}' before the run, "
         "or use fewer workers, servers or shards."
     )
@@ -438,7 +438,7 @@ def test_with_the_stated_number_of_descriptors_a_run_ends_well_and_with_one_less
     options = f"--transport {transport} --workers 2 --servers 2 --shards 4"
     refused = run_limited("ulimit -n 24", options, tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert re.fullmatch(r"error: too few descriptors: .* but the limit is 24\. .*\n", refused.stderr)
+    assert re.fullmatch(r"error: too few file descriptors: .* but the limit is 24\. .*\n", refused.stderr)
     assert not (tmp_path / "run").exists()
 
     [needed] = map(int, re.findall(r"'ulimit -n (\d+)'", refused.stderr))

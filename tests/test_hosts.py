@@ -656,7 +656,8 @@ def test_a_worker_that_pushes_and_never_reads_its_answers_is_dropped(
     )
     assert {worker: type(error) for worker, error in run.errors.items()} == {1: Expelled}
     assert (
-        "server 0 refused worker 1: Commit arrived before the last answer of shard 0 was read" in caplog.text
+        "server 0 refused worker 1: Commit arrived before the previous answer of shard 0 was read"
+        in caplog.text
     )
     assert next(count) < 20_000
 
@@ -855,7 +856,7 @@ DIFFERENCES: dict[str, tuple[Setup, Setup, str]] = {
     "groups": (
         setup(linear, lambda model: grouped(model, 1)),
         setup(linear, lambda model: grouped(model, 2)),
-        "its parameter groups contain different parameters",
+        "the parameters are assigned to groups differently",
     ),
     "an empty group": (
         setup(linear, lambda model: grouped(model, 4)),
@@ -899,5 +900,5 @@ def test_a_worker_with_another_model_is_refused_and_told_the_first_difference(
     run = run_on_threads(train, workers=2, servers=1, keep_errors=True)
     assert list(run.errors) == [1]
     assert isinstance(run.errors[1], ConfigurationError), run.errors[1]
-    assert str(run.errors[1]).startswith("its model differs from worker 0's: ")
+    assert str(run.errors[1]).startswith("its model differs from the model of worker 0: ")
     assert DIFFERENCES[what][2] in str(run.errors[1])

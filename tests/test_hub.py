@@ -258,7 +258,7 @@ def test_what_strangers_do_is_logged_a_few_times_and_then_counted(
         bench.call(framed(Hello("another", "reader", 0))).close()
         bench.poll(2)
     bench.hub._strangers.close()
-    counts = [int(count) for count in re.findall(r"(\d+) more messages like these", caplog.text)]
+    counts = [int(count) for count in re.findall(r"omitted (\d+) similar messages", caplog.text)]
     assert sum(counts) + strangers.LOGGED_IN_FULL == 1010
     assert len(counts) == 2
 

@@ -21,6 +21,7 @@ import paceline
 from paceline.errors import RunFailedError
 from paceline.sync.actions import ApplyMean, PublishPlan
 from paceline.trace import replay
+from paceline.trace.findings import find
 from paceline.trace.measures import measure
 
 from .live import (
@@ -96,7 +97,7 @@ def test_a_live_trace_replays_to_identical_actions(the_run: TheRun) -> None:
     assert hosts == [("shard", 0), ("shard", 1), ("coordinator", 0)]
     for trace in result.trace:
         assert trace.header.sync == SYNC
-        assert trace.header.emulated == "minimum seconds per iteration 0.03, 0.09"
+        assert trace.header.emulated == "--pace 0.03,0.09 (minimum seconds per iteration)"
         assert not [entry for entry in trace.entries if entry.refused]
         assert replay(trace) == []
 
@@ -109,11 +110,12 @@ def test_every_worker_trains_to_its_end_and_the_summary_says_so(the_run: TheRun)
     assert result.summary["workers"] == 2
     assert result.summary["lost_workers"] == []
     assert result.summary["iterations"] == {"0": STEPS, "1": STEPS}
-    assert result.summary["emulated"] == "minimum seconds per iteration 0.03, 0.09"
+    assert result.summary["emulated"] == "--pace 0.03,0.09 (minimum seconds per iteration)"
     assert result.summary["dropped_pushes"] == 0
     measures = measure([trace for trace in result.trace if trace.header.host == "shard"])
-    for figure in ("updates", "delayed_pulls", "max_gap", "max_staleness", "waiting_share"):
+    for figure in ("updates", "delayed_pulls", "max_gap", "max_staleness", "waiting_share", "gradients"):
         assert result.summary[figure] == getattr(measures, figure)
+    assert result.summary["findings"] == find(measures, lockstep=False, run_dir=str(result.run_dir))
 
 
 def test_the_barrier_of_elastic_bsp_is_planned(the_run: TheRun) -> None:

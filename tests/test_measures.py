@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from paceline.sync.events import (
     WorkerLost,
 )
 from paceline.trace import Entry, Header, Memory, Replay, Trace
-from paceline.trace.measures import Wait, measure, waits
+from paceline.trace.measures import PushCounts, Wait, measure, waits
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -55,6 +56,14 @@ class Shard:
         """A push that is applied on arrival."""
         event = PushReceived(now_s=now_s, worker=worker, iteration=iteration)
         self.note(event, ApplyPush(worker, iteration), staleness=((worker, iteration, stale),))
+
+    def hold(self, now_s: float, worker: int, iteration: int, *actions: AnyAction) -> None:
+        """A push that is held, and what its arrival causes."""
+        event = PushReceived(now_s=now_s, worker=worker, iteration=iteration)
+        self.note(event, HoldPush(worker, iteration), *actions)
+
+    def lose(self, now_s: float, worker: int, *actions: AnyAction) -> None:
+        self.note(WorkerLost(now_s=now_s, worker=worker), *actions)
 
     def pull(self, now_s: float, worker: int, iteration: int, *, answered: bool = True, gap: int = 0) -> None:
         actions = [AnswerPull(worker, iteration)] if answered else []
@@ -111,6 +120,8 @@ def test_the_figures_of_two_workers_under_bsp() -> None:
     assert measures.duration_s == 6.0
     assert measures.updates == 2
     assert measures.updates_per_s == pytest.approx(2 / 6)
+    assert measures.gradients == 3  # two updates: the mean of two gradients, and one alone
+    assert measures.gradients_per_s == pytest.approx(3 / 6)
     assert measures.iterations == {0: 2, 1: 1}
     assert measures.waiting_s == {0: 2.0 + 1.0, 1: 0.0}
     assert measures.waiting_share == pytest.approx(3.0 / (6.0 + 5.0))
@@ -124,7 +135,9 @@ def test_the_figures_of_two_workers_under_bsp() -> None:
 def test_the_figures_of_a_fast_and_a_slow_worker_under_asp() -> None:
     measures = measure([asp_with_a_fast_and_a_slow_worker().trace()])
     assert measures.duration_s == 5.0
-    assert measures.updates == 5
+    assert measures.updates == measures.gradients == 5
+    assert measures.left_s == {0: 5.0, 1: 5.0}
+    assert measures.last_push_s == {0: 4.0, 1: 4.0}
     assert measures.iterations == {0: 4, 1: 1}
     assert measures.waiting_s == {0: 0.0, 1: 0.0}
     assert measures.waiting_share == 0.0
@@ -166,6 +179,7 @@ def test_staleness_delayed_pulls_and_drops_are_counted_at_every_shard() -> None:
     assert measures.max_staleness == 4
     assert measures.delayed_pulls == 2
     assert measures.dropped_pushes == 2
+    assert measures.gradients == 1
     assert measures.iterations == {0: 2}  # a dropped push counts as progress
     assert measures.updates == 1
 
@@ -331,7 +345,7 @@ def test_the_largest_gap_of_a_live_run_is_that_of_the_models_own_ledger(
 # -- lives -------------------------------------------------------------------------------------------------------
 
 
-def test_refused_events_change_no_figure() -> None:
+def test_refused_events_change_no_figure_but_the_number_of_refused_pushes() -> None:
     honest, pestered = bsp_with_two_workers(), Shard(BSP())
     for entry in honest.trace().entries:
         event = entry.event
@@ -344,7 +358,9 @@ def test_refused_events_change_no_figure() -> None:
             pestered.note(event, refused="it was asked for already")
         if isinstance(event, WorkerFinished) and event.worker == 1:
             pestered.note(WorkerLost(now_s=5.5, worker=1), refused="it is not live")
-    assert measure([pestered.trace()]) == measure([honest.trace()])
+    expected = measure([honest.trace()])
+    refused = msgspec.structs.replace(expected.pushes, refused=3)
+    assert measure([pestered.trace()]) == msgspec.structs.replace(expected, pushes=refused)
 
 
 def test_both_lives_of_a_worker_that_has_joined_anew_count() -> None:
@@ -360,13 +376,92 @@ def test_both_lives_of_a_worker_that_has_joined_anew_count() -> None:
     shard.note(WorkerFinished(now_s=10.0, worker=0))
     measures = measure([shard.trace()])
     assert measures.iterations == {0: 0, 1: 2}
+    assert measures.left_s == {0: 10.0, 1: 10.0}
+    assert measures.last_push_s == {1: 9.0}
     assert measures.waiting_share == pytest.approx(1.0 / (10.0 + 2.0 + 3.0))
 
 
 def test_a_run_in_which_nothing_happened_has_figures_too() -> None:
     measures = measure([Shard(BSP()).trace()])
     assert measures.updates == 0
-    assert measures.updates_per_s == 0.0
+    assert measures.updates_per_s == measures.gradients_per_s == 0.0
+    assert measures.left_s == measures.last_push_s == {}
     assert measures.waiting_share == 0.0
     assert measures.iterations == {}
     assert waits([Shard(BSP()).trace()]) == []
+
+
+# -- pushes -----------------------------------------------------------------------------------------------
+
+
+def counts(**counts: int) -> PushCounts:
+    return PushCounts(**{name: counts.get(name, 0) for name in PushCounts.__struct_fields__})
+
+
+def test_a_push_is_applied_by_itself_or_averaged() -> None:
+    """Under BSP, the last push has no other one to be averaged with."""
+    assert measure([bsp_with_two_workers().trace()]).pushes == counts(averaged=2, applied=1)
+    assert measure([asp_with_a_fast_and_a_slow_worker().trace()]).pushes == counts(applied=5)
+
+
+def test_dropped_and_refused_pushes_are_counted() -> None:
+    shard = Shard(DropStragglers(quorum=1))
+    shard.join(0.0, 0)
+    shard.apply(1.0, 0, 0)
+    late = PushReceived(now_s=2.0, worker=0, iteration=1)
+    shard.note(late, DropPush(0, 1))
+    shard.note(late, refused="it was pushed already")
+    assert measure([shard.trace()]).pushes == counts(applied=1, dropped=1, refused=1)
+
+
+def test_a_held_push_that_is_never_applied_is_lost() -> None:
+    shard = Shard(BSP())
+    for worker in range(2):
+        shard.join(0.0, worker)
+    shard.hold(1.0, 0, 0)
+    shard.lose(2.0, 1)
+    assert measure([shard.trace()]).pushes == counts(lost=1)
+
+
+@pytest.mark.parametrize("only", [0, 1])
+def test_a_push_that_reached_only_one_of_two_shards_is_lost(only: int) -> None:
+    shards = [Shard(ASP(), index) for index in range(2)]
+    for index, shard in enumerate(shards):
+        shard.join(0.0, 0)
+        shard.apply(1.0, 0, 0)
+        if index == only:
+            shard.apply(2.0, 0, 1)
+        shard.lose(3.0, 0)
+    assert measure([shard.trace() for shard in shards]).pushes == counts(applied=1, lost=1)
+
+
+def test_a_push_that_is_averaged_after_its_worker_was_lost_can_be_lost_too() -> None:
+    """Shard 1 has not received worker 0's push. Worker 0 joins again and pushes with the same label."""
+    shards = [Shard(BSP(), index) for index in range(2)]
+    for index, shard in enumerate(shards):
+        for worker in range(2):
+            shard.join(0.0, worker)
+        if index == 0:
+            shard.hold(1.0, 0, 0)
+        shard.lose(2.0, 0)
+        pushes = ((0, 0), (1, 0)) if index == 0 else ((1, 0),)
+        shard.hold(3.0, 1, 0, ApplyMean(pushes))
+        shard.join(4.0, 0)
+        shard.hold(5.0, 0, 1)
+        shard.hold(6.0, 1, 1, ApplyMean(((0, 1), (1, 1))))
+    assert measure([shard.trace() for shard in shards]).pushes == counts(averaged=3, lost=1)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=1", "drop-stragglers:quorum=2", "spec-sync"])
+def test_every_push_of_a_simulation_is_counted_once(sync: str) -> None:
+    cluster = Cluster(
+        compute_s=[1.0, 1.3, 2.7],
+        presence={2: Presence(lost_at_s=15.0, back_after_s=7.0)},
+    )
+    result = simulate(cluster, sync, iterations=20, shards=2, record=True)
+    pushes = result.measures.pushes
+    assert measure(result.trace[:2]).pushes == pushes
+    total = sum(msgspec.structs.astuple(pushes))
+    assert pushes.refused == 0
+    assert sum(result.measures.iterations.values()) <= total <= sum(result.measures.iterations.values()) + 1
+    assert result.summary["ledger"] == {"pushes": msgspec.to_builtins(pushes)}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from paceline.cli import main
+from paceline.core.lease import BatchSizing
 from paceline.errors import ConfigurationError
-from paceline.rehearsal.advice import advise
+from paceline.rehearsal.advice import advise, show
 from paceline.rehearsal.clusters import describe
 from paceline.rehearsal.ranking import (
     EVERY_MODEL,
@@ -23,12 +27,13 @@ from paceline.rehearsal.ranking import (
     sweep_values,
     variants,
 )
-from paceline.sim import Cluster, Presence, Uniform, simulate
+from paceline.sim import Cluster, Dataset, Presence, Uniform, simulate
 from paceline.sim.recorded import read_cluster_of_run
 
 from .live import chaos
 
 STRAGGLER = Cluster(compute_s=[Uniform(low=0.9, high=1.1)] * 3 + [3.0], latency_s=0.01, servers=2)
+PACED = dataclasses.replace(STRAGGLER, emulated="--pace 1,1,1,3 (minimum seconds per iteration)")
 EQUAL = Cluster(compute_s=[Uniform(low=0.99, high=1.01)] * 4)
 
 
@@ -144,6 +149,52 @@ def test_what_a_run_recorded_is_the_cluster_that_it_ran_on(tmp_path: Path) -> No
         assert cluster.latency(worker, to_server=False).typical_s == pytest.approx(0.01)
 
 
+def saved_with_data(tmp_path: Path, cluster: Cluster, sync: str, data: Dataset, batch: BatchSizing) -> Path:
+    """Save a run with what the summary of a live run says about the data."""
+    run_dir = simulate(cluster, sync, data=data, batch=batch, record=True).save(tmp_path / "run")
+    path = run_dir / "summary.json"
+    known: dict[str, Any] = {
+        "epochs": data.epochs,
+        "epoch_samples": data.samples,
+        "batch_size": data.batch_size,
+        "batches_per_push": 1,
+        "batch": batch,
+    }
+    path.write_text(json.dumps({**json.loads(path.read_text()), **known}))
+    return run_dir
+
+
+def test_with_data_models_are_advised_by_samples_per_second_and_balanced_batches_compete(
+    tmp_path: Path,
+) -> None:
+    cluster = Cluster(compute_s=[1.0, 1.0, 1.0, 3.0])
+    data = Dataset(samples=1600, batch_size=16, epochs=20)
+    report = advise(saved_with_data(tmp_path, cluster, "bsp", data, "equal"))
+    assert report.data == Dataset(samples=1600, batch_size=16, epochs=20)
+    assert report.simulated_gradients_per_s == pytest.approx(report.measured_gradients_per_s, rel=0.02)
+    assert (report.advice[0].sync, report.advice[0].batch) == ("bsp", "balanced")
+    assert "times as many samples per second as under bsp" in report.advice[0].reason
+    assert (
+        report.advice[0].command == "paceline run --workers 4 --servers 1 --sync bsp --batch balanced SCRIPT"
+    )
+    assert {row.batch for row in report.rows if row.sync == "ssp:staleness=3"} == {"equal", "balanced"}
+    console = Console(width=120, record=True)
+    show(report, cluster, console)
+    assert "s per" in (text := console.export_text())
+    assert "20 epochs of 1,600 samples, in batches of 16" in text
+    assert "no staleness: bsp, balanced batches" in text
+
+
+def test_the_machines_of_a_run_with_balanced_batches_are_those_of_a_run_with_equal_ones(
+    tmp_path: Path,
+) -> None:
+    cluster = Cluster(compute_s=[1.0, 1.0, 1.0, 3.0], fixed_share=0.4)
+    data = Dataset(samples=1600, batch_size=16, epochs=3)
+    found = read_cluster_of_run(saved_with_data(tmp_path, cluster, "bsp", data, "balanced"))
+    assert found.fixed_share == pytest.approx([0.4] * 4, abs=0.1)
+    assert [found.compute(worker).typical_s for worker in range(4)] == pytest.approx([1, 1, 1, 3], rel=0.05)
+
+
 @pytest.mark.parametrize("sync", ["bsp", "asp", "spec-sync:abort_time_s=0.3,abort_rate=0"])
 def test_a_run_is_predicted_from_what_another_one_recorded(tmp_path: Path, sync: str) -> None:
     cluster = read_cluster_of_run(saved(tmp_path, STRAGGLER, sync))
@@ -157,8 +208,12 @@ def test_a_run_is_predicted_from_what_another_one_recorded(tmp_path: Path, sync:
 def test_with_a_straggler_something_faster_is_advised_with_its_command(tmp_path: Path) -> None:
     report = advise(saved(tmp_path, STRAGGLER))
     assert report.simulated_updates_per_s == pytest.approx(report.measured_updates_per_s, rel=0.02)
+    assert report.simulated_gradients_per_s == pytest.approx(report.measured_gradients_per_s, rel=0.02)
+    assert report.measured_gradients_per_s == pytest.approx(4 * report.measured_updates_per_s, rel=0.02)
+    assert report.emulated == ""
+    assert report.findings[0].startswith("Workers waited at the barrier of each iteration for ")
     assert [advice.sync for advice in report.advice] == ["bsp", "elastic-bsp:lookahead=15", "asp"]
-    assert "times as many gradients as bsp" in report.advice[1].reason
+    assert "times as many gradients per second as under bsp" in report.advice[1].reason
     assert report.advice[1].command == (
         "paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 SCRIPT"
     )
@@ -274,6 +329,39 @@ def test_advise_prints_a_reason_and_a_command(
     printed = capsys.readouterr().out
     assert "--sync asp SCRIPT" in printed
     assert "the run itself (bsp)" in printed
+    assert "gradients per s measured" in " ".join(printed.split())
+    assert "updates per s" not in printed
+    assert "Workers waited at the barrier of each iteration" in printed
+    assert "emulated" not in printed
+
+
+def test_what_is_derived_from_emulated_machines_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path, PACED)
+    assert PACED.emulated in json.loads((folder / "summary.json").read_text())["emulated"]
+    cluster = read_cluster_of_run(folder)
+    assert cluster.emulated == PACED.emulated
+    assert describe(cluster).endswith(f"; recorded in a run with emulated machines: {PACED.emulated}")
+    assert simulate(cluster, "asp", iterations=2).emulated == PACED.emulated
+    assert run(monkeypatch, "advise", str(folder), "--sync", "bsp,asp") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"This run emulated unequal machines: {PACED.emulated}. The recommendations are for the emulated machines."
+    ) in printed
+    assert run(monkeypatch, "advise", str(folder), "--sync", "bsp,asp", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["emulated"] == PACED.emulated
+
+
+def test_a_cluster_file_says_that_its_times_are_those_of_emulated_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text(f"emulated = '{PACED.emulated}'\n{FILE}")
+    arguments = ["--sync", "bsp,asp", "--iterations", "5", "--out", str(tmp_path / "out")]
+    assert run(monkeypatch, "simulate", str(tmp_path / "mine.toml"), *arguments) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"recorded in a run with emulated machines: {PACED.emulated}" in printed
+    assert "(updates)" in printed
 
 
 @pytest.mark.parametrize(
@@ -426,7 +514,7 @@ def test_steps_of_a_sweep_are_exact() -> None:
     ("script", "arguments", "code", "reason"),
     [
         (SCRIPT + "\nsys.exit(3)", "3", 1, "exit code 3"),
-        (SCRIPT.replace("return loss", "pass"), "3", 2, "returned no losses"),
+        (SCRIPT.replace("return loss", "pass"), "3", 2, "reported no losses"),
         (SCRIPT + "\nimport os\nos._exit(4)", "3", 1, "ended without an error message"),
         *chaos(
             ("import paceline, sys\n" + SCRIPT + "\nsys.exit(0)", "3", 0, ""),

@@ -18,6 +18,7 @@ from paceline.report.accuracy import Curve, draw_accuracy
 from paceline.report.canvas import new_figure, save
 from paceline.report.comparison import TrialOutcome, comparison_table, medians
 from paceline.report.picture import comparison_picture
+from paceline.report.summary import summary_rows
 from paceline.report.timeline import COMPUTING, DROPPED, WAITING, Timeline, draw_timeline, read_timeline
 from paceline.sync.actions import ApplyMean, ApplyPush
 from paceline.sync.events import PushReceived
@@ -45,10 +46,12 @@ def outcome(**changes: object) -> TrialOutcome:
         time_to_target_s=8.5,
         final_accuracy=0.975,
         updates_per_s=16.0,
+        gradients_per_s=64.0,
+        samples_per_s=2048.0,
         waiting_share=0.5,
         mean_staleness=0.0,
         max_staleness=0,
-        emulated="minimum seconds per iteration 0.02, 0.06",
+        emulated="--pace 0.02,0.06 (minimum seconds per iteration)",
     )
     return msgspec.structs.replace(plain, **changes)
 
@@ -92,7 +95,7 @@ def test_table_shows_every_figure_within_eighty_columns() -> None:
                         sync="elastic-bsp:lookahead=15",
                         learning_rate=0.0125,
                         time_to_target_s=None,
-                        updates_per_s=148.2,
+                        samples_per_s=4742.4,
                         mean_staleness=12.34,
                         max_staleness=123,
                     ),
@@ -100,13 +103,81 @@ def test_table_shows_every_figure_within_eighty_columns() -> None:
             )
         )
     text = capture.get()
-    for shown in ("8.50", "97.5%", "16.0", "50.0%", "0.1, 0.9", "elastic-bsp:lookahead=15", "0.0125, 0.9"):
+    for shown in ("8.50", "97.5%", "2048.0", "50.0%", "0.1, 0.9", "elastic-bsp:lookahead=15", "0.0125, 0.9"):
         assert shown in text
     assert "never" in text
-    assert "148.2" in text
+    assert "4742.4" in text
+    assert "samples" in text
+    assert "(updates)" in text
     assert "12.3, 123" in text
-    assert "emulated: minimum seconds per iteration 0.02, 0.06" in text
+    assert "emulated: --pace 0.02,0.06 (minimum seconds per iteration)" in text
     assert "…" not in text
+
+
+def test_runs_of_which_one_has_no_known_samples_are_compared_by_gradients() -> None:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(comparison_table([outcome(), outcome(sync="asp", samples_per_s=0.0)]))
+    text = capture.get()
+    assert "gradients" in text
+    assert "64.0" in text
+    assert "2048.0" not in text
+
+
+SUMMARY = {
+    "sync": "bsp",
+    "shards": 2,
+    "emulated": "--pace 0.02,0.06 (minimum seconds per iteration)",
+    "duration_s": 10.0,
+    "iterations": {"0": 100, "1": 100},
+    "updates": 100,
+    "updates_per_s": 10.0,
+    "gradients": 200,
+    "gradients_per_s": 20.0,
+    "samples": 6400,
+    "samples_per_s": 640.0,
+    "waiting_share": 0.25,
+    "idle_s": {"0": 0.01, "1": 0.0},
+    "idle_share": 0.001,
+    "dropped_pushes": 0,
+    "restarts": 0,
+    "wasted_s": 0.0,
+    "mean_staleness": 0.0,
+    "max_staleness": 0,
+    "max_gap": 0,
+}
+
+
+def test_the_summary_gives_speed_in_samples_and_says_what_is_in_an_update() -> None:
+    assert summary_rows(SUMMARY) == {
+        "sync": "bsp",
+        "duration": "10.0 s",
+        "samples": "6400 (640.0 per second)",
+        "updates": "100 (2 gradients each, on average)",
+        "waiting": "25.0% of the workers' time",
+        "staleness": "mean 0.00, maximum 0 (in updates)",
+        "gap": "maximum 0 (in iterations)",
+        "emulated": "--pace 0.02,0.06 (minimum seconds per iteration)",
+    }
+
+
+def test_without_known_samples_the_summary_gives_speed_in_gradients() -> None:
+    rows = summary_rows({**SUMMARY, "samples": 0, "samples_per_s": 0.0, "updates": 200})
+    assert rows["gradients"] == "200 (20.0 per second)"
+    assert rows["updates"] == "200 (1 gradient each, on average)"
+    assert "samples" not in rows
+
+
+def test_the_summary_says_who_was_idle_and_what_was_dropped_or_restarted() -> None:
+    lost = {"dropped_pushes": 3, "restarts": 2, "wasted_s": 0.5}
+    rows = summary_rows({**SUMMARY, **lost, "idle_s": {"0": 4.0, "1": 0.0}, "idle_share": 0.2})
+    assert rows["idle"] == "1 worker finished up to 4.0 s before the last (20.0% of the workers' time)"
+    assert rows["left out"] == "3 of 400 pushes to 2 shards (no usable gradient, or too late)"
+    assert rows["restarts"] == "2, 0.5 s of computation wasted"
+
+
+def test_a_summary_without_statistics_has_what_is_known() -> None:
+    assert summary_rows({"sync": "asp", "emulated": ""}) == {"sync": "asp"}
 
 
 def test_accuracy_picture_draws_each_curve_the_target_and_when_it_was_reached() -> None:
@@ -122,7 +193,7 @@ def test_accuracy_picture_draws_each_curve_the_target_and_when_it_was_reached() 
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == [
         "bsp: 95% after 3.00 s",
-        "asp: never at 95%",
+        "asp: 95% not reached",
     ]
     assert axes.get_xlabel() == "seconds since training began"
     assert axes.get_ylabel() == "accuracy on the test images"

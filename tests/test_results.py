@@ -36,5 +36,5 @@ def test_what_is_left_of_the_weights_is_saved_under_another_name_and_the_rest_is
 def test_without_any_weights_no_file_is_made(tmp_path: Path) -> None:
     path, said = save_weights(WeightsSnapshot({}, (-1,), ("weight",)), tmp_path)
 
-    assert (path, said) == (None, ["no weights were saved, because none could be read"])
+    assert (path, said) == (None, ["no weights were saved, because no weights could be read"])
     assert list(tmp_path.iterdir()) == []

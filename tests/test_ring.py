@@ -311,7 +311,7 @@ def test_a_frame_of_noise_is_refused() -> None:
     with streams() as (worker, server, _):
         assert worker._ring_out is not None
         worker._ring_out.write(b"\xc1 noise")
-        with pytest.raises(ProtocolError, match="cannot be read"):
+        with pytest.raises(ProtocolError, match="cannot be decoded"):
             list(server.receive(from_socket=False))
 
 

@@ -131,8 +131,8 @@ class Job:
                 store.put(event.worker, event.iteration, push)
             for request in requests:
                 match request:
-                    case Apply(_, applied, scale):
-                        store.apply(applied, scale)
+                    case Apply(_, applied, scales):
+                        store.apply(applied, scales)
                     case Discard(_, worker, iteration):
                         store.discard(worker, iteration)
                     case Preserve(_, worker, iteration):

@@ -540,7 +540,7 @@ PAIR = Cluster(compute_s=[1.0, 1.0])
         (lambda: Cluster(compute_s=[1.0], servers=0), "servers is 0"),
         (lambda: Cluster(compute_s=[1.0], bandwidth_bps=0.0), "bandwidth_bps is 0"),
         (lambda: Cluster(compute_s=[1.0], size_bytes=-1), "size_bytes is -1"),
-        (lambda: Cluster(compute_s=[1.0], presence={1: Presence()}), "presence names worker 1"),
+        (lambda: Cluster(compute_s=[1.0], presence={1: Presence()}), "presence has an entry for worker 1"),
         (lambda: Uniform(low=2.0, high=1.0), "low is 2 and high is 1"),
         (lambda: Pareto(least=1.0, alpha=0.0), "alpha is 0"),
         (lambda: LogNormal(median=1.0, sigma=-1.0), "sigma is -1"),
@@ -575,5 +575,5 @@ def test_where_nothing_takes_any_time_it_is_said_instead_of_hanging() -> None:
 
 def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
     stalling = Conditions(pull=lambda state: False, push=lambda state: state.pushed > state.live)
-    with pytest.raises(RunFailedError, match="worker 1, after its iteration 0, at shard 0"):
+    with pytest.raises(RunFailedError, match="worker 1, after its iteration 0, waits at shard 0"):
         simulate(PAIR, stalling, iterations=3)

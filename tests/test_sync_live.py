@@ -123,7 +123,7 @@ def figures(run_on_threads: RunOnThreads, sync: str, transport: str = "auto") ->
     run = run_on_threads(training(), workers=3, servers=2, transport=transport, sync=sync, pace=pace)
     for trace in run.traces:
         assert trace.header.sync == sync
-        assert trace.header.emulated == "minimum seconds per iteration 0.02, 0.02, 0.06"
+        assert trace.header.emulated == "--pace 0.02,0.02,0.06 (minimum seconds per iteration)"
         assert replay(trace) == []
     measures = measure(run.shards)
     assert measures.iterations == {0: STEPS, 1: STEPS, 2: STEPS}
@@ -353,10 +353,10 @@ def test_bad_requests_for_a_change_are_refused_in_the_script(run_on_threads: Run
         messages,
         [
             "did you mean 'bsp'",
-            "is for the whole job",
+            "applies to the whole job",
             "shard is 5, expected a number from 0 to 1",
             "quorum is 9, expected at most 2, the number of workers",
-            "its conditions into a module",
+            "Put these into a module",
         ],
         strict=True,
     ):
@@ -438,8 +438,8 @@ def test_a_condition_whose_module_was_not_named_at_the_launch_is_refused_in_the_
 
     run = run_on_threads(training(3, meanwhile), workers=2, sync="asp")
     assert set(messages) == {
-        f"conditions: the module of '{elsewhere}:close' was not named when the run was launched. Name it there with "
-        f"--import {elsewhere}, or launch(imports=['{elsewhere}'])."
+        f"conditions: the module of '{elsewhere}:close' was not named when the run was launched. Launch the run "
+        f"with --import {elsewhere}, or with launch(imports=['{elsewhere}'])."
     }
     assert [in_force(trace) for trace in run.shards] == [[]]
     assert elsewhere not in sys.modules
@@ -494,8 +494,8 @@ def test_conditions_that_stall_everybody_end_the_run_with_a_report_of_who_waits_
     assert "every worker waits" in report
     for worker in range(2):
         for shard in range(2):
-            assert f"worker {worker}, after its iteration 0, at shard {shard} (conditions:" in report
-    assert "for round 0 (2 of 2 have pushed round 0)" in report
+            assert f"worker {worker}, after its iteration 0, waits at shard {shard} (conditions:" in report
+    assert "for round 0 (2 of 2 workers have pushed round 0)" in report
     assert threading.active_count() < 20
 
 

@@ -197,11 +197,11 @@ def model_of(machine: type[ShardMachine], coordinator: type[JobMachine] | None =
             DropsNothing,
             r"random events are handled\n.*an empty push must be dropped\nafter these events:\n    WorkerJoined",
         ),
-        (ForgetsPushes, r"caused 0 actions that apply, hold or drop a push\nafter these events"),
+        (ForgetsPushes, r"caused 0 actions that apply, hold or drop a push, expected one .*\nafter these"),
         (HoldsForever, r"all workers have left, but the pushes \{.*\} have not been applied"),
-        (AveragesInOrderOfArrival, r"is not in worker order"),
+        (AveragesInOrderOfArrival, r"not in worker order"),
         (AnswersTwice, r"AnswerPull.*answers a pull that was not requested"),
-        (CountsItsChecks, r"PullRepeated.* has changed the machine"),
+        (CountsItsChecks, r"PullRepeated.* has changed the state machine"),
         (SharesItsList, r"machines share nothing\nevents at one state machine have changed another"),
         (WaitsForTheLost, r"all workers wait after Worker(Lost|Finished)"),
         (DescribesNothing, r"delayed pulls are described\nworkers \{\d\} wait, but waits\(\) describes \{\}"),
@@ -223,7 +223,7 @@ def test_a_machine_that_keeps_the_promises_passes() -> None:
 def test_the_search_finds_a_deadlock_that_needs_two_shards() -> None:
     assert check(model_of(WaitsForAnotherPush), shards=1).states > 100
     with pytest.raises(
-        AssertionError, match=r"(?s)no interleaving of .*shard 1 receives.*deadlock: worker \d is waiting"
+        AssertionError, match=r"(?s)no interleaving fails.*shard 1 receives.*deadlock: worker \d is waiting"
     ):
         check(parse("waitsforanotherpush"))
 
@@ -247,7 +247,7 @@ def test_a_model_that_is_not_registered_is_named() -> None:
 def test_a_rule_that_does_not_hold_is_found() -> None:
     with pytest.raises(
         AssertionError,
-        match=r"a worker may be lost fails\n(?s:.*)workers \{\d\} wait at a shard, but set\(\) must",
+        match=r"a worker may be lost\n(?s:.*)workers \{\d\} wait at a shard, but set\(\) must",
     ):
         check(SSP(staleness=1), more_ahead_than(2))
 
@@ -280,7 +280,7 @@ def test_models_with_a_planner_pass() -> None:
     [
         ("> join 0", "must begin with"),
         ("> shard bsp\n> leap 0", "not a command: 'leap 0'"),
-        ("> shard bsp\n> at 2\n> at 1", "the time cannot go back to 1 s from 2 s"),
+        ("> shard bsp\n> at 2\n> at 1", "the time cannot go back from 2 s to 1 s"),
     ],
 )
 def test_a_script_that_cannot_be_played_says_why(script: str, words: str) -> None:

@@ -336,7 +336,7 @@ def test_a_broken_line_in_the_middle_is_refused(line: bytes, tmp_path: Path) -> 
     path = recorded(tmp_path / "trace.jsonl", Header(sync="asp", host="shard"), entries)
     header, first, *rest = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([header, first, line, *rest, b""]))
-    with pytest.raises(ConfigurationError, match="is not a trace of Paceline"):
+    with pytest.raises(ConfigurationError, match="is not a Paceline trace"):
         read(path)
 
 
@@ -346,7 +346,7 @@ def test_another_version_of_the_format_is_refused_by_number(version: int, tmp_pa
     path = recorded(tmp_path / "trace.jsonl", Header(sync="asp", host="shard", format=version), [])
     with pytest.raises(
         ConfigurationError,
-        match=f"format {version}; this version of Paceline reads format 3. Record the run again",
+        match=f"format {version}; this version of Paceline reads format 3. Repeat the run",
     ):
         read(path)
 

@@ -13,8 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import DistributedOptimizer, set_sync, worker_count, worker_index
+from paceline import DistributedOptimizer, distribute, set_sync, worker_count, worker_index
+from paceline.errors import UsageError
 from paceline.frontend.session import current
 from paceline.runtime import worker as worker_module
 from paceline.runtime.worker import WorkerSession
@@ -790,9 +792,11 @@ def test_parameters_change_in_steps_only_through_changes_of_the_sync_model(
         assert in_place == {True, False} or 0 in changes
     for trace in run.shards:
         assert measure([trace]).iterations == {0: 40, 1: 40, 2: 40}
-    assert any(
-        relative_error(weights_of(model), run.state_dict) == 0 for model, _, _ in results.values()
-    )  # whoever pulled last
+    # At each shard, the worker whose push came last pulls the final weights. The last push may be of a
+    # different worker at each shard, so no single worker needs to have all of them.
+    for name, final in run.state_dict.items():
+        held = torch.stack([weights_of(model)[name] == final for model, _, _ in results.values()])
+        assert bool(held.any(dim=0).all())
 
 
 @pytest.mark.parametrize("overlap", ["shards", "off"])
@@ -1341,3 +1345,124 @@ def test_only_worker_0_needs_the_saved_state(run_on_threads: RunOnThreads) -> No
     assert run.state_dict.keys() == whole.state_dict.keys()
     for weights in run.results.values():
         assert_same(weights, run.state_dict)  # type: ignore[arg-type]
+
+
+# -- batches of unequal size ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SGD with momentum", "Adam"])
+def test_bsp_with_uneven_batches_is_one_process_on_the_joint_batches(
+    name: str, run_on_threads: RunOnThreads
+) -> None:
+    """The last joint batch of each epoch has 17 of 24 items, which three workers divide into 6, 6 and 5."""
+    make: MakeOptimizer = {
+        "SGD with momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+    }[name]
+    inputs = torch.cat([batch(0, iteration) for iteration in range(11)])[:65]
+    model_of = seeded(Net)
+    sizes: dict[int, list[int]] = {}
+
+    def train() -> None:
+        model = model_of()
+        optimizer = DistributedOptimizer(make(model), model=model)
+        seen = sizes.setdefault(worker_index(), [])
+        for _ in range(3):
+            for (x,) in distribute(DataLoader(TensorDataset(inputs), batch_size=8)):
+                optimizer.zero_grad()
+                loss_of(model, x).backward()
+                optimizer.step()
+                seen.append(len(x))
+
+    run = run_on_threads(train, workers=3, servers=2, sync="bsp")
+    assert sizes == {0: [8, 8, 6] * 3, 1: [8, 8, 6] * 3, 2: [8, 8, 5] * 3}
+    alone = model_of()
+    optimizer = make(alone)
+    for _ in range(3):
+        for joint in inputs.split(24):
+            optimizer.zero_grad()
+            loss_of(alone, joint).backward()
+            optimizer.step()
+    torch.testing.assert_close(flat(run.state_dict), flat(weights_of(alone)), rtol=0, atol=1e-12)
+
+
+def test_asp_scales_a_push_of_a_small_batch_with_sgd_only(run_on_threads: RunOnThreads) -> None:
+    """A batch of 2 after one of 8 moves the weights by a quarter of its gradient's step."""
+    inputs = torch.cat([batch(0, 0), batch(0, 1)])[:10]
+    model_of = seeded(Net)
+
+    def train(make: MakeOptimizer) -> Callable[[], None]:
+        def run() -> None:
+            model = model_of()
+            optimizer = DistributedOptimizer(make(model), model=model)
+            for (x,) in distribute(DataLoader(TensorDataset(inputs), batch_size=8)):
+                optimizer.zero_grad()
+                loss_of(model, x).backward()
+                optimizer.step()
+
+        return run
+
+    makes: list[tuple[MakeOptimizer, float]] = [
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.05), 0.25),
+        (lambda model: torch.optim.Adagrad(model.parameters(), lr=0.05), 1.0),
+    ]
+    for make, scale in makes:
+        run = run_on_threads(train(make), workers=1, sync="asp")
+        alone = model_of()
+        optimizer = make(alone)
+        for x, factor in zip(inputs.split(8), (1.0, scale), strict=True):
+            optimizer.zero_grad()
+            (loss_of(alone, x) * factor).backward()
+            optimizer.step()
+        torch.testing.assert_close(flat(run.state_dict), flat(weights_of(alone)), rtol=0, atol=1e-12)
+
+
+def test_under_asp_every_sample_of_an_epoch_is_used_once(run_on_threads: RunOnThreads) -> None:
+    seen: dict[int, list[list[int]]] = {}
+
+    def train() -> None:
+        model = nn.Linear(1, 1).double()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model)
+        mine = seen.setdefault(worker_index(), [])
+        for _ in range(3):
+            mine.append([])
+            for (x,) in distribute(DataLoader(TensorDataset(torch.arange(103.0).double()), batch_size=4)):
+                time.sleep(0.001 * (1 + 3 * (worker_index() == 2)))
+                optimizer.zero_grad()
+                model(x[:, None]).mean().backward()
+                optimizer.step()
+                mine[-1] += x.int().tolist()
+
+    run_on_threads(train, workers=3, sync="asp")
+    for epoch in range(3):
+        together = [item for worker in seen.values() for item in worker[epoch]]
+        assert sorted(together) == list(range(103))
+    drawn = {worker: sum(map(len, epochs)) for worker, epochs in seen.items()}
+    assert drawn[2] < min(drawn[0], drawn[1])
+
+
+def test_the_script_may_say_how_many_samples_a_step_has(run_on_threads: RunOnThreads) -> None:
+    """Worker 0 has a mean over 3 tokens and worker 1 a mean over 1: the result is the mean over all 4."""
+    model_of = seeded(Net)
+    parts = {0: batch(0, 0)[:3], 1: batch(1, 0)[:1]}
+
+    def train() -> None:
+        model = model_of()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        part = parts[worker_index()]
+        loss_of(model, part).backward()
+        optimizer.step(samples=len(part))
+
+    run = run_on_threads(train, workers=2, sync="bsp")
+    alone = model_of()
+    loss_of(alone, torch.cat([parts[0], parts[1]])).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    torch.testing.assert_close(flat(run.state_dict), flat(weights_of(alone)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("samples", [0, -4, 2.5, True])
+def test_a_number_of_samples_that_makes_no_sense_is_refused(samples: Any) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=f"samples is {samples!r}, expected a positive integer"):
+        optimizer.step(samples=samples)

@@ -17,7 +17,10 @@ _HOMES = {
     "RunResult": "launcher.launch",
     "SimResult": "sim",
     "distribute": "frontend.data",
+    "epochs": "frontend.epochs",
+    "evaluating": "frontend.evaluating",
     "launch": "launcher.launch",
+    "prepare": "frontend.prepare",
     "set_sync": "frontend.session",
     "simulate": "sim",
     "worker_count": "frontend.session",
@@ -31,8 +34,11 @@ __all__ = [
     "RunResult",
     "SimResult",
     "distribute",
+    "epochs",
     "errors",
+    "evaluating",
     "launch",
+    "prepare",
     "set_sync",
     "sim",
     "simulate",
@@ -45,7 +51,10 @@ __all__ = [
 if TYPE_CHECKING:
     from . import errors, sim, sync, zipline
     from .frontend.data import distribute
+    from .frontend.epochs import epochs
+    from .frontend.evaluating import evaluating
     from .frontend.optimizer import DistributedOptimizer
+    from .frontend.prepare import prepare
     from .frontend.session import set_sync, worker_count, worker_index
     from .launcher.launch import RunResult, launch
     from .shard.lars import LARS

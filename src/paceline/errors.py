@@ -3,16 +3,16 @@
     PacelineError
     ├── ConfigurationError        the input is not valid; nothing was started (exit code 2)
     ├── UsageError                the library was used incorrectly during the run
-    │   ├── WeightsChangedError   weights were edited or moved outside step()
+    │   ├── WeightsChangedError   weights were changed outside step()
     │   └── NonFiniteGradientError  a gradient contains NaN or inf
     ├── ProtocolError             a peer violated the protocol; it is disconnected, and the run continues
     │   └── InvalidEventError     the sync model does not allow the event; its state is unchanged
-    ├── PeerLostError             the connection to a peer is lost
+    ├── PeerLostError             the connection to a peer could not be established or was lost
     ├── DeadlineError             an operation took longer than allowed
     ├── RunFailedError            a process of the run failed; contains the traceback of that process
     └── InternalError             an internal invariant is violated: a bug in Paceline, please report it
 
-All exceptions can be pickled, because each passes all its arguments to `Exception`.
+All exceptions can be pickled, because each one passes all of its arguments to `Exception`.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ class PacelineError(Exception):
 class ConfigurationError(PacelineError):
     """An input is not valid. Paceline checks its inputs before it starts any process.
 
-    The message names the value, what was expected, and what to do.
+    The message states the value, what was expected, and what to do.
     """
 
 
 class UsageError(PacelineError):
-    """The library was used in a way that is not allowed at this point of the run."""
+    """The library was used in a way that is not allowed at this point in the run."""
 
 
 class WeightsChangedError(UsageError):
-    """Weights were edited, replaced or moved outside `step()` after training had started."""
+    """After training had started, something other than `step()` edited, replaced or moved weights."""
 
 
 class NonFiniteGradientError(UsageError):
-    """A gradient contains NaN or inf. It was rejected before any part of it was sent.
+    """A gradient contains NaN or inf. The gradient was rejected before any part of it was sent.
 
     Attributes:
         worker: index of the worker.
-        iteration: number of the worker's iteration, counted from 0.
+        iteration: index of the worker's iteration, counted from 0.
         parameter: name of the first parameter whose gradient is not finite.
     """
 
@@ -74,8 +74,8 @@ class NonFiniteGradientError(UsageError):
     def __str__(self) -> str:
         return (
             f"worker {self.worker}, iteration {self.iteration}: the gradient of {self.parameter!r} contains NaN or "
-            "inf. It was not sent, and the weights are unchanged. Lower the learning rate, clip the gradients, or "
-            "skip such gradients with --on-nan skip (on_nan='skip')."
+            "inf. No gradient was sent, and the weights are unchanged. Lower the learning rate, clip the gradients, "
+            "or skip such gradients with --on-nan skip (on_nan='skip')."
         )
 
 
@@ -84,11 +84,11 @@ class ProtocolError(PacelineError):
 
 
 class InvalidEventError(ProtocolError):
-    """The sync model does not allow the event in its current state. The state is unchanged."""
+    """The sync model, in its current state, does not allow the event. The state is unchanged."""
 
 
 class PeerLostError(PacelineError):
-    """The connection to a peer could not be made or is lost."""
+    """The connection to a peer could not be established or was lost."""
 
 
 class DeadlineError(PacelineError):
@@ -148,7 +148,7 @@ def first_line(error: BaseException) -> str:
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> ConfigurationError:
-    """Return the error for a name that is not in `choices`. It suggests the closest choice and lists all choices."""
+    """Return the error for a name that is not in `choices`. The message lists the choices and may suggest one."""
     known = sorted(choices)
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -366,7 +366,7 @@ def test_pulls_are_repeated_at_any_moment_of_a_change() -> None:
 def test_what_waits_for_the_boundary_is_said_in_words() -> None:
     checked = begin(ASP(), 3)
     iterate(checked, 1, to("bsp", 0, 1, 2))
-    assert hosted(checked).waits() == {1: "the change to bsp, for workers [0, 2]"}
+    assert hosted(checked).waits() == {1: "workers [0, 2] to reach the change to bsp"}
     assert hosted(checked).last_iteration(1) == 0
     assert hosted(checked).last_iteration(0) == -1
 

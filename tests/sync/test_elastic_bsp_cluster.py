@@ -8,6 +8,7 @@ becomes of each push, that NEVER hangs, and that all shards average the same pus
 from __future__ import annotations
 
 import random
+import re
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,11 +87,8 @@ def test_without_losses_every_stopping_push_is_averaged_at_every_shard() -> None
     for seed in range(12):
         cluster = SmallJob(ElasticBSP(lookahead=2), STOPPED, workers=3, shards=2, iterations=15)
         state, story = run(cluster, seed)
-        flagged = {
-            (int(words[2]), int(words[5]))
-            for words in map(str.split, story)
-            if words[1] == "worker" and words[3] == "stops"
-        }
+        stops = re.findall(r"worker (\d+) stops after iteration (\d+)", "\n".join(story))
+        flagged = {(int(worker), int(iteration)) for worker, iteration in stops}
         for shard in state.servers:
             assert {push for mean in shard.means for push in mean} == flagged
         supersteps += len(state.servers[0].means)

@@ -508,7 +508,7 @@ def test_the_search_finds_a_push_that_is_dealt_with_never_or_twice() -> None:
     for machine, words in [
         (Forgetful, "caused 0 actions that apply, hold or drop a push"),
         (Eager, "caused 2 actions that apply, hold or drop a push"),
-        (Hoarder, "precedes the update with its push"),
+        (Hoarder, "was returned before the worker's push was applied"),
     ]:
         with pytest.raises(AssertionError, match=words):
             explore(SmallJob(bent(machine), workers=2, shards=1, iterations=2))
@@ -537,7 +537,7 @@ def test_the_search_finds_the_deadlock_of_shards_that_change_each_at_its_own_mom
         shard_host=Hasty,
         watch=False,
     )
-    with pytest.raises(AssertionError, match=r"(?s)its last push under model 0.*deadlock: worker \d is"):
+    with pytest.raises(AssertionError, match=r"(?s)its last push before change 1.*deadlock: worker \d is"):
         explore(cluster)
 
 

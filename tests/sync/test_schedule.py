@@ -107,23 +107,23 @@ def test_whatever_is_written_reads_back(steps: list[tuple[list[SyncModel], bool]
         ("", "unknown sync model ''"),
         ("bps", "did you mean 'bsp'?"),
         ("bsp|", "unknown sync model ''"),
-        ("bsp@0,asp", "'asp' does not say when it begins, as in 'bsp@0,asp@100'"),
+        ("bsp@0,asp", "'asp' does not say when it begins. Write, for example, 'bsp@0,asp@100'"),
         ("bsp,asp@100", "unknown sync model 'bsp,asp'; did you mean 'bsp'?"),
-        ("bsp@1,asp@100", "the first model must begin at 0, as in 'bsp@0,asp@100'"),
-        ("bsp@epoch:0,asp@100", "the first model must begin at 0"),
-        ("bsp@0,asp@0", "iteration 0 does not come after 0"),
-        ("bsp@0,asp@10,bsp@10", "iteration 10 does not come after 10"),
-        ("bsp@0,asp@10,bsp@5", "iteration 5 does not come after 10"),
-        ("bsp@0,asp@epoch:2,bsp@epoch:1", "epoch 1 does not come after 2"),
-        ("bsp@0,asp@", "'' is not a valid time, expected an iteration ('@100') or an epoch ('@epoch:5')"),
-        ("bsp@0,asp@soon", "'soon' is not a valid time"),
-        ("bsp@0,asp@-5", "'-5' is not a valid time"),
-        ("bsp@0,asp@1.5", "'1.5' is not a valid time"),
-        ("bsp@0,asp@step:5", "'step:5' is not a valid time"),
-        ("bsp@0,asp@epoch:", "'epoch:' is not a valid time"),
-        ("bsp@0,asp@:5", "':5' is not a valid time"),
-        ("bsp@0,asp@\u0665", "is not a valid time"),
-        ("bsp@0,asp@\u00b2", "is not a valid time"),
+        ("bsp@1,asp@100", "the first model must begin at iteration 0, as in 'bsp@0,asp@100'"),
+        ("bsp@epoch:0,asp@100", "the first model must begin at iteration 0"),
+        ("bsp@0,asp@0", "iteration 0 is listed after iteration 0"),
+        ("bsp@0,asp@10,bsp@10", "iteration 10 is listed after iteration 10"),
+        ("bsp@0,asp@10,bsp@5", "iteration 5 is listed after iteration 10"),
+        ("bsp@0,asp@epoch:2,bsp@epoch:1", "epoch 1 is listed after epoch 2"),
+        ("bsp@0,asp@", "'' is not a valid start, expected an iteration ('@100') or an epoch ('@epoch:5')"),
+        ("bsp@0,asp@soon", "'soon' is not a valid start"),
+        ("bsp@0,asp@-5", "'-5' is not a valid start"),
+        ("bsp@0,asp@1.5", "'1.5' is not a valid start"),
+        ("bsp@0,asp@step:5", "'step:5' is not a valid start"),
+        ("bsp@0,asp@epoch:", "'epoch:' is not a valid start"),
+        ("bsp@0,asp@:5", "':5' is not a valid start"),
+        ("bsp@0,asp@\u0665", "is not a valid start"),
+        ("bsp@0,asp@\u00b2", "is not a valid start"),
         ("bsp@0,ssp:staleness=-1@5", "staleness is -1"),
         ("@0", "unknown sync model ''"),
         ("bsp@0,@5", "unknown sync model ''"),
@@ -136,15 +136,15 @@ def test_what_is_no_schedule_is_refused(text: str, complaint: str) -> None:
 
 
 def test_epochs_and_iterations_are_compared_with_all_steps_before() -> None:
-    with pytest.raises(ConfigurationError, match="iteration 50 does not come after 50"):
+    with pytest.raises(ConfigurationError, match="iteration 50 is listed after iteration 50"):
         read_schedule("bsp@0,asp@50,bsp@epoch:3,asp@50")
 
 
 @pytest.mark.parametrize(
     ("sync", "complaint"),
     [
-        ([], "sync is empty, expected one sync model, or one for each shard"),
-        ((), "sync is empty"),
+        ([], "sync is an empty sequence, expected one sync model, or one for each shard"),
+        ((), "sync is an empty sequence"),
         ([BSP(), "asp"], "sync is 'asp', expected a sync model such as paceline.sync.SSP(staleness=3)"),
         ([BSP], "expected a sync model such as"),
         ([None], "sync is None"),
@@ -191,18 +191,18 @@ def test_one_model_or_one_for_each_shard_is_taken(models: list[SyncModel], shard
 @pytest.mark.parametrize(
     ("models", "shards", "complaint"),
     [
-        ([BSP(), ASP()], 3, "'bsp|asp' names 2 sync models for 3 shards; give one, or one for each"),
+        ([BSP(), ASP()], 3, "'bsp|asp' names 2 sync models for 3 shards; give one, or one per shard"),
         ([BSP(), ASP()], 1, "names 2 sync models for 1 shards"),
         ([BSP(), BSP(), BSP()], 2, "names 3 sync models for 2 shards"),
         (
             [ASP(), ElasticBSP()],
             2,
-            "elastic-bsp:lookahead=15 is for the whole job, so all shards must use it",
+            "elastic-bsp:lookahead=15 applies to the whole job, so all shards must use it",
         ),
         ([ASP(), SpecSync()], 2, "spec-sync"),
-        ([ASP(), DropStragglers(quorum=2)], 2, "drop-stragglers:quorum=2 is for the whole job"),
+        ([ASP(), DropStragglers(quorum=2)], 2, "drop-stragglers:quorum=2 applies to the whole job"),
         ([ASP(), Conditions(pull="a:b", pushes="average")], 2, "conditions:pull=a:b"),
-        ([ElasticBSP(), ElasticBSP(lookahead=2)], 2, "is for the whole job"),
+        ([ElasticBSP(), ElasticBSP(lookahead=2)], 2, "applies to the whole job"),
     ],
 )
 def test_other_mixtures_are_refused(models: list[SyncModel], shards: int, complaint: str) -> None:

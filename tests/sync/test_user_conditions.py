@@ -459,7 +459,10 @@ def test_a_function_whose_name_now_means_another_is_known_in_this_process() -> N
         (f"{HERE}:no_such_function", "cannot be imported here"),
         (f"{HERE}:Bound.no_such_method", "cannot be imported here"),
         (f"{HERE}:not_a_function", "is 7, expected a function"),
-        ("local:f-0", "cannot be imported here: it was defined in a script or a notebook of another process"),
+        (
+            "local:f-0",
+            "cannot be imported here: it was defined in a script or notebook that runs in another process",
+        ),
     ],
 )
 def test_what_cannot_be_found_here_is_refused_before_anything_starts(name: str, complaint: str) -> None:
@@ -474,7 +477,9 @@ def test_what_cannot_be_found_here_is_refused_before_anything_starts(name: str, 
 
 def test_what_lies_in_another_module_than_the_one_that_is_named_is_refused() -> None:
     """Else naming one module would name all that it imports: `mine:os.system`."""
-    with pytest.raises(ConfigurationError, match="'itertools' is a module; name it before the colon"):
+    with pytest.raises(
+        ConfigurationError, match="'itertools' is a module; module names belong before the colon"
+    ):
         Conditions(pull="paceline.plugins.conditions:itertools.count").require_runnable(2)
 
 
@@ -489,7 +494,7 @@ def test_only_conditions_of_modules_that_were_named_at_the_launch_may_be_changed
                 ConfigurationError, match=r"was not named when the run was launched.*--import"
             ):
                 require_named([SSP(), model], launched, ["more"])
-    with pytest.raises(ConfigurationError, match="Put its conditions into a module"):
+    with pytest.raises(ConfigurationError, match="Put these into a module"):
         require_named([Conditions(pull="local:f-99")], launched, [])
     with pytest.raises(ConfigurationError):
         require_named([own], [SSP()], ["local"])
@@ -516,20 +521,22 @@ def test_what_is_no_function_is_refused(condition: object) -> None:
 
 @pytest.mark.parametrize("name", ["near", "module:", ":near", "module.near"])
 def test_a_name_of_another_form_is_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="expected a function, or its name as 'module:function'"):
+    with pytest.raises(
+        ConfigurationError, match="expected a function or its name in the form 'module:function'"
+    ):
         Conditions(pull=name)
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("conditions", "needs pull, as in 'conditions:pull=module:function'"),
+        ("conditions", "needs a value for pull, as in 'conditions:pull=module:function'"),
         ("conditions:pull=a:b,pushes=mean", "unknown pushes of conditions 'mean'. Choices: apply, average"),
         ("conditions:pull=a:b,pushes=aply", "did you mean 'apply'?"),
         ("conditions:pull=a:b,significance=yes", "unknown significance of conditions 'yes'"),
         ("conditions:pull=a:b,execution=hard", "unknown execution of conditions 'hard'"),
         ("conditions:pull=a:b,push_scale=2", "unknown push_scale of conditions '2'"),
-        ("conditions:pull=a", "expected a function, or its name as 'module:function'"),
+        ("conditions:pull=a", "expected a function or its name in the form 'module:function'"),
     ],
 )
 def test_options_that_there_are_not_are_refused(text: str, complaint: str) -> None:

@@ -201,7 +201,7 @@ def test_a_grid_scan_settles_ties_by_the_first_worker_the_earlier_column_and_the
         ([["soon", "later"]], "numbers"),
         ([[1.0, 2.0], [1.0, float("nan")]], "worker 1 in column 1 is nan"),
         ([[1.0, float("inf")]], "worker 0 in column 1 is inf"),
-        ([[1.0, 2.0], [2.0, 1.0], [0.0, 0.0]], "ascending; the row of worker 1"),
+        ([[1.0, 2.0], [2.0, 1.0], [0.0, 0.0]], "ascending; in the row of worker 1, 2.0 precedes 1.0"),
     ],
 )
 def test_bad_times_are_refused_in_one_sentence(times: Any, message: str, method: str) -> None:

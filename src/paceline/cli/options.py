@@ -1,4 +1,4 @@
-"""Command-line options, and enumerations of their choices."""
+"""The command-line options and the values that they accept."""
 
 from __future__ import annotations
 
@@ -39,12 +39,19 @@ class OnNan(enum.StrEnum):
     SKIP = "skip"
 
 
+class Batch(enum.StrEnum):
+    """Sizes of the workers' batches."""
+
+    EQUAL = "equal"
+    BALANCED = "balanced"
+
+
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers.", rich_help_panel="Run")]
 Servers = Annotated[
     int | None,
     typer.Option(
         "--servers",
-        help="Number of servers. Each holds one or more shards of the parameters (--shards). "
+        help="Number of servers. Each server holds one or more shards of the parameters (see --shards). "
         "Default: one for each CPU core that the workers leave free, but at least one.",
         show_default=False,
         rich_help_panel="Run",
@@ -56,8 +63,8 @@ Sync = Annotated[
         "--sync",
         metavar="NAME:KEY=VALUE,...",
         help="Synchronization model: bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15, ... "
-        "([bold]paceline sync[/] lists all). 'bsp|asp' gives each shard its own model. "
-        "bsp@0,elastic-bsp@epoch:5 changes the model during the run, at an epoch or at an iteration (@100).",
+        "([bold]paceline sync[/] lists all). 'bsp|asp' uses bsp for shard 0 and asp for shard 1. "
+        "'bsp@0,elastic-bsp@epoch:5' switches to elastic-bsp at epoch 5; @100 means iteration 100.",
         rich_help_panel="Run",
     ),
 ]
@@ -66,8 +73,8 @@ Imports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Module to import that defines your own synchronization models or conditions. Import a module of "
-        "conditions here if the script changes to them with paceline.set_sync. Can be repeated.",
+        help="Import this module, which defines your own synchronization models or conditions. If the script uses "
+        "your conditions only in paceline.set_sync, name their module here. Can be repeated.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -77,8 +84,8 @@ ModelImports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Module to import that defines your own synchronization models. The current directory is also searched. "
-        "Can be repeated.",
+        help="Import this module, which defines your own synchronization models. The module may be in the current "
+        "directory. Can be repeated.",
         show_default=False,
     ),
 ]
@@ -105,7 +112,7 @@ OverlapOption = Annotated[
     typer.Option(
         "--overlap",
         help="shards: each shard answers pulls independently. off: workers pull only after all workers have pushed "
-        "to all shards, as in PS-Lite (bsp only).",
+        "to all shards, as in PS-Lite; this requires bsp.",
         rich_help_panel="Run",
     ),
 ]
@@ -113,14 +120,14 @@ TransportOption = Annotated[
     Transport,
     typer.Option(
         "--transport",
-        help="Shared memory (shm), Unix sockets (unix) or TCP (tcp). auto uses shared memory where possible, "
-        "otherwise Unix sockets.",
+        help="How processes exchange messages: shared memory (shm), Unix sockets (unix) or TCP (tcp). auto uses "
+        "shared memory if the system supports it, otherwise Unix sockets.",
         rich_help_panel="Run",
     ),
 ]
 Port = Annotated[
     int,
-    typer.Option("--port", help="TCP port of the coordinator. 0 chooses a free port.", rich_help_panel="Run"),
+    typer.Option("--port", help="TCP port of the coordinator. 0 means any free port.", rich_help_panel="Run"),
 ]
 Seed = Annotated[
     int,
@@ -164,8 +171,9 @@ Pace = Annotated[
     typer.Option(
         "--pace",
         metavar="S,S,...",
-        help="Minimum seconds per iteration, one number per worker. A worker that finishes earlier sleeps for the "
-        "rest of that time.",
+        help="Minimum duration of an iteration in seconds, one number per worker. A worker that finishes an "
+        "iteration earlier sleeps until this time has passed. The number is for a batch of the loader's size and is "
+        "proportional to the size; .02+.03 stands for a fixed part of .02 and a proportional part of .03.",
         show_default=False,
         rich_help_panel="Emulating unequal machines",
     ),
@@ -175,7 +183,8 @@ Slowdown = Annotated[
     typer.Option(
         "--slowdown",
         metavar="X,X,...",
-        help="Factors >= 1 by which the compute time is multiplied, one per worker.",
+        help="Factors >= 1 by which the workers' compute times are multiplied, one factor per worker. The times are "
+        "measured, so they depend on the size of a batch as on the real machine.",
         show_default=False,
         rich_help_panel="Emulating unequal machines",
     ),
@@ -185,9 +194,18 @@ Jitter = Annotated[
     typer.Option(
         "--jitter",
         metavar="J",
-        help="Random variation: the pace or slowdown is multiplied by a uniform random factor between 1 - J and "
-        "1 + J.",
+        help="Random variation: in each iteration, the pace or slowdown is multiplied by a uniform random factor "
+        "between 1 - J and 1 + J.",
         rich_help_panel="Emulating unequal machines",
+    ),
+]
+BatchOption = Annotated[
+    Batch,
+    typer.Option(
+        "--batch",
+        help="Sizes of the batches that paceline.distribute hands out: equal for all workers, or balanced: in "
+        "proportion to each worker's speed. The joint batch of all workers stays the same.",
+        rich_help_panel="Run",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

@@ -40,7 +40,7 @@ def simulate(
         typer.Option(
             "--iterations",
             min=1,
-            help="Length of the simulation: all models run for the time that bsp needs for this many iterations.",
+            help="Length of the simulation: every model runs for as long as bsp needs for this many iterations.",
         ),
     ] = 100,
     sweep: Annotated[
@@ -48,18 +48,31 @@ def simulate(
         typer.Option(
             "--sweep",
             metavar="KEY=FROM..TO",
-            help="Compare several values of one parameter of the models: lookahead=5..480 (doubling), "
+            help="Compare several values of one parameter of the sync models: lookahead=5..480 (doubling), "
             "staleness=1..9:2 (steps of 2) or staleness=1,5,20.",
             show_default=False,
         ),
     ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples",
+            min=1,
+            help="Number of samples in an epoch. Every model then runs for whole epochs instead of for a time, with "
+            "equal and with balanced batches, and the models are ranked by the time per epoch.",
+            show_default=False,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, help="Samples in a worker's batch. Only with --samples.")
+    ] = 32,
     script: Annotated[
         str | None,
         typer.Option(
             "--script",
             metavar="'train.py ARGS'",
-            help="Training script, with its arguments. It is run in virtual time under each model, and the losses "
-            "are compared.",
+            help="Training script, with its arguments. The script is run in virtual time under each sync model, and "
+            "the losses are compared.",
             show_default=False,
         ),
     ] = None,
@@ -74,15 +87,19 @@ def simulate(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the gradients per second, staleness and waiting time of sync models on a simulated cluster.
+    """Compare the speed, staleness and waiting time of sync models on a simulated cluster.
 
     paceline simulate cluster.toml --sync bsp,ssp:staleness=3,elastic-bsp
     """
+    import math
     import shlex
 
     from ..rehearsal import comparison, ranking
     from ..rehearsal.clusters import load_cluster
+    from ..sim import Dataset
 
+    if samples is not None and (sweep is not None or script is not None):
+        raise ConfigurationError("--samples cannot be combined with --sweep or --script; omit it.")
     if sweep is not None and script is not None:
         raise ConfigurationError("--sweep and --script cannot be combined; give one of them.")
     try:
@@ -97,6 +114,15 @@ def simulate(
     swept = ranking.sweep_values(sweep) if sweep is not None else None
     variants = syncs if swept is None else [name for _, name in ranking.variants(syncs, *swept)]
     ranking.require_runnable(machines, variants, shards)
+    data = None
+    if samples is not None:
+        if samples < machines.workers:
+            raise ConfigurationError(
+                f"--samples is {samples}, but the cluster has {machines.workers} workers, and each of them needs at "
+                "least one sample."
+            )
+        rounds = math.ceil(samples / (batch_size * machines.workers))
+        data = Dataset(samples=samples, batch_size=batch_size, epochs=math.ceil(iterations / rounds))
     folder = new_folder(out, "simulate")
     console = Console(quiet=as_json)
     with interruptible("no results were saved, and all processes have ended"), counting() as tell:
@@ -122,6 +148,7 @@ def simulate(
                 iterations=iterations,
                 seed=seed,
                 shards=shards,
+                data=data,
                 out=folder,
                 console=console,
                 tell=tell,
@@ -159,7 +186,7 @@ def advise(
     imports: ModelImports = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recommend sync models for the machines of a run, by simulating each model with the times recorded in the run.
+    """Recommend sync models for the machines of a run by simulating each model with the times recorded in that run.
 
     paceline advise runs/20261121-120000
     """

@@ -12,7 +12,10 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from ..errors import ConfigurationError
+from ..report.summary import summary_rows
 from .options import (
+    Batch,
+    BatchOption,
     Imports,
     Jitter,
     OnNan,
@@ -34,7 +37,7 @@ from .options import (
     TransportOption,
     Workers,
 )
-from .terminal import EXIT_NOT_ALL_WELL, interruptible, read_numbers
+from .terminal import EXIT_NOT_ALL_WELL, interruptible, read_numbers, read_paces
 
 __all__ = ["RunCommand", "demo", "run"]
 
@@ -55,16 +58,16 @@ class RunCommand(TyperCommand):
         if strays and not separated:
             names = " ".join(strays)
             print(
-                f"warning: {', '.join(strays)} came after {script} and was passed to the script. If it is meant for "
-                f"paceline, write it before the script: paceline run {names} ... {script}. If it is meant for the "
-                f"script, write -- before the script to silence this warning: paceline run -- {script} {names} ...",
+                f"warning: options after {script} are passed to the script: {', '.join(strays)}. Options for "
+                f"paceline must come before the script: paceline run {names} ... {script}. To silence this warning, "
+                f"write -- before the script: paceline run -- {script} {names} ...",
                 file=sys.stderr,
             )
         return rest
 
 
 def _strays(arguments: list[str], options: set[str]) -> list[str]:
-    """Return the names in `options` that occur in the arguments before any --, as --name, --name=value, -n or -n4."""
+    """Return the `options` that occur in `arguments` before any lone --, as --name, --name=value, -n or -n4."""
     named = []
     for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
         name = argument.partition("=")[0]
@@ -86,6 +89,7 @@ def run(
     overlap: OverlapOption = Overlap.SHARDS,
     transport: TransportOption = Transport.AUTO,
     port: Port = 0,
+    batch: BatchOption = Batch.EQUAL,
     seed: Seed = 0,
     on_nan: OnNanOption = OnNan.STOP,
     run_dir: RunDir = None,
@@ -97,7 +101,7 @@ def run(
         bool, typer.Option("--dry-run", help="Check the options, show what would be started, and exit.")
     ] = False,
 ) -> None:
-    """Run a script in several worker processes, as [bold]python script.py[/] runs it in one process.
+    """Run a script in several worker processes. [bold]python script.py[/] runs the same script in one process.
 
     paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py --epochs 10
     """
@@ -105,7 +109,7 @@ def run(
         from ..launcher.launch import run_script
         from ..runtime.job import describe, make_job
 
-        sys.path.insert(0, str(script.resolve().parent))  # may contain modules that --import names
+        sys.path.insert(0, str(script.resolve().parent))  # --import may name modules in this directory
         if not script.is_file():
             what = "is not a file" if script.exists() else "does not exist"
             raise ConfigurationError(f"the script {str(script)!r} {what}; give the path of a Python file.")
@@ -117,9 +121,10 @@ def run(
             shards=shards,
             slicing=slicing.value,
             overlap=overlap.value,
+            batch=batch.value,
             transport=transport.value,
             seed=seed,
-            pace=read_numbers("pace", pace),
+            pace=read_paces(pace),
             slowdown=read_numbers("slowdown", slowdown),
             jitter=jitter,
             on_nan=on_nan.value,
@@ -159,9 +164,10 @@ def demo(
     ] = False,
     run_dir: RunDir = None,
 ) -> None:
-    """Train on handwritten digits under four sync models, with four workers, one of them three times slower.
+    """Compare four sync models, and bsp with balanced batches, by training on handwritten digits.
 
-    The demo takes less than three minutes on two cores and ends with a table and a picture.
+    One of the four workers is three times slower than the others. The demo takes less than three minutes on two cores
+    and ends with a table and a picture.
     """
     from ..demo.comparison import run_demo
     from ..demo.settings import EVERY_SETTING, SETTINGS
@@ -186,28 +192,6 @@ def _print_pairs(pairs: dict[str, str]) -> None:
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
-    shown = {"sync": str(summary["sync"])}
-    if "duration_s" in summary:  # missing if the traces of the run could not be read
-        shown |= _figures(summary)
-    if summary["emulated"]:
-        shown["emulated"] = str(summary["emulated"])
-    _print_pairs(shown)
-
-
-def _figures(summary: dict[str, Any]) -> dict[str, str]:
-    shards = summary["shards"]
-    pushes = sum(summary["iterations"].values()) * shards  # one push to each shard per iteration of a worker
-    to_shards = f" to {shards} shards" if shards > 1 else ""
-    shown = {
-        "duration": f"{summary['duration_s']:.1f} s",
-        "updates": f"{summary['updates']} ({summary['updates_per_s']:.1f} per second)",
-        "left out": f"{summary['dropped_pushes']} of {pushes} pushes{to_shards} (no usable gradient, or too late)",
-        "waiting": f"{summary['waiting_share']:.1%} of the workers' time",
-        "restarts": f"{summary['restarts']}, {summary['wasted_s']:.1f} s of computation wasted",
-        "staleness": f"mean {summary['mean_staleness']:.2f}, maximum {summary['max_staleness']} (in updates)",
-    }
-    if not summary["dropped_pushes"]:
-        del shown["left out"]
-    if not summary["restarts"]:
-        del shown["restarts"]
-    return shown
+    _print_pairs(summary_rows(summary))
+    for finding in summary.get("findings", []):
+        print(finding)

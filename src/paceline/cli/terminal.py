@@ -1,4 +1,4 @@
-"""Code that all commands share: exit codes, error messages, standard streams, Ctrl-C, JSON, and lists of numbers."""
+"""Code shared by all commands: exit codes, error messages, standard streams, Ctrl-C, JSON, and lists of numbers."""
 
 from __future__ import annotations
 
@@ -58,18 +58,19 @@ def keep_streams_usable() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the new descriptor is `number`
     for number, name, description in ((1, "stdout", "standard output"), (2, "stderr", "standard error")):
-        stream = getattr(sys, name) or os.fdopen(number, "w", closefd=False)  # None if the stream was closed
+        # `sys.stdout` or `sys.stderr` is None if the stream was closed when Python started.
+        stream = getattr(sys, name) or os.fdopen(number, "w", closefd=False)
         setattr(sys, name, cast(TextIO, ForgivingStream(stream, description)))
 
 
 @contextlib.contextmanager
 def interruptible(then: str = "all processes of the run have ended") -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into a message and an exit code.
+    """On Ctrl-C, SIGTERM or SIGHUP, print a message and exit with code 130, 143 or 129.
 
     Args:
-        then: the message to print if the interrupted code does not provide one.
+        then: the message to print on Ctrl-C if the interrupted code does not provide one.
     """
     from ..launcher.interruption import Terminated
 
@@ -99,11 +100,34 @@ def read_numbers(name: str, text: str | None) -> list[float] | None:
         ) from None
 
 
-def read_whole(name: str, number: float) -> int:
-    """Convert a float that is a whole number to an integer. `name` is the name of the option in the error message.
+def read_paces(text: str | None) -> list[tuple[float, float]] | None:
+    """Parse the paces of the workers, for example .05,.02+.03.
+
+    Each pace is returned as a pair: its fixed part and its part that is proportional to the batch size, in seconds.
 
     Raises:
-        ConfigurationError: the number is not whole.
+        ConfigurationError: the text has another form.
+    """
+    if text is None:
+        return None
+    paces = []
+    for part in text.split(","):
+        fixed, plus, proportional = part.rpartition("+")
+        try:
+            paces.append((float(fixed) if plus else 0.0, float(proportional)))
+        except ValueError:
+            raise ConfigurationError(
+                f"pace is {text!r}, expected numbers of seconds separated by commas, for example .05,.05,.15, or "
+                "pairs of a fixed and a proportional part, for example .02+.03,.02+.03,.05+.1."
+            ) from None
+    return paces
+
+
+def read_whole(name: str, number: float) -> int:
+    """Convert a float that is a whole number to an integer. The error message contains `name`.
+
+    Raises:
+        ConfigurationError: the float is not a whole number.
     """
     if not number.is_integer():
         raise ConfigurationError(f"{name} is {number:g}, expected a whole number >= 1.")
@@ -111,7 +135,7 @@ def read_whole(name: str, number: float) -> int:
 
 
 def load_named_models(sync: str, imports: Sequence[str] | None) -> None:
-    """Import the modules in `imports`, which may be in the current directory, and the installed models in `sync`."""
+    """Import the installed models named in `sync` and the modules in `imports`, also from the current directory."""
     from ..plugins import load_models
 
     if imports and os.getcwd() not in sys.path:
@@ -120,7 +144,7 @@ def load_named_models(sync: str, imports: Sequence[str] | None) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print an object as JSON, for `--json`. Exit with code 1 if the JSON could not be written completely."""
+    """Print an object as JSON, for `--json`. Exit with code 1 if the JSON cannot be written completely."""
     import msgspec
 
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode(), flush=True)

@@ -1,10 +1,11 @@
-"""The protocol of the coordinator, without I/O: members, start and end of a run, plans, restarts and changes.
+"""The protocol of the coordinator, without I/O: how a run starts and ends, and what the workers are told.
 
     start     all servers connect and all workers register; then every server receives CreateShards; when all servers
               are Ready, every worker receives Started
     run       IterationFinished, IterationStarted and SyncRequested are passed to the coordinator's part of the sync
               model; its plans, restarts and changes are sent to the workers; with overlap off, the coordinator also
               tells the workers when they may pull
+    data      a worker sends DataRequested when it needs data, and receives DataGranted
     end       a worker sends WorkerFinished, or its connection is lost; every server is notified of a lost worker
 
 No push or pull goes through the coordinator.
@@ -13,6 +14,7 @@ No push or pull goes through the coordinator.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 
 from ..errors import ConfigurationError, InternalError, ProtocolError
 from ..sync import SyncModel
@@ -31,6 +33,7 @@ from ..sync.events import (
 from ..sync.notation import notation, parse_shards
 from ..sync.schedule import Schedule
 from . import messages
+from .data_ledger import DataLedger
 from .entry import Entry, EntryRecorder
 from .job_sync import JobSync
 from .layout import ShardSlice
@@ -38,17 +41,22 @@ from .messages import (
     AllCommitted,
     ChangePublished,
     CreateShards,
+    DataGranted,
+    DataRequested,
     Failed,
     FaultReported,
     Message,
     PlanPublished,
     PullAllowed,
+    PushesReported,
     Ready,
     Refused,
     Register,
     RestartOrdered,
     Started,
     Status,
+    StopRequested,
+    TrainingStopped,
     Waits,
     Warned,
     WorkerWelcomed,
@@ -62,7 +70,7 @@ MOST_WARNINGS = 100
 
 
 class Coordinator:
-    """The coordinator of a run: it starts the run, tracks the workers, and runs its part of the sync model.
+    """The coordinator of a run: it starts the run, tracks the workers, and uses a `JobSync` to run the sync model.
 
     Args:
         schedule: the sync models of the job, and when they change.
@@ -74,25 +82,26 @@ class Coordinator:
         seed: random seed for the run, used by the sync models.
         read_sync: function that parses the sync model that a worker requests. It raises `ConfigurationError` if the
             run cannot use the model.
-        late: workers that will join later, through `admit`.
+        late: workers that are absent at the start. `admit` lets them join later.
         shortage: function of the model and the number of workers. It returns the reason why the run cannot start on
             this machine, or "" if the run can start.
-        recorder: receives each event for the sync model, with the resulting actions; None to record nothing.
+        recorder: receives each event for the sync model, and the resulting actions; None to record nothing.
 
     Attributes:
-        model: the model to train; None before the shards are created.
-        slices: the slices of the parameters; () before the shards are created.
-        addresses: for each shard, the address of its server; () before the shards are created.
+        model: the model to train; None until the shards are created.
+        slices: the slices of the parameters; empty until the shards are created.
+        addresses: for each shard, the address of its server; empty until the shards are created.
         initializer: the worker that sends the initial weights; -1 before the shards are created.
-        started: True once a worker has reported that it has received its first weights.
+        started: True once at least one worker has reported that its first weights have arrived.
         present: the workers that have joined and have not left.
         finished: workers that have finished their work, in the order in which they finished.
-        lost: workers that were lost, in the order in which they were lost.
-        cut_off: lost workers that reported that they failed only because another process had ended.
-        endings: lost worker -> the reason that the worker reported, if any.
-        faults: descriptions of the problems that did not end the run, in order.
+        lost: lost workers, in the order in which they were lost.
+        cut_off: lost workers whose last report says that they failed only because another process had ended.
+        endings: worker -> the error that the worker reported, or how its process ended, once this is known.
+        faults: descriptions of the problems that did not end the run, in order of occurrence.
         board: worker -> the last status that the worker reported.
         waits: server -> the last list of waiting workers that the server sent.
+        data: the ledger of the data that the workers use.
     """
 
     def __init__(
@@ -123,6 +132,7 @@ class Coordinator:
         self.faults: list[str] = []
         self.board: dict[int, Status] = {}
         self.waits: dict[int, Waits] = {}
+        self.data = DataLedger()
         self._workers = workers
         self._servers = servers
         self._shards = shards
@@ -134,13 +144,19 @@ class Coordinator:
         self._first = notation(schedule.first)
         self._sync = JobSync(self._first, seed)
         self._connected: set[int] = set()  # workers
-        self._models: dict[int, ModelSpec] = {}  # registered worker that has not left -> its model
+        self._registered: dict[
+            int, Register
+        ] = {}  # worker that has registered and has not left -> its message
         self._addresses: dict[int, str] = {}  # connected server -> its address
         self._ready: set[int] = set()  # servers that have received their shards
-        self._left = set(late)  # workers that are not present: finished, lost, or joining later
-        # Worker that joins a run in progress -> the message about it, and the servers that must still acknowledge it.
+        self._left = set(late)  # workers that have finished, were lost, or will be admitted later
+        self._live = set(range(workers)) - self._left  # all other workers
+        self._stopped: set[int] = set()  # training loops that a worker has stopped
+        # Lost worker -> the reports of its pushes that have arrived, and the servers that have yet to send theirs.
+        self._reports: dict[int, tuple[list[tuple[int, ...]], set[int]]] = {}
+        # Worker that joins a run in progress -> the message to the servers, and the servers yet to acknowledge it.
         self._admitted: dict[int, tuple[messages.WorkerJoined, set[int]]] = {}
-        # With overlap off: worker that waits to pull -> the iteration that it has just pushed.
+        # With overlap off: worker that waits for permission to pull -> the iteration that the worker has just pushed.
         self._committed: dict[int, int] = {}
 
     @property
@@ -160,12 +176,12 @@ class Coordinator:
 
     @property
     def sync(self) -> str:
-        """The sync model in force, or the next one while a change is in progress; "" if it is unknown."""
+        """The sync model in force, or the next one while a change is in progress; "" if the model is unknown."""
         return self._sync.sync
 
     def fate(self, worker: int) -> str:
         """Return "finished" or "lost" for a worker that has left, and "" for any other worker."""
-        return "lost" if worker in self.lost else "finished" if worker in self._left else ""
+        return "lost" if worker in self.lost else "finished" if worker in self.finished else ""
 
     # -- connections --------------------------------------------------------------------------------------
 
@@ -186,7 +202,7 @@ class Coordinator:
 
     def expects_model(self, peer: Peer) -> bool:
         """Return True if the run has not begun and this peer is a connected worker that has not registered."""
-        unregistered = peer.index in self._connected and peer.index not in self._models
+        unregistered = peer.index in self._connected and peer.index not in self._registered
         return peer.role == "worker" and unregistered and self.model is None and peer.index not in self._left
 
     def connected(self, peer: Peer, now_s: float, address: str = "") -> list[Request]:
@@ -229,18 +245,19 @@ class Coordinator:
         return self.take(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
 
     def admit(self, worker: int, iteration: int, count: int | None, now_s: float) -> list[Request]:
-        """Let a worker join a run in progress. The worker begins when every server has acknowledged it.
+        """Let a worker join a run in progress. The worker starts once every server has acknowledged the new member.
 
         Args:
-            worker: index of the worker, which may have been part of the run before.
+            worker: index of the worker. A worker that has left the run may join again.
             iteration: label of the worker's first iteration.
-            count: the worker's initial c_p: the same number at all shards, close to the c_p of the slowest live
-                worker. None if there is only one shard.
+            count: the worker's initial c_p, which must be the same at all shards and close to the c_p of the slowest
+                live worker. None if there is only one shard.
             now_s: current time.
         """
         superstep, change = self._sync.next_superstep, self._sync.changes
         joined = messages.WorkerJoined(worker, iteration, count, superstep, change)
         self._left.discard(worker)
+        self._live.add(worker)
         self._admitted[worker] = joined, set(range(self._servers))
         return [Send(server_peer(server), joined) for server in range(self._servers)]
 
@@ -249,7 +266,8 @@ class Coordinator:
         self._sync.validate()
         if self.present & self._left or not self._committed.keys() <= self.present:
             raise InternalError(
-                f"inconsistent workers: present {self.present}, left {self._left}, waiting {self._committed}"
+                f"the sets of workers are inconsistent: {self.present} are present, {self._left} have left, and "
+                f"{self._committed} wait to pull"
             )
 
     def _handle_worker(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
@@ -269,6 +287,10 @@ class Coordinator:
                 return self.take(IterationStarted(now_s=now_s, worker=worker, iteration=message.iteration))
             case messages.SyncRequested():
                 return self._request_sync(worker, message, now_s)
+            case DataRequested():
+                return self._hand_out(worker, message, now_s)
+            case StopRequested():
+                return self._stop(message.loop)
             case AllCommitted() if not self._overlap and worker in self.present:
                 self._committed[worker] = message.iteration
                 return self._allow_pulls()
@@ -276,10 +298,10 @@ class Coordinator:
                 self.started = True
                 self.board[worker] = message
             case Register() if self.expects_model(sender):
-                self._models[worker] = message.model
+                self._registered[worker] = message
                 return self._begin_if_complete(now_s)
             case messages.WorkerFinished():
-                return self._leave(worker, WorkerFinished, now_s)
+                return self._leave(worker, WorkerFinished, now_s, message.drawn)
             case Failed() if message.consequence:
                 self.endings[worker] = message.reason
                 self.cut_off.append(worker)
@@ -295,6 +317,9 @@ class Coordinator:
                 return self._start_if_ready()
             case WorkerWelcomed() if message.worker in self._admitted:
                 return self._welcome(sender.index, message.worker, now_s)
+            case PushesReported() if message.worker in self._reports:
+                self._report(sender.index, message)
+                return []
             case FaultReported():
                 self.faults.append(fault_report(message))
                 return [Warn(self.faults[-1])]
@@ -307,7 +332,7 @@ class Coordinator:
     def _handle_any(self, sender: Peer, message: Message) -> list[Request]:
         match message:
             case Warned():
-                if len(self.faults) < MOST_WARNINGS:  # limits the memory that a faulty sender can use
+                if len(self.faults) < MOST_WARNINGS:  # otherwise, a faulty sender could fill the memory
                     self.faults.append(f"{sender}: {message.words}")
                 return []
             case Failed():
@@ -319,23 +344,23 @@ class Coordinator:
 
     def _begin_if_complete(self, now_s: float) -> list[Request]:
         """Send the servers their shards if all servers are connected and every worker has registered or left."""
-        absent = self._workers - len(self._models) - len(self._left)
-        if self.model is not None or absent or not self._models or len(self._addresses) < self._servers:
+        absent = self._workers - len(self._registered) - len(self._left)
+        if self.model is not None or absent or not self._registered or len(self._addresses) < self._servers:
             return []
-        models = {worker: self._models[worker] for worker in sorted(self._models)}
+        models = {worker: self._registered[worker].model for worker in sorted(self._registered)}
         initializer = next(iter(models))
         model = models[initializer]
         for worker, other in models.items():
             if difference := first_difference(model, other):
-                reason = f"its model differs from worker {initializer}'s: {difference}"
+                reason = f"its model differs from the model of worker {initializer}: {difference}"
                 return self._refuse([worker], reason, f"worker {worker}")
         try:
             slices = model.layout.sliced(self._shards, self._slicing)
         except ConfigurationError as error:
             return self._refuse([initializer], str(error), f"worker {initializer}")
         if reason := self._shortage(model, len(models)):
-            # Refuse all workers: if only some were refused, the others would begin once the refused ones had left.
-            self._models.clear()
+            # Refuse all workers: otherwise, the other workers would begin once the refused workers had left.
+            self._registered.clear()
             return self._refuse(list(models), reason, "the run")
         self.model, self.slices, self.initializer = model, slices, initializer
         servers = sorted(self._addresses)
@@ -343,7 +368,14 @@ class Coordinator:
         requests: list[Request] = [
             Send(
                 server_peer(server),
-                CreateShards(model, slices[server :: self._servers], self._first, tuple(models), initializer),
+                CreateShards(
+                    model,
+                    slices[server :: self._servers],
+                    self._first,
+                    tuple(models),
+                    initializer,
+                    self._registered[initializer].samples,
+                ),
             )
             for server in servers
         ]
@@ -367,7 +399,7 @@ class Coordinator:
     # -- members ------------------------------------------------------------------------------------------
 
     def _welcome(self, server: int, worker: int, now_s: float) -> list[Request]:
-        """Handle a server's acknowledgment of a joining worker. After the last acknowledgment, the worker begins."""
+        """Handle a server's acknowledgment of a joining worker. The last acknowledgment starts the worker."""
         joined, unacknowledged = self._admitted[worker]
         unacknowledged.discard(server)
         if unacknowledged:
@@ -383,20 +415,26 @@ class Coordinator:
             change=joined.change,
         )
         started = Started(self.slices, self.addresses, self.initializer, iteration, sync)
-        return [Send(worker_peer(worker), started), *self._join(event)]
+        stopped = [Send(worker_peer(worker), TrainingStopped(loop)) for loop in sorted(self._stopped)]
+        return [Send(worker_peer(worker), started), *stopped, *self._join(event)]
 
     def _join(self, event: WorkerJoined) -> list[Request]:
         self.present.add(event.worker)
         return self.take(event)
 
     def _leave(
-        self, worker: int, kind: type[WorkerFinished] | type[WorkerLost], now_s: float
+        self,
+        worker: int,
+        kind: type[WorkerFinished] | type[WorkerLost],
+        now_s: float,
+        drawn: Sequence[int] = (),
     ) -> list[Request]:
-        """Handle a worker that has left. This may be reported twice; the second report has no effect."""
+        """Handle a worker that has left. If the departure is reported twice, the second report has no effect."""
         if worker in self._left:
             return []
         self._left.add(worker)
-        self._models.pop(worker, None)
+        self._live.discard(worker)
+        self._registered.pop(worker, None)
         self._committed.pop(worker, None)
         self._admitted.pop(worker, None)
         requests: list[Request] = []
@@ -406,9 +444,16 @@ class Coordinator:
                 requests.append(
                     Fail(f"worker {worker}", "it was lost before it had sent the initial weights")
                 )
-            requests += [Send(server_peer(k), messages.WorkerLost(worker)) for k in sorted(self._addresses)]
+            report = bool(self._addresses) and self.data.has_leases(worker)
+            if report:
+                self._reports[worker] = [], set(self._addresses)
+            else:
+                self.data.leave(worker, (), self._live, lost=True)
+            lost = messages.WorkerLost(worker, report)
+            requests += [Send(server_peer(server), lost) for server in sorted(self._addresses)]
         else:
             self.finished.append(worker)
+            self.data.leave(worker, [(batches, batches) for batches in drawn], self._live, lost=False)
         if worker in self.present:
             self.present.remove(worker)
             requests += self.take(kind(now_s=now_s, worker=worker))
@@ -420,6 +465,53 @@ class Coordinator:
             return []
         committed, self._committed = self._committed, {}
         return [Send(worker_peer(worker), PullAllowed(committed[worker])) for worker in sorted(committed)]
+
+    # -- data ---------------------------------------------------------------------------------------------
+
+    def _hand_out(self, worker: int, message: DataRequested, now_s: float) -> list[Request]:
+        if worker in self._left:
+            raise ProtocolError(f"worker {worker} has left, but requests data")
+        try:
+            grant = self.data.request(
+                worker,
+                message.loader,
+                message.name,
+                message.epoch,
+                message.order,
+                drawn=message.drawn,
+                committed=message.committed,
+                now_s=now_s,
+                live=self._live,
+                lockstep=_is_lockstep(self._sync.sync),
+                end=message.end,
+                times=message.times,
+                least=message.least,
+            )
+        except ConfigurationError as error:
+            return self._refuse([worker], str(error), f"worker {worker}")
+        granted = DataGranted(message.loader, message.epoch, grant.leases, grant.last)
+        return [Send(worker_peer(worker), granted)]
+
+    def _stop(self, loop: int) -> list[Request]:
+        """Stop a training loop in all workers, unless this has been done already."""
+        if loop in self._stopped:
+            return []
+        self._stopped.add(loop)
+        stopped = TrainingStopped(loop)
+        return [Send(worker_peer(worker), stopped) for worker in sorted(self._live)]
+
+    def _report(self, server: int, message: PushesReported) -> None:
+        """Store a server's report of a lost worker's pushes. After the last report, take back the unused data."""
+        reports, missing = self._reports[message.worker]
+        reports += message.drawn
+        missing.discard(server)
+        if missing:
+            return
+        del self._reports[message.worker]
+        loaders = max(map(len, reports), default=0)
+        padded = [(*drawn, *[0] * (loaders - len(drawn))) for drawn in reports]
+        bounds = [(min(each), max(each)) for each in zip(*padded, strict=True)]
+        self.data.leave(message.worker, bounds, self._live, lost=True)
 
     # -- the sync model -----------------------------------------------------------------------------------
 
@@ -453,6 +545,12 @@ class Coordinator:
         return [request for action in actions for request in _requests(action)] if actions else []
 
 
+@cache
+def _is_lockstep(sync: str) -> bool:
+    """Return True if every model in `sync` keeps all workers in lockstep; False if `sync` is empty."""
+    return bool(sync) and all(model.lockstep for model in parse_shards(sync))
+
+
 def _requests(action: AnyAction) -> list[Request]:
     """Translate one action of the sync model into requests to the host."""
     match action:
@@ -471,6 +569,6 @@ def _requests(action: AnyAction) -> list[Request]:
 
 
 def fault_report(message: FaultReported) -> str:
-    """Return the warning about a user's condition that has failed."""
+    """Return the warning that a user-defined condition has failed at a shard."""
     report = f"shard {message.shard}: {message.reason}. The shard continues with {message.sync}."
     return f"{report}\n{message.traceback}".strip()

@@ -1,10 +1,10 @@
 """The coordinator's part of the sync model: it runs the coordinator's state machine and publishes model changes.
 
-Changes are made one at a time (`shard_sync` explains how): the next change is published when the current one is
-complete at all shards. The current change is known to be complete once a worker that has passed the boundary starts
-its next iteration, because every shard has then answered that worker. If all workers that have passed are lost before
-then, it is unknown which shards have changed. If a worker has joined in the meantime, the worker has not received the
-change. In both cases, the change is published again to all workers.
+Only one change is in progress at a time: the next change is published when the current one is complete at all shards
+(see `shard_sync`). The current change is known to be complete once a worker that has passed the boundary starts its
+next iteration, because every shard has then answered that worker. If all workers that have passed the boundary are
+lost before then, it is unknown which shards have changed. A worker that has joined since the change was published has
+not received the change. In both cases, the change is published again to all workers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class JobSync:
         seed: random seed for the run.
 
     Attributes:
-        sync: the model in force, or the next one while a change is in progress; "" if it is not known.
-        changes: the number of changes that have been published.
+        sync: the model in force, or the next one while a change is in progress; "" if the model is unknown.
+        changes: number of published changes.
     """
 
     def __init__(self, sync: str, seed: int = 0) -> None:
@@ -51,22 +51,22 @@ class JobSync:
         self._seed = seed
         self._machine: JobMachine | None = self._new_machine(sync)
         self._order = ReportOrder()
-        self._seen = {"schedule": -1, "script": -1}  # source -> number of its last request
+        self._seen = {"schedule": -1, "script": -1}  # source -> number of the last request from this source
         self._requested: deque[str] = deque()  # requested models that are not published yet
         self._change: Change | None = None  # the change in progress
         self._certain = False  # True once every shard is known to have made the change
         self._remaining: set[int] = set()  # members that have not passed the change's boundary yet
-        # member that has passed -> the event with which the member joins the new model
+        # member that has passed the boundary -> the event that adds the member to the new model
         self._passed: dict[int, WorkerJoined] = {}
-        # events of members that have passed, kept until the new model starts
+        # events of members that have passed the boundary, kept until the new model starts
         self._early: list[AnyEvent] = []
         self._joined: set[int] = set()  # live workers that are not members of the change
-        # workers that have passed a change but have not reported the start of an iteration since then
+        # workers that have passed a change's boundary but have not reported the start of an iteration since then
         self._to_start: set[int] = set()
 
     @property
     def next_superstep(self) -> int:
-        """The first superstep of a worker that joins now; 0 if the model plans no barriers."""
+        """The first superstep for a worker that joins now; 0 if the model plans no barriers."""
         return self._machine.next_superstep if self._machine is not None else 0
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
@@ -85,7 +85,7 @@ class JobSync:
                     return self._start_first(event)
                 return self._tell(event)
             case TimerFired():
-                # During a change, the timer is ignored, because the old model has set it.
+                # The timer was set by the old model, so it is ignored during a change.
                 return [] if self._change is not None else self._tell(event)
             case SyncRequested():
                 return self._request(event)
@@ -99,12 +99,14 @@ class JobSync:
                 )
 
     def validate(self) -> None:
-        """Check that the derived collections are consistent; raise `InternalError` if they are not."""
+        """Check that the collections of workers are consistent; raise `InternalError` if they are not."""
         live = self._order.live
         if self._machine is not None:
             self._machine.validate()
         if not self._to_start <= live:
-            raise InternalError(f"workers {self._to_start} have yet to start, but only {set(live)} are live")
+            raise InternalError(
+                f"workers {self._to_start} have yet to start an iteration, but only {set(live)} are live"
+            )
         waiting = self._remaining or self._passed or self._joined or self._early
         if self._change is None and (waiting or (self._requested and live)):
             raise InternalError("no change is in progress, but workers, events or requests wait for one")
@@ -112,12 +114,14 @@ class JobSync:
             self._remaining | self._passed.keys() | self._joined != live
             or self._remaining & self._passed.keys()
         ):
-            raise InternalError(f"the change {self._change} waits for {self._remaining} of {set(live)}")
+            raise InternalError(
+                f"the change {self._change} waits for workers {self._remaining}; workers {set(live)} are live"
+            )
 
     # -- one event ----------------------------------------------------------------------------------------
 
     def _require(self, event: AnyEvent) -> None:
-        """Raise `InvalidEventError` if the order, the change in progress or the model does not allow the event."""
+        """Raise `InvalidEventError` if the event is out of order, or if the model or the change does not allow it."""
         self._order.require(event)
         worker = event.worker
         if isinstance(event, IterationFinished) and event.change is not None:
@@ -150,7 +154,7 @@ class JobSync:
         return self._tell(event)
 
     def _tell(self, event: AnyEvent) -> list[AnyAction]:
-        """Pass an event to the state machine. If the worker has passed, keep the event until the new model starts."""
+        """Pass an event to the state machine, or keep it for the new model if the worker has passed the boundary."""
         if event.worker in self._passed:
             self._early.append(event)
             return []
@@ -202,7 +206,7 @@ class JobSync:
         self._change = Change(number=self.changes, members=tuple(sorted(live)), sync=sync)
         self._remaining = set(live)
         self._certain = False
-        self._machine = None  # any further plans of the old model would come too late
+        self._machine = None  # a further plan of the old model would reach the workers too late
         return [PublishChange(self._change)]
 
     def _pass(self, event: IterationFinished) -> list[AnyAction]:
@@ -215,18 +219,18 @@ class JobSync:
         return self._complete()
 
     def _start_first(self, event: IterationStarted) -> list[AnyAction]:
-        """Handle a worker's first start after a change. The start shows that every shard has answered the worker.
+        """Handle the start of a worker's first iteration after a change: every shard has answered the worker.
 
         The new model does not receive this event, because the worker joins the model with this iteration.
         """
         self._to_start.remove(event.worker)
-        if event.worker not in self._passed:  # the worker passed an earlier change
+        if event.worker not in self._passed:  # the worker has passed only an earlier change
             return []
         self._certain = True
         return self._complete()
 
     def _complete(self) -> list[AnyAction]:
-        """Start the new model if every member has passed or left and all shards are known to have changed."""
+        """If a change is over, start the new model, or repeat the change if a worker or shard may have missed it."""
         if self._remaining or (self._passed and not self._certain):
             return []
         passed, early = self._passed, self._early

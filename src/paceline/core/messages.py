@@ -1,17 +1,19 @@
 """The messages between the processes of a run.
 
-On a connection, a message is a small MessagePack header, followed by its payload: raw bulk data, such as slices of
+On a connection, a message is a small MessagePack header, followed by its payload: raw binary data, such as slices of
 weights and gradients. Each side decodes only the messages that its peer may send; see the unions at the end of this
 module. In virtual time, the same objects are passed without encoding. Indices and counts that a worker or a reader
 sends have the type `Number`, which limits their range.
 
-A message that becomes an event at its receiver has the same name as the event. A commit becomes two events, a push
-and a pull.
+A message that becomes an event at its receiver has the same name as the event. The exception is `Commit`: it becomes
+a push event and, if it includes a pull, a pull event.
 
-    worker -> coordinator   Hello, Register, IterationFinished, IterationStarted, AllCommitted, SyncRequested, Status,
-                            Warned, WorkerFinished, Failed
-    coordinator -> worker   Started, Refused, PlanPublished, RestartOrdered, ChangePublished, PullAllowed
-    server -> coordinator   Hello, Ready, WorkerWelcomed, FaultReported, Warned, Failed, Snapshot, Waits
+    worker -> coordinator   Hello, Register, IterationFinished, IterationStarted, AllCommitted, SyncRequested,
+                            DataRequested, StopRequested, Status, Warned, WorkerFinished, Failed
+    coordinator -> worker   Started, Refused, PlanPublished, RestartOrdered, ChangePublished, PullAllowed,
+                            DataGranted, TrainingStopped
+    server -> coordinator   Hello, Ready, WorkerWelcomed, PushesReported, FaultReported, Warned, Failed, Snapshot,
+                            Waits
     coordinator -> server   CreateShards, WorkerJoined, WorkerLost, FetchSnapshot, FetchWaits, Shutdown
     worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, PullRequested, PullRepeated,
                             FetchOptimizerState, WorkerFinished
@@ -28,9 +30,11 @@ import msgspec
 
 from ..sync.events import Change, Number, Stop
 from .layout import ShardSlice
+from .lease import Lease, Order
 from .model_spec import ModelSpec
 
 __all__ = [
+    "MOST_LOADERS",
     "AllCommitted",
     "Answer",
     "Bell",
@@ -39,6 +43,8 @@ __all__ = [
     "Committed",
     "Content",
     "CreateShards",
+    "DataGranted",
+    "DataRequested",
     "Failed",
     "FaultReported",
     "FetchOptimizerState",
@@ -60,6 +66,7 @@ __all__ = [
     "PullAllowed",
     "PullRepeated",
     "PullRequested",
+    "PushesReported",
     "Ready",
     "Refused",
     "Register",
@@ -70,7 +77,9 @@ __all__ = [
     "Stage",
     "Started",
     "Status",
+    "StopRequested",
     "SyncRequested",
+    "TrainingStopped",
     "Waits",
     "Warned",
     "WorkerFinished",
@@ -80,16 +89,28 @@ __all__ = [
 ]
 
 
+MOST_LOADERS = 1024
+"""Maximum number of loaders that a script may distribute at the same time."""
+
+MOST_TIMES = 64
+"""Maximum number of times that a request for data contains."""
+
+BatchTaken = tuple[
+    Annotated[int, msgspec.Meta(ge=1, le=2**53)], Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+]
+"""The number of positions in an iteration, and the time in seconds that the worker took for it."""
+
+
 class Message(msgspec.Struct, frozen=True, tag=True):
     """The base class of all messages."""
 
 
 class Bell(Message, frozen=True, tag=True):
-    """Wakes a peer that sleeps although its ring buffer contains data. The message has no other meaning."""
+    """Wakes a peer that is sleeping while its ring buffer contains data. The message has no other effect."""
 
 
 class Hello(Message, frozen=True, tag=True):
-    """The first message of every connection. If its token is wrong, the receiver reads no further message.
+    """The first message of every connection. If the token is wrong, the receiver does not read any further messages.
 
     Attributes:
         token: the secret token of the run.
@@ -97,9 +118,9 @@ class Hello(Message, frozen=True, tag=True):
         index: index of the worker or server; 0 for a reader.
         address: address on which a server listens; "" for other roles.
         memory_bytes: size of the shared memory whose file descriptor is attached to this message; 0 if there is none.
-        channels: number of pairs of ring buffers in the shared memory.
-        channel: index of the pair of ring buffers for this connection; -1 if the connection uses none.
-        follows: True if the caller is a worker that can read the weights in the servers' memory.
+        channels: number of ring-buffer pairs in the shared memory.
+        channel: index of the ring-buffer pair for this connection; -1 if the connection uses no ring buffers.
+        follows: True if the caller is a worker that can read the weights directly from the servers' memory.
     """
 
     token: str
@@ -116,13 +137,19 @@ class Hello(Message, frozen=True, tag=True):
 
 
 class Register(Message, frozen=True, tag=True):
-    """A worker has reached its first step and trains this model."""
+    """A worker has reached its first step and will train this model.
+
+    Attributes:
+        model: the model to train.
+        samples: number of samples in the worker's first push; None if it is unknown.
+    """
 
     model: ModelSpec
+    samples: Number | None = None
 
 
 class CreateShards(Message, frozen=True, tag=True):
-    """A server must create its shards. The initializer will send their weights.
+    """A server must create its shards. The initializer will send the initial weights of the shards.
 
     With shared memory, the file descriptor of the memory that holds the weights is attached to this message and to
     `Started`.
@@ -133,6 +160,7 @@ class CreateShards(Message, frozen=True, tag=True):
         sync: the first sync model, or one model per shard, in the notation of the command line.
         workers: the workers that take part from the start, in ascending order.
         initializer: the worker that sends the initial weights.
+        usual_samples: number of samples in the first push of the initializer; None if it is unknown.
     """
 
     model: ModelSpec
@@ -140,21 +168,22 @@ class CreateShards(Message, frozen=True, tag=True):
     sync: str
     workers: tuple[int, ...]
     initializer: int
+    usual_samples: int | None = None
 
 
 class Ready(Message, frozen=True, tag=True):
-    """A server has received its shards. Workers may connect to it."""
+    """A server has received its shards, so workers may connect to the server."""
 
 
 class Started(Message, frozen=True, tag=True):
-    """Training begins for a worker.
+    """A worker may connect to the servers and begin training.
 
     Attributes:
         shards: the slices of all shards, in order.
         addresses: for each shard, the address on which its server listens.
         initializer: the worker that sends the initial weights.
         iteration: label of the worker's first iteration.
-        sync: the sync model in force, in the notation of the command line; "" if it is the run's first model.
+        sync: the sync model in force, in the notation of the command line; "" for the first model of the run.
     """
 
     shards: tuple[ShardSlice, ...]
@@ -181,13 +210,13 @@ class WorkerJoined(Message, frozen=True, tag=True):
 
 
 class WorkerWelcomed(Message, frozen=True, tag=True):
-    """A server has received the `WorkerJoined` of a worker that joins a run in progress."""
+    """A server acknowledges the `WorkerJoined` message about this worker."""
 
     worker: int
 
 
 class InitialState(Message, frozen=True, tag=True):
-    """The optimizer state of a shard. When a run is resumed, the initializer sends it before the weights.
+    """The optimizer state of a shard. When a run is resumed, the initializer sends this message before the weights.
 
     The payload is in safetensors format.
     """
@@ -210,8 +239,8 @@ class InitialWeights(Message, frozen=True, tag=True):
 class Stage(Message, frozen=True, tag=True):
     """Pieces of a gradient, sent before the commit while other pieces are still being computed.
 
-    The payload contains the pieces, in order. They have no effect until the commit. If a piece is sent twice, the
-    later copy is used.
+    The payload contains the pieces, in order. The pieces take effect only with the commit. If a piece is sent twice,
+    the later copy is used.
     """
 
     shard: Number
@@ -222,10 +251,10 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
     """The content of a push for one shard.
 
     Attributes:
-        present: for each parameter, 1 if it had a gradient, 0 if not.
+        present: for each parameter, 1 if the parameter has a gradient, and 0 otherwise.
         groups: the hyper-parameters of the parameter groups, encoded as MessagePack.
         pieces: indices of the pieces of the gradient that are in the payload.
-        buffers: for shard 0, the indices of the changed buffers, which follow the pieces in the payload.
+        buffers: for shard 0, the indices of the changed buffers. The buffers follow the pieces in the payload.
     """
 
     present: bytes
@@ -238,20 +267,22 @@ class Commit(Message, frozen=True, tag=True):
     """A worker's finished iteration, sent to one shard: a push and, usually, the pull that follows it.
 
     The payload contains the pieces of the gradient that were not staged, followed by the buffers. With shared memory,
-    it contains no pieces, because the shared memory already contains the gradient.
+    the payload contains no pieces, because the shared memory already contains the gradient.
 
     Attributes:
         shard: index of the shard.
         iteration: label of the iteration.
         content: content of the push; None in virtual time.
         empty: True if the worker skipped the iteration; the payload then contains no gradient.
-        stop: set if this is the worker's last push before the barrier of its superstep.
-        change: set if this is the worker's last push before the sync model changes.
+        stop: the stop at the barrier, if this is the worker's last push of its superstep; else None.
+        change: the change of the sync model, if this is the worker's last push before the change; else None.
         significance: |g| / |w|, the norm of the whole gradient divided by the norm of all weights; None if the sync
             model does not need it.
         progress: the round that the push is for; None unless a shard has told the worker to continue from a later
             round.
         pulls: False if the worker pulls later, with a `PullRequested`.
+        samples: number of samples of which the gradient is the mean; None if it is unknown.
+        drawn: for each distributed loader, the number of batches that the worker's script has drawn before the push.
     """
 
     shard: Number
@@ -263,6 +294,8 @@ class Commit(Message, frozen=True, tag=True):
     significance: Annotated[float, msgspec.Meta(ge=0)] | None = None
     progress: Number | None = None
     pulls: bool = True
+    samples: Number | None = None
+    drawn: tuple[Number, ...] = ()
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -297,10 +330,11 @@ class PullRequested(Message, frozen=True, tag=True):
 
 
 class PullRepeated(Message, frozen=True, tag=True):
-    """A worker has aborted its computation of `iteration` and needs the weights to restart it."""
+    """A worker that is computing `iteration` needs the current weights. See the event of the same name."""
 
     shard: Number
     iteration: Number
+    restart: bool = True
 
 
 class Answer(Message, frozen=True, tag=True):
@@ -308,11 +342,12 @@ class Answer(Message, frozen=True, tag=True):
 
     Attributes:
         shard: index of the shard.
-        iteration: label of the iteration that the worker has pushed; -1 for the initial weights.
-        version: version of the weights.
+        iteration: label of the iteration that the worker has pushed; -1 for the worker's first weights.
+        version: version of the weights, that is, the number of updates that the weights include.
         v_train: the round from which the worker must continue because its push came too late for its own round; None
             if the push was not late.
-        in_place: True if the worker must read the weights in the servers' memory until its next commit.
+        in_place: True if the worker must read the weights directly from the servers' memory until its next commit.
+        samples: number of samples in all pushes that the shard has received from all workers and not dropped.
     """
 
     shard: int
@@ -320,17 +355,18 @@ class Answer(Message, frozen=True, tag=True):
     version: int
     v_train: int | None = None
     in_place: bool = False
+    samples: int = 0
 
 
 class IterationFinished(Message, frozen=True, tag=True):
     """A worker has pushed an iteration to all shards.
 
-    Sent if the sync model has a state machine at the coordinator, or if the push is flagged with a change.
+    Workers send this if the sync model has a state machine at the coordinator, or if the push carries a change.
 
     Attributes:
         iteration: label of the iteration.
-        superstep: set if the push was the worker's last one before the barrier of the superstep with this number.
-        change: set if the push was the worker's last one before the model change with this number.
+        superstep: number of the superstep, if this was the worker's last push before its barrier; else None.
+        change: number of the model change, if this was the worker's last push before the change; else None.
     """
 
     iteration: Number
@@ -339,29 +375,32 @@ class IterationFinished(Message, frozen=True, tag=True):
 
 
 class IterationStarted(Message, frozen=True, tag=True):
-    """A worker has its weights and computes this iteration.
+    """A worker has received its weights and starts to compute this iteration.
 
-    Sent if the sync model needs these reports, and for the first iteration after a change.
+    Workers send this if the sync model requires such reports, and for the first iteration after a change.
     """
 
     iteration: Number
 
 
 class PlanPublished(Message, frozen=True, tag=True):
-    """One worker's part of a plan: the worker must stop with its first push of `iteration` or a later iteration."""
+    """One worker's part of a plan: the worker must stop after its first push whose label is at least `iteration`."""
 
     stop: Stop
     iteration: int
 
 
 class RestartOrdered(Message, frozen=True, tag=True):
-    """A worker must abort its computation of this iteration, pull and compute again, unless it has already pushed."""
+    """A worker must abort its computation of this iteration, pull, and compute the iteration again.
+
+    If the worker has already pushed the iteration, the message has no effect.
+    """
 
     iteration: int
 
 
 class SyncRequested(Message, frozen=True, tag=True):
-    """A worker has reached a point at which the sync model changes. See the event of the same name."""
+    """A worker's schedule or script requests a change of the sync model. See the event of the same name."""
 
     source: Literal["schedule", "script"]
     number: Number
@@ -375,12 +414,88 @@ class ChangePublished(Message, frozen=True, tag=True):
 
 
 class FaultReported(Message, frozen=True, tag=True):
-    """A user's condition has failed at a shard, which continues with the sync model `sync`."""
+    """A user-defined condition has failed at a shard, which continues with the sync model `sync`."""
 
     shard: int
     reason: str
     traceback: str
     sync: str
+
+
+# -- data -------------------------------------------------------------------------------------------------
+
+
+class DataRequested(Message, frozen=True, tag=True):
+    """A worker needs data: it begins an epoch of a loader, or has used its leases.
+
+    Attributes:
+        loader: the worker's own number for the loader, which also numbers the entries of `drawn` in a `Commit`.
+        name: name of the loader, which is the same in all workers.
+        epoch: number of the epoch, counted from 0 for each loader.
+        order: the order of the epoch.
+        drawn: number of batches of this loader that the script has drawn since the worker joined.
+        committed: number of these batches that belong to pushes that every shard has received.
+        end: an epoch and the number of positions in its order, if the worker has reached an end that was not known in
+            advance.
+        times: the number of positions in each of the worker's iterations since its last request, and the time in
+            seconds that the worker took for it. Only sent if the order is balanced.
+        least: minimum size of the worker's batches if the order is balanced.
+    """
+
+    loader: Annotated[int, msgspec.Meta(ge=0, lt=MOST_LOADERS)]
+    name: Annotated[str, msgspec.Meta(max_length=256)]
+    epoch: Number
+    order: Order
+    drawn: Number
+    committed: Number
+    end: tuple[Number, Number] | None = None
+    times: Annotated[tuple[BatchTaken, ...], msgspec.Meta(max_length=MOST_TIMES)] = ()
+    least: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
+
+
+class DataGranted(Message, frozen=True, tag=True):
+    """The answer to a `DataRequested`.
+
+    Attributes:
+        loader: the worker's own number for the loader.
+        epoch: number of the epoch.
+        leases: the batches that the worker may use, in order.
+        last: True if the worker receives no more batches in this epoch.
+    """
+
+    loader: int
+    epoch: int
+    leases: tuple[Lease, ...]
+    last: bool
+
+
+class StopRequested(Message, frozen=True, tag=True):
+    """A worker's script stops a training loop in all workers, or a loop has used up its time.
+
+    Attributes:
+        loop: number of the loop, in the order in which the script begins its loops.
+    """
+
+    loop: Number
+
+
+class TrainingStopped(Message, frozen=True, tag=True):
+    """A worker must end its training loop with this number after the current iteration."""
+
+    loop: int
+
+
+class PushesReported(Message, frozen=True, tag=True):
+    """A server has stopped serving a lost worker, and reports how many batches belong to the worker's pushes.
+
+    Attributes:
+        worker: the lost worker.
+        drawn: for each shard of the server, `drawn` of the last push that the shard has received from the worker; ()
+            for a shard that has received none.
+    """
+
+    worker: int
+    drawn: tuple[tuple[int, ...], ...]
 
 
 # -- reading a run's state --------------------------------------------------------------------------------
@@ -405,9 +520,9 @@ class FetchSnapshot(Message, frozen=True, tag=True):
 
 
 class Snapshot(Message, frozen=True, tag=True):
-    """The weights of a shard at one version.
+    """The current weights of a shard, with their version.
 
-    The payload contains the weights and, for shard 0, the other tensors of the model, pooled over the workers.
+    The payload contains the weights and, for shard 0, the other tensors of the model, pooled across workers.
     """
 
     shard: int
@@ -419,8 +534,8 @@ class ShardWaits(msgspec.Struct, frozen=True):
 
     Attributes:
         shard: index of the shard.
-        sync: the sync model in force there.
-        pulls: (worker, iteration) of each delayed pull, in worker order.
+        sync: the sync model in force at this shard.
+        pulls: (worker, iteration) of each delayed pull, sorted by worker.
         reasons: for each delayed pull, in the same order, what the pull waits for.
     """
 
@@ -439,7 +554,7 @@ class Waits(Message, frozen=True, tag=True):
 
     Attributes:
         shards: one entry per shard.
-        timers: True if the server has set a timer. When such a timer is due, a worker may be released.
+        timers: True if the server has a pending timer, which may release a worker.
     """
 
     shards: tuple[ShardWaits, ...]
@@ -464,20 +579,32 @@ class Warned(Message, frozen=True, tag=True):
 
 
 class WorkerFinished(Message, frozen=True, tag=True):
-    """A worker has finished its work and leaves the run."""
+    """A worker has finished its work and leaves the run.
+
+    Attributes:
+        drawn: `drawn` of the worker's last push.
+    """
+
+    drawn: tuple[Number, ...] = ()
 
 
 class WorkerLost(Message, frozen=True, tag=True):
-    """A worker was lost. Its connection may still be open if a child process of the worker has inherited it."""
+    """A worker was lost. Its connection may still be open if a child process of the worker has inherited it.
+
+    Attributes:
+        worker: index of the worker.
+        report: True if the server must answer with a `PushesReported`.
+    """
 
     worker: int
+    report: bool = False
 
 
 class Failed(Message, frozen=True, tag=True):
     """A worker's script or a server has raised an exception.
 
     Attributes:
-        reason: the error in one line.
+        reason: one-line description of the error.
         traceback: traceback of the error.
         consequence: True if the error occurred only because another process had ended.
     """
@@ -499,6 +626,9 @@ FromPeerToCoordinator = (
     | IterationStarted
     | AllCommitted
     | SyncRequested
+    | DataRequested
+    | StopRequested
+    | PushesReported
     | FaultReported
     | WorkerWelcomed
     | Status
@@ -508,7 +638,16 @@ FromPeerToCoordinator = (
     | Snapshot
     | Waits
 )
-FromCoordinatorToWorker = Started | Refused | PlanPublished | RestartOrdered | ChangePublished | PullAllowed
+FromCoordinatorToWorker = (
+    Started
+    | Refused
+    | PlanPublished
+    | RestartOrdered
+    | ChangePublished
+    | PullAllowed
+    | DataGranted
+    | TrainingStopped
+)
 FromCoordinatorToServer = CreateShards | WorkerJoined | WorkerLost | FetchSnapshot | FetchWaits | Shutdown
 FromPeerToServer = (
     Hello

@@ -1,7 +1,7 @@
 """The description of a model, as sent between processes: its parameters, its optimizer, and its other tensors.
 
-Each worker registers such a description, the coordinator checks that all of them are equal, and the servers create
-their shards from it. This module does not import torch.
+Each worker registers a description. The coordinator checks that all descriptions are equal, apart from the
+hyper-parameters, and the servers create their shards from the description. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HyperParameters = dict[str, float | int | bool | tuple[float, float] | None]
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True):
-    """The description of a user's optimizer.
+    """The description of the user's optimizer.
 
     Attributes:
         name: name of the class in `torch.optim` that the servers use.
@@ -37,7 +37,7 @@ class BufferSpec(msgspec.Struct, frozen=True):
         name: name of the tensor in the `state_dict`.
         shape: shape of the tensor.
         dtype: name of the dtype in torch.
-        fixed: True if the tensor is a parameter that the optimizer does not update, so training does not change it.
+        fixed: True for a parameter that the optimizer does not update. Training does not change such a parameter.
     """
 
     name: str
@@ -50,7 +50,7 @@ class BufferSpec(msgspec.Struct, frozen=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """The description of the model that a worker trains. It must be the same for all workers of a job."""
+    """The description of the model that a worker trains. All workers of a job must train the same model."""
 
     layout: Layout
     optimizer: OptimizerSpec
@@ -58,7 +58,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 
 def first_difference(model: ModelSpec, other: ModelSpec) -> str:
-    """Return a description of the first difference between `other` and `model`; "" if the two are equal."""
+    """Describe the first difference between `model` and `other`, ignoring hyper-parameters; return "" if none."""
     pairs = zip(model.layout.parameters, other.layout.parameters, strict=False)
     for expected, found in pairs:
         if expected != found:
@@ -72,7 +72,7 @@ def first_difference(model: ModelSpec, other: ModelSpec) -> str:
     if counts[0] != counts[1]:
         return f"{counts[1]} parameter groups instead of {counts[0]}"
     if model.optimizer.group_of != other.optimizer.group_of:
-        return "its parameter groups contain different parameters"
+        return "the parameters are assigned to groups differently"
     for expected_buffer, found_buffer in zip(model.buffers, other.buffers, strict=False):
         if expected_buffer != found_buffer:
             return f"buffer {found_buffer} instead of {expected_buffer}"

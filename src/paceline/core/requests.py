@@ -1,7 +1,7 @@
-"""Requests of a core to its host.
+"""The requests that a core returns to its host.
 
-For every message, a core returns a list of requests, which the host must carry out in order. In particular, each
-answer to a pull must contain all updates that precede it in the list, and none that follow it.
+For every message, a core returns a list of requests, which the host must carry out in order. In particular, the
+weights in each answer must include all updates that precede the answer in the list, and no later update.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ COORDINATOR = Peer("coordinator", 0)
 
 @cache
 def worker_peer(index: int) -> Peer:
-    """Return the worker with this index."""
+    """Return the `Peer` for the worker with this index."""
     return Peer("worker", index)
 
 
 @cache
 def server_peer(index: int) -> Peer:
-    """Return the server with this index."""
+    """Return the `Peer` for the server with this index."""
     return Peer("server", index)
 
 
 class Send(NamedTuple):
-    """Send a message. An `Answer` carries the current weights of its shard."""
+    """Send a message. If it is an `Answer`, the host adds the current weights of the shard."""
 
     to: Peer
     message: Message
@@ -73,7 +73,7 @@ class Timer(NamedTuple):
     """Call the core's `fire` with this object when the timer is due.
 
     Attributes:
-        due_s: due time in seconds, on the same clock as `now_s` of the events.
+        due_s: due time in seconds, on the same clock as the attribute `now_s` of events.
         worker: worker for which the timer was set.
         iteration: iteration for which the timer was set.
         shard: index of the shard that has set the timer; -1 if the coordinator has set it.
@@ -86,17 +86,17 @@ class Timer(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Update a shard: add the gradients of these pushes in the order given, and take one optimizer step with the sum.
+    """Update a shard: sum the scaled gradients of the pushes in this order, and take one optimizer step.
 
     Attributes:
         shard: index of the shard.
         pushes: (worker, iteration) of each push.
-        scale: factor by which the sum of the gradients is multiplied.
+        scales: for each push, the factor by which its gradient is multiplied.
     """
 
     shard: int
     pushes: tuple[tuple[int, int], ...]
-    scale: float
+    scales: tuple[float, ...]
 
 
 class Discard(NamedTuple):
@@ -108,7 +108,7 @@ class Discard(NamedTuple):
 
 
 class Preserve(NamedTuple):
-    """Copy the gradient of a held push, because the worker is answered next and will then overwrite the gradient."""
+    """Copy the gradient of a held push. The next request answers the worker, which then overwrites the gradient."""
 
     shard: int
     worker: int
@@ -116,7 +116,7 @@ class Preserve(NamedTuple):
 
 
 class Proceed(NamedTuple):
-    """Let the worker compute: everything that the worker waited for has arrived."""
+    """Let the worker continue: everything that the worker waited for has arrived."""
 
 
 PROCEED = Proceed()

@@ -5,9 +5,9 @@
     restart     PullRepeated
     end         WorkerFinished from the worker, WorkerLost from the coordinator, or the worker's connection is closed
 
-The host of this class moves bytes and tensors and reads the clock. It stores the payload of a message before it
-carries out the requests that `handle` returns. A message that is not allowed raises `ProtocolError` and does not
-change the state.
+The host of this class transfers bytes and tensors, and reads the clock. The host stores the payload of a message
+before it carries out the requests that `handle` returns. If a message is not allowed, `handle` raises `ProtocolError`
+and does not change the state.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .messages import (
     CreateShards,
     InitialWeights,
     Message,
+    PushesReported,
     Ready,
     ShardWaits,
     Waits,
@@ -56,7 +57,7 @@ class Server:
         seed: random seed for the run, used by the sync models.
         read_sync: function that parses the sync model of a change. It raises `ConfigurationError` if the run cannot
             use the model.
-        recorder_of: returns the recorder for a shard; called once for each shard, when the shard begins.
+        recorder_of: returns the recorder for a shard; called once for each shard, when its initial weights arrive.
 
     Attributes:
         shards: index -> shard, for each shard that has received its initial weights.
@@ -77,9 +78,12 @@ class Server:
         self._read_sync = read_sync
         self._recorder_of = recorder_of
         self._models: tuple[SyncModel, ...] = ()
+        self._usual_samples: int | None = None
         self._to_begin: set[int] = set()  # shards that were created but have no weights yet
         self._connected: set[int] = set()  # connected workers
-        self._readers: set[int] = set()  # connected workers that can read the weights in the server's memory
+        # worker -> shard -> `drawn` of the worker's last push
+        self._drawn: dict[int, dict[int, tuple[int, ...]]] = {}
+        self._readers: set[int] = set()  # connected workers that can read the weights directly from memory
 
     def shard(self, index: int) -> Shard:
         """Return a shard. Raise `ProtocolError` if the shard is not at this server or has no weights yet."""
@@ -131,12 +135,14 @@ class Server:
                 pull = PullRequested(now_s=now_s, worker=worker, iteration=message.iteration)
                 return self.shard(message.shard).handle(pull)
             case messages.PullRepeated():
-                repeat = PullRepeated(now_s=now_s, worker=worker, iteration=message.iteration)
+                repeat = PullRepeated(
+                    now_s=now_s, worker=worker, iteration=message.iteration, restart=message.restart
+                )
                 return self.shard(message.shard).handle(repeat)
             case messages.WorkerFinished():
                 return self._leave(worker, WorkerFinished, now_s)
             case messages.WorkerLost():
-                return self._leave(message.worker, WorkerLost, now_s)
+                return self._lose(message, now_s)
             case messages.WorkerJoined():
                 return self._join(message, now_s)
             case CreateShards():
@@ -152,7 +158,7 @@ class Server:
         return self.shards[timer.shard].handle(event)
 
     def waits(self, *, timers: bool) -> Waits:
-        """Return the workers that wait at each shard. The host passes True for `timers` if it has set a timer."""
+        """Return the workers that wait at each shard. `timers` must be True if the host has a pending timer."""
         described = []
         for index, shard in sorted(self.shards.items()):
             reasons = dict(sorted(shard.sync.waits().items()))
@@ -164,8 +170,8 @@ class Server:
         """Check that the collections of workers are consistent; raise `InternalError` if they are not."""
         for shard in self.shards.values():
             shard.sync.validate()
-            if shard.sync.order.phase.keys() != self.expected:
-                raise InternalError(f"the workers of shard {shard.index} differ from {self.expected}")
+            if (live := shard.sync.order.phase.keys()) != self.expected:
+                raise InternalError(f"shard {shard.index} has workers {set(live)}, expected {self.expected}")
         if not self._readers <= self._connected:
             raise InternalError(
                 f"workers {self._readers} read the server's memory, but only {self._connected} are connected"
@@ -176,10 +182,13 @@ class Server:
         self.initializer = message.initializer
         self._models = tuple(parse_shards(message.sync))
         self._to_begin = {bounds.index for bounds in message.shards}
+        # This number is used only for SGD: the steps of other optimizers hardly depend on the scale of the gradients.
+        if message.model.optimizer.name == "SGD":
+            self._usual_samples = message.usual_samples
         return [Send(COORDINATOR, Ready())]
 
     def _begin(self, worker: int, index: int, now_s: float) -> list[Request]:
-        """Create the core of a shard whose initial weights have arrived."""
+        """Create a shard whose initial weights have arrived, and send the weights to the connected workers."""
         if worker != self.initializer:
             raise ProtocolError(
                 f"the initial weights must come from worker {self.initializer}, not from worker {worker}"
@@ -187,7 +196,9 @@ class Server:
         self.require_beginning(index)
         self._to_begin.remove(index)
         recorder = self._recorder_of(index)
-        shard = self.shards[index] = Shard(index, self._models, self._seed, self._readers, recorder)
+        shard = self.shards[index] = Shard(
+            index, self._models, self._seed, self._readers, recorder, self._usual_samples
+        )
         for member in sorted(self.expected):
             shard.handle(WorkerJoined(now_s=now_s, worker=member))
         return [shard.welcome(member) for member in sorted(self._connected)]
@@ -195,7 +206,7 @@ class Server:
     def _commit(self, worker: int, commit: Commit, now_s: float) -> list[Request]:
         shard = self.shard(commit.shard)
         if commit.change is not None:
-            try:  # check the model now, because the shard could not undo the change later
+            try:  # check the model now, because the shard cannot undo the change later
                 self._read_sync(commit.change.sync)
             except ConfigurationError as error:
                 raise ProtocolError(
@@ -211,8 +222,11 @@ class Server:
                 change=commit.change,
                 significance=commit.significance,
                 progress=commit.progress,
+                samples=commit.samples,
             )
         )
+        if commit.drawn:
+            self._drawn.setdefault(worker, {})[commit.shard] = commit.drawn
         if commit.pulls:
             return requests + shard.handle(
                 PullRequested(now_s=now_s, worker=worker, iteration=commit.iteration)
@@ -234,10 +248,18 @@ class Server:
         requests = [request for shard in self.shards.values() for request in shard.handle(event)]
         return [*requests, Send(COORDINATOR, WorkerWelcomed(worker))]
 
+    def _lose(self, message: messages.WorkerLost, now_s: float) -> list[Request]:
+        requests = self._leave(message.worker, WorkerLost, now_s)
+        drawn = self._drawn.pop(message.worker, {})
+        if not message.report:
+            return requests
+        report = PushesReported(message.worker, tuple(drawn.get(shard, ()) for shard in sorted(self.shards)))
+        return [*requests, Send(COORDINATOR, report)]
+
     def _leave(
         self, worker: int, kind: type[WorkerFinished] | type[WorkerLost], now_s: float
     ) -> list[Request]:
-        """Handle a worker that has left. This may be reported twice; the second report has no effect."""
+        """Handle a worker that has left. If the departure is reported twice, the second report has no effect."""
         if worker not in self.expected:
             return []
         self.expected.remove(worker)

@@ -1,4 +1,4 @@
-"""A shard without its tensors: it runs the sync model, counts updates, records events, and returns requests."""
+"""A shard's part of the protocol, without tensors: it runs the sync model, counts updates, and records events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from ..errors import InternalError, InvalidEventError
 from ..sync import SyncModel
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
-from ..sync.events import AnyEvent
+from ..sync.events import AnyEvent, PushReceived
 from .entry import Entry, EntryRecorder
 from .messages import Answer, FaultReported
 from .requests import COORDINATOR, Apply, Discard, Preserve, Request, Send, Timer, worker_peer
@@ -18,18 +18,21 @@ __all__ = ["Shard"]
 
 
 class Shard:
-    """A shard's part of the protocol: it turns the events at the shard into requests to the host.
+    """The core of one shard: it runs the sync model and turns the events at the shard into requests to the host.
 
     Args:
         index: index of the shard.
-        models: the first sync model of the run, or one for each shard.
+        models: the first sync model of the run, or one model for each shard.
         seed: random seed for the run, used by the sync model.
-        readers: the workers that can read the weights in the server's memory.
+        readers: the workers that can read the weights directly from the server's memory.
         recorder: receives each event and its actions; None to record nothing.
+        usual_samples: usual number of samples in a push. A push that is applied on arrival is scaled by its number of
+            samples divided by this number. None to scale no push in this way.
 
     Attributes:
         index: index of the shard.
         sync: runs the sync model, and replaces it when the model changes.
+        samples: number of samples in all pushes that were received and not dropped, as far as it is known.
     """
 
     def __init__(
@@ -39,14 +42,20 @@ class Shard:
         seed: int = 0,
         readers: Set[int] = frozenset(),
         recorder: EntryRecorder | None = None,
+        usual_samples: int | None = None,
     ) -> None:
         self.index = index
         self.sync = ShardSync(models[index if len(models) > 1 else 0], seed, index)
+        self.samples = 0
         self._first = models
         self._readers = readers
         self._recorder = recorder
         self._versions = Versions()
-        self._held: set[tuple[int, int]] = set()  # (worker, iteration) of held pushes that were not copied
+        # (worker, iteration) of each held push whose gradient has not been copied
+        self._held: set[tuple[int, int]] = set()
+        self._usual_samples = usual_samples
+        # (worker, iteration) of each push that is neither applied nor dropped yet -> its number of samples, if known
+        self._samples: dict[tuple[int, int], int] = {}
 
     @property
     def version(self) -> int:
@@ -66,6 +75,9 @@ class Shard:
             raise
         versions, counts, index = self._versions, self.sync.counts, self.index
         versions.note(event)
+        if type(event) is PushReceived and event.samples is not None:
+            self._samples[event.worker, event.iteration] = event.samples
+            self.samples += event.samples
         requests: list[Request] = []
         staleness: list[tuple[int, int, int]] = []
         gap = 0
@@ -81,15 +93,17 @@ class Shard:
             elif type(action) is ApplyPush:
                 key = action.worker, action.iteration
                 staleness.append(versions.apply_one(key))
-                requests.append(Apply(index, (key,), action.scale))
+                scale = action.scale * self._weight(key) if self._samples else action.scale
+                requests.append(Apply(index, (key,), (scale,)))
             elif type(action) is ApplyMean:
                 staleness += versions.apply(action.pushes)
                 self._held.difference_update(action.pushes)
-                requests.append(Apply(index, action.pushes, 1.0 / len(action.pushes)))
+                requests.append(Apply(index, action.pushes, self._mean_scales(action.pushes)))
             elif type(action) is HoldPush:
                 self._held.add((action.worker, action.iteration))
             elif type(action) is DropPush:
                 versions.drop(action.worker, action.iteration)
+                self.samples -= self._samples.pop((action.worker, action.iteration), 0)
                 requests.append(Discard(index, action.worker, action.iteration))
             elif type(action) is SetTimer:
                 requests.append(Timer(action.due_s, action.worker, action.iteration, index))
@@ -107,11 +121,24 @@ class Shard:
 
     def _answer(self, worker: int, iteration: int, v_train: int | None) -> Answer:
         in_place = worker in self._readers and self._lockstep
-        return Answer(self.index, iteration, self._versions.version, v_train, in_place)
+        return Answer(self.index, iteration, self._versions.version, v_train, in_place, self.samples)
+
+    def _weight(self, push: tuple[int, int]) -> float:
+        """Return the factor for a push that is applied on arrival: samples / usual samples; 1 if one is unknown."""
+        samples, usual = self._samples.pop(push, None), self._usual_samples
+        return samples / usual if samples is not None and usual else 1.0
+
+    def _mean_scales(self, pushes: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+        """Return each push's factor in the mean: its share of all samples, or equal shares if a number is unknown."""
+        samples = [self._samples.pop(push, None) for push in pushes]
+        counts = [count for count in samples if count is not None]
+        if len(counts) < len(samples) or min(counts) == max(counts):
+            return (1.0 / len(pushes),) * len(pushes)
+        return tuple(count / sum(counts) for count in counts)
 
     @property
     def _lockstep(self) -> bool:
-        """True if workers may read the weights in the server's memory, without a copy.
+        """True if workers may read the weights directly from the server's memory, instead of copying them.
 
         The result must be the same at all shards, because a worker reads either all slices in this way or none.
         Therefore it depends on the models that were given for all shards, not on the model to which a single shard

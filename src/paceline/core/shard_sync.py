@@ -2,25 +2,25 @@
 
 All shards must change at the same boundary. If two shards counted the progress of the workers from different
 iterations, the workers could block each other: worker 0 could wait for worker 1 at one shard, and worker 1 for
-worker 0 at another. Therefore the workers determine the boundary. The coordinator publishes a change, and each member
-flags its next push with the change, in the same way for all shards. This push is the worker's last one under the old
-model. Every live worker is in one of three states:
+worker 0 at another. Therefore the workers determine the boundary. The coordinator publishes a change to all workers
+that are live at this time, the change's *members*. Each member flags its next push with the change, in the same way
+for all shards. This push is the worker's last one under the old model. Every live worker is in one of three states:
 
     in the model     the usual state
     passed           the worker has sent its flagged push. The old model has processed that push and was then told
-                     that the worker has left, so the model no longer waits for it. The worker's pull waits until
-                     every member has passed, has finished or is lost. Then the passed workers join the new model with
-                     equal counts, and their pulls are answered
+                     that the worker has left, so the model no longer waits for the worker. The worker's pull waits
+                     until every member has passed, finished or been lost. Then the workers that have passed join
+                     the new model with equal counts, and their pulls are answered
     guest            the worker joined while a change was in progress. Until the worker passes a change, it belongs to
-                     no model, waits for no other worker, and no other worker waits for it
+                     no model; it waits for no other worker, and no other worker waits for it
 
-The flagged pushes themselves mark the boundary, so the shards cannot disagree about it, even if the coordinator's
-message arrives late. No push or pull goes through the coordinator. `JobSync` implements the coordinator's side.
+The flagged pushes themselves mark the boundary, so all shards agree on the boundary even if the coordinator's message
+arrives late. No push or pull goes through the coordinator. `JobSync` implements the coordinator's side.
 
-If a user's condition fails, only this shard falls back to the last model that worked, which continues with the
+If a user-defined condition fails, only this shard falls back to the last model that worked, which continues with the
 current counts.
 
-Guarantee: If the run makes progress under both models, it also makes progress across the change. Each push is
+Guarantee: If the run makes progress under both models, it also makes progress during the change. Each push is
 applied, averaged or dropped exactly once.
 """
 
@@ -82,7 +82,7 @@ class ShardSync:
 
     @property
     def counts(self) -> Counts:
-        """The counts c_p of the workers that are in the model."""
+        """The push counts c_p of the workers that are in the model."""
         return self._machine.counts
 
     def last_iteration(self, worker: int) -> int:
@@ -93,7 +93,7 @@ class ShardSync:
         """Return, for each worker with a delayed pull, a description of what the pull waits for."""
         waits = dict(self._machine.waits())
         if self._change is not None:
-            boundary = f"the change to {self._change.sync}, for workers {sorted(self._remaining)}"
+            boundary = f"workers {sorted(self._remaining)} to reach the change to {self._change.sync}"
             waits |= {worker: boundary for worker in self._passed if self._waiting(worker)}
         return waits
 
@@ -112,7 +112,7 @@ class ShardSync:
         return self._take(event)
 
     def validate(self) -> None:
-        """Check that the derived collections are consistent; raise `InternalError` if they are not."""
+        """Check that the collections of workers are consistent; raise `InternalError` if they are not."""
         self._machine.validate()
         self.order.validate()
         modelled, live = self.counts.count.keys(), self.order.phase.keys()
@@ -130,7 +130,9 @@ class ShardSync:
                 f"no change is in progress, but workers {self._passed} wait for {self._remaining}"
             )
         if self._change is not None and not (self._remaining and self._remaining <= live - self._passed):
-            raise InternalError(f"the change {self._change} waits for {self._remaining} of {set(live)}")
+            raise InternalError(
+                f"the change {self._change} waits for workers {self._remaining}; workers {set(live)} are live"
+            )
         if any(self.order.phase[worker] != "pushed" for worker in self._to_pull):
             raise InternalError(
                 f"workers {self._to_pull} have yet to pull, but the phases are {self.order.phase}"
@@ -166,7 +168,7 @@ class ShardSync:
     def _pull(self, pull: PullRequested) -> list[AnyAction]:
         worker = pull.worker
         if worker in self._passed:
-            return []  # answered when the change is complete
+            return []  # the pull is answered when the change is complete
         if worker in self._guests or worker in self._to_pull:
             self._to_pull.discard(worker)
             return [self._answer(worker)]
@@ -188,7 +190,7 @@ class ShardSync:
         return actions + self._complete(event.now_s)
 
     def _tell(self, event: AnyEvent) -> list[AnyAction]:
-        """Pass an event to the model. If a user's condition fails, fall back to the last model that worked."""
+        """Pass an event to the model. If a user-defined condition fails, fall back to the last model that worked."""
         actions = self._machine.handle(event)
         if (fault := self._machine.fault) is not None:
             self.sync = ASP() if self._worked.needs_plans else self._worked
@@ -206,11 +208,11 @@ class ShardSync:
     def _pass(self, push: PushReceived, change: Change) -> list[AnyAction]:
         """Handle a worker's last push under the old model."""
         if change.number <= self._changed:
-            return []  # the change was completed without the worker, so no worker waits for it
+            return []  # the change was completed without this worker, so no other worker waits for it
         worker = push.worker
         if self._change is None or self._change.number < change.number:
-            # A higher number means that all members that had passed the earlier change were lost. So the coordinator
-            # has published the change again.
+            # A higher number means that the coordinator has published the change again, because all members that had
+            # passed the earlier change were lost.
             self._change = change
             self._remaining = {
                 m
@@ -222,12 +224,12 @@ class ShardSync:
         actions: list[AnyAction] = []
         if worker in self._guests:
             self._guests.remove(worker)
-        else:  # tell the old model that the worker leaves: the model keeps its pushes but no longer waits for it
+        else:  # the old model keeps the pushes of a worker that leaves, but no longer waits for the worker
             actions = self._tell(WorkerFinished(now_s=push.now_s, worker=worker))
         return actions + self._complete(push.now_s)
 
     def _complete(self, now_s: float) -> list[AnyAction]:
-        """Start the new model if every member has passed or left."""
+        """Start the new model if every member has passed the boundary or left the run."""
         change = self._change
         if change is None or self._remaining:
             return []
@@ -262,5 +264,5 @@ class ShardSync:
 
 
 def _apply(push: PushReceived) -> AnyAction:
-    """Return the action for a guest's push, which no model receives: apply it, or drop it if it is empty."""
+    """Return the action for a guest's push, which no model receives: drop the push if it is empty, else apply it."""
     return (DropPush if push.empty else ApplyPush)(push.worker, push.iteration)

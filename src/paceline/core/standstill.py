@@ -12,7 +12,8 @@ __all__ = ["standstill"]
 def standstill(shards: Iterable[ShardWaits]) -> str:
     """Return a report that lists, for each worker and shard, what the worker waits for."""
     lines = [
-        f"  worker {worker}, after its iteration {iteration}, at shard {shard.shard} ({shard.sync}): for {reason}"
+        f"  worker {worker}, after its iteration {iteration}, waits at shard {shard.shard} ({shard.sync}) "
+        f"for {reason}"
         for shard in shards
         for (worker, iteration), reason in zip(shard.pulls, shard.reasons, strict=True)
     ]

@@ -9,7 +9,8 @@
     end           WorkerFinished to every server and to the coordinator
 
 The host of this class moves bytes and tensors, runs the training script and determines how long a computation takes.
-The class depends only on what a sync model requires of workers. It does not store the index of the worker.
+The class does not run the sync model; it only does what the model requires of workers. It does not store the index of
+the worker.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..sync.events import Change, Stop
 from ..sync.model import SyncModel
 from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
+from .data_feed import DataFeed
 from .messages import (
     AllCommitted,
     Answer,
@@ -28,6 +30,7 @@ from .messages import (
     Commit,
     Committed,
     Content,
+    DataGranted,
     InitialWeights,
     IterationFinished,
     IterationStarted,
@@ -41,6 +44,7 @@ from .messages import (
     RestartOrdered,
     Started,
     SyncRequested,
+    TrainingStopped,
     WorkerFinished,
 )
 from .model_spec import ModelSpec
@@ -60,15 +64,19 @@ class Worker:
         overlap: False if no worker may pull until all workers have pushed to all shards.
 
     Attributes:
-        iteration: label of the current iteration, which lasts until all shards have answered the pull after it.
+        iteration: label of the current iteration, which ends when all shards have answered the worker's pull.
         waiting_for: what the worker waits for: "start" (of training), "commits" (a `Committed` from every shard),
             "turn" (a `PullAllowed`) or "answers" (an `Answer` from every shard); "" if it does not wait.
         last_commit: the last commit that the worker has sent to shard 0; None before the first commit.
         left: True if the worker has finished and left the run.
-        in_place: True if the last answer told the worker to read the weights in the servers' memory.
+        in_place: True if the last answer told the worker to read the weights directly from the servers' memory.
         started: the `Started` message that the worker has received; None before training starts.
         needs_significance: True if each push must contain |g| / |w|.
+        data: the leases that the worker has received, and what its script has drawn from them.
         may_restart: True if the sync model may order the worker to abort and restart an iteration.
+        lockstep: True if the sync model keeps all workers in lockstep.
+        updates: number of updates that shard 0 had applied when it answered last; 0 before its first answer.
+        samples: number of samples in all workers' pushes that shard 0 had received, and not dropped, by then.
     """
 
     def __init__(
@@ -80,6 +88,8 @@ class Worker:
         self.left = False
         self.in_place = False
         self.started: Started | None = None
+        self.data = DataFeed()
+        self.updates = self.samples = 0
         self._schedule = schedule
         self._workers = workers
         self._shards = shards
@@ -89,8 +99,8 @@ class Worker:
         self._overlap = overlap
         self._awaited: set[int] = set()  # shards that have not yet sent what the worker waits for
         self._first = True  # True until the worker's first weights have arrived
-        self._pulls_again = False  # True while the worker waits for the weights to restart its computation
-        self._steps = list(enumerate(schedule.steps[1:]))  # steps of the schedule that were not requested yet
+        self._pulls_again = False  # True while the worker waits for the weights that it needs for a restart
+        self._steps = list(enumerate(schedule.steps[1:]))  # steps of the schedule yet to be requested
         self._epoch = 0
         self._wanted = schedule.first  # models of all shards after all changes that the worker has requested
         self._asked = 0  # number of changes that the script has requested
@@ -100,7 +110,7 @@ class Worker:
         # the next stop, and the iteration at or after which the worker stops
         self._plan: tuple[Stop, int] | None = None
         self._restart = -1  # the iteration that must be restarted
-        self._progress: int | None = None  # latest round from which a shard has told the worker to continue
+        self._progress: int | None = None  # if the worker is late: the round from which it must continue
         self._follow(schedule.first)
 
     @property
@@ -113,6 +123,11 @@ class Worker:
         """True if some shards, but not all, have sent what the worker waits for."""
         return bool(self.waiting_for) and 0 < len(self._awaited) < self._shards
 
+    @property
+    def is_awaited(self) -> bool:
+        """True if other workers may have to wait until this worker pushes."""
+        return not self._independent or self._change is not None
+
     def awaits(self, shard: int) -> bool:
         """Return True if the worker waits for an answer from this shard."""
         return self.waiting_for == "answers" and shard in self._awaited
@@ -122,7 +137,7 @@ class Worker:
     def register(self, model: ModelSpec) -> list[Request]:
         """Register the model that the script trains. The host calls this when the script reaches its first step."""
         self.waiting_for = "start"
-        return [Send(COORDINATOR, Register(model))]
+        return [Send(COORDINATOR, Register(model, self.data.samples))]
 
     def initialize(self) -> list[Request]:
         """Send every shard its initial weights. Only the initializer calls this."""
@@ -134,6 +149,8 @@ class Worker:
         *,
         empty: bool = False,
         significance: float | None = None,
+        busy_s: float | None = None,
+        idle: bool = False,
     ) -> list[Request]:
         """Commit the current iteration to every shard.
 
@@ -141,6 +158,8 @@ class Worker:
             contents: content of the push for each shard; None in virtual time.
             empty: True to skip the iteration, that is, to push no gradient.
             significance: |g| / |w|, if `needs_significance` is True.
+            busy_s: time that the worker took for the iteration, without waiting for others; None if it is unknown.
+            idle: True if the script does not train at the moment. Data that it has drawn belongs to a later push.
         """
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
@@ -149,7 +168,10 @@ class Worker:
         if plan is not None and self._flagged is None and iteration >= plan[1]:
             stop, self._plan = plan[0], None
         progress, self._progress = self._progress, None
-        # All workers send the last shard first, because the gradients of the last layers are ready first.
+        data = self.data
+        samples = None if idle else data.samples
+        ahead = data.push(None if empty else busy_s) if data.used and not idle else []
+        # Every worker sends to the shards in descending order, because the last layers' gradients are ready first.
         for shard, server in self._last_first:
             self.last_commit = commit = Commit(
                 shard,
@@ -161,6 +183,8 @@ class Worker:
                 significance,
                 progress,
                 self._overlap,
+                samples,
+                data.pushed,
             )
             requests.append(Send(server, commit))
         if self._notifies or self._flagged is not None:
@@ -168,21 +192,28 @@ class Worker:
             number = self._flagged.number if self._flagged is not None else None
             requests.append(Send(COORDINATOR, IterationFinished(iteration, superstep, number)))
         self._await("answers" if self._overlap else "commits")
+        if ahead:
+            requests += ahead
         return requests
 
-    def pull_again(self) -> list[Request]:
-        """Pull again to restart the current computation, which was aborted."""
+    def pull_again(self, *, restart: bool = True) -> list[Request]:
+        """Pull the current weights again during an iteration. No shard delays its answer.
+
+        Args:
+            restart: True if the computation of the iteration was aborted and is restarted.
+        """
         self._restart = -1
         self._pulls_again = True
         self._await("answers")
         return [
-            Send(server, PullRepeated(shard, self.iteration)) for shard, server in enumerate(self._servers)
+            Send(server, PullRepeated(shard, self.iteration, restart))
+            for shard, server in enumerate(self._servers)
         ]
 
     def finish(self) -> list[Request]:
         """Leave the run, because the script has finished."""
         self.waiting_for, self.left = "", True
-        goodbye = WorkerFinished()
+        goodbye = WorkerFinished(self.data.pushed)
         return [Send(peer, goodbye) for peer in [*dict.fromkeys(self._servers), COORDINATOR]]
 
     def reach_epoch(self, epoch: int) -> None:
@@ -198,8 +229,8 @@ class Worker:
         if shard is not None:
             if not 0 <= shard < self._shards or len(models) != 1:
                 raise ConfigurationError(
-                    f"shard is {shard}, expected a number from 0 to {self._shards - 1}. Give exactly one sync model "
-                    "for this shard."
+                    f"shard is {shard}, expected a number from 0 to {self._shards - 1}; the number of sync models "
+                    f"for this shard is {len(models)}, expected 1."
                 )
             all_models = list(self._wanted) * (self._shards if len(self._wanted) == 1 else 1)
             all_models[shard] = models[0]
@@ -226,7 +257,7 @@ class Worker:
         """Process a message and return the requests to the host.
 
         Raises:
-            ConfigurationError: the coordinator refuses this worker.
+            ConfigurationError: the coordinator has refused this worker.
             ProtocolError: workers do not receive messages of this type.
         """
         match message:
@@ -234,6 +265,8 @@ class Worker:
                 if message.v_train is not None:
                     self._progress = max(message.v_train, self._progress or 0)
                 self.in_place = message.in_place
+                if message.shard == 0:
+                    self.updates, self.samples = message.version, message.samples
                 return self._answered() if self._has_come(message.shard, "answers") else []
             case Committed():
                 if not self._has_come(message.shard, "commits"):
@@ -249,6 +282,10 @@ class Worker:
             case RestartOrdered():
                 self._restart = message.iteration
                 return [Abort(message.iteration)] if self.restart_ordered and not self.waiting_for else []
+            case DataGranted():
+                self.data.handle(message)
+            case TrainingStopped():
+                self.data.stopped.add(message.loop)
             case Started():
                 return self._start(message)
             case Refused():
@@ -272,7 +309,7 @@ class Worker:
         self._awaited = set(self._every_shard)
 
     def _has_come(self, shard: int, what: str) -> bool:
-        """Record what a shard has sent. Return True if this completes what the worker waits for."""
+        """Record what a shard has sent. Return True if the worker has now received everything that it waits for."""
         if self.waiting_for != what:
             return False
         self._awaited.discard(shard)
@@ -290,10 +327,12 @@ class Worker:
         if self._first or self._pulls_again:
             self._first = self._pulls_again = False
             return [PROCEED]
+        if self.data.used:
+            self.data.answered()
         self.iteration += 1
         if self._flagged is not None:
             self._follow(parse_shards(self._flagged.sync))
-            self._flagged = self._progress = None  # rounds are counted from 0 again
+            self._flagged = self._progress = None  # the new model counts rounds from 0 again
         elif not self.may_restart:
             return [PROCEED]
         return [Send(COORDINATOR, IterationStarted(self.iteration)), PROCEED]
@@ -320,3 +359,5 @@ class Worker:
         self.needs_significance = any(model.needs_significance for model in models)
         self.may_restart = any(model.needs_starts for model in models)
         self._notifies = models[0].at_coordinator() is not None
+        self.lockstep = all(model.lockstep for model in models)
+        self._independent = all(model.independent for model in models)

@@ -1,8 +1,9 @@
-"""Compares sync models for the demo: four workers, one of them three times slower, train on handwritten digits.
+"""Compares sync models, and equal with balanced batches, for the demo.
 
-A table and a picture show how much time is lost by waiting for the slowest worker, and how much of this
-time an elastic barrier saves. Each sync model runs with its own best learning rate and momentum. The same values for
-all models would favor some of them, because asynchrony acts like additional momentum.
+Four workers train on handwritten digits, and one of them is three times slower than the others. A table and a picture
+show how much time is lost by waiting for the slowest worker, and how much of it is saved by an elastic barrier or by
+balanced batches. Each sync model runs with its own best learning rate and momentum. Using the same values for all
+models would favor some models, because asynchrony acts like additional momentum.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .trial import Trial, run_trial
 
 __all__ = ["run_demo"]
 
-SHOWN_S = 2.0  # length of the timelines in the picture
+SHOWN_S = 2.0  # length of the timelines in the picture, in seconds
 
 
 def run_demo(
@@ -41,7 +42,7 @@ def run_demo(
 ) -> list[TrialOutcome]:
     """Train with each setting and each seed, one run after another, then print and save the results.
 
-    Afterwards the run directory contains `summary.json` (one object per setting, with medians over the seeds),
+    Afterwards, the run directory contains `summary.json` (one object per setting, with medians over the seeds),
     `trials.json` (one object per run), `curves.csv`, `comparison.png`, and a directory for each run.
 
     Args:
@@ -50,7 +51,7 @@ def run_demo(
         seeds: random seeds. Each seed determines the initial weights and the order of the data for all settings.
         settings: settings to compare.
         problem: training task. Default: `Problem()`.
-        progress: True to show the progress of each run on standard error; None to do so only on a terminal.
+        progress: True to show progress on standard error, False to hide it, None to show it only on a terminal.
 
     Returns:
         One outcome per setting, with medians over the seeds.
@@ -61,16 +62,16 @@ def run_demo(
     """
     problem = problem or Problem()
     if not seeds:
-        raise ConfigurationError("seeds is empty, expected at least one whole number, for example 0.")
+        raise ConfigurationError("seeds is empty; expected at least one whole number, for example 0.")
     digits = load()
     workers = len(problem.pace_s)
     home = Path(
         make_job(workers=workers, servers=problem.servers, pace=problem.pace_s, run_dir=run_dir).run_dir
     )
     console.print(
-        f"{workers} workers, one {max(problem.pace_s) / min(problem.pace_s):g} times slower than the others "
-        f"(emulated), train on {len(digits.train_labels)} handwritten digits under {len(settings)} sync models, "
-        f"{problem.duration_s:g} s each.",
+        f"{workers} workers train on {len(digits.train_labels)} handwritten digits for {problem.duration_s:g} s "
+        f"under each of {len(settings)} settings. The speeds are emulated: one worker is "
+        f"{max(problem.pace_s) / min(problem.pace_s):g} times slower than the others.",
         soft_wrap=True,
         highlight=False,
     )
@@ -79,9 +80,9 @@ def run_demo(
         for setting in settings:
             count = f"[bold]{len(trials) + 1}/{len(seeds) * len(settings)}[/]"
             console.print(f"{count} {setting}, seed {seed}", soft_wrap=True, highlight=False)
-            run = home / f"{re.sub('[^a-z0-9.]+', '-', setting.sync)}-seed-{seed}"
+            run = home / f"{re.sub('[^a-z0-9.]+', '-', setting.name)}-seed-{seed}"
             trials.append(run_trial(digits, problem, setting, seed, run_dir=run, progress=progress))
-    outcomes = [medians([t.outcome for t in trials if t.outcome.sync == s.sync]) for s in settings]
+    outcomes = [medians([t.outcome for t in trials if t.outcome.name == s.name]) for s in settings]
     _save_json(home / "summary.json", outcomes)
     _save_json(home / "trials.json", [trial.outcome for trial in trials])
     _save_curves(home / "curves.csv", trials)
@@ -105,19 +106,18 @@ def _save_curves(path: Path, trials: Sequence[Trial]) -> None:
         rows.writerow(["sync", "seed", "time_s", "accuracy"])
         for trial in trials:
             for time_s, accuracy in zip(trial.curve.times_s, trial.curve.accuracies, strict=True):
-                rows.writerow([trial.outcome.sync, trial.outcome.seeds[0], time_s, accuracy])
+                rows.writerow([trial.outcome.name, trial.outcome.seeds[0], time_s, accuracy])
 
 
 def _save_picture(path: Path, trials: Sequence[Trial], problem: Problem) -> None:
     timelines: dict[str, Timeline] = {}
     for trial in trials:
-        timelines.setdefault(
-            trial.outcome.sync, read_timeline(trial.run_dir)
-        )  # keeps the first seed's timeline
+        # `setdefault` keeps the timeline of the first seed.
+        timelines.setdefault(trial.outcome.name, read_timeline(trial.run_dir))
     figure = comparison_picture(
-        f"Handwritten digits, {len(timelines)} sync models, one slow worker",
+        f"Handwritten digits, {len(timelines)} settings, one slow worker",
         f"the speeds of the workers were emulated: {trials[0].outcome.emulated}",
-        [trial.curve for trial in trials if trial.outcome.sync in {setting.sync for setting in SETTINGS}],
+        [trial.curve for trial in trials if trial.outcome.name in {setting.name for setting in SETTINGS}],
         problem.target_accuracy,
         timelines,
         min(SHOWN_S, problem.duration_s),

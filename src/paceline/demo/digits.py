@@ -27,12 +27,12 @@ BRIGHTEST = 16.0  # scikit-learn's pixels range from 0 to 16
 
 
 class Digits(msgspec.Struct, frozen=True):
-    """The images, split into a training set and a test set.
+    """The images and labels, split into a training set and a test set.
 
     Attributes:
         train_images: float32 tensor of shape (n, 1, 8, 8) with values from 0 to 1.
         train_labels: int64 tensor of shape (n,) with values from 0 to 9.
-        test_images: images of the test set, in the same format. None of them is in the training set.
+        test_images: images of the test set, in the same format. The two sets are disjoint.
         test_labels: labels of the test set, in the same format.
     """
 
@@ -45,7 +45,7 @@ class Digits(msgspec.Struct, frozen=True):
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """The hyper-parameters and the length of a worker's training.
 
-    A worker repeats passes over its part of the training set until the duration or the number of iterations is
+    A worker trains on its part of each pass over the training set, until the duration or the number of iterations is
     reached.
 
     Attributes:
@@ -66,7 +66,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigitsNet(nn.Sequential):
-    """A network with two convolutional and two fully connected layers, 9,802 parameters in all.
+    """A network with two convolutional and two fully connected layers, 9,802 parameters in total.
 
     It has no dropout and no batch normalization, so that workers differ only in their data.
     """
@@ -95,7 +95,7 @@ def load() -> Digits:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ConfigurationError(
-            "the handwritten digits are part of scikit-learn, which is not installed: pip install 'paceline[demo]'"
+            "the digits are part of scikit-learn, which is not installed. Run: pip install 'paceline[demo]'"
         ) from error
     raw = load_digits()
     images = torch.from_numpy(raw.images).to(torch.float32).unsqueeze(1) / BRIGHTEST
@@ -107,8 +107,8 @@ def load() -> Digits:
 def train(digits: Digits, recipe: Recipe) -> None:
     """Train as one worker of a run.
 
-    In the demo, workers stop at a given time and not after a given number of epochs. So each sync model gets the same
-    training time, and the slow worker does not train alone after the others have finished.
+    In the demo, workers stop after a fixed time, not after a fixed number of epochs. Thus, each sync model gets the
+    same training time, and the slow worker does not train alone after the others have finished.
     """
     torch.manual_seed(recipe.seed)
     model = DigitsNet()
@@ -129,7 +129,7 @@ def train(digits: Digits, recipe: Recipe) -> None:
 
         optimizer.step(closure)
         now_s = time.monotonic()
-        begun_s = begun_s or now_s  # the first step also waits for all workers to start
+        begun_s = begun_s or now_s  # the first step is not timed, since it includes the wait for all workers
         if now_s - begun_s >= recipe.duration_s:
             return
 
@@ -144,7 +144,7 @@ def accuracy(state_dict: dict[str, torch.Tensor], digits: Digits) -> float:
 
 
 def _test_part(labels: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the test images, which selects the same share of each class and is always the same."""
+    """Return the mask that selects the test images: a fifth of each class, and always the same images."""
     generator = torch.Generator().manual_seed(SPLIT_SEED)
     test = torch.zeros(len(labels), dtype=torch.bool)
     for digit in range(CLASSES):

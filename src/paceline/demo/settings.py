@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from ..core.lease import BatchSizing
+from ..report.names import run_name
 from ..sync import PullState
 
 __all__ = ["EVERY_SETTING", "SETTINGS", "Problem", "Setting", "within_two_of_the_slowest"]
@@ -12,8 +14,8 @@ __all__ = ["EVERY_SETTING", "SETTINGS", "Problem", "Setting", "within_two_of_the
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """The training task, which is the same for all sync models.
 
-    The minimum iteration times are long compared with a worker's computation, which takes a few milliseconds and
-    leaves two cores mostly idle. So the timing is determined by the emulated machines and not by the real one.
+    A worker's computation takes a few milliseconds, much less than the minimum iteration times, so even two cores are
+    mostly idle. Thus, the timing depends on the emulated machines, not on the real one.
 
     Attributes:
         pace_s: minimum time of an iteration in seconds, for each worker.
@@ -33,63 +35,78 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """A sync model and its hyper-parameters.
+    """A sync model, the sizes of the workers' batches, and the hyper-parameters.
 
     Attributes:
         sync: the sync model, in the notation of `--sync`.
         learning_rate: learning rate of SGD.
         momentum: momentum of SGD; 0 disables it.
+        batch: sizes of the workers' batches: "equal" or "balanced".
     """
 
     sync: str
     learning_rate: float
     momentum: float
+    batch: BatchSizing = "equal"
+
+    @property
+    def name(self) -> str:
+        """The sync model, and the sizes of the batches if they are balanced."""
+        return run_name(self.sync, self.batch)
 
     def __str__(self) -> str:
-        return f"{self.sync}, learning rate {self.learning_rate:g}, momentum {self.momentum:g}"
+        return f"{self.name}, learning rate {self.learning_rate:g}, momentum {self.momentum:g}"
 
 
 def within_two_of_the_slowest(state: PullState) -> bool:
-    """Answer the pull (return True) if the worker is at most two iterations ahead of the slowest worker."""
+    """Answer a pull (return True) if the worker is at most two iterations ahead of the slowest worker."""
     return state.gap <= 2
 
 
 SETTINGS = (
     Setting("bsp", learning_rate=0.14, momentum=0.9),
+    Setting("bsp", learning_rate=0.14, momentum=0.9, batch="balanced"),
     Setting("ssp:staleness=3", learning_rate=0.0088, momentum=0.9),
     Setting("asp", learning_rate=0.14, momentum=0.0),
     Setting("elastic-bsp:lookahead=15", learning_rate=0.14, momentum=0.0),
 )
-"""The four sync models of the demo, each with the best learning rate and momentum that a search found.
+"""The settings of the demo, each with the best learning rate and momentum that a search found.
+
+BSP learns the same with equal and with balanced batches, so both have the same learning rate and momentum.
 
 The search (`make tune`) tries momentum 0 and 0.9, each with a grid of learning rates that is extended until the best
-point lies inside the grid. It runs all points with one seed, and compares the best few by their median time to the
-target over three seeds. `docs/demo.md` describes the conditions under which these settings were found.
+point lies inside the grid. All points are measured with one seed. The best few and their neighbors are measured with
+three seeds and compared by their median time to the target. `docs/demo.md` describes the conditions of the search.
 """
 
-_like_bsp, _like_ssp, _like_asp = (
-    {"learning_rate": setting.learning_rate, "momentum": setting.momentum} for setting in SETTINGS[:3]
-)
+_bsp, _balanced, _ssp, _asp, _elastic = SETTINGS
+
+
+def _like(setting: Setting, sync: str) -> Setting:
+    """Return a setting for another sync model, with the learning rate and momentum of the given setting."""
+    return msgspec.structs.replace(setting, sync=sync)
+
 
 EVERY_SETTING = (
-    SETTINGS[0],
-    Setting("drop-stragglers:quorum=3", **_like_bsp),
-    SETTINGS[1],
-    Setting("ssp:staleness=3,execution=lazy", **_like_ssp),
-    Setting("ssp:staleness=5", **_like_ssp),
-    Setting("pssp:staleness=3,probability=0.333333", **_like_ssp),
-    Setting("dynamic-pssp:staleness=3", **_like_ssp),
-    Setting("dssp:lower=3,upper=15", **_like_ssp),
-    Setting("dsps:lower=1,upper=15", **_like_ssp),
-    Setting("conditions:pull=paceline.demo.settings:within_two_of_the_slowest", **_like_ssp),
-    SETTINGS[2],
-    Setting("naive-waiting:delay_s=0.004", **_like_asp),
-    Setting("spec-sync", **_like_asp),
-    Setting("spec-sync:abort_time_s=0.01,abort_rate=0.2", **_like_asp),
-    Setting("spec-sync:base=ssp:staleness=3", **_like_ssp),
-    SETTINGS[3],
+    _bsp,
+    _balanced,
+    _like(_bsp, "drop-stragglers:quorum=3"),
+    _ssp,
+    _like(_ssp, "ssp:staleness=3,execution=lazy"),
+    _like(_ssp, "ssp:staleness=5"),
+    _like(_ssp, "pssp:staleness=3,probability=0.333333"),
+    _like(_ssp, "dynamic-pssp:staleness=3"),
+    _like(_ssp, "dssp:lower=3,upper=15"),
+    _like(_ssp, "dsps:lower=1,upper=15"),
+    _like(_ssp, "conditions:pull=paceline.demo.settings:within_two_of_the_slowest"),
+    _asp,
+    _like(_asp, "naive-waiting:delay_s=0.004"),
+    _like(_asp, "spec-sync"),
+    _like(_asp, "spec-sync:abort_time_s=0.01,abort_rate=0.2"),
+    _like(_ssp, "spec-sync:base=ssp:staleness=3"),
+    _elastic,
 )
-"""The sync models of `paceline demo --all`, each with a learning rate and momentum.
+"""The settings of `paceline demo --all`, each with a learning rate and momentum.
 
 A model that is not in `SETTINGS` uses the learning rate and momentum of a similar model: BSP for models that average
 gradients, SSP for models that bound staleness, and ASP for all others. PSSP(3, 1/3) and SSP(5) have the same regret

@@ -39,8 +39,8 @@ def run_trial(
 ) -> Trial:
     """Train in new processes, then evaluate the weights.
 
-    This takes the duration given by `problem`, plus the time that the processes need to start. Gradients that are not
-    finite are skipped, so a setting under which training diverges also has a result.
+    A trial takes the duration given by `problem`, plus the time to start the processes. Gradients that are not finite
+    are skipped, so that a trial has a result even if training diverges.
 
     Raises:
         ConfigurationError: an argument is invalid; nothing was started.
@@ -59,6 +59,7 @@ def run_trial(
         workers=len(problem.pace_s),
         servers=problem.servers,
         sync=setting.sync,
+        batch=setting.batch,
         seed=seed,
         pace=problem.pace_s,
         on_nan="skip",
@@ -73,6 +74,7 @@ def run_trial(
     pulls = sum(summary["iterations"].values()) * problem.servers
     outcome = TrialOutcome(
         sync=setting.sync,
+        batch=setting.batch,
         learning_rate=setting.learning_rate,
         momentum=setting.momentum,
         seeds=(seed,),
@@ -85,6 +87,8 @@ def run_trial(
             key: summary[key]
             for key in (
                 "updates_per_s",
+                "gradients_per_s",
+                "samples_per_s",
                 "waiting_share",
                 "mean_staleness",
                 "max_staleness",
@@ -93,11 +97,11 @@ def run_trial(
             )
         },
     )
-    return Trial(outcome, Curve(setting.sync, times_s, accuracies, reached_s), run_dir)
+    return Trial(outcome, Curve(setting.name, times_s, accuracies, reached_s), run_dir)
 
 
 def time_to_target(times_s: Sequence[float], accuracies: Sequence[float], target: float) -> float | None:
-    """Return the time of the first evaluation that, like the one before it, is at or above the target, or None.
+    """Return the first time at which two consecutive evaluations have reached the target, or None.
 
     >>> time_to_target([0.0, 0.5, 1.0, 1.5, 2.0], [0.1, 0.96, 0.94, 0.95, 0.97], target=0.95)
     2.0
@@ -111,9 +115,9 @@ def time_to_target(times_s: Sequence[float], accuracies: Sequence[float], target
 def _evaluate(
     result: RunResult, digits: Digits, interval_s: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the times of the evaluations, which are multiples of the interval, and the accuracy at each.
+    """Return the times of the evaluations, which are multiples of the interval, and the accuracy at each time.
 
-    If snapshots are late and several round to the same time, only the first is used.
+    If the times of several snapshots round to the same multiple, because some were late, only the first is used.
     """
     by_tick: dict[int, float] = {}
     for taken_s, snapshot in result.snapshots:

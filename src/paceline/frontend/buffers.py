@@ -14,18 +14,18 @@ from ..shard.vectors import dtype_name
 __all__ = ["Buffers"]
 
 COMPARED_SIZE = 65_536
-"""Maximum size, in elements, of a buffer that is compared with a copy to find changes."""
+"""Maximum number of elements in a buffer that is also compared with a copy to detect changes."""
 
 
 class Buffers:
-    """Detects changes to the tensors in a model's `state_dict` that the optimizer does not train.
+    """Detects changes to a model's untrained tensors: those in its `state_dict` that the optimizer does not train.
 
     Args:
         model: the model.
         trained: the parameters that the optimizer trains.
 
     Attributes:
-        specs: description of each tensor, in the order of the `state_dict`.
+        specs: description of each untrained tensor, in the order of the `state_dict`.
     """
 
     def __init__(self, model: nn.Module, trained: Sequence[torch.Tensor]) -> None:
@@ -47,9 +47,9 @@ class Buffers:
         return [self._get(spec) for spec in self.specs]
 
     def changed(self) -> dict[int, torch.Tensor]:
-        """Return the tensors that have changed since the last call: index -> tensor.
+        """Return the buffers that have changed since the last call, by index in `specs`. The first call returns all.
 
-        The result never contains parameters that the optimizer does not train.
+        Untrained parameters are never included, because training does not change them.
 
         Raises:
             UsageError: the shape or dtype of a tensor has changed since training began.
@@ -62,8 +62,8 @@ class Buffers:
             shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
             if (shape, dtype) != (spec.shape, spec.dtype):
                 raise UsageError(
-                    f"Buffer {spec.name!r} is {dtype}{list(shape)} now, but was {spec.dtype}{list(spec.shape)} when "
-                    "training began. Keep the shape and the dtype of buffers during training."
+                    f"Buffer {spec.name!r} was {spec.dtype}{list(spec.shape)} when training began, but is now "
+                    f"{dtype}{list(shape)}. Do not change the shape or dtype of a buffer during training."
                 )
             if index not in self._sent or self._sent[index].differs_from(tensor):
                 self._sent[index] = _Sent(tensor)
@@ -78,9 +78,9 @@ class Buffers:
 
 
 class _Sent:
-    """A record of the content of a buffer when the buffer was last sent.
+    """The content of a buffer at the time when it was last sent, kept to detect later changes.
 
-    A tensor's version counter reveals most changes. But BatchNorm's kernel writes the running statistics without
+    A tensor's version counter reveals most changes. However, BatchNorm's kernel writes the running statistics without
     incrementing the counter, so buffers of up to `COMPARED_SIZE` elements are also compared with a copy.
     """
 

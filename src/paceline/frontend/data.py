@@ -1,63 +1,75 @@
 """`distribute`, which gives each worker its part of the data.
 
-As in the papers, the parts do not depend on the speed of the workers. At the start of every epoch, each worker runs
-the loader's own sampler once, with a generator seeded from the run's seed and the epoch, so that all workers see the
-same order. Each of n workers takes every n-th item. All parts have the same length. If the number of items is not a
-multiple of n, the last items of the order are left out. If the loader shuffles, these items differ between epochs.
+All workers compute the same order of the items for each epoch. The coordinator hands out positions in this order (see
+`paceline.core.data_ledger`): either each worker receives its next batches when it needs them, or all workers have
+equal shares.
 """
 
 from __future__ import annotations
 
-import inspect
-import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from ..errors import ConfigurationError
+from ..core.lease import BATCH_SIZINGS, Batch, BatchSizing, Order, Split
+from ..core.messages import MOST_LOADERS
+from ..errors import ConfigurationError, UsageError, unknown_name
+from .epoch_order import EpochOrder
+from .epochs import active_loop
+from .position import Position
+from .progress import set_batch
 from .session import Session, current
+from .sources import Source, source_of
 
-__all__ = ["distribute"]
+__all__ = ["DistributedLoader", "call_site", "distribute", "distribute_at"]
 
 T = TypeVar("T")
 
-KEPT = {
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-} & set(inspect.signature(DataLoader.__init__).parameters)
-"""Arguments that are copied from the user's loader: all except the dataset and those that set the order."""
+log = logging.getLogger(__name__)
 
 
-def distribute(loader: DataLoader[T]) -> Iterable[T]:
+def distribute(
+    loader: Iterable[T],
+    *,
+    split: Split = "auto",
+    batch: BatchSizing | None = None,
+    max_batch: int | None = None,
+) -> Iterable[T]:
     """Return this worker's part of a loader.
 
-    All parts have the same length. All workers use the same order of the items, and each of n workers takes every
-    n-th item. If the loader shuffles, the order changes in every epoch and depends on the run's seed. In a script
-    that runs by itself, the loader is returned unchanged. Call this function once, or at the start of every epoch.
-    Each pass over the result is one epoch.
+    In each epoch, all workers use the same order of the items. If the loader shuffles, the order changes in every
+    epoch and depends on the run's seed, but not on the number of workers. In a script that runs by itself, the loader
+    is returned unchanged. Call this function once, or at the start of every epoch. Each pass over the result is one
+    epoch.
 
     Args:
-        loader: a loader over a dataset with a length. Its batch size is the batch size of each worker. A custom
-            sampler must draw from torch's default generator, or yield the same order in every worker.
+        loader: a `DataLoader`, whose batch size is the batch size of each worker, or another iterable over batches. A
+            `DataLoader` over a dataset with a length is split by its sampler, so that each worker loads only its own
+            part. Any other iterable is split by what it yields: every worker produces all batches and skips those of
+            the other workers.
+        split: "dynamic" hands out each batch when a worker needs it, so a fast worker receives more of them; "static"
+            gives all workers equal shares of every joint batch; "auto" chooses "static" for each epoch at whose start
+            the sync model keeps all workers in lockstep, as `bsp` does, and "dynamic" for any other epoch.
+        batch: "equal" gives all workers batches of the loader's size; "balanced" gives a faster worker larger batches
+            and a slower worker smaller ones, so that all of them take the same time for a batch. The joint batch of
+            all workers has the same samples in both cases. Default: what the option `--batch` of the run says, which
+            is "equal" if it is not given.
+        max_batch: maximum size of a balanced batch, for example because larger ones do not fit into memory. Default:
+            no maximum.
 
     Returns:
-        An iterable of batches. Its length is the number of batches.
+        An iterable over batches. Its length is the number of batches that each worker receives with equal shares.
 
     Raises:
-        ConfigurationError: the dataset is an `IterableDataset`, or there are fewer items (with a custom
-            `batch_sampler`, fewer batches) than workers.
+        ConfigurationError: the loader cannot be split, or has fewer items than there are workers, or its batches
+            cannot be balanced.
 
     Example:
         >>> import paceline, torch
@@ -67,90 +79,335 @@ def distribute(loader: DataLoader[T]) -> Iterable[T]:
         ...     for (batch,) in paceline.distribute(loader):
         ...         pass  # train on the batch
     """
-    if isinstance(loader.dataset, IterableDataset):
-        raise ConfigurationError(
-            "distribute() cannot split a loader over an IterableDataset: such a dataset has no length and no order "
-            "to split. Select each worker's items in the dataset itself, with paceline.worker_index() and "
-            "paceline.worker_count()."
-        )
+    return distribute_at(call_site(sys._getframe(1)), loader, split=split, batch=batch, max_batch=max_batch)
+
+
+def distribute_at(
+    site: str,
+    loader: Iterable[T],
+    *,
+    split: Split = "auto",
+    batch: BatchSizing | None = None,
+    max_batch: int | None = None,
+) -> Iterable[T]:
+    """Distribute a loader, as if the script called `distribute` at this place. See `call_site`."""
+    if split not in get_args(Split):
+        raise unknown_name("split", split, get_args(Split))
+    if batch is not None and batch not in BATCH_SIZINGS:
+        raise unknown_name("batch", batch, BATCH_SIZINGS)
+    source = source_of(loader)
+    _require_balanceable(source, batch, max_batch)
     session = current()
     if session is None:
+        set_batch(source.batch if source.counts_samples else None)
         return loader
-    kept: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
-    passes = _passes.setdefault(session, Passes()).over(loader.dataset)
-    if loader.batch_size is None and loader.batch_sampler is not None:  # the user's own batches
-        return DataLoader(loader.dataset, batch_sampler=Part(loader.batch_sampler, session, passes), **kept)
-    part: Part[Any] = Part(loader.sampler, session, passes)
-    return DataLoader(
-        loader.dataset, batch_size=loader.batch_size, sampler=part, drop_last=bool(loader.drop_last), **kept
-    )
+    balanced = (batch or session.batch) == "balanced"
+    if balanced and not source.divisible:
+        source.warnings.append(f"distribute() gives all workers equal batches, because {NOT_DIVISIBLE}.")
+        balanced = False
+    return DistributedLoader(source, session, Division(split, balanced, max_batch), site)
 
 
-class Part(Sampler[T]):
-    """One worker's part of another sampler: every n-th item of an order that is the same in all workers.
+def call_site(caller: FrameType) -> str:
+    """Return the place in the script that a frame executes, as file and line."""
+    return f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+
+
+NOT_DIVISIBLE = (
+    "only the batches of a DataLoader with a batch_size, over a dataset with a length, can be balanced"
+)
+
+
+class Division(NamedTuple):
+    """How the positions of an epoch are divided among the workers. See `distribute`."""
+
+    split: Split
+    balanced: bool = False
+    most: int | None = None
+
+
+def _require_balanceable(source: Source, batch: str | None, max_batch: int | None) -> None:
+    """Raise `ConfigurationError` for arguments of `distribute` that cannot be used with this source."""
+    if batch == "balanced" and not source.divisible:
+        raise ConfigurationError(
+            f"distribute() was called with batch='balanced', but {NOT_DIVISIBLE}. Omit batch, or use such a loader."
+        )
+    if max_batch is None:
+        return
+    if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < source.batch:
+        raise ConfigurationError(
+            f"max_batch is {max_batch!r}, expected an integer of at least {source.batch}, the loader's batch size."
+        )
+
+
+class DistributedLoader(Generic[T]):
+    """One worker's part of a loader. Attributes that this class does not have are those of the loader.
 
     Args:
-        whole: the sampler to split.
+        source: the data to split.
         session: this worker's session.
-        passes: counter of the passes over the dataset.
+        division: how the data is divided among the workers.
+        site: the place in the script at which `distribute` is called.
+
+    Attributes:
+        position: how far the script has come with the data.
     """
 
-    def __init__(self, whole: Iterable[T], session: Session, passes: Iterator[int]) -> None:
-        self._whole = whole
+    def __init__(self, source: Source, session: Session, division: Division, site: str) -> None:
+        self._source = source
         self._session = session
-        self._worker = session.worker
-        self._workers = session.workers
-        self._seed = session.seed
-        self._passes = passes
-        if not len(self):
-            raise ConfigurationError(
-                f"distribute() cannot split {self._total()} items among {self._workers} "
-                f"worker{'s' * (self._workers > 1)}: each worker needs at least one item."
-            )
+        stream = _streams.setdefault(session, Streams()).of(source.key, site)
+        stream.warn(source.warnings)
+        self._part = Part(source, session, stream, division)
+        self._loaded: Iterable[T] = source.load(self._part)
+        self.position = Position(source.batch * session.workers)
 
     def __len__(self) -> int:
-        return self._total() // self._workers
+        return len(self._part)
 
     def __iter__(self) -> Iterator[T]:
-        with torch.random.fork_rng(devices=[]):
-            epoch = next(self._passes)
-            self._session.epoch_begins(epoch)
-            seed = _mix(self._seed, epoch)
-            # torch.manual_seed would also seed every accelerator, and record a stack trace for each.
-            torch.default_generator.manual_seed(seed)
-            generator = getattr(self._whole, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(seed)
-            order = list(self._whole)
-        return iter(order[self._worker :: self._workers][: len(order) // self._workers])
+        loop = active_loop(self._session)
+        with self.position.making_a_pass(self._session, dynamic=self._part.is_dynamic):
+            for loaded in self._loaded:
+                if loop is not None and loop.over:
+                    return
+                taken = self._part.taken.popleft()
+                self.position.draw(taken.batch)
+                self._session.data.draw(self._part.number, taken.positions, taken.samples)
+                yield loaded
 
-    def _total(self) -> int:
-        return len(self._whole)  # type: ignore[arg-type]  # a map-style loader's sampler has a length
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass over this loader be that of a later epoch, for example because a run is resumed.
+
+        All workers must call this method in the same way.
+
+        Args:
+            epoch: number of the epoch, counted from 0. The order of the items depends on it.
+
+        Raises:
+            UsageError: the number is not an integer, or this epoch or a later one has begun already.
+        """
+        self._part.set_epoch(epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # among others, the attributes of this class while a copy of it is made
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._source.inner, name)
 
 
-class Passes:
-    """Counters of the passes over each dataset.
+class Stream:
+    """The passes over one source, and the place in the script where the source is distributed.
 
-    A counter belongs to a dataset and not to a loader. So `distribute` may be called once or in every epoch, even
-    with a new loader each time.
+    Attributes:
+        number: this worker's number for the stream.
+        name: name of the stream, which is the same in all workers.
+        epoch: number of the last pass that has begun, counted from 0; -1 before the first one.
+    """
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.epoch = -1
+        self._key: Callable[[], object] = lambda: None
+        self._weak = True
+        self._warned: set[str] = set()
+
+    def warn(self, warnings: Iterable[str]) -> None:
+        """Log warnings about the source. Each of them is logged only once, even if every epoch repeats it."""
+        for warning in warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                log.warning("%s", warning)
+
+    def serves(self, key: object) -> bool:
+        """Return True if this is the stream of the source with this key."""
+        return self._key() is key
+
+    @property
+    def free(self) -> bool:
+        """True if another source may take the stream: this one no longer exists, or that cannot be known."""
+        return not self._weak or self._key() is None
+
+    def adopt(self, key: object) -> None:
+        """Become the stream of another source."""
+        try:
+            self._key, self._weak = ref(key), True
+        except TypeError:  # for example, a list
+            self._key, self._weak = lambda: key, False
+
+
+class Streams:
+    """The streams of one worker.
+
+    A stream belongs to a call of `distribute` in the script and to a dataset, not to a loader. So `distribute` may be
+    called once or in every epoch, even with a new loader each time. If the dataset is new each time as well, its
+    stream continues the stream of an earlier dataset that no longer exists. Since all workers run the same script,
+    they give a stream the same name, even if one of them distributes more sources than the others.
     """
 
     def __init__(self) -> None:
-        self._weak: WeakKeyDictionary[object, Iterator[int]] = WeakKeyDictionary()
-        # id -> (dataset, counter), for datasets that cannot be weak keys, such as lists. Keeping these datasets alive
-        # prevents other objects from getting the same id.
-        self._strong: dict[int, tuple[object, Iterator[int]]] = {}
+        self._by_site: dict[str, list[Stream]] = {}
+        self._count = 0
 
-    def over(self, dataset: object) -> Iterator[int]:
-        """Return the counter of a dataset."""
-        try:
-            return self._weak.setdefault(dataset, itertools.count())
-        except TypeError:
-            _, count = self._strong.setdefault(id(dataset), (dataset, itertools.count()))
-            return count
+    def of(self, key: object, site: str) -> Stream:
+        """Return the stream of a source that is distributed at this place in the script."""
+        streams = self._by_site.setdefault(site, [])
+        for stream in streams:
+            if stream.serves(key):
+                return stream
+        for stream in streams:
+            if stream.free:
+                break
+        else:
+            if self._count == MOST_LOADERS:
+                raise ConfigurationError(
+                    f"distribute() was called for more than {MOST_LOADERS} data sets that still exist. Delete the "
+                    "data sets that are no longer used."
+                )
+            stream = Stream(self._count, f"{site}#{len(streams)}")
+            self._count += 1
+            streams.append(stream)
+        stream.adopt(key)
+        return stream
 
 
-_passes: WeakKeyDictionary[Session, Passes] = WeakKeyDictionary()
+_streams: WeakKeyDictionary[Session, Streams] = WeakKeyDictionary()
+
+
+class Taken(NamedTuple):
+    """A batch that the sampler of a loader has received.
+
+    Attributes:
+        batch: the positions that were handed out.
+        positions: number of these positions that exist.
+        samples: number of samples in the batch; None if it is unknown.
+    """
+
+    batch: Batch
+    positions: int
+    samples: int | None
+
+
+class Part:
+    """One worker's part of a source: an iterable over batches of items. Each pass over it is one epoch.
+
+    Attributes:
+        number: this worker's number for the stream of the source.
+        taken: the batches that were taken and not yet drawn by the script.
+    """
+
+    def __init__(self, source: Source, session: Session, stream: Stream, division: Division) -> None:
+        self.number = stream.number
+        self.taken: deque[Taken] = deque()
+        self._source = source
+        self._session = session
+        self._stream = stream
+        self._division = division
+        self._epoch = -1
+        self._orders: dict[int, EpochOrder] = {}
+        size = source.size
+        if size is not None and size < max(session.workers, 1):
+            raise ConfigurationError(
+                f"distribute() cannot split {size} items among {session.workers} "
+                f"worker{'s' * (session.workers > 1)}: each worker needs at least one item."
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        begun = self._stream.epoch
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch <= begun:
+            raise UsageError(
+                f"epoch is {epoch!r}, expected an integer of at least {begun + 1}: the epochs of a loader can be "
+                "skipped, but not repeated."
+            )
+        self._stream.epoch = epoch - 1
+
+    def __len__(self) -> int:
+        source, workers = self._source, self._session.workers
+        if source.size is None:
+            raise TypeError(f"{type(source.inner).__name__} has no length")
+        rounds, rest = divmod(source.size, source.batch * workers)
+        return rounds + (rest >= workers and not source.drop_last)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        session, source = self._session, self._source
+        self.taken.clear()
+        if session.data.again and self._stream.epoch >= 0:
+            self._epoch = epoch = self._stream.epoch
+        else:
+            self._stream.epoch += 1
+            self._epoch = epoch = self._stream.epoch
+            session.epoch_begins(epoch)
+            digest = self._order(epoch).digest()
+            split, balanced, most = self._division
+            whole = Order(source.size, source.batch, source.drop_last, split, digest, balanced, most)
+            session.exchange(lambda: session.data.begin(self.number, self._stream.name, epoch, whole))
+        while (batch := self._take()) is not None:
+            if self._epoch != epoch:
+                raise UsageError(
+                    "A new pass over the distributed loader has begun, so the earlier iterator cannot continue. Call "
+                    "distribute() separately for each iterator."
+                )
+            items = self._items(batch)
+            if items:
+                self.taken.append(Taken(batch, len(items), source.samples(items)))
+                yield items
+
+    @property
+    def is_dynamic(self) -> bool:
+        """True if each batch of an epoch that begins now is handed out when a worker needs it."""
+        split = self._division.split
+        return split == "dynamic" or (split == "auto" and not self._session.lockstep)
+
+    def _take(self) -> Batch | None:
+        """Return the next batch of positions; None at the end of the epoch."""
+        data = self._session.data
+        while (batch := data.take(self.number)) is None and not data.ended(self.number):
+            self._session.exchange(lambda: data.request(self.number))
+        return batch
+
+    def _items(self, batch: Batch) -> list[Any]:
+        """Return the items of a batch; [] if the order ends before the batch."""
+        order, source = self._order(batch.epoch), self._source
+        if source.once and (batch.epoch != self._epoch or batch.start < order.start):
+            raise ConfigurationError(
+                "this worker must use items that another worker has received and not used, but a "
+                f"{type(source.inner).__name__} can be iterated over only once. Give distribute() an object that can "
+                "produce the items again, such as a DataLoader or a list."
+            )
+        size = order.ends_before(batch.start, max(batch.least_size, batch.start + batch.size))
+        if size is None:
+            return order.items(batch.start, batch.size)
+        if source.size is not None:
+            raise ConfigurationError(
+                f"the sampler of the loader has yielded only {size} items, but its length is {source.size}. Its "
+                "__len__() must return the number of items that it yields in every epoch."
+            )
+        self._session.exchange(lambda: self._session.data.exhaust(self.number, batch.epoch, size))
+        exists = size >= batch.least_size and not source.drop_last
+        return order.items(batch.start, batch.size) if exists else []
+
+    def _order(self, epoch: int) -> EpochOrder:
+        """Return the order of the current epoch, or of an earlier one whose positions were returned."""
+        if epoch not in self._orders:
+            seed, source = _mix(self._session.seed, epoch), self._source
+
+            def begin() -> Iterable[Any]:
+                items = source.order()
+                _seed_generators(items, seed)
+                return items
+
+            current = {self._epoch: self._orders[self._epoch]} if self._epoch in self._orders else {}
+            self._orders = {**current, epoch: EpochOrder(begin, seed, source.chunk)}
+        return self._orders[epoch]
+
+
+def _seed_generators(sampler: object, seed: int) -> None:
+    """Seed the generators that a sampler, and the sampler in a batch sampler, were given by the script."""
+    while sampler is not None:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        sampler = getattr(sampler, "sampler", None)
 
 
 def _mix(seed: int, epoch: int) -> int:

@@ -16,7 +16,7 @@ __all__ = ["describe_parameter", "find_model", "layout_of"]
 
 
 def find_model(parameters: Sequence[torch.Tensor]) -> nn.Module:
-    """Return the outermost existing module that contains all of these parameters.
+    """Search all existing modules, and return the outermost one that contains all of these parameters.
 
     Raises:
         ConfigurationError: no module contains all of the parameters, or several outermost modules do.
@@ -34,13 +34,13 @@ def find_model(parameters: Sequence[torch.Tensor]) -> nn.Module:
         return model
     found = "no module holds" if not outermost else f"{len(outermost)} modules hold"
     raise ConfigurationError(
-        f"Cannot find the model: {found} all of the optimizer's parameters. Pass it as "
-        "DistributedOptimizer(optimizer, model=...); combine several modules in a torch.nn.ModuleDict({...})."
+        f"Cannot find the model: {found} all of the optimizer's parameters. Pass the model explicitly: "
+        "DistributedOptimizer(optimizer, model=...). Combine several modules in a torch.nn.ModuleDict({...})."
     )
 
 
 def layout_of(model: nn.Module, parameters: Sequence[torch.Tensor]) -> Layout:
-    """Lay out a model's trained parameters in flat vectors, in the order given.
+    """Return the flat-vector layout of a model's trained parameters, in the given order.
 
     Raises:
         ConfigurationError: a parameter does not belong to the model, is not on the CPU, or has a dtype that cannot
@@ -52,7 +52,7 @@ def layout_of(model: nn.Module, parameters: Sequence[torch.Tensor]) -> Layout:
         if id(parameter) not in names:
             raise ConfigurationError(
                 f"The optimizer's parameter {index}, of shape {list(parameter.shape)}, is not a parameter of the "
-                "model. Pass the module that holds all of them as DistributedOptimizer(optimizer, model=...)."
+                "model. Pass the module that holds all parameters: DistributedOptimizer(optimizer, model=...)."
             )
         entry = Parameter(names[id(parameter)], tuple(parameter.shape), dtype_name(parameter.dtype))
         if parameter.device.type != "cpu":

@@ -1,10 +1,9 @@
 """`DistributedOptimizer`, which wraps an existing optimizer for data-parallel training.
 
 `DistributedOptimizer` is a subclass of `torch.optim.Optimizer` that shares the wrapped optimizer's parameter groups,
-so learning-rate schedulers, gradient clipping and everything else that works on groups keep working. In a run,
-`step()` pushes the gradients to the servers and pulls the new weights. Each server runs the wrapped optimizer's class
-with the same hyper-parameters on its slice. In a script that runs by itself, `step()` only calls the wrapped
-optimizer.
+so code that works on parameter groups, such as learning-rate schedulers, needs no change. In a run, `step()` pushes
+the gradients to the servers and pulls the new weights. Each server runs the wrapped optimizer's class with the same
+hyper-parameters on its slice of the parameters. Outside a run, `step()` only calls the wrapped optimizer.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from ..errors import UsageError
 from ..shard.lars import LARS
 from ..shard.optimizers import read_groups, require_elementwise
 from .model import find_model
+from .progress import count_step
+from .schedule import ScheduleWatch
 from .session import Session, current
 from .training import WorkerTraining
 
@@ -30,15 +31,15 @@ Loss = TypeVar("Loss")
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Optimizer wrapper for data-parallel training with parameter servers.
+    """Wraps a PyTorch optimizer for data-parallel training with parameter servers.
 
-    In a worker of a run, the first `step()` registers the model and starts from worker 0's weights. Each step then
+    In a worker of a run, the first `step()` registers the model and copies worker 0's weights into it. Each step then
     pushes the worker's gradients to the servers and pulls the new weights; the run's synchronization model decides
     when pushes are applied and pulls are answered. From the first step on, weights may change only inside `step()`.
-    In a script that runs by itself, this class behaves exactly like the wrapped optimizer.
+    Outside a run, this class behaves exactly like the wrapped optimizer.
 
-    The `param_groups` of the wrapped optimizer are shared, and its hyper-parameters are sent with every push, so
-    learning-rate schedulers need no change. Do not call `step()` of the wrapped optimizer yourself.
+    This class shares the wrapped optimizer's `param_groups` and sends their hyper-parameters with every push, so
+    learning-rate schedulers need no change. Do not call the wrapped optimizer's own `step()`.
 
     Args:
         optimizer: the optimizer to wrap: one from `torch.optim` that updates each element independently (SGD, Adam,
@@ -48,7 +49,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ConfigurationError: the optimizer cannot run on slices of the parameters.
-        UsageError: `optimizer` is a `DistributedOptimizer`, or another one is already training in this worker.
+        UsageError: `optimizer` is a `DistributedOptimizer`, or this worker already trains with such an optimizer.
 
     Example:
         >>> import paceline, torch
@@ -69,46 +70,61 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._model = model
         self._session = current()
         self._training: WorkerTraining | None = None  # created by the first step of a run
+        self.schedule_watch = ScheduleWatch(self._session) if self._session is not None else None
         if self._session is not None:
             _require_first(self._session)
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(self, closure: None = None, *, samples: int | None = None) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], Loss]) -> Loss: ...
+    def step(self, closure: Callable[[], Loss], *, samples: int | None = None) -> Loss: ...
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Perform one iteration: push the gradients and pull the new weights.
 
         Args:
             closure: a function that clears the gradients, computes the loss, calls `backward()` and returns the
                 loss. SpecSync can abort and restart a computation only if it runs in a closure. Without a closure,
                 the current gradients of the parameters are pushed.
+            samples: number of samples of which the gradient is the mean. When pushes are averaged, each of them is
+                weighted by this number. Default: the number of samples that were drawn from the distributed loader
+                since the last step. Give the number if the loss is a mean over something else, such as tokens, and 1
+                if it is a sum.
 
         Returns:
             The result of the closure; None if there is no closure. If the result is a number or a tensor of one
             element, it is shown and recorded as the loss.
 
         Raises:
-            ConfigurationError: on the first step, the parameters cannot be trained here.
-            NonFiniteGradientError: a gradient contains NaN or inf. Nothing was pushed.
-            WeightsChangedError: weights were edited or moved since the last step.
-            UsageError: the groups no longer hold the parameters that they held when training began.
+            ConfigurationError: the model or its parameters are not supported. Only the first step raises this error.
+            NonFiniteGradientError: a gradient contains NaN or inf, and the run does not skip it. Nothing was pushed.
+            WeightsChangedError: weights have been edited or moved since the last step.
+            UsageError: the groups were replaced, or no longer hold the same parameters as when training began, or
+                `samples` is not a positive integer.
         """
+        if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
+            raise UsageError(
+                f"samples is {samples!r}, expected a positive integer: the number of samples in the step."
+            )
         if self._session is None:
-            return self._wrapped.step(closure)
+            result = self._wrapped.step(closure)
+            count_step(samples)
+            return result
         if self.param_groups is not self._wrapped.param_groups:
             raise UsageError(
                 "The parameter groups of the wrapped optimizer were replaced, for example by its load_state_dict(). "
                 "Call load_state_dict() on the DistributedOptimizer instead."
             )
+        if samples is not None:
+            self._session.data.samples, self._session.data.used = samples, True
         stale = False
         if self._training is not None:
+            self._training.require_not_idle("step()")
             self._training.require_same([p for group in self.param_groups for p in group["params"]])
         else:
             self._training = self._begin(self._session)
-            # The gradients were computed with weights that the initializer's weights have since replaced.
+            # If the weights have just been replaced, gradients that were computed without a closure are stale.
             stale = self._training.weights_replaced and closure is None
         loss: Any = None
         if closure is None:
@@ -117,11 +133,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             with torch.enable_grad():
                 loss = self._training.compute(closure)
-        self._training.commit(read_groups(self._wrapped), _as_number(loss), leave_out_gradient=stale)
+        groups = read_groups(self._wrapped)
+        if self.schedule_watch is not None:
+            self.schedule_watch.look(groups)
+        self._training.commit(groups, _as_number(loss), leave_out_gradient=stale)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer in the form of the wrapped optimizer's own `state_dict()`.
+        """Return the optimizer's state in the format of the wrapped optimizer's own `state_dict()`.
 
         In a run, the state is fetched from the servers.
         """
@@ -131,13 +150,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an optimizer.
+        """Load an optimizer state that `state_dict()` has returned.
 
         In a run, call this in every worker before the first step. At the first step, worker 0's state is sent to the
         servers.
 
         Args:
-            state_dict: a result of `state_dict()` of this optimizer or of the wrapped optimizer.
+            state_dict: a state from this optimizer's or the wrapped optimizer's `state_dict()`.
 
         Raises:
             UsageError: training has begun.
@@ -150,12 +169,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Add a group of parameters. In a run, call this before the first step.
 
         Args:
-            param_group: the parameters under `"params"`, and the hyper-parameters that differ from the defaults.
+            param_group: dict with the parameters (key `"params"`) and hyper-parameters that differ from the defaults.
 
         Raises:
             UsageError: training has begun.
         """
-        if "_wrapped" not in self.__dict__:  # called by torch's constructor, which collects the groups
+        if "_wrapped" not in self.__dict__:  # torch's constructor calls this method for each group
             super().add_param_group(param_group)
             return
         if self._training is not None:
@@ -172,7 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _require_not_begun(self, call: str, consequence: str = "") -> None:
         if self._training is not None:
             raise UsageError(
-                f"{call} must be called before the first step: from then on the servers hold the optimizer's "
+                f"{call} must be called before the first step: after that step, the servers hold the optimizer's "
                 f"state.{consequence}"
             )
 
@@ -197,13 +216,13 @@ def _as_number(loss: object) -> float | None:
             loss = loss.item()
         return float(loss) if isinstance(loss, numbers.Real) else None
     except (RuntimeError, OverflowError):
-        # The tensor has several elements or no data (device "meta"), or the number is too large for a float.
+        # The result is a tensor with several elements or without data (device "meta"), or too large for a float.
         return None
 
 
 def _require_first(session: Session) -> None:
     if session.weights:
         raise UsageError(
-            "A second DistributedOptimizer cannot train in the same process, because a run has one model. Put all "
-            "parameters into one optimizer, in groups."
+            "A second DistributedOptimizer cannot train in the same process, because a run trains only one model. "
+            "Put all parameters into one optimizer, as several parameter groups."
         )

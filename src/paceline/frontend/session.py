@@ -1,19 +1,23 @@
 """The interface through which a training script takes part in a run.
 
-The front end (`DistributedOptimizer`, `distribute`) uses a `Session` and does not depend on where the script runs: in
-a process of a live run, or on a thread of a simulation. Without a session, a script runs as one ordinary process.
+The front end (`DistributedOptimizer`, `distribute`) depends only on a `Session`, so it works in the same way in a
+process of a live run and on a thread of a simulation. Without a session, a script runs as one ordinary process.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
+from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice
+from ..core.lease import BatchSizing
 from ..core.model_spec import ModelSpec
+from ..core.requests import Request
 from ..shard.vectors import Vectors
 from ..sync import SyncModel
 from ..sync.schedule import read_schedule
@@ -24,27 +28,33 @@ __all__ = ["Session", "current", "install", "set_sync", "worker_count", "worker_
 class Session(Protocol):
     """The interface through which one worker takes part in a run.
 
-    Methods are called in this order: `begin`, then `initialize` on the initializer and `await_first_weights` on the
-    other workers, then `hold_back` and `commit` once per iteration, then `finish`. The weights change only inside
-    these calls and `pull_again`, and `finish` may move them to other memory. The caller may change `gradients` at any
-    time except during `commit`.
+    The order of the calls is: `begin`; then `initialize` if this worker is the initializer, otherwise
+    `await_first_weights`; then `hold_back` and `commit` once per iteration; then `finish`. Only these methods and
+    `pull_again`, `refresh` and `idle` change the weights, and `finish` may move the weights to other memory. The
+    caller may change `gradients` at any time except during `commit`.
 
     Attributes:
         worker: index of this worker.
         workers: number of workers.
+        batch: "equal" if all workers have batches of the same size by default, "balanced" if their sizes follow the
+            workers' speeds.
         seed: the run's seed.
-        needs_significance: True if pushes must include |g| / |w|, see `commit`. May change between iterations.
+        needs_significance: True if pushes must include |g| / |w| (see `commit`). May change between iterations.
         may_restart: True if a computation may be aborted and restarted. May change between iterations.
-        skips_nan: True if a gradient with NaN or inf is not pushed, False if it stops the run.
+        lockstep: True if the sync model keeps all workers in lockstep. May change between iterations.
+        skips_nan: True if gradients with NaN or inf are not pushed, False if such gradients stop the run.
         iteration: number of iterations that this worker has committed.
+        updates: number of updates of the weights since training began, when the last pull was answered.
+        samples: number of samples that all workers together had used by then, as far as it is known.
         weights: dtype -> flat vector of the weights. Filled by `begin`.
         gradients: dtype -> flat vector of the gradients. Filled by `begin`.
-        on_moved: function that the session calls after it has replaced `weights` by vectors in other memory.
+        on_moved: function that the session calls after it has moved `weights` to other memory.
         sends_early: True if `gradient_ready` must be called for each gradient as soon as it is computed.
     """
 
     worker: int
     workers: int
+    batch: BatchSizing
     seed: int
     skips_nan: bool
     weights: Vectors
@@ -58,13 +68,22 @@ class Session(Protocol):
     def iteration(self) -> int: ...
 
     @property
+    def updates(self) -> int: ...
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
     def needs_significance(self) -> bool: ...
 
     @property
     def may_restart(self) -> bool: ...
 
+    @property
+    def lockstep(self) -> bool: ...
+
     def begin(self, model: ModelSpec) -> bool:
-        """Register the model to train and wait for the other workers. Return True if this worker is the initializer.
+        """Register the model, then wait for the other workers. Return True if this worker is the initializer.
 
         Raises:
             ConfigurationError: this worker may not take part in the run.
@@ -77,13 +96,13 @@ class Session(Protocol):
         Only the initializer calls this method. The initial weights are taken from `weights`.
 
         Args:
-            buffers: the tensors that no optimizer trains.
-            state_of: returns a shard's part of the initial optimizer state.
+            buffers: the model's tensors that the optimizer does not train.
+            state_of: function that returns a shard's part of the initial optimizer state.
         """
         ...
 
     def await_first_weights(self) -> None:
-        """Wait until `weights` holds the weights of the initializer."""
+        """Wait until `weights` holds the initializer's weights."""
         ...
 
     def weights_edited(self) -> bool:
@@ -91,17 +110,17 @@ class Session(Protocol):
         ...
 
     def gradient_ready(self, parameter: int) -> None:
-        """Announce that a parameter's gradient is in `gradients`. The gradient may still change until `commit`."""
+        """Tell the session that `gradients` contains a parameter's gradient, which may change until `commit`."""
         ...
 
     def restart_ordered(self) -> bool:
-        """Return True if the current computation must be aborted. This is called between any two layers."""
+        """Return True if the current computation must be aborted. Called repeatedly during a computation."""
         ...
 
     def hold_back(self, *, droppable: bool) -> bool:
-        """Announce that all gradients are computed.
+        """Tell the session that all gradients are computed.
 
-        If a slower machine is emulated, the additional time passes here or in `commit`.
+        If the worker emulates a slower machine, the additional time passes in this method or in `commit`.
 
         Args:
             droppable: True if the computation can still be aborted and restarted.
@@ -112,11 +131,42 @@ class Session(Protocol):
         ...
 
     def pull_again(self) -> None:
-        """Pull the weights again, after the computation of this iteration was aborted."""
+        """Pull the weights again after the computation of this iteration was aborted."""
+        ...
+
+    def refresh(self) -> None:
+        """Pull the current weights between two iterations, without a push. This waits for no other worker."""
+        ...
+
+    def idle(self) -> AbstractContextManager[None]:
+        """Return a context in which the script does not train, and in which no other worker waits for this one.
+
+        The weights may change at any time in this context. Only the methods for data and `fetch_state` may be called.
+        If the run fails meanwhile, the error is raised at the end of the context.
+        """
+        ...
+
+    @property
+    def now_s(self) -> float:
+        """The current time in seconds, on the clock of the run."""
+        ...
+
+    @property
+    def data(self) -> DataFeed:
+        """The data that the coordinator has handed out to this worker."""
+        ...
+
+    def exchange(self, ask: Callable[[], Sequence[Request]]) -> None:
+        """Send requests to the coordinator, and wait until the data feed has no unanswered request.
+
+        Args:
+            ask: function that returns the requests. While it is called, no other thread uses the connections, so all
+                requests that the feed considers unanswered have been sent.
+        """
         ...
 
     def epoch_begins(self, epoch: int) -> None:
-        """Announce that this worker begins a pass over its part of the data. Epochs are counted from 0."""
+        """Tell the session that this worker begins a pass over its part of the data. Epochs are counted from 0."""
         ...
 
     def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
@@ -136,22 +186,22 @@ class Session(Protocol):
         """Push `gradients` to every shard and pull the new weights. On return, `weights` holds the new weights.
 
         Args:
-            present: one byte per parameter: 1 if it has a gradient, 0 if not.
-            groups: hyper-parameters of the groups, encoded with msgpack.
-            empty: True to leave out the gradient. The iteration still counts as progress.
-            significance: |g| / |w|, with the L2 norms of the unscaled gradient and of the weights on which it was
-                computed; None if it is not needed.
-            buffers: index -> buffer, for the buffers that have changed.
+            present: one byte per parameter: 1 if the parameter has a gradient, else 0.
+            groups: hyper-parameters of the optimizer's parameter groups, encoded with msgpack.
+            empty: True to push without a gradient. The iteration still counts as progress.
+            significance: |g| / |w|: the L2 norm of the unscaled gradient divided by the L2 norm of the weights at
+                which it was computed; None if it is not needed.
+            buffers: index -> buffer, for the buffers that have changed since the last call.
             loss: the loss to show and record, if known.
         """
         ...
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
-        """Return each shard with its optimizer state, "<segment>/<key>" -> tensor."""
+        """Return each shard with its optimizer state, which maps "<segment>/<key>" to a tensor."""
         ...
 
     def finish(self) -> None:
-        """Leave the run. From now on, no worker waits for this worker."""
+        """Leave the run. After this call, no other worker waits for this worker."""
         ...
 
 
@@ -160,13 +210,13 @@ _of_thread = threading.local()
 
 
 def current() -> Session | None:
-    """Return the session of this thread, or else of this process; None in a script that runs by itself."""
+    """Return the session of this thread; if it has none, the session of this process; None outside a run."""
     session: Session | None = getattr(_of_thread, "session", None)
     return session or _of_process
 
 
 def install(session: Session | None, *, for_thread: bool = False) -> None:
-    """Set the session of this process; if `for_thread` is True, only the session of this thread."""
+    """Set the session of this process or, if `for_thread` is True, only the session of this thread."""
     global _of_process
     if for_thread:
         _of_thread.session = session
@@ -177,7 +227,7 @@ def install(session: Session | None, *, for_thread: bool = False) -> None:
 def worker_index() -> int:
     """Return the index of the worker that runs this script, counted from 0.
 
-    In a script that was not started by Paceline, the index is 0.
+    Outside a run, the index is 0.
 
     Example:
         >>> import paceline
@@ -192,7 +242,7 @@ def worker_index() -> int:
 def worker_count() -> int:
     """Return the number of workers in the run.
 
-    In a script that runs by itself, the number is 1.
+    Outside a run, the number is 1.
 
     Example:
         >>> import paceline
@@ -207,14 +257,14 @@ def worker_count() -> int:
 def set_sync(sync: str | SyncModel | Sequence[SyncModel], *, shard: int | None = None) -> None:
     """Change the synchronization model during a run.
 
-    Either every worker or a single worker may call this function. The n-th calls of all workers request the same
-    change, and the first of these calls starts it. The next push of each worker is its last push
-    under the old model. The new model begins when all workers have made this push, and no push is lost. In a script
-    that runs by itself, the call has no effect.
+    Either every worker or a single worker may call this function. If all workers call this function, the n-th calls
+    of all workers count as one request, and the first of these calls starts the change. Each worker's next push is
+    then its last under the old model. The new model takes effect when all workers have made their last push under the
+    old model. No push is lost. Outside a run, the call has no effect.
 
     Args:
         sync: a sync model, its notation (for example "ssp:staleness=3"), or a list with one model per shard.
-        shard: index of the only shard to change. Default: None, which changes all shards.
+        shard: index of the shard whose model changes. Default: None, which changes the model of all shards.
 
     Raises:
         ConfigurationError: the notation is invalid, or the model cannot be used in this run.

@@ -1,12 +1,14 @@
-"""The training of one worker: its registration at the first step, and the push and the pull of each iteration."""
+"""One worker's part in training: registration at the first step, and the push and the pull of each iteration."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import msgspec
 import torch
@@ -23,34 +25,34 @@ from .restart import Restartable
 from .session import Session
 from .weights import Weights
 
-__all__ = ["WorkerTraining"]
+__all__ = ["WorkerTraining", "training_of"]
 
 log = logging.getLogger("paceline.frontend.training")
 
 LEAST_NORM = 1e-12
-"""Minimum divisor when a gradient's norm is divided by the norm of the weights, which may be zero."""
+"""Minimum denominator of |g| / |w|, because the norm of the weights may be zero."""
 
 
 class WorkerTraining:
-    """One worker's training of a model.
+    """Trains a model in one worker of a run.
 
     When this object is created, the worker joins the run: it registers its model and optimizer, waits for the other
-    workers, and starts from the weights of the initializer.
+    workers, and copies the initializer's weights into its model.
 
     Args:
         session: this worker's session.
         model: the module that is trained.
         parameters: the parameters that are trained, in the order of the optimizer's groups.
         optimizer: the optimizer that the servers run.
-        state: the optimizer's initial state, used if this worker is the initializer: parameter -> key -> value.
-        scale_gradients: scales the gradients in place before they are pushed. None to push the gradients unscaled.
+        state: the optimizer's initial state: parameter -> key -> value. Only the initializer's state is used.
+        scale_gradients: function that scales the gradients in place before each push; None for unscaled gradients.
 
     Attributes:
         spec: description of the model and the optimizer, which must be the same in all workers.
-        weights_replaced: True if the initializer's weights differed from this worker's own weights and replaced them.
+        weights_replaced: True if this worker's weights differed from the initializer's weights, and were replaced.
 
     Raises:
-        ConfigurationError: the parameters cannot be trained here, or this worker may not take part.
+        ConfigurationError: the model or its parameters are not supported, or this worker may not join the run.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class WorkerTraining:
         self._buffers = Buffers(model, parameters)
         self.spec = ModelSpec(layout, optimizer, self._buffers.specs)
 
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            session.data.least = 2  # BatchNorm cannot normalize a batch of one sample
         initializer = session.begin(self.spec)
         self._weights = weights = Weights(layout, parameters)
         self._gradients = Gradients(layout, parameters, session.gradients)
@@ -84,14 +88,24 @@ class WorkerTraining:
         weights.use(session.weights)
         session.on_moved = lambda: weights.use(session.weights)
         self._gradients.adopt_as_accumulated(session, final=scale_gradients is None)
-        self._buffers.changed()  # only later changes of the buffers are sent
+        self._buffers.changed()  # from here on, only changed buffers are sent
         weights.mark_pulled()
+        self._idle = False  # True while the script evaluates the model
+        _trainings[session] = ref(self)
+
+    def require_not_idle(self, call: str) -> None:
+        """Raise `UsageError` if the script evaluates the model."""
+        if self._idle:
+            raise UsageError(
+                f"{call} was called inside `with paceline.evaluating(...)`. End the evaluation first: in it, other "
+                "workers continue without this one."
+            )
 
     def require_same(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Check that the optimizer's groups hold the parameters that they held when training began.
+        """Check that the optimizer's groups still hold the same parameters as when training began.
 
         Raises:
-            UsageError: a parameter was added, removed or exchanged.
+            UsageError: a parameter was added, removed or replaced.
         """
         for index, (now, then) in enumerate(zip_longest(parameters, self._parameters)):
             if now is then:
@@ -101,7 +115,7 @@ class WorkerTraining:
             )
             raise UsageError(
                 f"The optimizer's groups have changed since training began: {change} at index {index}. Add or remove "
-                "parameters before the first step; the servers train only the parameters that the groups held then."
+                "parameters before the first step; afterwards, the set of trained parameters is fixed."
             )
 
     def describe(self, parameter: torch.Tensor) -> str:
@@ -111,7 +125,7 @@ class WorkerTraining:
     def compute(self, closure: Callable[[], Any]) -> Any:
         """Run a closure and return its result.
 
-        If the session aborts the computation, the closure is run again on newly pulled weights.
+        If the session aborts the computation, the closure runs again with newly pulled weights.
         """
         if not self._session.may_restart:
             result = closure()
@@ -129,13 +143,13 @@ class WorkerTraining:
         """Push the current gradients of the parameters and pull the new weights.
 
         Args:
-            groups: the hyper-parameters of each group.
+            groups: the hyper-parameters of each parameter group.
             loss: the loss to record, if known.
-            leave_out_gradient: True to push an empty gradient, which only counts as progress.
+            leave_out_gradient: True to push without a gradient. The iteration still counts as progress.
 
         Raises:
             NonFiniteGradientError: a gradient contains NaN or inf, and the run does not skip such gradients.
-            WeightsChangedError: weights were changed since the last step.
+            WeightsChangedError: weights have been changed since the last step.
         """
         session = self._session
         self._weights.require_unchanged(session)
@@ -165,9 +179,41 @@ class WorkerTraining:
         )
         self._weights.mark_pulled()
 
+    def refresh(self) -> None:
+        """Pull the current weights between two iterations, without a push.
+
+        Raises:
+            WeightsChangedError: weights have been changed since the last step.
+        """
+        self._weights.require_unchanged(self._session)
+        self._session.refresh()
+        self._weights.mark_pulled()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Return a context in which this worker does not train, and no other worker waits for it."""
+        self._idle = True
+        try:
+            with self._session.idle():
+                yield
+        finally:
+            self._idle = False
+            self._weights.mark_pulled()
+        self.refresh()
+
     def fetch_state(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Fetch the optimizer's state from the servers, in the form of the "state" entry of a `state_dict()`."""
+        """Fetch the optimizer's state from the servers, in the format of the "state" entry of a `state_dict()`."""
         return join_state(self.spec.layout, self._session.fetch_state())
+
+
+def training_of(session: Session) -> WorkerTraining | None:
+    """Return the training in which a worker takes part; None before its first step."""
+    found = _trainings.get(session)
+    return found() if found is not None else None
+
+
+# A strong reference to a training would keep its session, which is the key, from being freed.
+_trainings: WeakKeyDictionary[Session, ref[WorkerTraining]] = WeakKeyDictionary()
 
 
 def _norm(vectors: Vectors) -> float:

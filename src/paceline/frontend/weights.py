@@ -1,8 +1,9 @@
 """A model's trained parameters as views of the session's flat vectors, and the detection of edits to the weights.
 
 Once training has begun, the servers hold the weights, and a worker's weights may change only inside `step()`: any
-other edit would make the worker diverge silently. Most edits change a parameter's version counter, its memory or its
-strides. Edits through `.data` change none of these, so a sample of the weights is also compared with a copy.
+other edit would make the worker diverge silently. Most edits change a parameter's version counter, memory address or
+strides. In-place edits through `.data` change none of the three, so a sample of the weights is also compared with a
+copy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .session import Session
 __all__ = ["Weights", "change_outside_step", "shape_change_outside_step"]
 
 SAMPLE_SIZE = 16_384
-"""Maximum number of evenly spaced elements of each flat vector that are compared with a copy before each push."""
+"""Before each push, at most this number of evenly spaced elements of each flat vector are compared with a copy."""
 
 
 class Weights:
@@ -35,7 +36,7 @@ class Weights:
         self._parameters = parameters
         self._views: list[torch.Tensor] = []
         self._versions: list[int] = []  # version counter of each parameter when the last step ended
-        self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []  # (view of some elements, copy of them)
+        self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []  # (view of a sample, copy of the sample)
 
     def copy_to(self, vectors: Vectors) -> None:
         """Copy the values of the parameters into flat vectors."""
@@ -59,9 +60,9 @@ class Weights:
         self._samples = [(part, part.clone()) for part in sampled]
 
     def mark_pulled(self) -> None:
-        """Record the current weights as the ones that were pulled."""
+        """Record the current weights as the result of the last pull."""
         for parameter in self._parameters:
-            # Tell autograd that the weights have changed. Autograd does not notice the writes of a pull.
+            # Tell autograd that the weights have changed, because it cannot detect that a pull has written to them.
             torch.autograd.graph.increment_version(parameter)
         self._versions = [parameter._version for parameter in self._parameters]
         for part, copy in self._samples:
@@ -71,7 +72,7 @@ class Weights:
         """Check that nothing has changed the weights since the last pull.
 
         Raises:
-            WeightsChangedError: a parameter was edited, moved, replaced or given another shape.
+            WeightsChangedError: a parameter was edited, moved or replaced, or its shape was changed.
         """
         for index, parameter in enumerate(self._parameters):
             view = self._views[index]
@@ -90,8 +91,8 @@ class Weights:
 
 
 OUTSIDE_STEP = (
-    "outside step() after training had started. Change weights before the first step: from then on the servers hold "
-    "them."
+    "outside step() after training had started. Change weights only before the first step: after that step, the "
+    "servers hold the weights."
 )
 
 
@@ -106,5 +107,5 @@ def shape_change_outside_step(parameter: Parameter, shape: torch.Size) -> Weight
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor's memory as integers, in which NaN equals NaN."""
+    """Return a view of a tensor's memory as integers, so that NaN compares equal to NaN."""
     return tensor.detach().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize])

@@ -23,7 +23,7 @@ CRASHES = frozenset(
         signal.SIGTRAP,
     }
 )
-"""Signals with which the system terminates a process because of an error in that process."""
+"""Signals that the system sends to terminate a process because of an error in the process itself."""
 
 
 EXIT_PEER_LOST = 75
@@ -34,8 +34,8 @@ def describe_ending(exit_code: int, *, out_of_memory: bool = False) -> str:
     """Return a description of how a process ended.
 
     Args:
-        exit_code: exit code of the process, or minus the number of the signal that terminated it.
-        out_of_memory: True if the system ran out of memory and killed a process while this one was running.
+        exit_code: exit code of the process, or the negated signal number if a signal terminated the process.
+        out_of_memory: True if, while the process was running, the system ran out of memory and killed some process.
 
     >>> describe_ending(3), describe_ending(-11)
     ('it ended with exit code 3', 'it was terminated by signal SIGSEGV')
@@ -49,15 +49,12 @@ def describe_ending(exit_code: int, *, out_of_memory: bool = False) -> str:
         # Real-time signals have no name.
         name = str(number)
     if out_of_memory and number == signal.SIGKILL:
-        return (
-            f"it was terminated by signal {name}; while it was running, the system ran out of memory and killed a "
-            "process"
-        )
+        return f"it was terminated by signal {name}, probably because the system ran out of memory"
     return f"it was terminated by signal {name}"
 
 
 def is_crash(exit_code: int, *, out_of_memory: bool = False) -> bool:
-    """Return True if a process ended because of an error in the process, not because its machine was preempted."""
+    """Return True if a process was terminated by a signal in `CRASHES`, or because the system ran out of memory."""
     return -exit_code in CRASHES or (out_of_memory and exit_code == -signal.SIGKILL)
 
 

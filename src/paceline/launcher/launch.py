@@ -39,8 +39,9 @@ def launch(
     engine: str = "local",
     transport: str = "auto",
     port: int = 0,
+    batch: str = "equal",
     seed: int = 0,
-    pace: Sequence[float] | None = None,
+    pace: Sequence[float | tuple[float, float]] | None = None,
     slowdown: Sequence[float] | None = None,
     jitter: float = 0.0,
     on_nan: str = "stop",
@@ -72,19 +73,23 @@ def launch(
         engine: where the processes run; only "local" is available.
         transport: "shm" (shared memory), "unix" (AF_UNIX sockets), "tcp", or "auto" for the best one available.
         port: TCP port of the coordinator if the transport is "tcp"; 0 for any free port.
+        batch: "equal" if `distribute` gives all workers batches of the same size, or "balanced" if it gives faster
+            workers larger batches and slower workers smaller ones.
         seed: random seed for the order of the data, the jitter and the sync models.
-        pace: minimum duration of an iteration in seconds, for each worker. A worker that finishes earlier
-            sleeps for the rest of that time.
-        slowdown: factor >= 1 by which the measured compute time is multiplied, for each worker.
-        jitter: random variation of `pace` and `slowdown`: they are multiplied by a random factor, uniform between
-            1 - jitter and 1 + jitter.
+        pace: minimum duration of an iteration in seconds, for each worker, with a batch of the loader's size. A
+            worker that finishes earlier sleeps for the rest of that time. The duration is proportional to the size of
+            the batch; a pair (fixed, proportional) adds a part that does not depend on the size.
+        slowdown: for each worker, a factor >= 1. The worker's measured compute time, whatever the size of its batch,
+            is multiplied by this factor.
+        jitter: amount of random variation: `pace` and `slowdown` are multiplied by a random factor, which is drawn
+            uniformly between 1 - jitter and 1 + jitter.
         on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
         run_dir: directory for logs, traces and results. Default: a new directory in ./runs.
         stall_timeout: number of seconds after which a silent worker or server is killed if others wait for it.
-            Default: never. The run continues without a killed worker.
+            Default: never. If a worker is killed, the run continues without it.
         progress: True to show the progress of the run. Default: True if standard error is a terminal.
         snapshot_every_s: interval in seconds at which copies of the weights are stored in the result. Default: none.
-        placement: machine of each process, with transport "tcp" only. Default: all processes run on this machine.
+        placement: machine of each process; requires transport "tcp". Default: all processes run on this machine.
 
     Raises:
         ConfigurationError: an argument is not valid; no process was started.
@@ -116,6 +121,7 @@ def launch(
         sync=sync,
         imports=imports,
         transport=transport,
+        batch=batch,
         seed=seed,
         pace=pace,
         slowdown=slowdown,

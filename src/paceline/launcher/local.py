@@ -30,16 +30,16 @@ __all__ = ["HostMachine", "LocalEngine", "Placement", "Process"]
 logger = logging.getLogger("paceline.engine")
 
 PAST_CACHE_BYTES = 1024 * 1024
-"""Minimum size in bytes of a copy for which `memcpy` bypasses the cache. This makes large copies 1.5 times as fast.
+"""Size in bytes above which `memcpy` bypasses the cache. Large copies are 1.5 times as fast as with the default.
 
-By default, glibc sets this limit to three quarters of the last-level cache. In a virtual machine, this may be
-hundreds of megabytes, although the cache is shared with other virtual machines.
+By default, glibc uses three quarters of the size of the last-level cache. In a virtual machine, this may be hundreds
+of megabytes, although the cache is shared with other virtual machines.
 """
 
 TERMINATE_TIMEOUT_S = 3.0
-# This timeout is long, because SIGKILL takes effect only after an uninterruptible system call has returned.
+# This timeout is long, because a process in an uninterruptible system call survives SIGKILL until the call returns.
 KILL_TIMEOUT_S = 10.0
-# Maximum time to wait for the last output of an ended process. A child of the ended process may keep the pipe open.
+# Maximum time to wait for the last output of a process that has ended. A child process may keep the pipe open.
 OUTPUT_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 0.05
 TAIL_LINES = 15
@@ -111,15 +111,16 @@ class Process:
     Args:
         name: name of the process, such as "server 1" or "worker 0".
         popen: the process, with pipes for its input and output.
-        data: the content of its standard input.
-        log: the file to which its output is written.
-        show: called with each line of the output.
+        data: the content of the standard input of the process.
+        log: the file to which the output of the process is written.
+        show: called with each line of the output of the process.
         ended: called with this object when the process has ended.
 
     Attributes:
         name: name of the process.
         log: the file to which the output of the process is written.
-        exit_code: exit code of the process; None while it runs, minus the signal number if a signal terminated it.
+        exit_code: exit code of the process; None while the process runs. If a signal terminated the process, this is
+            minus the signal number.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Process:
         self._popen = popen
         self._data = data
         self._ended = ended
-        # Held while a signal is sent and while the process is reaped.
+        # Held while a signal is sent and while the process is reaped, because a reaped process's id may be reused.
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._kills_before = out_of_memory_kills()
@@ -159,7 +160,7 @@ class Process:
 
     @property
     def ending(self) -> str:
-        """A description of how the process ended; "" while it runs."""
+        """A description of how the process ended; "" while the process runs."""
         if self.exit_code is None:
             return ""
         how = describe_ending(self.exit_code, out_of_memory=self._out_of_memory)
@@ -196,7 +197,7 @@ class Process:
                 os.kill(self.id, number)
 
     def kill(self, why: str = "") -> None:
-        """Kill the process and all processes that it has started. `why` is the reason, which `ending` includes."""
+        """Kill the process and all processes that it has started. `ending` then includes the reason `why`."""
         self._why_killed = why
         self.signal(signal.SIGKILL)
 
@@ -209,7 +210,7 @@ class Process:
 
     def _feed(self) -> None:
         assert self._popen.stdin is not None
-        # A broken pipe is ignored, because the exit code of the process says why the process has ended.
+        # If the process ends before it reads all input, the broken pipe is ignored. The exit code shows the cause.
         with contextlib.suppress(BrokenPipeError), self._popen.stdin as stdin:
             stdin.write(self._data)
 
@@ -278,7 +279,7 @@ class LocalEngine:
             self.workers.append(self._spawn("worker", index, machine, worker_arguments, worker_input))
 
     def failed_server(self) -> RunFailedError | None:
-        """Return the failure of a server, or None. A server has failed if it ends before the run does."""
+        """Return the failure of a server that has ended during the run, or None if all servers are still running."""
         for server in self.servers:
             if server.exit_code is not None:
                 return RunFailedError(server.name, server.ending, server.tail())
@@ -336,7 +337,7 @@ class LocalEngine:
             host=machine.host,
         )
         environment = {
-            # The user's environment may override the next two variables.
+            # If the user has set one of these two variables, the user's value is used.
             "OMP_NUM_THREADS": str(self._threads),
             "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}",
             **os.environ,
@@ -350,7 +351,7 @@ class LocalEngine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # Ctrl-C reaches only the launcher, which ends the run in an orderly way.
+            # In its own process group, the process does not receive Ctrl-C. The launcher does, and ends the run.
             process_group=0,
         )
         name = f"{role} {index}"
@@ -366,15 +367,15 @@ class LocalEngine:
 def _copy_lines(source: IO[bytes], log: Path, show: Callable[[str], None]) -> None:
     """Copy the output of a process to its log and to `show` until the output ends.
 
-    If writing to the log or to `show` fails, that one receives no further output. The output is still read, because
-    otherwise the process would block on a full pipe.
+    If writing to the log fails, no more output is written to the log; the same applies to `show`. The output is still
+    read, because otherwise the process would block on a full pipe.
     """
     sinks: dict[str, Callable[[bytes], object]] = {}
     with source, contextlib.ExitStack() as opened:
         try:
             sinks["written"] = opened.enter_context(log.open("wb", buffering=0)).write
         except OSError as error:
-            logger.warning("the output for %s cannot be written: %s", log, error.strerror)
+            logger.warning("the log %s cannot be written: %s", log, error.strerror)
         sinks["shown"] = lambda line: show(line.decode(errors="replace").rstrip("\n"))
         for line in source:
             for done, write in list(sinks.items()):
@@ -382,5 +383,5 @@ def _copy_lines(source: IO[bytes], log: Path, show: Callable[[str], None]) -> No
                     write(line)
                 except Exception as error:
                     # The disk may be full, and `show` may raise any exception from the caller's output stream.
-                    logger.warning("the output for %s can no longer be %s: %s", log, done, error)
+                    logger.warning("the output for the log %s can no longer be %s: %s", log, done, error)
                     del sinks[done]

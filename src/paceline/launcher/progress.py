@@ -1,4 +1,4 @@
-"""The progress display of a run: a live table with one line per worker, or a line of text every few seconds."""
+"""The progress display of a run: a live table in a terminal; elsewhere, a line of text every few seconds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Progress:
     def __init__(self, coordinator: CoordinatorHost, console: Console) -> None:
         self._coordinator = coordinator
         self._console = console
-        # Without this, a write error such as a closed pipe would end this process or the thread that draws the table.
+        # Without this wrapper, a write error would end this process or the thread that draws the table.
         console.file = cast(IO[str], ForgivingStream(console.file, "the progress"))
         self._plain_s = time.monotonic()
         self._live: Live | None = None
@@ -79,7 +79,7 @@ class Progress:
         elif time.monotonic() - self._plain_s >= PLAIN_INTERVAL_S:
             self._plain_s = time.monotonic()
             cells = [
-                f"{name} {state} iteration {iteration} loss {loss}"
+                f"{name} {state}, iteration {iteration}, loss {loss}"
                 for name, iteration, loss, state in self._rows()
             ]
             self._console.print(

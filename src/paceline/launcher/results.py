@@ -1,7 +1,7 @@
 """The results of a run: the weights and the summary.
 
-The weights are saved first, so that they are not lost if a later step fails. If another file cannot be written, the
-run does not fail.
+The weights are saved first, so that they are not lost if a later step fails. A failure to write
+another file does not make the run fail.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from ..core.data_ledger import DataLedger
 from ..errors import ConfigurationError
 from ..runtime.coordinator import CoordinatorHost
 from ..runtime.reader import WeightsSnapshot
+from ..trace.findings import find
 from ..trace.measures import measure
 from ..trace.recording import Trace, read_run
 from ..trace.records import read_records
@@ -35,9 +37,10 @@ class RunResult(msgspec.Struct, frozen=True):
 
     Attributes:
         state_dict: the final weights and buffers as plain tensors, with the names from the model's `state_dict`.
-        summary: settings and statistics of the run, which are also written to `summary.json` in `run_dir`.
+        summary: settings and statistics of the run, which are also written to `summary.json` in `run_dir`. The entry
+            `findings` says in sentences how much time the workers lost, why, and what would help.
         run_dir: the directory with the logs, the traces, `weights.safetensors` and `summary.json`.
-        snapshots: pairs (seconds since training began, weights), if snapshots were requested.
+        snapshots: pairs (seconds since training began, weights); empty if no snapshots were requested.
         problems: messages about problems at the end of the run, for example if the weights had to be saved to another
             directory.
     """
@@ -64,7 +67,7 @@ def save_weights(snapshot: WeightsSnapshot, run_dir: Path) -> tuple[Path | None,
         The path of the file (None if the weights could not be saved), and a list of messages about problems.
     """
     if not snapshot.state_dict:
-        return None, ["no weights were saved, because none could be read"]
+        return None, ["no weights were saved, because no weights could be read"]
     name = "weights-partial.safetensors" if snapshot.absent else "weights.safetensors"
     messages = []
     if snapshot.absent:
@@ -122,10 +125,18 @@ def summarize(
     run_dir = Path(job.run_dir)
     faults = list(faults)
     figures: dict[str, Any] = {}
+    pushes: dict[str, int] = {}
+    epochs = _epochs(coordinator.core.data, figures)
     try:
         shards = [trace for trace in read_run(run_dir) if trace.header.host == "shard"]
         if len(shards) == job.shards:
-            figures = msgspec.to_builtins(measure(shards), str_keys=True)
+            measures = measure(shards)
+            lockstep = all(model.lockstep for model in job.schedule.models)
+            figures = msgspec.to_builtins(measures, str_keys=True)
+            epochs = _epochs(coordinator.core.data, figures)
+            balanced = epochs.get("batch") == "balanced"
+            figures["findings"] = find(measures, lockstep=lockstep, balanced=balanced, run_dir=job.run_dir)
+            pushes = figures.pop("pushes")
             figures["wasted_s"] = sum(
                 record.wasted_s for worker in read_records(run_dir) for record in worker
             )
@@ -145,13 +156,51 @@ def summarize(
         "overlap": job.overlap,
         "transport": job.transport,
         "seed": job.seed,
+        **epochs,
         "emulated": job.emulated,
         "lost_workers": coordinator.core.lost,
         "losses": {str(w): coordinator.ending(w) for w in coordinator.core.lost},
         "crashed_workers": list(crashed),
         "faults": faults,
         "weights": str(weights),
+        "ledger": {
+            "samples": _samples(coordinator.core.data, figures.get("dropped_samples", 0)),
+            "pushes": pushes,
+        },
         **figures,
+    }
+
+
+def _epochs(data: DataLedger, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is known about the epochs of the loader of which most samples were used.
+
+    `batches_per_push` is larger than 1 if the script accumulated gradients over several batches.
+    """
+    counts = data.counts()
+    most = max(counts, key=lambda name: counts[name].used, default=None)
+    if most is None or not counts[most].used:
+        return {}
+    order, epochs = data.last_order(most)
+    per_push = figures.get("samples", 0) / max(1, figures.get("gradients", 0))
+    return {
+        "epochs": epochs,
+        "epoch_samples": order.size or 0,
+        "batch_size": order.batch,
+        "batches_per_push": max(1, round(per_push / order.batch)),
+        "batch": "balanced" if order.balanced else "equal",
+    }
+
+
+def _samples(data: DataLedger, dropped: int) -> dict[str, int]:
+    """Return the number of samples in each state, over all loaders whose samples were used for training."""
+    trained = [counts for counts in data.counts().values() if counts.used]
+    return {
+        "used": sum(counts.used for counts in trained) - dropped,
+        "dropped": dropped,
+        "torn": sum(counts.torn for counts in trained),
+        "returned": sum(counts.returned for counts in trained),
+        "left": sum(counts.left + counts.leased for counts in trained),
+        "left_out": sum(counts.left_out for counts in trained),
     }
 
 

@@ -1,8 +1,8 @@
 """A live run, from the start of its processes until all of them have ended.
 
-Every run ends with the same steps. First, the reason for its end is determined. If the run has failed or was
-interrupted, the remaining workers are ended. Then the weights are collected and saved, the servers write their traces
-and exit, and the other results are written. A second Ctrl-C skips the steps that take time.
+Every run ends with the same steps. First, the reason for its end is determined. If the run failed or was
+interrupted, the remaining workers are terminated. Then the weights are collected and saved, the servers write their
+traces and exit, and the other results are written. A second Ctrl-C skips the steps that take time.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["start"]
 log = logging.getLogger("paceline.run")
 
 POLL_INTERVAL_S = 0.05
-# Maximum time, after the first sign of a failure, to wait for the end of the process that caused the failure.
+# Maximum time to wait, after the first sign of a failure, for its cause to become known.
 CAUSE_TIMEOUT_S = 5.0
 # Maximum time to wait for the next part of a server's weights.
 ANSWER_TIMEOUT_S = 5.0
-# Time for processes to exit by themselves after a run.
+# Maximum time to wait for processes to exit by themselves after a run.
 GRACE_S = 10.0
-# Time for the servers of a failed run to write their traces.
+# Maximum time to wait for the servers of a failed run to write their traces and exit.
 FAILED_GRACE_S = 0.5
 
 
@@ -62,7 +62,7 @@ def start(
         job: the configuration of the run. The run directory is created here, after all arguments have been checked.
         worker_arguments: command-line arguments of each worker.
         worker_input: content of the standard input of each worker.
-        path: module search path for the servers, which import conditions.
+        path: module search path from which the servers import user-defined conditions.
         console: console for the progress display.
         snapshot_every_s: see `launch`.
         placement: see `launch`.
@@ -133,7 +133,7 @@ class LiveRun:
         self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
         self._weights: WeightsSnapshot | None = None
         self._weights_path: Path | None = None
-        # Messages about problems at the end of the run that are not failures.
+        # Messages about problems that occurred while the run was shutting down.
         self._notes: list[str] = []
 
     def carry_out(
@@ -172,7 +172,7 @@ class LiveRun:
                 coordinator.stop(grace_s, self._interruption.hurried)
                 processes = [*engine.workers, *engine.servers]
                 left = engine.end(processes, grace_s=grace_s, hurried=self._interruption.hurried)
-        # The coordinator has stopped and no longer records how processes end, so this is done here.
+        # The coordinator has stopped and no longer records how processes end, so the launcher records it here.
         for worker, process in enumerate(engine.workers):
             if process.ending:
                 coordinator.core.endings.setdefault(worker, process.ending)
@@ -213,7 +213,7 @@ class LiveRun:
             server_failure = RunFailedError(
                 name, "its connection was closed, but its process is still running"
             )
-        # Once all workers have left, the servers are needed only for their weights.
+        # Once all workers have left, servers are needed only for their weights, so a failure of a server is ignored.
         if server_failure is not None and not (coordinator.core.everybody_left and coordinator.core.finished):
             return server_failure
         if reported is not None and reported is not server_failure:
@@ -246,7 +246,7 @@ class LiveRun:
         return all(coordinator.core.fate(worker) for worker in failed)
 
     def _losses(self) -> str:
-        """Return one line for each lost worker that says how its process ended."""
+        """Return a text that says how the process of each lost worker ended, one line per worker."""
         coordinator = self._coordinator
         return "".join(
             f"\n  worker {worker}: {coordinator.ending(worker)}" for worker in coordinator.core.lost
@@ -299,7 +299,7 @@ class LiveRun:
         return RunResult(weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes))
 
     def _explained(self, failure: RunFailedError) -> RunFailedError:
-        """Return the failure with notes that say where the log and the weights are."""
+        """Return the failure, with notes that state all problems and the paths of the log and the weights."""
         for note in [*self._coordinator.core.faults, *self._notes]:
             if note != failure.reason:
                 failure.add_note(note)
@@ -307,15 +307,15 @@ class LiveRun:
         where = f"the output of {failure.process} is in {log_path}"
         failure.add_note(where if log_path.exists() else f"the logs are in {self._run_dir}")
         if self._weights_path is not None:
-            failure.add_note(f"the weights at that time were saved to {self._weights_path}")
+            failure.add_note(f"the weights at the time of the failure were saved to {self._weights_path}")
         return failure
 
     def _interrupted(self) -> BaseException:
-        """Print the notes, and return the exception for the signal that ended the run."""
+        """Print the notes and the path of the weights; return the exception for the signal that ended the run."""
         for note in self._notes:
             self._say(f"note: {note}")
         if self._weights_path is not None:
-            self._say(f"the weights at that time were saved to {self._weights_path}")
+            self._say(f"the weights at the time of the signal were saved to {self._weights_path}")
         alive = [p for p in [*self._engine.workers, *self._engine.servers] if p.exit_code is None]
         message = "all processes of the run have ended"
         if alive:
@@ -332,7 +332,7 @@ class LiveRun:
 
 
 class Sampler:
-    """A thread that takes a snapshot of the weights at every multiple of an interval."""
+    """A thread that takes a snapshot of the weights at regular intervals."""
 
     def __init__(self, coordinator: CoordinatorHost, interval_s: float) -> None:
         self.taken: list[tuple[float, WeightsSnapshot]] = []
@@ -346,7 +346,7 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop taking snapshots. The wait for a snapshot in progress is limited, because a server may not answer."""
+        """Stop taking snapshots. The wait for a snapshot in progress is limited: a server might not answer."""
         self._stopped.set()
         self._thread.join(ANSWER_TIMEOUT_S)
 
@@ -365,7 +365,7 @@ class Sampler:
                 snapshot = reader.read()
                 now_s = coordinator.job.now_s() - coordinator.started_s
                 self.taken.append((now_s, snapshot))
-                # Skip the times that passed while the snapshot was taken.
+                # Skip the due times that passed while the snapshot was being taken.
                 tick = max(tick + 1, math.ceil(now_s / self._interval_s))
 
 

@@ -1,4 +1,4 @@
-"""Reports which process a run is waiting for, and kills this process if a timeout was given and has expired."""
+"""Reports which process a run is waiting for, and kills the process if a timeout was given and has expired."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .local import LocalEngine
 
 __all__ = ["Waiting"]
 
-# A worker is not killed before it has been silent for this many times its usual iteration time, even if the timeout
-# is shorter.
+# A worker is killed only after it has been silent for at least this many times its usual iteration time, even if the
+# timeout is shorter.
 LEAST_ITERATIONS = 3
 
 
@@ -20,8 +20,8 @@ class Waiting:
 
     Args:
         coordinator: the coordinator of the run.
-        engine: the processes of the run.
-        timeout_s: number of seconds after which a silent process that others wait for is killed; None disables it.
+        engine: the engine that runs the processes.
+        timeout_s: number of seconds after which a silent process that others wait for is killed; None for never.
         say: a function that prints a line.
     """
 
@@ -41,7 +41,7 @@ class Waiting:
         self._reported: dict[tuple[str, int], tuple[float, float]] = {}
 
     def look(self) -> str:
-        """Check the processes once. Return the reason if the run cannot continue at all, else ""."""
+        """Check the processes once. If the run cannot continue, return the reason; otherwise, return ""."""
         for awaited in self._watch.look():
             key = awaited.role, awaited.index
             heard_s = self._coordinator.heard_s.get(key, 0.0)
@@ -58,7 +58,7 @@ class Waiting:
         for key, (heard_s, quiet_s) in list(self._reported.items()):
             if self._coordinator.heard_s.get(key, 0.0) != heard_s:
                 del self._reported[key]
-                self._say(f"{key[0]} {key[1]} responds again, after at least {quiet_s:.0f} s.")
+                self._say(f"{key[0]} {key[1]} responds again, after a silence of at least {quiet_s:.0f} s.")
         return self._watch.standstill
 
     def _describe(self, awaited: Awaited) -> str:
@@ -78,9 +78,9 @@ class Waiting:
         state = process.state
         lines.append(f"Its process {process.id} {state}.")
         if state == "is stopped":
-            lines.append(f"Run 'kill -CONT {process.id}' to continue it.")
+            lines.append(f"Run 'kill -CONT {process.id}' to resume the process.")
         if self._timeout_s is not None:
-            lines.append(f"It will be killed after {self._timeout_s:g} s (--stall-timeout).")
+            lines.append(f"It will be killed after {self._timeout_s:g} s of silence (--stall-timeout).")
         else:
             effect = (
                 "kill it and let the others continue"

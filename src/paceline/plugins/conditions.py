@@ -1,14 +1,14 @@
-"""Conditions: a sync model that is defined by a pull condition and a push condition of your own.
+"""Conditions: a sync model that you define with a pull condition and a push condition.
 
 Reference: FluentPS (Yao, Wu and Wang, CLUSTER 2019), section III, Algorithm 1, SetcondPull and SetcondPush.
-Admission: A pull is answered on arrival if and only if the pull condition holds. Otherwise it is filed under a round
-and answered when that round closes. The round V_train closes when the push condition holds.
-State: As in every model that is defined by conditions; see `paceline.sync.conditions`.
+Admission: A pull is answered on arrival if and only if the pull condition holds. Otherwise the pull is assigned to a
+round and answered when that round closes. The current round, V_train, closes when the push condition holds.
+State: The same as in every model that is defined by conditions (see `paceline.sync.conditions`).
 Guarantee: Each push is handled exactly once: it is applied on arrival, averaged with the others of its round, or
-dropped. Progress is not guaranteed: conditions that never hold stall all workers, which the run detects and reports.
+dropped. Progress is not guaranteed: conditions that never hold stall all workers. The run detects and reports this.
 If a condition raises an exception or returns anything other than True or False, the run reports this failure, and the
 shard falls back to the last model that worked (BSP if there was none).
-Use: To try out a synchronization rule of your own.
+Use: To try out your own synchronization rule.
 Deviations: None.
 
 >>> model = Conditions(pull=lambda state: state.gap <= 2)  # SSP(2), in one line
@@ -16,7 +16,7 @@ Deviations: None.
 
 Each process that needs a condition looks it up by its name, so a trace of a run with conditions can be replayed
 wherever the conditions can be imported. A run imports conditions only from modules that were named when the run was
-launched. No message over a connection can cause the import of another module (see `require_named`).
+launched. No message from another process can cause the import of any other module (see `require_named`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ PUSHES = ("apply", "average")
 Condition = Callable[[Any], bool]
 
 local_conditions: dict[str, Condition] = {}
-"""Name -> condition, for conditions that other processes cannot import. They are passed on to child processes."""
+"""Conditions that other processes cannot import, by name. The launcher sends those that a run uses to its servers."""
 
-LOCAL = "local"  # the module part in the names of these conditions
+LOCAL = "local"  # the part before the colon in the names of local conditions
 
 _numbers = itertools.count()
 
@@ -53,10 +53,11 @@ class Conditions(ConditionModel, frozen=True, repr_omit_defaults=True):
     """A sync model that is defined by a pull condition and a push condition.
 
     Attributes:
-        pull: pull condition: a function of a `PullState`, or its name as "module:function" (a function is stored by
-            its name). If it returns True, the pull is answered immediately.
-        push: push condition: a function of a `PushState`, or its name as "module:function". If it returns True, the
-            round is complete. By default, a round is complete when every live worker has pushed it.
+        pull: pull condition: a function of a `PullState`, or the name of such a function as "module:function" (the
+            model stores only this name). If the function returns True, the pull is answered immediately.
+        push: push condition: a function of a `PushState`, or the name of such a function as "module:function". If the
+            function returns True, the round is complete. By default, a round is complete when every live worker has
+            pushed its gradient for this round.
         pushes: "apply" to apply each push on arrival, or "average" to apply the mean of a round's pushes when the
             round closes. With "average", a push that arrives after its round has closed is dropped.
         significance: "on" to measure |g| / |w| for each push, or "off".
@@ -97,12 +98,12 @@ def require_named(models: Iterable[object], launched: Iterable[object], imports:
     """Refuse conditions from modules that were not named when the run was launched.
 
     Args:
-        models: the models to which the run is to change.
-        launched: the models with which the run was launched.
-        imports: other modules that were named at the launch.
+        models: the new sync models that a worker has requested.
+        launched: the sync models that were given when the run was launched.
+        imports: other modules that were named when the run was launched.
 
     Raises:
-        ConfigurationError: a condition is from another module. The message says what to do.
+        ConfigurationError: a condition is from a module that was not named.
     """
     known = {name for model in launched if isinstance(model, Conditions) for name in (model.pull, model.push)}
     modules = {*(name.partition(":")[0] for name in known), *imports} - {LOCAL}
@@ -113,17 +114,18 @@ def require_named(models: Iterable[object], launched: Iterable[object], imports:
                 continue
             if module == LOCAL:
                 raise ConfigurationError(
-                    f"{model} cannot be sent to the servers during the run. Put its conditions into a module, and "
-                    "name this module at the launch with --import MODULE, or launch(imports=['MODULE'])."
+                    f"{model} cannot be sent to the servers during the run, because they cannot import its "
+                    "conditions. Put these into a module, and launch the run with --import MODULE, or with "
+                    "launch(imports=['MODULE'])."
                 )
             raise ConfigurationError(
-                f"conditions: the module of {name!r} was not named when the run was launched. Name it there with "
-                f"--import {module}, or launch(imports=[{module!r}])."
+                f"conditions: the module of {name!r} was not named when the run was launched. Launch the run with "
+                f"--import {module}, or with launch(imports=[{module!r}])."
             )
 
 
 class UserMachine(ConditionMachine):
-    """Algorithm 1 with conditions that may fail. A failure sets `fault`; then no further condition is called."""
+    """Runs Algorithm 1 with the user's conditions. After one fails, sets `fault` and does not call them again."""
 
     def __init__(self, model: Conditions) -> None:
         super().__init__(
@@ -135,14 +137,14 @@ class UserMachine(ConditionMachine):
         )
 
     def _watched(self, what: str, condition: Condition) -> Callable[[PullState | PushState], bool]:
-        """Return a condition that does not raise: if `condition` fails, it sets `fault` and returns False."""
+        """Return a condition that never raises: if `condition` fails, `fault` is set and the result is False."""
 
         def holds(state: PullState | PushState) -> bool:
             if self.fault is not None:
                 return False
             try:
                 verdict = condition(state)
-            except (Exception, SystemExit) as error:  # report it with the user's part of the traceback
+            except (Exception, SystemExit) as error:  # reported with only the user's part of the traceback
                 own = error.__traceback__.tb_next if error.__traceback__ is not None else None
                 text = "".join(traceback.format_exception(type(error), error, own))
                 self.fault = Fault(f"{what} raised {type(error).__name__}: {error}", text)
@@ -156,12 +158,12 @@ class UserMachine(ConditionMachine):
 
 
 def _name_of(key: str, condition: object) -> str:
-    """Return the name of a condition. If the condition cannot be imported, the name is valid in this process only."""
+    """Return the name of a condition. If the condition cannot be imported, add it to `local_conditions`."""
     if isinstance(condition, str):
         module, colon, path = condition.partition(":")
         if not (module and colon and path):
             raise ConfigurationError(
-                f"conditions: {key} is {condition!r}, expected a function, or its name as 'module:function'."
+                f"conditions: {key} is {condition!r}, expected a function or its name in the form 'module:function'."
             )
         return condition
     if not callable(condition):
@@ -182,12 +184,12 @@ def _name_of(key: str, condition: object) -> str:
 
 
 def _imported(module: str, path: str) -> object:
-    """Return the object `path` of a module. Raise `ImportError` or `AttributeError` if the module has none."""
+    """Return the object at a dotted path in a module. Raise `ImportError` or `AttributeError` if there is none."""
     found: object = import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
         if isinstance(found, ModuleType):
-            raise ImportError(f"{part!r} is a module; name it before the colon")
+            raise ImportError(f"{part!r} is a module; module names belong before the colon")
     return found
 
 
@@ -200,7 +202,7 @@ def _find(name: str) -> Condition:
     if not name or name in local_conditions:
         return local_conditions.get(name, everybody)
     module, _, path = name.partition(":")
-    why = "it was defined in a script or a notebook of another process"
+    why = "it was defined in a script or notebook that runs in another process"
     found: object = None
     if module != LOCAL:
         try:

@@ -1,48 +1,58 @@
-"""`paceline advise`: simulates the recorded machines of a run under every sync model, and recommends models.
+"""`paceline advise`: simulates the machines of a finished run under every sync model, and recommends models.
 
-The simulation does not show how staleness affects the loss. So there is one recommendation without staleness, one
-with bounded staleness, and one with any staleness.
+The simulation does not show how staleness affects the loss. Therefore, one model is recommended for
+training without staleness, one for bounded staleness, and one for unlimited staleness.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
+from ..core.lease import BatchSizing
 from ..errors import ConfigurationError
+from ..report.names import run_name
 from ..report.ranking import ranking_table
-from ..sim import Cluster, simulate
+from ..report.speed import speed_unit
+from ..sim import Cluster, Dataset, simulate
 from ..sim.recorded import read_cluster_of_run
 from ..sync.events import WorkerFinished, WorkerLost
 from ..sync.schedule import read_schedule
-from ..trace.recording import Trace, read
-from .clusters import describe
+from ..trace.findings import find
+from ..trace.measures import Measures, Meter, measure
+from ..trace.recording import Trace, read_run
+from .clusters import describe, describe_data
 from .comparison import STAR, show_faults
 from .process_pool import TellCount
 from .ranking import EVERY_MODEL, Figures, mark_front, rank
 
 __all__ = ["Advice", "MachineReport", "advise", "show"]
 
-WORTH_IT = 1.1  # minimum speedup over BSP, in gradients per second, that justifies staleness
+WORTH_IT = 1.1  # only BSP is recommended if no model reaches this many times BSP's speed
+
+_ASSUMED = "compute times are assumed proportional to a batch's size, unless the run had balanced batches"
 
 
 class Advice(msgspec.Struct, frozen=True):
     """A recommended sync model, with the reason for the recommendation.
 
     Attributes:
-        wish: the requirement that the model meets best.
+        wish: what the model is best for, or a note that the machines are about equally fast.
         sync: the recommended model.
-        reason: one sentence that explains the recommendation.
+        batch: the recommended sizes of the workers' batches: "equal" or "balanced".
+        reason: explanation of the recommendation, as sentences.
         command: command line that runs a script under the model.
     """
 
     wish: str
     sync: str
+    batch: BatchSizing
     reason: str
     command: str
 
@@ -52,16 +62,29 @@ class MachineReport(msgspec.Struct, frozen=True):
 
     Attributes:
         sync: sync model of the run.
+        emulated: description of how the run emulated unequal machines; "" if it emulated nothing. The advice is then
+            for the emulated machines.
+        findings: sentences about the time that workers of the run lost, and what would help; see
+            `paceline.trace.findings`.
         measured_updates_per_s: updates per second in the run while all workers were present.
-        simulated_updates_per_s: updates per second in a simulation of the run. The difference from the measurement
-            shows how accurate the other simulations are.
-        rows: results of every model, sorted by gradients per second, descending.
+        simulated_updates_per_s: updates per second in a simulation of the run.
+        measured_gradients_per_s: gradients per second in the run while all workers were present.
+        simulated_gradients_per_s: gradients per second in a simulation of the run. The difference from the
+            measurement shows how accurate the other simulations are.
+        data: the data that was simulated; None if the run's data is unknown.
+        rows: results for every model, sorted by speed, descending. If the data is known, there are rows for equal and
+            for balanced batches.
         advice: the recommendations.
     """
 
     sync: str
+    emulated: str
+    findings: list[str]
     measured_updates_per_s: float
     simulated_updates_per_s: float
+    measured_gradients_per_s: float
+    simulated_gradients_per_s: float
+    data: Dataset | None
     rows: list[Figures]
     advice: list[Advice]
 
@@ -83,29 +106,57 @@ def advise(
     shards = cluster.servers
     iterations = max(20, min(int(count) for count in summary["iterations"].values()))
     own = summary["sync"]
-    together_s, updates = _while_all_were_present(read(run_dir / "trace-shard-0.jsonl"))
-    again = simulate(cluster, own, None, summary["seed"], until_s=together_s)
-    rows = rank(cluster, _runnable(syncs, cluster, shards), iterations=iterations, tell=tell)
+    shard_traces = [trace for trace in read_run(run_dir) if trace.header.host == "shard"]
+    together_s, together = _while_all_were_present(shard_traces[0])
+    lockstep = all(model.lockstep for model in read_schedule(own).models)
+    data = _dataset(summary, cluster.workers)
+    batch = summary.get("batch", "equal")
+    again = simulate(cluster, own, None, summary["seed"], until_s=together_s, data=data, batch=batch)
+    if data is not None:
+        # Simulate no more epochs than are needed for a comparison.
+        rounds = math.ceil(data.samples / (data.batch_size * cluster.workers))
+        data = msgspec.structs.replace(data, epochs=min(data.epochs, math.ceil(iterations / rounds)))
+    rows = rank(cluster, _runnable(syncs, cluster, shards), iterations=iterations, data=data, tell=tell)
     return MachineReport(
         sync=own,
-        measured_updates_per_s=updates / together_s,
+        emulated=cluster.emulated,
+        findings=find(measure(shard_traces), lockstep=lockstep, balanced=batch == "balanced"),
+        measured_updates_per_s=together.updates / together_s,
         simulated_updates_per_s=again.updates / together_s,
+        measured_gradients_per_s=together.gradients / together_s,
+        simulated_gradients_per_s=again.measures.gradients / together_s,
+        data=data,
         rows=rows,
         advice=_advice(rows, summary),
     )
 
 
-def _while_all_were_present(shard: Trace) -> tuple[float, int]:
-    """Return the seconds until the first worker left, and the number of updates in that time."""
+def _dataset(summary: Mapping[str, Any], workers: int) -> Dataset | None:
+    """Return the data of a run; None if the workers used no data of known size that was handed out to them.
+
+    If the script accumulated gradients, the batches of a push count as one batch.
+    """
+    samples, batch_size, epochs = (summary.get(key) or 0 for key in ("epoch_samples", "batch_size", "epochs"))
+    if not (samples >= workers and batch_size and epochs):
+        return None
+    batch_size *= summary.get("batches_per_push", 1)
+    return Dataset(samples=samples, batch_size=batch_size, epochs=epochs)
+
+
+def _while_all_were_present(shard: Trace) -> tuple[float, Measures]:
+    """Return the seconds and the statistics until the first worker left or, if none did, until the last event."""
     if not shard.entries:
         raise ConfigurationError(
-            "the trace of shard 0 contains only a header, because the run recorded no events."
+            "the trace of shard 0 contains only a header: no events were recorded, so the run cannot be simulated."
         )
-    begun_s = shard.entries[0].event.now_s
+    begun_s = now_s = shard.entries[0].event.now_s
+    meter = Meter(1)
     for entry in shard.entries:
-        if isinstance(entry.event, WorkerFinished | WorkerLost) and entry.event.now_s > begun_s:
-            return entry.event.now_s - begun_s, entry.version or 0
-    return max(shard.entries[-1].event.now_s - begun_s, 1e-9), shard.entries[-1].version or 0
+        meter.record(0, entry)
+        now_s = entry.event.now_s
+        if isinstance(entry.event, WorkerFinished | WorkerLost) and now_s > begun_s:
+            break
+    return max(now_s - begun_s, 1e-9), meter.measures()
 
 
 def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
@@ -122,47 +173,55 @@ def _runnable(syncs: Sequence[str], cluster: Cluster, shards: int) -> list[str]:
 
 
 def _advice(rows: Sequence[Figures], summary: dict[str, Any]) -> list[Advice]:
-    # If a condition failed, another model replaced it during the simulation, so its results are left out.
+    # If a condition failed during a simulation, another model took over. Such results are not compared.
     rows = [row for row in rows if not row.faults]
-    [bsp] = [row for row in rows if row.sync == "bsp"]
+    [bsp] = [row for row in rows if row.sync == "bsp" and row.batch == "equal"]
     fastest = rows[0]
+    fresh = max((row for row in rows if row.sync == "bsp"), key=lambda row: row.speed)
+    if fresh.speed < WORTH_IT * bsp.speed:
+        fresh = bsp
     bounded = [row for row in mark_front([row for row in rows if _bounded(row.sync)]) if row.front]
-    middle = max(bounded, key=lambda row: row.gradients_per_s)
+    middle = max(bounded, key=lambda row: row.speed)
+    unit = speed_unit(row.samples_per_s for row in rows)
     picks = [
-        ("no staleness at all", bsp),
-        ("the most gradients, with bounded staleness or barriers", middle),
-        ("the most gradients, with any staleness", fastest),
+        ("no staleness", fresh),
+        (f"most {unit} per second with bounded staleness or barriers", middle),
+        (f"most {unit} per second with unlimited staleness", fastest),
     ]
-    if fastest.gradients_per_s < WORTH_IT * bsp.gradients_per_s:
+    if fastest.speed < WORTH_IT * bsp.speed:
         picks = [("these machines are about equally fast", bsp)]
     advice: list[Advice] = []
     for wish, row in picks:
-        if advice and advice[-1].sync == row.sync:
+        if advice and (advice[-1].sync, advice[-1].batch) == (row.sync, row.batch):
             advice[-1] = msgspec.structs.replace(advice[-1], wish=f"{advice[-1].wish}; {wish}")
             continue
         command = (
             f"paceline run --workers {summary['workers']} --servers {summary['servers']} --sync {row.sync}"
         )
-        advice.append(Advice(wish, row.sync, _reason(row, bsp), f"{command} SCRIPT"))
+        if row.batch == "balanced":
+            command += " --batch balanced"
+        advice.append(Advice(wish, row.sync, row.batch, _reason(row, bsp), f"{command} SCRIPT"))
     return advice
 
 
 def _bounded(sync: str) -> bool:
-    """Return True if the model limits how far ahead a worker may be, or has barriers."""
+    """Return True if the model has barriers or limits how far ahead a worker may get."""
     return sync.partition(":")[0] in ("bsp", "ssp", "dssp", "dsps", "elastic-bsp", "drop-stragglers")
 
 
 def _reason(row: Figures, bsp: Figures) -> str:
-    if row.sync == "bsp":
+    if row is bsp:
         return (
-            f"every gradient is fresh; workers wait {row.waiting_share:.0%} of their time, which is the most that "
-            "another model could save."
+            f"no gradient is stale. Workers spend {row.waiting_share:.0%} of their time waiting; another model can "
+            "save at most this share."
         )
-    faster = row.gradients_per_s / bsp.gradients_per_s
-    wasted = f" and waste {row.wasted_share:.0%}" if row.wasted_share >= 0.005 else ""
+    faster = row.speed / bsp.speed
+    what = speed_unit([row.samples_per_s])
+    wasted = f" and spend {row.wasted_share:.0%} on aborted computations" if row.wasted_share >= 0.005 else ""
     return (
-        f"{faster:.2f} times as many gradients as bsp: workers wait {row.waiting_share:.0%} of their time instead of "
-        f"{bsp.waiting_share:.0%}{wasted}; a gradient misses {row.mean_staleness:.1f} updates on average."
+        f"{faster:.2f} times as many {what} per second as under bsp. Workers spend "
+        f"{row.waiting_share:.0%} of their time waiting (bsp: {bsp.waiting_share:.0%}){wasted}. "
+        f"The mean staleness is {row.mean_staleness:.1f} updates."
     )
 
 
@@ -186,17 +245,29 @@ def _summary(run_dir: Path) -> dict[str, Any]:
 def show(report: MachineReport, cluster: Cluster, console: Console) -> None:
     """Print a report: the table of all models and the recommendations."""
     off = (
-        report.simulated_updates_per_s / report.measured_updates_per_s - 1
-        if report.measured_updates_per_s
+        report.simulated_gradients_per_s / report.measured_gradients_per_s - 1
+        if report.measured_gradients_per_s
         else 0.0
     )
     caption = (
-        f"{describe(cluster)}\n{STAR}\nthe run itself ({report.sync}): {report.measured_updates_per_s:.4g} updates "
-        f"per s, simulated {report.simulated_updates_per_s:.4g} ({off:+.1%})"
+        f"{describe(cluster)}\n{STAR}\nthe run itself ({report.sync}): {report.measured_gradients_per_s:.4g} "
+        f"gradients per s measured, {report.simulated_gradients_per_s:.4g} simulated ({off:+.1%})"
     )
+    if report.data is not None:
+        caption += f"\n{describe_data(report.data)}; {_ASSUMED}"
+    for finding in report.findings:
+        console.print(finding, highlight=False, markup=False)
     console.print(ranking_table(f"{cluster.name}, simulated under each model", report.rows, caption))
     show_faults(report.rows, console)
+    if report.emulated:
+        console.print(
+            f"\nThis run emulated unequal machines: {report.emulated}. The recommendations are for the emulated "
+            "machines.",
+            highlight=False,
+            markup=False,
+        )
     for advice in report.advice:
-        console.print(f"\n[bold]{advice.wish}[/]: {advice.sync}", highlight=False)
+        name = run_name(advice.sync, advice.batch)
+        console.print(f"\n[bold]{advice.wish}[/]: {name}", highlight=False)
         console.print(f"  {advice.reason}", highlight=False)
         console.print(f"  {advice.command}", highlight=False, soft_wrap=True)

@@ -1,17 +1,17 @@
-"""Functions that load a cluster and describe a cluster in one line."""
+"""Functions for loading a cluster and for describing it in one line."""
 
 from __future__ import annotations
 
 import itertools
 from pathlib import Path
 
-from ..sim import PRESETS, Cluster
+from ..sim import PRESETS, Cluster, Dataset
 
-__all__ = ["describe", "load_cluster"]
+__all__ = ["describe", "describe_data", "load_cluster"]
 
 
 def load_cluster(source: str) -> Cluster:
-    """Load a cluster file, or the cluster from the papers with the given name.
+    """Load a cluster from a file, or one of the papers' clusters by name.
 
     Raises:
         ConfigurationError: there is no file or cluster with that name, or the file is invalid.
@@ -20,8 +20,17 @@ def load_cluster(source: str) -> Cluster:
     return Cluster.preset(source) if by_name else Cluster.from_toml(source)
 
 
+def describe_data(data: Dataset) -> str:
+    """Return a one-line description of the data that the workers use up."""
+    epochs = f"{data.epochs} epochs" if data.epochs > 1 else "1 epoch"
+    return (
+        f"{epochs} of {data.samples:,} samples, in batches of {data.batch_size}; balanced batches only where a "
+        "worker may have to wait for others"
+    )
+
+
 def describe(cluster: Cluster) -> str:
-    """Return a description of a cluster in one line."""
+    """Return a one-line description of a cluster."""
     counted = [
         (times, len(list(group)))
         for times, group in itertools.groupby(map(cluster.compute, range(cluster.workers)))
@@ -36,4 +45,6 @@ def describe(cluster: Cluster) -> str:
         parts.append(f"{cluster.bandwidth_bps / 1e9:g} Gbit/s, {cluster.size_bytes / 1e6:g} MB of parameters")
     if cluster.presence:
         parts.append(f"{len(cluster.presence)} of the workers not always present")
+    if cluster.emulated:
+        parts.append(f"recorded in a run with emulated machines: {cluster.emulated}")
     return "; ".join(parts)

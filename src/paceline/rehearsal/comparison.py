@@ -12,23 +12,23 @@ from ..report.canvas import save
 from ..report.picture import timelines_picture
 from ..report.ranking import ranking_picture, ranking_table, sweep_picture
 from ..report.timeline import timeline_of
-from ..sim import Cluster, simulate
-from .clusters import describe
+from ..sim import Cluster, Dataset, simulate
+from .clusters import describe, describe_data
 from .process_pool import TellCount
 from .ranking import Figures, rank, sweep
 
 __all__ = ["STAR", "compare", "explore", "show_faults"]
 
-STAR = "*: no other model here has both more gradients per second and less staleness"
-MOST_DRAWN = 16  # maximum number of workers for which timelines are drawn
+STAR = "*: no model is better in speed or staleness without being worse in the other"
+MOST_DRAWN = 16  # timelines are drawn for clusters with at most this many workers
 SHOWN_ITERATIONS = 12  # length of the timelines, in iterations of the slowest worker
 
 
 def show_faults(rows: Iterable[Figures], console: Console) -> None:
-    """Print which conditions failed and were therefore replaced by another model during the simulation."""
+    """Print which conditions failed during the simulations, and which models took over."""
     for row in rows:
         for fault in row.faults:
-            console.print(f"{row.sync}: {fault.splitlines()[0]}", style="red", markup=False, highlight=False)
+            console.print(f"{row.name}: {fault.splitlines()[0]}", style="red", markup=False, highlight=False)
 
 
 def compare(
@@ -38,15 +38,17 @@ def compare(
     iterations: int,
     seed: int,
     shards: int | None,
+    data: Dataset | None,
     out: Path,
     console: Console,
     tell: TellCount,
 ) -> list[Figures]:
-    """Rank sync models. Print a table, and save the results as JSON and as pictures of the ranking and timelines."""
-    rows = rank(cluster, syncs, iterations=iterations, seed=seed, shards=shards, tell=tell)
-    until_s = rows[0].until_s
-    note = (
-        f"{describe(cluster)}; {until_s:.4g} virtual seconds, in which bsp completes {iterations} iterations"
+    """Rank sync models. Print a table, and save the results as JSON and as pictures (ranking, timelines)."""
+    rows = rank(cluster, syncs, iterations=iterations, seed=seed, shards=shards, data=data, tell=tell)
+    note = f"{describe(cluster)}; " + (
+        describe_data(data)
+        if data is not None
+        else f"{rows[0].until_s:.4g} virtual seconds, in which bsp completes {iterations} iterations"
     )
     console.print(ranking_table(cluster.name, rows, f"{note}\n{STAR}"))
     show_faults(rows, console)
@@ -78,7 +80,7 @@ def explore(
     console: Console,
     tell: TellCount,
 ) -> list[Figures]:
-    """Compare values of a parameter. Print a table, and save the results as JSON and as a picture."""
+    """Compare different values of a parameter. Print a table, and save the results as JSON and as a picture."""
     points = sweep(cluster, syncs, key, values, iterations=iterations, seed=seed, shards=shards, tell=tell)
     rows = [row for _, row in points]
     console.print(ranking_table(cluster.name, rows, describe(cluster)))

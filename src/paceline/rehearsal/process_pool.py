@@ -20,7 +20,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 TellCount = Callable[[int, int, str], None]
-"""Progress callback: receives the number of finished tasks, the total number of tasks, and the last task's name."""
+"""Progress callback. Arguments: number of finished tasks, number of tasks, name of the task that just finished."""
 
 
 def on_all_cores(
@@ -36,9 +36,10 @@ def on_all_cores(
     """Apply a function to each task in a pool of processes. Return the results in the order of the tasks.
 
     Args:
-        function: function that processes one task. It must be importable; tasks and results must be picklable.
+        function: function that processes one task. The function must be importable, and tasks and results must be
+            picklable.
         tasks: tasks to process.
-        name_of: returns the name of a task, for the progress callback.
+        name_of: function that returns the name of a task, for the progress callback.
         tell: progress callback.
         prepare: importable function that every process calls first. The default does nothing.
         prepare_args: arguments for `prepare`.
@@ -60,16 +61,16 @@ def on_all_cores(
     try:
         futures = {pool.submit(function, task): task for task in tasks}
         for done, future in enumerate(as_completed(futures), start=1):
-            future.result()  # raises the exception of a task that failed
+            future.result()  # if the task failed, this raises its exception
             tell(done, len(tasks), name_of(futures[future]))
         return [future.result() for future in futures]
     except BrokenProcessPool as error:
         raise RunFailedError(
             "a process",
-            "it ended without an error message: it was killed, ran out of memory, or called os._exit()",
+            "it ended without an error message; perhaps it was killed, ran out of memory, or called os._exit()",
         ) from error
     except BaseException:
-        for process in list((pool._processes or {}).values()):  # their results are no longer needed
+        for process in list((pool._processes or {}).values()):  # the other results are no longer needed
             process.terminate()
         raise
     finally:
@@ -79,7 +80,7 @@ def on_all_cores(
 def _begin(
     parent: int, imports: Sequence[str], prepare: Callable[..., object], prepare_args: tuple[Any, ...]
 ) -> None:
-    """Prepare a process of the pool, so that it ignores Ctrl-C and exits when its parent exits."""
+    """Prepare a process in the pool, so that it ignores Ctrl-C and exits when its parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
     load_models("", imports)

@@ -7,14 +7,17 @@ affects the loss, train a model; see the module `training` in this package.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 import msgspec
 
+from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..errors import ConfigurationError
-from ..sim import Cluster, SimResult, simulate
+from ..report.names import run_name
+from ..sim import Cluster, Dataset, SimResult, simulate
 from ..sync import MODELS
 from ..sync.schedule import read_schedule
 from .process_pool import TellCount, on_all_cores
@@ -62,6 +65,8 @@ class Task(msgspec.Struct, frozen=True):
         until_s: virtual seconds after which the simulation ends.
         seed: random seed.
         shards: number of shards; None for one per server.
+        data: data that the workers use up; None if only the other limits end the simulation.
+        batch: sizes of the workers' batches of this data.
     """
 
     cluster: Cluster
@@ -70,6 +75,8 @@ class Task(msgspec.Struct, frozen=True):
     until_s: float
     seed: int
     shards: int | None = None
+    data: Dataset | None = None
+    batch: BatchSizing = "equal"
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,28 +84,36 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sync: sync model.
+        batch: sizes of the workers' batches.
         until_s: virtual seconds that were simulated.
-        finished_s: virtual time at which a worker finished its last iteration, averaged over the workers.
-        gradients_per_s: number of applied pushes of all workers, per virtual second.
-        updates_per_s: optimizer steps per virtual second. Under BSP, one step applies all gradients of a round.
-        mean_staleness: mean staleness of the gradients, in versions.
-        max_staleness: largest staleness of a gradient, in versions.
+        finished_s: virtual time at which workers finished their last iteration, averaged over the workers.
+        gradients_per_s: number of applied pushes of all workers per virtual second.
+        updates_per_s: optimizer steps per virtual second. Under BSP, one step applies all gradients of a round, so
+            compare models by `speed` instead.
+        samples_per_s: number of samples per virtual second from which applied gradients were computed; 0.0 if the
+            simulation had no data.
+        epoch_s: virtual time per epoch, in seconds; None if the simulation had no data.
+        mean_staleness: mean staleness of the gradients, in updates.
+        max_staleness: largest staleness of a gradient, in updates.
         computing_share: share of the workers' time spent computing gradients that were pushed.
         waiting_share: share of the workers' time spent waiting for other workers.
         wasted_share: share of the workers' time spent on aborted computations and the pulls after them.
-        delayed_share: share of the pulls that were not answered on arrival.
+        delayed_share: pulls that were not answered on arrival, as a share of all pulls.
         restarts: number of computations that were aborted and restarted.
         bytes_sent: bytes sent by all processes.
-        faults: descriptions of conditions that failed, and of the models that replaced them. If there are any, the
-            results are not those of `sync` alone.
-        front: True if no other model in the comparison has both more gradients per second and less staleness.
+        faults: descriptions of conditions that failed, and of the models that replaced them. If the list is not
+            empty, the results are not those of `sync` alone.
+        front: True if no model is better in speed or staleness without being worse in the other.
     """
 
     sync: str
+    batch: BatchSizing = "equal"
     until_s: float
     finished_s: float
     gradients_per_s: float
     updates_per_s: float
+    samples_per_s: float = 0.0
+    epoch_s: float | None = None
     mean_staleness: float
     max_staleness: int
     computing_share: float
@@ -111,23 +126,38 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     front: bool = False
 
     @property
+    def name(self) -> str:
+        """The sync model, and the sizes of the batches if they are balanced."""
+        return run_name(self.sync, self.batch)
+
+    @property
+    def speed(self) -> float:
+        """Samples per second if the simulation had data, else gradients per second."""
+        return self.samples_per_s or self.gradients_per_s
+
+    @property
     def moving_share(self) -> float:
         """The share of the workers' time spent on transfers, from 0 to 1."""
         return max(0.0, 1.0 - self.computing_share - self.waiting_share - self.wasted_share)
 
 
-def figures_of(sync: str, result: SimResult) -> Figures:
-    """Compute the numbers for a ranking from the result of a simulation."""
+def figures_of(
+    sync: str, result: SimResult, data: Dataset | None = None, batch: BatchSizing = "equal"
+) -> Figures:
+    """From the result of a simulation, compute the numbers that a ranking shows."""
     measures = result.measures
     pushes = sum(measures.iterations.values())
     duration_s = measures.duration_s or 1.0
     present_s = measures.present_s or 1.0
     return Figures(
         sync=sync,
+        batch=batch,
         until_s=measures.duration_s,
         finished_s=fmean(result.finished_s),
         gradients_per_s=(pushes - measures.dropped_pushes / result.shards) / duration_s,
         updates_per_s=measures.updates_per_s,
+        samples_per_s=measures.samples_per_s if data is not None else 0.0,
+        epoch_s=duration_s / data.epochs if data is not None else None,
         mean_staleness=measures.mean_staleness,
         max_staleness=measures.max_staleness,
         computing_share=result.computed_s / present_s,
@@ -149,12 +179,14 @@ def run_task(task: Task) -> Figures:
         task.seed,
         until_s=task.until_s,
         shards=task.shards,
+        data=task.data,
+        batch=task.batch,
     )
-    return figures_of(task.sync, result)
+    return figures_of(task.sync, result, task.data, task.batch)
 
 
 def run_tasks(tasks: Sequence[Task], tell: TellCount = lambda done, of, what: None) -> list[Figures]:
-    """Run simulations on all cores. Return their results in the order of the tasks."""
+    """Run simulations on all cores. Return the results in the order of the tasks."""
     if len(tasks) > 1:
         return on_all_cores(run_task, tasks, lambda task: task.sync, tell)
     tell(0, len(tasks), "")
@@ -170,22 +202,36 @@ def rank(
     iterations: int = 100,
     seed: int = 0,
     shards: int | None = None,
+    data: Dataset | None = None,
     tell: TellCount = lambda done, of, what: None,
 ) -> list[Figures]:
-    """Simulate each model for the time that BSP needs for `iterations` iterations.
+    """Simulate each model for the time that BSP needs for `iterations` iterations, or until data is used up.
+
+    With data, each model whose workers may have to wait for each other is simulated with equal and with balanced
+    batches.
 
     Returns:
-        The results, sorted by gradients per second, descending.
+        The results, sorted by samples per second, or by gradients per second without data, descending.
 
     Raises:
         ConfigurationError: a model cannot run on this cluster, or BSP completes no iteration on it.
     """
     require_runnable(cluster, syncs, shards)
-    horizon_s = horizon(cluster, iterations, seed, shards)
-    tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for sync in syncs]
-    return mark_front(
-        sorted(run_tasks(tasks, tell), key=lambda row: (-row.gradients_per_s, row.mean_staleness))
-    )
+    if data is None:
+        horizon_s = horizon(cluster, iterations, seed, shards)
+        tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for sync in syncs]
+    else:
+        tasks = [
+            Task(cluster, sync, None, math.inf, seed, shards, data, batch)
+            for sync in syncs
+            for batch in (("equal",) if _independent(sync) else BATCH_SIZINGS)
+        ]
+    return mark_front(sorted(run_tasks(tasks, tell), key=lambda row: (-row.speed, row.mean_staleness)))
+
+
+def _independent(sync: str) -> bool:
+    """Return True if no worker ever waits for another one, so that balanced batches save no time."""
+    return all(model.independent for model in read_schedule(sync).models)
 
 
 def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None) -> float:
@@ -204,15 +250,14 @@ def horizon(cluster: Cluster, iterations: int, seed: int, shards: int | None) ->
 
 
 def mark_front(rows: Sequence[Figures]) -> list[Figures]:
-    """Return the rows, with `front` set if no other row has both more gradients per second and less staleness."""
+    """Return the rows, with `front` set (see `Figures.front`)."""
     return [
         msgspec.structs.replace(
             row,
             front=not any(
-                other.gradients_per_s >= row.gradients_per_s
+                other.speed >= row.speed
                 and other.mean_staleness <= row.mean_staleness
-                and (other.gradients_per_s, -other.mean_staleness)
-                != (row.gradients_per_s, -row.mean_staleness)
+                and (other.speed, -other.mean_staleness) != (row.speed, -row.mean_staleness)
                 for other in rows
             ),
         )
@@ -231,7 +276,7 @@ def sweep(
     shards: int | None = None,
     tell: TellCount = lambda done, of, what: None,
 ) -> list[tuple[float, Figures]]:
-    """Simulate each model that has the parameter `key` with each value. Return pairs (value, results)."""
+    """Simulate each model that has the parameter `key`, once for each value. Return pairs (value, results)."""
     pairs = variants(syncs, key, values)
     require_runnable(cluster, [sync for _, sync in pairs], shards)
     horizon_s = horizon(cluster, iterations, seed, shards)
@@ -240,7 +285,7 @@ def sweep(
 
 
 def variants(syncs: Sequence[str], key: str, values: Sequence[float]) -> list[tuple[float, str]]:
-    """Return pairs (value, sync model) for each model that has the parameter `key`.
+    """Return pairs (value, sync model), one for each value and each model that has the parameter `key`.
 
     Raises:
         ConfigurationError: no model has this parameter.
@@ -269,7 +314,7 @@ def sweep_values(text: str) -> tuple[str, list[float]]:
     ('staleness', [1.0, 4.0, 7.0])
 
     Raises:
-        ConfigurationError: the text has none of these forms.
+        ConfigurationError: the text does not have one of these forms.
     """
     key, equals, rest = text.partition("=")
     number = r"([0-9.]+)"
@@ -285,7 +330,7 @@ def sweep_values(text: str) -> tuple[str, list[float]]:
         raise ConfigurationError(f"sweep {text!r} has more than {MOST_VALUES} values; use larger steps.")
     if not (key and equals and values):
         raise ConfigurationError(
-            f"sweep is {text!r}, expected key=from..to, key=from..to:step or key=value,value, for example "
+            f"sweep is {text!r}; expected key=from..to, key=from..to:step or key=value,value, for example "
             "lookahead=5..480."
         )
     return key, values

@@ -1,6 +1,6 @@
 """`paceline simulate --script`: runs a training script on a simulated cluster, under several sync models.
 
-Unlike a ranking by speed, this shows how staleness affects the loss.
+Unlike a ranking by speed, such a run shows how staleness affects the loss.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Trained(msgspec.Struct, frozen=True):
     final_loss: float
 
     def reaches_s(self, loss: float) -> float | None:
-        """Return the virtual time at which the curve first reaches a loss; None if it never does."""
+        """Return the virtual time at which the curve first reaches a loss, or None."""
         return next((time_s for time_s, value in self.curve if value <= loss), None)
 
 
@@ -77,7 +77,7 @@ def train_and_compare(
 
     Raises:
         RunFailedError: the script failed.
-        UsageError: the script trained, but its closures returned no loss.
+        UsageError: the script trained, but reported no losses.
     """
     tasks = [
         _Task(cluster, sync, str(script), list(arguments), seed, shards, str(out / f"script-{number}.log"))
@@ -89,7 +89,7 @@ def train_and_compare(
     rows = [row for row in found if row.curve]
     if len(rows) < len(found):
         raise UsageError(
-            f"{script} returned no losses to compare: pass optimizer.step() a closure that returns the loss."
+            f"{script} reported no losses to compare: call optimizer.step() with a closure that returns the loss."
         )
     console.print(_table(cluster, rows, rows[0].final_loss, syncs[0]))
     show_faults([row.figures for row in rows], console)
@@ -136,7 +136,7 @@ def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str)
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
-        caption=f"{escape(describe(cluster))}; losses on the training batches, smoothed. All models "
+        caption=f"{escape(describe(cluster))}; smoothed losses on the training batches. All models "
         "use the script's learning rate, but models that average gradients, such as bsp, tolerate a larger rate.",
         caption_justify="left",
     )
@@ -145,8 +145,8 @@ def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str)
         "virtual s\nin total",
         f"s to {target:.4g},\n{first}'s last loss",
         "last\nloss",
-        "mean\nstaleness",
-        "waits",
+        "staleness\n(updates)\nmean",
+        "time\nwaited",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:

@@ -1,4 +1,4 @@
-"""A plot of the accuracy over time: one curve per run, the target, and the times at which it was reached."""
+"""A plot of test accuracy over time: one curve per run, and a marker where a run reached the target accuracy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Curve", "draw_accuracy"]
 
-LEAST_SHOWN = 0.5  # lower end of the axis; random guesses have an accuracy of 0.1
+LEAST_SHOWN = 0.5  # lower end of the accuracy axis, far above the accuracy of random guessing (0.1)
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -22,9 +22,9 @@ class Curve(msgspec.Struct, frozen=True):
 
     Attributes:
         label: name of the run in the legend.
-        times_s: times of the evaluations, in seconds since training began, ascending.
-        accuracies: accuracies at these times, from 0 to 1.
-        reached_s: time at which the target was reached, in seconds since training began; None if it was not reached.
+        times_s: ascending times of the evaluations, in seconds since training began.
+        accuracies: test accuracies at `times_s`, from 0 to 1.
+        reached_s: time at which the run reached the target, in seconds since training began; None if it never did.
     """
 
     label: str
@@ -34,7 +34,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 def draw_accuracy(axes: Axes, curves: Sequence[Curve], target: float) -> None:
-    """Draw the curves. Curves with the same label (several seeds) share a color and a legend entry."""
+    """Draw the curves and the target. Runs with the same label (different seeds) share a color and a legend entry."""
     labels = list(dict.fromkeys(curve.label for curve in curves))
     for index, label in enumerate(labels):
         group = [curve for curve in curves if curve.label == label]
@@ -58,9 +58,9 @@ def draw_accuracy(axes: Axes, curves: Sequence[Curve], target: float) -> None:
 
 
 def _draw_group(axes: Axes, curves: Sequence[Curve], color: str, dashes: object, target: float) -> None:
-    """Draw the curves with one label.
+    """Draw the curves of the runs that share a label.
 
-    For each curve that reached the target, draw a marker at the target and a vertical line from it to the axis.
+    Where a run reached the target, draw a marker and a vertical line from the marker to the time axis.
     """
     reached_s = [curve.reached_s for curve in curves if curve.reached_s is not None]
     for curve in curves:
@@ -87,11 +87,11 @@ def _draw_group(axes: Axes, curves: Sequence[Curve], color: str, dashes: object,
 
 
 def _legend(label: str, reached_s: Sequence[float], runs: int, target: float) -> str:
-    """Return the legend entry for the runs with one label."""
+    """Return the legend entry for the runs that share a label."""
     if not reached_s:
-        return f"{label}: never at {target:.0%}"
+        return f"{label}: {target:.0%} not reached"
     if runs == 1:
         return f"{label}: {target:.0%} after {reached_s[0]:.2f} s"
     times = ", ".join(f"{time_s:.2f}" for time_s in sorted(reached_s))
-    never = f", {runs - len(reached_s)} never" if len(reached_s) < runs else ""
+    never = f", not reached in {runs - len(reached_s)} of {runs} runs" if len(reached_s) < runs else ""
     return f"{label}: {target:.0%} after {times} s{never}"

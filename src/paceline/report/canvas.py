@@ -1,4 +1,4 @@
-"""Functions that create figures without a display and save figures as PNG files.
+"""Creates matplotlib figures and saves them as PNG files; no display is needed.
 
 matplotlib is optional; a `ConfigurationError` is raised if it is not installed. The global state of matplotlib
 (pyplot, rcParams) is not used, so the user's own figures are not affected.
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["COLOURS", "DASHES", "new_figure", "save"]
 
 COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#56B4E9")
-"""Colors that color-blind readers can distinguish (Okabe and Ito, 2008), in the order in which they are used."""
+"""Curve colors that color-blind readers can distinguish (Okabe and Ito, 2008), in order of use."""
 
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
-"""Line styles, which are used in addition to the colors, so that lines can also be distinguished without colors."""
+"""Line styles, combined with the colors so that curves can also be distinguished in black and white."""
 
 DOTS_PER_INCH = 130
 
@@ -36,7 +36,7 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError(
-            "pictures are drawn with matplotlib, which is not installed: pip install 'paceline[report]'"
+            "pictures require matplotlib, which is not installed; run: pip install 'paceline[report]'"
         ) from error
     figure = Figure(figsize=(width_inches, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)

@@ -10,6 +10,9 @@ import msgspec
 from rich import box
 from rich.table import Table
 
+from .names import run_name
+from .speed import speed_unit
+
 __all__ = ["TrialOutcome", "comparison_table", "medians"]
 
 
@@ -18,24 +21,29 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sync: the sync model, in the notation of the command line.
+        batch: sizes of the workers' batches: "equal" or "balanced".
         learning_rate: learning rate of the runs.
         momentum: momentum of the runs.
-        seeds: random seeds of the runs.
+        seeds: random seeds for the runs.
         target_accuracy: target accuracy on the test images, from 0 to 1.
         time_to_target_s: time of the first evaluation that, like the one before it, is at or above the target, in
             seconds since training began; None if there is no such evaluation.
         final_accuracy: accuracy of the final weights on the test images, from 0 to 1.
-        updates_per_s: number of optimizer steps per second.
-        waiting_share: share of the total time of all workers that was spent waiting, from 0 to 1.
-        mean_staleness: mean staleness over all pairs (push, shard), in versions.
-        max_staleness: maximum staleness over all pairs (push, shard) of all runs, in versions.
-        delayed_share: share of pulls that were delayed, counted per (worker, shard), from 0 to 1.
+        updates_per_s: optimizer steps per second. Updates under different models contain different numbers of
+            gradients, so the table compares the samples or gradients per second.
+        gradients_per_s: gradients per second, of all workers together.
+        samples_per_s: samples per second, of all workers together; 0 if the number of samples is unknown.
+        waiting_share: fraction of the workers' total time that was spent waiting, from 0 to 1.
+        mean_staleness: mean staleness over all pushes and shards, in updates.
+        max_staleness: largest staleness of any push at any shard in any run, in updates.
+        delayed_share: fraction of pulls that were delayed, from 0 to 1; a pull counts once for each shard.
         restarts: number of computations that were aborted and restarted.
-        wasted_share: share of the total time of all workers that was spent on aborted computations, from 0 to 1.
-        emulated: description of how unequal machines were emulated; "" if no machines were emulated.
+        wasted_share: fraction of the workers' total time spent on aborted computations and the pulls after them.
+        emulated: description of how the runs emulated unequal machines; "" if they did not.
     """
 
     sync: str
+    batch: str = "equal"
     learning_rate: float
     momentum: float
     seeds: tuple[int, ...]
@@ -43,6 +51,8 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
     time_to_target_s: float | None
     final_accuracy: float
     updates_per_s: float
+    gradients_per_s: float
+    samples_per_s: float
     waiting_share: float
     mean_staleness: float
     max_staleness: int
@@ -51,13 +61,19 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
     wasted_share: float = 0.0
     emulated: str
 
+    @property
+    def name(self) -> str:
+        """The sync model, and the sizes of the batches if they are balanced."""
+        return run_name(self.sync, self.batch)
+
 
 def medians(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
-    """Return the medians of the results of several runs of the same sync model and settings."""
+    """Combine the outcomes of runs with the same settings: take medians, but the maximum of `max_staleness`."""
     first = outcomes[0]
     time_s = median(math.inf if o.time_to_target_s is None else o.time_to_target_s for o in outcomes)
     return TrialOutcome(
         sync=first.sync,
+        batch=first.batch,
         learning_rate=first.learning_rate,
         momentum=first.momentum,
         seeds=tuple(seed for outcome in outcomes for seed in outcome.seeds),
@@ -65,6 +81,8 @@ def medians(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
         time_to_target_s=time_s if math.isfinite(time_s) else None,
         final_accuracy=median(outcome.final_accuracy for outcome in outcomes),
         updates_per_s=median(outcome.updates_per_s for outcome in outcomes),
+        gradients_per_s=median(outcome.gradients_per_s for outcome in outcomes),
+        samples_per_s=median(outcome.samples_per_s for outcome in outcomes),
         waiting_share=median(outcome.waiting_share for outcome in outcomes),
         mean_staleness=median(outcome.mean_staleness for outcome in outcomes),
         max_staleness=max(outcome.max_staleness for outcome in outcomes),
@@ -76,19 +94,21 @@ def medians(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
 
 
 def comparison_table(outcomes: Sequence[TrialOutcome], *, every: bool = False) -> Table:
-    """Return a table with one row per outcome. The caption says which machines were emulated.
+    """Return a table with one row per outcome. The caption describes the seeds and the emulation of unequal machines.
 
-    If `every` is True, the table shows delayed pulls and aborts instead of the settings and the update rate, and
-    wraps long names of sync models.
+    If `every` is True, the table has columns for delayed pulls and aborted computations instead of the learning rate,
+    the momentum and the speed, and it wraps long names of sync models.
     """
     first = outcomes[0]
+    unit = speed_unit(outcome.samples_per_s for outcome in outcomes)
+    speed = f"{unit}\nper s"
     runs = f"medians of {len(first.seeds)} seeds" if len(first.seeds) > 1 else f"seed {first.seeds[0]}"
     table = Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
         collapse_padding=True,
-        caption=f"{runs}; emulated: {first.emulated or 'nothing'}",
+        caption=f"{runs}; {f'emulated: {first.emulated}' if first.emulated else 'no emulation'}",
         caption_justify="left",
     )
     columns: dict[str, Callable[[TrialOutcome], str]] = {
@@ -97,12 +117,12 @@ def comparison_table(outcomes: Sequence[TrialOutcome], *, every: bool = False) -
             "never" if o.time_to_target_s is None else f"{o.time_to_target_s:.2f}"
         ),
         "final\naccur.": lambda o: f"{o.final_accuracy:.1%}",
-        "updates\nper s": lambda o: f"{o.updates_per_s:.1f}",
+        speed: lambda o: f"{o.samples_per_s if unit == 'samples' else o.gradients_per_s:.1f}",
         "time\nwaited": lambda o: f"{o.waiting_share:.1%}",
-        "staleness\nmean, max": lambda o: f"{o.mean_staleness:.1f}, {o.max_staleness}",
+        "staleness\n(updates)\nmean, max": lambda o: f"{o.mean_staleness:.1f}, {o.max_staleness}",
     }
     if every:
-        del columns["rate,\nmomentum"], columns["updates\nper s"]
+        del columns["rate,\nmomentum"], columns[speed]
         columns |= {
             "pulls\ndelayed": lambda o: f"{o.delayed_share:.1%}",
             "aborts,\nwasted": lambda o: f"{o.restarts:g}, {o.wasted_share:.1%}",
@@ -114,7 +134,9 @@ def comparison_table(outcomes: Sequence[TrialOutcome], *, every: bool = False) -
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
-        # The name can be wrapped at the added spaces.
-        name = outcome.sync.replace(",", ", ").replace(":", ": ") if every else outcome.sync
+        # The spaces let the table wrap a long name.
+        name = outcome.name
+        if every:
+            name = outcome.sync.replace(",", ", ").replace(":", ": ") + name.removeprefix(outcome.sync)
         table.add_row(name, *(show(outcome) for show in columns.values()))
     return table

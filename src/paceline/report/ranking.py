@@ -1,4 +1,4 @@
-"""Comparison of sync models on one cluster: a table, and a picture of their speed, staleness and use of time."""
+"""A table and pictures that compare sync models on one cluster: speed, staleness, and the workers' use of time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .canvas import COLOURS, new_figure
+from .speed import speed_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,12 +22,16 @@ COMPUTING, WAITING, MOVING, WASTED = "#56B4E9", "#D55E00", "#999999", "#F0E442"
 
 
 class Ranked(Protocol):
-    """The results that are shown for one model. See `paceline.rehearsal.ranking.Figures`."""
+    """The results shown for one sync model in the table and pictures. See `paceline.rehearsal.ranking.Figures`."""
 
     @property
-    def sync(self) -> str: ...
+    def name(self) -> str: ...
     @property
-    def gradients_per_s(self) -> float: ...
+    def speed(self) -> float: ...
+    @property
+    def samples_per_s(self) -> float: ...
+    @property
+    def epoch_s(self) -> float | None: ...
     @property
     def mean_staleness(self) -> float: ...
     @property
@@ -45,18 +50,22 @@ class Ranked(Protocol):
     def front(self) -> bool: ...
 
 
+EPOCHS: dict[str, Callable[[Ranked], str]] = {"s per\nepoch": lambda row: f"{row.epoch_s:.4g}"}
+"""Columns of the table if the simulations had data."""
+
 COLUMNS: dict[str, Callable[[Ranked], str]] = {
-    "gradients\nper s": lambda row: f"{row.gradients_per_s:.4g}",
-    "staleness\nmean, max": lambda row: f"{row.mean_staleness:.1f}, {row.max_staleness}",
+    "staleness\n(updates)\nmean, max": lambda row: f"{row.mean_staleness:.1f}, {row.max_staleness}",
     "time\nwaited": lambda row: f"{row.waiting_share:.1%}",
     "time in\ntransit": lambda row: f"{row.moving_share:.1%}",
     "time\nwasted": lambda row: f"{row.wasted_share:.1%}",
-    "pulls\ndelayed": lambda row: f"{row.delayed_share:.1%}",
 }
+
+PULLS: dict[str, Callable[[Ranked], str]] = {"pulls\ndelayed": lambda row: f"{row.delayed_share:.1%}"}
+"""Columns of the table if the simulations had no data."""
 
 
 def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:
-    """Return a table with one line per model, in the given order."""
+    """Return a table with one row per model, in the given order. A "*" marks each row whose `front` is True."""
     table = Table(
         title=escape(title),
         title_justify="left",
@@ -68,17 +77,21 @@ def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:
         caption_justify="left",
     )
     table.add_column("sync", overflow="fold", vertical="bottom", min_width=20)
-    for heading in COLUMNS:
+    speed: dict[str, Callable[[Ranked], str]] = {f"{_unit(rows)}\nper s": lambda row: f"{row.speed:.4g}"}
+    has_data = all(row.epoch_s is not None for row in rows)
+    # The table must fit into 80 columns.
+    columns = {**EPOCHS, **speed, **COLUMNS} if has_data else {**speed, **COLUMNS, **PULLS}
+    for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            f"{'*' if row.front else ' '} {_wrappable(row.sync)}", *(show(row) for show in COLUMNS.values())
+            f"{'*' if row.front else ' '} {_wrappable(row.name)}", *(show(row) for show in columns.values())
         )
     return table
 
 
 def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
-    """Plot gradients per second against staleness on the left, and the use of the workers' time on the right.
+    """On the left, plot speed against staleness; on the right, plot how the workers spent their time.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -93,12 +106,12 @@ def ranking_picture(title: str, note: str, rows: Sequence[Ranked]) -> Figure:
 
 
 def sweep_picture(title: str, key: str, lines: Mapping[str, Sequence[tuple[float, Ranked]]]) -> Figure:
-    """Plot gradients per second, staleness and waiting time against the values of a parameter, one line per model."""
+    """Plot speed, staleness and waiting time against a parameter, with one line per sync model."""
     figure = new_figure(12.0, 4.2)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     shown: dict[str, Callable[[Ranked], float]] = {
-        "gradients per second": lambda row: row.gradients_per_s,
-        "mean staleness (updates)": lambda row: row.mean_staleness,
+        "gradients per second": lambda row: row.speed,
+        "mean staleness, in updates": lambda row: row.mean_staleness,
         "share of the workers' time spent waiting": lambda row: row.waiting_share,
     }
     for axes, (label, value_of) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
@@ -130,16 +143,16 @@ def _draw_scatter(axes: Axes, rows: Sequence[Ranked]) -> None:
     front = sorted((row for row in rows if row.front), key=lambda row: row.mean_staleness)
     axes.plot(
         [row.mean_staleness for row in front],
-        [row.gradients_per_s for row in front],
+        [row.speed for row in front],
         color="#BBBBBB",
         zorder=1,
     )
     for number, row in enumerate(rows, start=1):
         color = COLOURS[0] if row.front else "#777777"
-        axes.scatter(row.mean_staleness, row.gradients_per_s, color=color, s=150, zorder=2)
+        axes.scatter(row.mean_staleness, row.speed, color=color, s=150, zorder=2)
         axes.annotate(
             str(number),
-            (row.mean_staleness, row.gradients_per_s),
+            (row.mean_staleness, row.speed),
             ha="center",
             va="center",
             fontsize=8,
@@ -148,7 +161,7 @@ def _draw_scatter(axes: Axes, rows: Sequence[Ranked]) -> None:
             zorder=3,
         )
     axes.set_xlabel("mean staleness, in updates (lower is fresher)")
-    axes.set_ylabel("gradients per second (higher is faster)")
+    axes.set_ylabel(f"{_unit(rows)} per second (higher is faster)")
     axes.set_ylim(bottom=0)
     axes.margins(x=0.08)
     axes.grid(alpha=0.3)
@@ -170,7 +183,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
         left = [begin + share for begin, share in zip(left, shares, strict=True)]
     axes.set_yticks(
         positions,
-        [f"{number}  {_wrappable(row.sync)}" for number, row in enumerate(rows, start=1)],
+        [f"{number}  {_wrappable(row.name)}" for number, row in enumerate(rows, start=1)],
         fontsize=8.5,
     )
     axes.invert_yaxis()
@@ -180,6 +193,10 @@ def _draw_bars(axes: Axes, rows: Sequence[Ranked]) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=8.5)
 
 
+def _unit(rows: Sequence[Ranked]) -> str:
+    return speed_unit(row.samples_per_s for row in rows)
+
+
 def _wrappable(sync: str) -> str:
-    """Return the notation of a sync model with added spaces, at which it can be wrapped."""
-    return sync.replace(",", ", ").replace(":", ": ", 1)
+    """Return the notation of a sync model with spaces added, so that a long name can be wrapped."""
+    return sync.replace(", ", ",").replace(",", ", ").replace(":", ": ", 1)

@@ -1,4 +1,4 @@
-"""Optional output files of a run: logs and traces. If such a file cannot be written, training continues."""
+"""Optional output files of a run: logs and traces. Training continues even if these files cannot be written."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class BestEffortFile:
                 self._give_up(error)
 
     def close_in_fork(self) -> None:
-        """See `close_in_forks`. Buffered data is discarded, because the parent writes it."""
+        """See `close_in_forks`. Buffered data is discarded, because the parent process writes it."""
         if self._file is not None:
             self._file.raw.close()  # type: ignore[attr-defined]  # the file is a BufferedWriter
 
     def _give_up(self, error: OSError) -> None:
         file, self._file = self._file, None
         if file is not None:
-            # Closing the file tries to write the buffered data again.
+            # Closing the file tries to write the buffered data again, which may fail again.
             with contextlib.suppress(OSError):
                 file.close()
         self._failed(
             f"{self._path.name} cannot be written and is incomplete: {error.strerror or error}. The run continues "
-            "without it."
+            "without this file."
         )

@@ -1,9 +1,9 @@
 """The event loop of the coordinator: it receives messages, passes them to the core and performs the core's requests.
 
 The core is the state machine in `paceline.core.coordinator`. This module contains everything that needs a clock,
-memory or another thread: the time of each peer's last message, the shared memory for the weights, and the collection
+shared memory or another thread: the time of each peer's last message, the memory for the weights, and the collection
 of the weights at the end of the run. The loop runs on a thread in the launcher's process. Other threads of this
-process may call the methods under "for other threads".
+process may call only the methods in the section "for other threads".
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = logging.getLogger("paceline.coordinator")
 
 STOP_GRACE_S = 10.0
 STOP_POLL_S = 0.05
-PACE_SPAN = 8  # approximate number of iterations over which the duration of a worker's iterations is averaged
+PACE_SPAN = 8  # approximate number of recent iterations over which a worker's iteration time is averaged
 
 
 class CoordinatorHost:
@@ -68,16 +68,16 @@ class CoordinatorHost:
     Attributes:
         job: the configuration of the run.
         address: the address on which the coordinator listens.
-        core: the state machine of the coordinator. Other threads may read its public attributes.
-        started: event that is set when the first worker has received its first weights from all shards.
+        core: the state machine of the coordinator, whose public attributes other threads may read.
+        started: event that is set once any worker has received its first weights from all shards.
         started_s: time at which `started` was set, in seconds since the run began.
         over: event that is set when all workers have left, a server is lost, or the run has failed.
-        failure: the first failure that was reported; None if there was none.
-        gone_servers: servers that disconnected before the run was over, in the order in which they disconnected.
+        failure: the first failure that was reported, or None.
+        gone_servers: servers that disconnected before the run was over, in order of disconnection.
         heard_s: (role, index) -> time of the last message from this peer, on the clock of `time.monotonic`.
-        usual_s: worker -> recent mean duration of the worker's iterations in seconds, including waiting.
-        registered_s: worker -> time at which the worker reached its first step, on the clock of `time.monotonic`.
-        asked_s: server -> time at which the server was asked which workers wait, on the clock of `time.monotonic`.
+        usual_s: worker -> moving average of the worker's iteration time in seconds, including waiting.
+        registered_s: worker -> time at which the worker reached its first `step()`, on the clock of `time.monotonic`.
+        asked_s: server -> time on the monotonic clock at which the server was asked which workers are waiting.
             Contains only servers that have not answered yet.
     """
 
@@ -112,10 +112,11 @@ class CoordinatorHost:
             shortage=self._shortage,
             recorder=self._recorder,
         )
+        self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection
         self._timers: Timers[Timer] = Timers()
         self._master: Region | None = None  # shared memory in which the servers update the weights
-        self._collection: Collection | None = None  # set while the weights are collected at the end
-        self._stops_s: float | None = None  # deadline at which the loop ends; None while the run continues
+        self._collection: Collection | None = None  # None except while the final weights are collected
+        self._stops_s: float | None = None  # latest time at which the loop ends; None while the run continues
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # see `_call`
         self._bell, self._bell_end = socket.socketpair()
         self._bell_end.setblocking(False)
@@ -148,16 +149,16 @@ class CoordinatorHost:
         self._thread.start()
 
     def fail(self, failure: RunFailedError) -> None:
-        """Report a failure that another thread has detected, such as a crash of a process. Only the first is kept."""
+        """Report a failure that another thread has detected, such as a crash. Later failures are ignored."""
         self.failure = self.failure or failure
         self.over.set()
 
     def ending(self, worker: int) -> str:
-        """Return a phrase that says how a lost worker ended: "its connection ended" if nothing else is known."""
+        """Return a phrase that says how a lost worker's process ended; "its connection ended" if unknown."""
         return self.core.endings.get(worker, "its connection ended")
 
     def worker_ended(self, worker: int, how: str) -> None:
-        """Report that the process of a worker has ended. May be called at any time.
+        """Report that the process of a worker has ended. This method may be called at any time.
 
         Messages that the process has already sent are handled first. Then the worker is recorded as lost, unless it
         has finished.
@@ -205,7 +206,7 @@ class CoordinatorHost:
             ended.wait(STOP_GRACE_S)
 
     def ask_servers(self) -> None:
-        """Ask the servers which workers wait. The answers arrive in `core.waits`.
+        """Ask the servers which workers are waiting. The answers arrive in `core.waits`.
 
         A server that has not answered an earlier request is not asked again.
         """
@@ -240,7 +241,7 @@ class CoordinatorHost:
                 self._stops_s = 0.0
 
     def _call(self, call: Callable[[], None]) -> None:
-        """Make the thread of the event loop call a function."""
+        """Schedule a function call on the thread of the event loop."""
         self._calls.put(call)
         with contextlib.suppress(OSError):  # the thread has already ended and closed the socket
             self._bell.send(b"x")
@@ -274,6 +275,7 @@ class CoordinatorHost:
             raise ProtocolError("the coordinator does not accept readers")
         self.core.require_expected(party)
         peer.role, peer.index = hello.role, hello.index
+        self._members[peer.role, peer.index] = peer
         self.heard_s[peer.role, peer.index] = time.monotonic()
         self._perform(self.core.connected(party, self.job.now_s(), hello.address))
 
@@ -283,6 +285,7 @@ class CoordinatorHost:
         return no_payload(message, size_bytes)
 
     def gone(self, peer: Caller, reason: str) -> None:
+        self._members.pop((peer.role, peer.index), None)
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         self._perform(self.core.disconnected(party, self.job.now_s()))
         if peer.role == "server" and self._stops_s is None:
@@ -313,7 +316,7 @@ class CoordinatorHost:
                     self.started.set()
 
     def _note_pace(self, worker: int, now: Status) -> None:
-        """Update the mean duration of a worker's iterations, in which recent iterations have more weight."""
+        """Update the moving average of a worker's iteration time."""
         now_s = time.monotonic()
         before = self._paced.get(worker)
         if before is not None and now.iteration > before[0]:
@@ -347,7 +350,7 @@ class CoordinatorHost:
                 case _:
                     raise InternalError(f"a coordinator cannot carry out {request}")
         if started and self._master is not None:
-            # The descriptor was already sent to every peer, so this process need not keep it open.
+            # The descriptor has already been sent to every peer, so this process need not keep it open.
             self._master.close()
         if self.core.everybody_left:
             self.over.set()
@@ -359,12 +362,12 @@ class CoordinatorHost:
 
     @property
     def _descriptors(self) -> list[int]:
-        """The file descriptor of the shared memory for the weights, in a list; [] without shared memory."""
+        """A list with the file descriptor of the shared memory for the weights; [] if there is no shared memory."""
         descriptor = self._master.descriptor if self._master is not None else None
         return [] if descriptor is None else [descriptor]
 
     def _shortage(self, model: ModelSpec, workers: int) -> str:
-        """Return an error message if this machine has too little memory for all processes of the run; else ""."""
+        """Return an error message if this machine has too little memory for all processes of the run, else ""."""
         job, optimizer, layout = self.job, model.optimizer, model.layout
         vectors = state_vectors(optimizer.name, optimizer.groups, layout.sizes)
         needed = footprint(layout.size_bytes, vectors, workers, job.servers, job.transport)
@@ -373,13 +376,13 @@ class CoordinatorHost:
     # -- collection of the weights at the end --------------------------------------------------------------
 
     def _collect_from(self, server: int) -> None:
-        """Request the next missing shard from a server. If the server is not connected, give up its shards."""
+        """Request the next missing shard from a server, or give up its shards if the server is not connected."""
         assert self._collection is not None
         owed = self._collection.owed_by(server, self.job.servers)
         member = self._member("server", server)
         if member is None:
             self._collection.give_up(owed)
-        elif owed:  # a server sends only one bulk message at a time to each peer
+        elif owed:  # a server sends each peer only one bulk message at a time
             self._hub.send(member, FetchSnapshot(owed[0]))
 
     def _take_calls(self) -> None:
@@ -391,7 +394,7 @@ class CoordinatorHost:
 
     def _member(self, role: str, index: int) -> Caller | None:
         """Return the connection to a server or worker; None if it is not connected."""
-        return next((m for m in self._hub.peers if (m.role, m.index) == (role, index)), None)
+        return self._members.get((role, index))
 
     def _of_role(self, role: str) -> list[Caller]:
-        return sorted((m for m in self._hub.peers if m.role == role), key=lambda member: member.index)
+        return [member for (kind, _), member in sorted(self._members.items()) if kind == role]

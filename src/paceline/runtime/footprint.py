@@ -1,7 +1,7 @@
 """Estimates of the memory and file descriptors that a run needs, and functions that return the available amounts.
 
-Let P be the size of all parameters in bytes (including padding), n the number of workers and s the number of vectors
-that the optimizer stores per vector of weights. A run needs
+Let P be the size of all parameters in bytes (including padding), n the number of workers, and s the number of state
+vectors that the optimizer stores for each vector of weights. A run needs
 
     over shared memory  (4 + s) P + 2 n P    P for the weights and s P for the optimizer state at the servers; 2 P for
                                              the region of each worker (weights and gradients); and 3 P while the
@@ -10,22 +10,24 @@ that the optimizer stores per vector of weights. A run needs
                                              to P for answers that are still being sent when the weights change
 
 plus `PROCESS_BYTES` for each process (launcher, servers and workers). When training begins, the weights in the
-regions, n P in total, replace the weights of the workers' models, which are then freed. So the memory that is *still
-to be allocated* at that time is smaller by n P: in addition to its model, each worker needs P over shared memory and
-up to 3 P over streams. If the sync model keeps all workers in lockstep over shared memory, the workers read the
-weights from the servers' memory and use the weights in their regions only at the end, so they need even less.
+regions, n P in total, replace the weights of the workers' models, which are then freed. All processes run by then,
+so the memory *still to be allocated* at that time is the size in the table minus n P: besides its model, each worker
+needs P over shared memory and up to 3 P over streams. With shared memory and a sync model that keeps all workers in
+lockstep, they need even less: they read the servers' weights, and use the weights in their regions only at the end.
 
 The 3 P for reading the weights consist of a copy that is queued at the servers, the vectors into which the launcher
-receives this copy, and the named tensors. The launcher reads the weights when the last worker has left the run, but
-the memory of this worker may not have been freed by then.
+receives this copy, and the named tensors that it creates from these vectors. The launcher reads the weights when the
+last worker has left the run, but the memory of this worker may not have been freed by then.
 
-The estimate does not include memory that belongs to the script: data, activations, and gradients before they are
-copied into the region. It also does not include small amounts (buffers, partly filled pages), memory that is used
-only before the gradients exist (the initial weights and optimizer state on their way to the servers), pushes that
-servers store while the worker continues, and snapshots that a script requests from `launch`.
+The estimate excludes:
+
+- memory that belongs to the script: data, activations, and gradients before they are copied into the region;
+- small amounts of memory, such as buffers and partly filled pages;
+- memory for the initial weights and optimizer state on their way to the servers, before the first gradients exist;
+- pushes that servers copy so that the workers can continue, and snapshots that a script requests from `launch`.
 
 Before the model is known, only two requirements are checked: `PROCESS_BYTES` of memory for each child process, and
-the number of file descriptors in the process that needs the most, which is nearly always the launcher.
+the file descriptors of the process that needs the most descriptors, which is nearly always the launcher.
 
 This module only computes sizes and reads small files, and does not import torch. If a system does not report its
 memory, the memory is treated as unlimited.
@@ -58,7 +60,7 @@ __all__ = [
 ]
 
 PROCESS_BYTES = 200 * 1024 * 1024
-"""Memory of a process that has imported torch and Paceline.
+"""Estimated memory of a process that has imported torch and Paceline.
 
 Measured: the five processes of a run with a tiny model use 960 to 1100 MiB in total (the sum of Pss in
 /proc/<pid>/smaps_rollup, torch 2.13 on the CPU). Each process has 155 MiB of private memory; the rest is shared
@@ -70,9 +72,9 @@ DESCRIPTOR_HEADROOM = 16
 """Spare file descriptors per process, for importing modules, starting child processes and the script's own files."""
 
 STATE_VECTORS = {"Adagrad": 1, "Adadelta": 2, "Adamax": 2, "ASGD": 1, "NAdam": 2, "RAdam": 2, "Rprop": 2}
-"""Optimizer -> number of state vectors, for the optimizers whose number does not depend on the hyper-parameters."""
+"""Optimizer -> number of state vectors, if this number does not depend on the hyper-parameters."""
 
-MOST_STATE_VECTORS = 3  # assumed for an unknown optimizer
+MOST_STATE_VECTORS = 3  # number assumed for an unknown optimizer
 
 FUSED = frozenset({"SGD", "Adam", "AdamW"})
 FUSED_DTYPES = frozenset({"float32", "float64"})
@@ -85,11 +87,11 @@ class Footprint(msgspec.Struct, frozen=True):
 
     Attributes:
         weights: the weights that the servers update.
-        state: the optimizer state, and the mean of several pushes if the optimizer needs it as a separate vector.
+        state: the optimizer state, plus a vector for the mean of several pushes if the optimizer needs one.
         regions: the weights and gradients of all workers.
         inboxes: the memory into which the servers receive gradients over streams.
-        answers: the maximum size of copies of answers that are being sent over streams.
-        reading: the memory for sending the final weights to the launcher.
+        answers: the maximum size of the copies of answers that are being sent over streams.
+        reading: the copies of the final weights that are made when the launcher reads them.
         models: the original weights of the workers' models, which are freed when training begins.
         processes: the Python interpreters of all processes, with the libraries that they import.
     """
@@ -105,7 +107,7 @@ class Footprint(msgspec.Struct, frozen=True):
 
     @property
     def total_bytes(self) -> int:
-        """The maximum amount of memory that the run uses."""
+        """The peak memory use of the run."""
         vectors = self.weights + self.state + self.regions + self.inboxes + self.answers + self.reading
         return vectors + self.processes
 
@@ -119,8 +121,8 @@ def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, t
     """Return the memory that a run needs if all of its processes are on this machine. See the module's docstring.
 
     Args:
-        parameters_bytes: size of all parameters, called P in the module's docstring. See `Layout.size_bytes`.
-        vectors: number of state vectors, called s in the module's docstring. See `state_vectors`.
+        parameters_bytes: size of all parameters in bytes (P in the module's docstring). See `Layout.size_bytes`.
+        vectors: number of state vectors (s in the module's docstring). See `state_vectors`.
         workers: number of workers.
         servers: number of servers, which affects only `processes`.
         transport: "shm", "unix" or "tcp".
@@ -146,7 +148,7 @@ def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, t
 
 
 def state_vectors(optimizer: str, groups: Sequence[Mapping[str, Any]], dtypes: Iterable[str]) -> int:
-    """Return the maximum number of vectors, each as large as the weights, that an optimizer stores at the servers.
+    """Return the number of weight-sized vectors that the optimizer state and the mean of pushes occupy.
 
     Args:
         optimizer: name of the optimizer's class in `torch.optim`.
@@ -180,8 +182,8 @@ def shortage(needed: Footprint, available: int | None, what: str) -> str:
     """Return an error message if a run needs more memory than is available; otherwise, return "".
 
     Args:
-        needed: memory that the run needs.
-        available: available memory in bytes, see `available_bytes`; None if it is unknown. Then the result is "".
+        needed: memory that the run needs, see `footprint`.
+        available: available memory in bytes, see `available_bytes`. If it is None (unknown), the result is "".
         what: description of the run, such as "4 workers over tcp".
     """
     if available is None or needed.to_come_bytes <= available:
@@ -190,7 +192,7 @@ def shortage(needed: Footprint, available: int | None, what: str) -> str:
         f"not enough memory: {what} with {format_size(needed.weights)} of parameters need "
         f"{format_size(needed.to_come_bytes)} for weights, gradients and optimizer state, but only "
         f"{format_size(available)} is available. Use fewer workers"
-        + (", use transport 'shm' (which needs a third of the memory per worker)" if needed.inboxes else "")
+        + (", use transport 'shm' (which needs one third of the memory per worker)" if needed.inboxes else "")
         + ", train a smaller model, or give the machine or container more memory."
     )
 
@@ -201,8 +203,8 @@ def process_shortage(workers: int, servers: int, available: int | None) -> str:
     Args:
         workers: number of workers.
         servers: number of servers.
-        available: available memory in bytes, without the memory that the launcher already uses, see
-            `available_bytes`; None if it is unknown. Then the result is "".
+        available: available memory in bytes, not counting the memory that the launcher already uses, see
+            `available_bytes`. If it is None (unknown), the result is "".
     """
     count = workers + servers
     needed = count * PROCESS_BYTES
@@ -217,14 +219,14 @@ def process_shortage(workers: int, servers: int, available: int | None) -> str:
 
 
 def descriptors(workers: int, servers: int, shards: int, transport: str, open_now: int) -> int:
-    """Return the maximum number of descriptors that a process of a run needs, including `DESCRIPTOR_HEADROOM`.
+    """Return the maximum number of descriptors that any process of a run needs, including `DESCRIPTOR_HEADROOM`.
 
     Args:
         workers: number of workers.
         servers: number of servers.
         shards: number of shards.
         transport: "shm", "unix" or "tcp".
-        open_now: number of descriptors that the launcher has open before the run.
+        open_now: number of open descriptors in the launcher before the run.
     """
     # The launcher has a listening socket, a selector, a pair of sockets, a trace, the shared memory for the weights
     # and its mapping; a connection, an input, an output and a log for each child; and two readers of the weights,
@@ -235,14 +237,14 @@ def descriptors(workers: int, servers: int, shards: int, transport: str, open_no
     # readers for each of its shards.
     shared = transport == "shm"
     server = 6 + 2 * shared + (1 + shared) * workers + 3 * -(-shards // servers)
-    # A worker has a connection to each server and at most eleven other descriptors: always fewer than the launcher.
+    # A worker always has fewer descriptors than the launcher: a connection to each server and at most eleven others.
     return max(launcher, server) + DESCRIPTOR_HEADROOM
 
 
 def descriptor_shortage(
     workers: int, servers: int, shards: int, transport: str, open_now: int, limit: int | None
 ) -> str:
-    """Return an error message if a run needs more descriptors than a process may have; "" if there are enough.
+    """Return an error message if a run needs more descriptors than a process may have; otherwise, return "".
 
     Args:
         workers, servers, shards, transport, open_now: see `descriptors`.
@@ -252,8 +254,8 @@ def descriptor_shortage(
     if limit is None or needed <= limit:
         return ""
     return (
-        f"too few descriptors: with {_count(workers, 'worker')}, {_count(servers, 'server')} and "
-        f"{_count(shards, 'shard')} one process needs up to {needed} open files and connections, but the limit is "
+        f"too few file descriptors: with {_count(workers, 'worker')}, {_count(servers, 'server')} and "
+        f"{_count(shards, 'shard')}, one process needs up to {needed} open files and connections, but the limit is "
         f"{limit}. Raise the limit with 'ulimit -n {needed}' before the run, or use fewer workers, servers or shards."
     )
 
@@ -263,7 +265,7 @@ def _count(count: int, noun: str) -> str:
 
 
 def format_size(size_bytes: int) -> str:
-    """Return a size in a human-readable form."""
+    """Return a size in human-readable form."""
     size, unit = float(size_bytes), 0
     while size >= 1024 and unit < len(UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -274,7 +276,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return how much memory this process and its children can still allocate, in bytes; None if it is unknown.
+    """Return how many bytes of memory this process and its children can still allocate; None if this is unknown.
 
     This is the smallest of several amounts: the available memory of the machine (MemAvailable), and the remaining
     memory of each memory cgroup from this process's own cgroup up to the root. The remaining memory of a cgroup is
@@ -288,13 +290,13 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def descriptor_limit() -> int | None:
-    """Return how many descriptors this process and each of its children may have open; None if there is no limit."""
+    """Return the maximum number of descriptors that one process may have open; None if there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def open_descriptors() -> int:
-    """Return the number of descriptors that this process has open. If the number is unknown, return 3."""
+    """Return the number of descriptors that this process has open, or 3 if this number is unknown."""
     try:
         # Do not count the descriptor that the listing itself uses.
         return len(os.listdir("/dev/fd")) - 1
@@ -311,7 +313,7 @@ def _available_on_machine(root: Path) -> Iterator[int]:
 def _available_in_cgroups(root: Path) -> Iterator[int]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        # cgroup v2 has a single hierarchy, whose line lists no controllers.
+        # cgroup v2 has a single hierarchy. The line of this hierarchy lists no controllers.
         if not controllers:
             mount, files = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
@@ -319,7 +321,7 @@ def _available_in_cgroups(root: Path) -> Iterator[int]:
             files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # In a container, this may be a path on the host, which does not exist here. Then only the mount is found.
+        # In a container, `path` may be a path on the host that does not exist here. Then only `mount` itself is read.
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for depth in range(len(parts) + 1):
             yield from _available_in_cgroup(mount.joinpath(*parts[:depth]), *files)
@@ -329,14 +331,14 @@ def _available_in_cgroup(
     directory: Path, limit_file: str, usage_file: str, inactive_key: str
 ) -> Iterator[int]:
     limit, usage = _text(directory / limit_file).strip(), _text(directory / usage_file).strip()
-    # The limit "max", which is not decimal, means that there is no limit.
+    # If there is no limit, the file contains "max" instead of a number.
     if limit.isdecimal() and usage.isdecimal():
         inactive = _fields(directory / "memory.stat").get(inactive_key, 0)
         yield max(0, int(limit) - max(0, int(usage) - inactive))
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Return the names and numbers in the lines "<name> <number> ..." of a file."""
+    """Return a dictionary from name to number with one item for each line "<name> <number> ..." of a file."""
     lines = (line.split() for line in _text(file).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 

@@ -1,8 +1,8 @@
-"""The common part of the event loops of the *hosts* (the servers and the coordinator), which manages connections.
+"""Connection management for the event loops of the *hosts*, which are the servers and the coordinator.
 
 A peer is accepted when its first message contains the run's token. Until then it is a *stranger* (see `strangers`):
 only a small greeting and at most one descriptor are received from it, and nothing is sent to it. A stranger is
-dropped if it remains silent for too long. If other peers are waiting to connect, the permitted time is shorter.
+dropped if it remains silent for too long, and is dropped earlier if other peers are waiting to connect.
 
 If a peer violates the protocol, the violation is logged, the peer's connection is closed, and the host continues.
 The code that handles a message checks the message before it changes any state, and raises `ProtocolError` if the
@@ -37,29 +37,29 @@ __all__ = ["Caller", "Host", "Hub"]
 
 log = logging.getLogger("paceline.hub")
 
-# If a process has ended but its connection is still open, the connection is dropped after being silent for this time.
+# If a process ends but its connection stays open, the connection is dropped once it has been silent for this time.
 ENDED_TIMEOUT_S = 1.0
 # Maximum number of connections that are accepted before other peers are served again.
 ACCEPTED_AT_ONCE = 8
 # Maximum number of message parts that are queued for a peer. If the peer reads its messages, the queue stays short.
 MOST_UNSENT = 1 << 14
-# Maximum number of characters of a logged reason, which may contain data that a peer sent.
+# Maximum number of characters in a logged reason, which may contain data that a peer sent.
 LONGEST_REASON = 1000
-# Errors that may occur while a message is handled, but for which its sender is not responsible.
+# Errors that may occur while a message is handled but are not caused by its sender.
 OUR_FAULT = (InternalError, OSError, MemoryError)
-# Time between two checks of the sockets while rings are busy.
+# Minimum time between two checks of the sockets while messages arrive in rings.
 SOCKETS_INTERVAL_S = 1e-3
-# Maximum time to block if there are rings. If a wake-up is ever lost, the delay is no longer than this.
+# Maximum time to block if there are rings. If a wake-up is lost, this is also the maximum delay.
 LONGEST_SLEEP_S = 0.1
-# Stands for an event that the selector cannot report: the peer's ring contains messages.
+# An additional event flag, which the selector never reports: the peer's ring contains messages.
 IN_RING = 1 << 8
 
 
 class Caller:
-    """One connection of a hub, and what is known about the peer.
+    """One connection of a hub, with information about the peer.
 
     Attributes:
-        stream: the stream of the connection.
+        stream: the stream that sends and receives messages on the connection.
         role: "worker", "server" or "reader" once the peer has been accepted; "" until then.
         index: index of the worker or server.
         heard_s: time at which data was last received from the peer, on the monotonic clock.
@@ -93,11 +93,11 @@ class Host(Protocol[P_contra]):
         ...
 
     def received(self, peer: P_contra, message: Message) -> None:
-        """Handle a message that has arrived completely."""
+        """Handle a complete message."""
         ...
 
     def payload_targets(self, peer: P_contra, message: Message, size_bytes: int) -> Sequence[memoryview]:
-        """Return the memory for a message's payload. Called only for peers that have been accepted."""
+        """Return the memory into which a message's payload is received. Called only for accepted peers."""
         ...
 
     def gone(self, peer: P_contra, reason: str) -> None:
@@ -106,15 +106,15 @@ class Host(Protocol[P_contra]):
 
 
 class Hub(Generic[P]):
-    """The connections of one host: accepts and drops peers, receives messages and sends them.
+    """Manages the connections of one host: accepts and drops peers, and receives and sends messages.
 
     Args:
-        name: name of the host in the log.
+        name: name of the host in log messages.
         token: the secret that peers must send.
         listener: a listening socket, of which the hub takes ownership.
         accepts: the type of the messages that peers may send, usually a union.
         make_peer: function that returns the object for a new connection, an instance of `Caller` or of a subclass.
-        host: the object that handles the messages and the ends of connections.
+        host: the object that handles the messages and the closed connections.
 
     Attributes:
         peers: all open connections.
@@ -137,9 +137,9 @@ class Hub(Generic[P]):
         self._accepts = accepts
         self._make_peer = make_peer
         self._host = host
-        # Peers to which sending has failed, each with its error. They are dropped after the current message.
+        # (peer, error) for each peer to which sending has failed. These peers are dropped after the current message.
         self._broken: list[tuple[P, PeerLostError | ProtocolError]] = []
-        # The peers that have a ring.
+        # Stream -> peer, for the peers that have a ring.
         self._ringed: dict[Stream[Any], P] = {}
         # The peers whose processes have ended while their connections are still open.
         self._ending: set[P] = set()
@@ -173,7 +173,7 @@ class Hub(Generic[P]):
         wake_up(self._ringed)
         for key, events in ready:
             if isinstance(key.data, Caller):
-                # An earlier pass of this loop may have dropped the peer.
+                # An earlier iteration of this loop may have dropped the peer.
                 if key.data in self.peers:
                     self._serve(key.data, events)
             else:
@@ -226,7 +226,7 @@ class Hub(Generic[P]):
         *,
         lent: Hashable = None,
     ) -> None:
-        """Send a message as `Stream.send` does, without blocking and without raising an exception."""
+        """Send a message as `Stream.send` does, but do not raise an exception if sending fails."""
         try:
             peer.stream.send(message, payload, descriptors, lent=lent)
             if peer.stream.unsent > MOST_UNSENT:
@@ -252,10 +252,10 @@ class Hub(Generic[P]):
         self._selector.close()
 
     def _serve_rings(self) -> bool:
-        """Handle the messages in the rings. Return False if there were none."""
+        """Handle the messages in the rings. Return False if there were no messages."""
         ready = spin(self._ringed)
         for stream in ready:
-            # An earlier pass of this loop may have dropped the peer.
+            # An earlier iteration of this loop may have dropped the peer.
             if (peer := self._ringed.get(stream)) is not None:
                 self._serve(peer, IN_RING)
             self._drop_broken()
@@ -287,7 +287,7 @@ class Hub(Generic[P]):
                 if self._acceptor.stuck:
                     self._strangers.rest()
                 continue
-            # In most cases the greeting has already arrived.
+            # Try to read the greeting now, because it has usually arrived already.
             self._serve(peer, selectors.EVENT_READ)
             self._drop_broken()
         if not self._strangers.room:
@@ -295,7 +295,7 @@ class Hub(Generic[P]):
             self._accepting = False
 
     def _register(self, sock: socket.socket) -> P:
-        """Start watching a new connection. Raise `OSError` if the peer has already closed it."""
+        """Start watching a new connection. Raise `OSError` if the peer has already closed the connection."""
         try:
             stream: Stream[Message] = Stream(
                 sock, self._accepts, trusted=False, takes_descriptor=sock.family == socket.AF_UNIX
@@ -347,7 +347,7 @@ class Hub(Generic[P]):
 
     def _refuse(self, peer: P, error: ProtocolError) -> None:
         text = f"{self._name} refused {peer}: {str(error)[:LONGEST_REASON]}"
-        # Each worker and server can be refused only once, so the number of these log messages needs no limit.
+        # Each worker and server can be refused only once, so there is no need to limit these log messages.
         if peer.role in ("worker", "server"):
             log.warning("%s", text)
         else:
@@ -372,7 +372,7 @@ class Hub(Generic[P]):
         except OUR_FAULT:
             raise
         except Exception:
-            log.exception("%s could not handle the end of %s", self._name, peer)
+            log.exception("%s could not handle the disconnection of %s", self._name, peer)
 
     def _watch_peer(self, peer: P) -> None:
         """Set the events for which the selector watches the peer's stream."""

@@ -17,6 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from ..core.data_feed import Work
+from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..errors import ConfigurationError, unknown_name
 from ..plugins import load_models, modules_of
 from ..plugins.conditions import require_named
@@ -46,10 +48,10 @@ __all__ = [
 ]
 
 JOB_VARIABLE = "PACELINE_PLACE"
-"""Name of the environment variable for the `Assignment` of a process, encoded as MessagePack in hexadecimal."""
+"""Name of the environment variable that contains the `Assignment` of a process, as MessagePack in hexadecimal."""
 
 LOOPBACK = "127.0.0.1"
-"""The default address on which processes listen over TCP."""
+"""The default address on which processes listen for TCP connections."""
 
 TRANSPORTS = ("auto", "shm", "unix", "tcp")
 SLICINGS = ("even", "by-parameter")
@@ -66,16 +68,20 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         workers: number of workers.
         servers: number of servers. Server i holds the shards whose index modulo `servers` is i.
         shards: number of slices into which the parameters are divided.
-        slicing: "even" for slices of equal size (EPS), or "by-parameter" for slices with equal numbers of parameters.
+        slicing: "even" for slices of equal size, or "by-parameter" for slices of about equally many whole parameters.
         overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
-            have pushed all of their gradients.
+            have pushed to all shards.
         sync: the sync model, or one model per shard, and any planned changes, in the notation of the command line.
         imports: modules that every process imports, because they define sync models or conditions that the run
             uses or may change to.
         transport: "shm" (shared memory, one machine), "unix" (sockets, one machine) or "tcp".
+        batch: "equal" if all workers have batches of the same size by default, or "balanced" if their sizes follow
+            the workers' speeds.
         seed: random seed for the order of the data, the jitter and all other random choices.
-        pace_s: for each worker, the minimum duration of an iteration in seconds; () if there is no minimum.
-        slowdown: for each worker, the factor by which the measured compute time is multiplied; () if unchanged.
+        pace_s: for each worker, the minimum duration in seconds of an iteration with one batch of the loader's size;
+            () if there is no minimum.
+        fixed_s: the part of each of these durations that does not depend on the size of the batch.
+        slowdown: for each worker, the factor by which the measured compute time is multiplied; () if there is none.
         jitter: in each iteration, `pace_s` and `slowdown` are multiplied by a random number, uniformly distributed
             between 1 - `jitter` and 1 + `jitter`.
         on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
@@ -94,8 +100,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     sync: str
     imports: tuple[str, ...]
     transport: Literal["shm", "unix", "tcp"]
+    batch: BatchSizing
     seed: int
     pace_s: tuple[float, ...]
+    fixed_s: tuple[float, ...]
     slowdown: tuple[float, ...]
     jitter: float
     on_nan: Literal["stop", "skip"]
@@ -107,30 +115,37 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule that `sync` describes."""
+        """The first sync model and the planned changes, parsed from `sync`."""
         return read_schedule(self.sync)
 
     def now_s(self) -> float:
         """Return the time since the run began, in seconds. All processes on one machine use the same clock."""
         return time.monotonic() - self.epoch_s
 
+    def pace_of(self, worker: int, work: Work) -> float:
+        """Return the minimum duration in seconds of an iteration that computes a gradient for some data."""
+        if not self.pace_s:
+            return 0.0
+        fixed_s = self.fixed_s[worker]
+        return fixed_s * work.batches + (self.pace_s[worker] - fixed_s) * work.full_batches
+
     def read_sync(self, text: str) -> tuple[SyncModel, ...]:
-        """Parse the new sync model, or the new models of all shards, in a peer's request.
+        """Parse the new sync model, or the new models of all shards, that a peer has requested.
 
         Raises:
             ConfigurationError: the notation is not valid, or this run cannot change to the model.
         """
-        if any(len(model) > LONGEST_MODEL for model in text.split("|")):
+        if (longest := max(map(len, text.split("|")))) > LONGEST_MODEL:
             raise ConfigurationError(
-                f"the notation of a sync model has more than {LONGEST_MODEL} characters; shorten it."
+                f"a sync model's notation has {longest} characters, expected at most {LONGEST_MODEL}; shorten it."
             )
         models = parse_shards(text)
         self.require_runnable(models)
         return models
 
     def require_runnable(self, models: Sequence[SyncModel]) -> None:
-        """Check that this run can switch to the given sync models. Only modules that were named at launch are
-        imported.
+        """Check that this run can switch to the given sync models. User-defined conditions must be in modules
+        that were named at launch.
 
         Raises:
             ConfigurationError: the run cannot change to these models; the message says why.
@@ -144,15 +159,20 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def emulated(self) -> str:
-        """A description of how unequal machines are emulated; "" if nothing is emulated."""
+        """The options with which unequal machines are emulated, and what they mean; "" if nothing is emulated."""
         parts = []
         if self.pace_s:
-            parts.append("minimum seconds per iteration " + ", ".join(f"{p:g}" for p in self.pace_s))
+            paces = [
+                f"{fixed:g}+{pace - fixed:g}" if fixed else f"{pace:g}"
+                for pace, fixed in zip(self.pace_s, self.fixed_s, strict=True)
+            ]
+            parts.append(f"--pace {','.join(paces)} (minimum seconds per iteration)")
         if self.slowdown:
-            parts.append("compute time multiplied by " + ", ".join(f"{s:g}" for s in self.slowdown))
+            factors = ",".join(f"{factor:g}" for factor in self.slowdown)
+            parts.append(f"--slowdown {factors} (factors of the compute time)")
         if parts and self.jitter:
-            parts.append(f"jitter +-{self.jitter:.0%}")
-        return "; ".join(parts)
+            parts.append(f"--jitter {self.jitter:g}")
+        return ", ".join(parts)
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +183,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         role: "server" or "worker".
         index: index of the server or worker.
         coordinator: address of the coordinator.
-        host: address on which the process listens over TCP.
+        host: address on which the process listens for TCP connections.
     """
 
     job: Job
@@ -182,9 +202,10 @@ def make_job(
     overlap: str = "shards",
     sync: str | SyncModel | Sequence[SyncModel] | Schedule = "bsp",
     imports: Sequence[str] = (),
+    batch: str = "equal",
     transport: str = "auto",
     seed: int = 0,
-    pace: Sequence[float] | None = None,
+    pace: Sequence[float | tuple[float, float]] | None = None,
     slowdown: Sequence[float] | None = None,
     jitter: float = 0.0,
     on_nan: str = "stop",
@@ -209,6 +230,7 @@ def make_job(
         ("slicing", slicing, SLICINGS),
         ("overlap", overlap, OVERLAPS),
         ("on_nan", on_nan, ON_NAN),
+        ("batch", batch, BATCH_SIZINGS),
     ):
         if value not in choices:
             raise unknown_name(name, value, choices)
@@ -233,14 +255,17 @@ def make_job(
             f"stall_timeout is {stall_timeout}, expected a number of seconds > 0, for example 60; omit it to disable "
             "the timeout."
         )
-    pace_s = _per_worker("pace", pace, workers, least=0.0)
+    parts = _paces(pace)
+    pace_s = _per_worker("pace", [sum(both) for both in parts], workers, least=0.0)
+    fixed_s = _per_worker("pace", [fixed for fixed, _ in parts], workers, least=0.0)
+    _per_worker("pace", [proportional for _, proportional in parts], workers, least=0.0)
     slowdowns = _per_worker("slowdown", slowdown, workers, least=1.0)
     if jitter and not (pace_s or slowdowns):
         raise ConfigurationError(
             f"jitter is {jitter}, but it has no effect without pace or slowdown, and neither is set. Set one of "
             "them, or omit jitter."
         )
-    # Raises an error if the port is in use.
+    # Listening raises an error if the port is in use.
     if port:
         listen_tcp(port=port)[0].close()
     if run_dir is not None:
@@ -272,8 +297,10 @@ def make_job(
         sync=str(schedule),
         imports=imports,
         transport="shm" if transport == "shm" else "unix" if transport == "unix" else "tcp",
+        batch="balanced" if batch == "balanced" else "equal",
         seed=_require_integer("seed", seed, least=0),
         pace_s=pace_s,
+        fixed_s=fixed_s,
         slowdown=slowdowns,
         jitter=float(jitter),
         on_nan="skip" if on_nan == "skip" else "stop",
@@ -287,14 +314,18 @@ def make_job(
 
 
 def claim_run_dir(job: Job) -> Job:
-    """Create the run directory, and return the configuration with its path. Call this after all checks."""
+    """Create the run directory and return the configuration with the directory's path. Call this after all checks."""
     return msgspec.structs.replace(job, run_dir=str(_make_run_dir(job.run_dir or None)))
 
 
 _SLICING_TEXTS = {"even": "evenly (even)", "by-parameter": "by parameter (by-parameter)"}
 _OVERLAP_TEXTS = {
     "shards": "each shard answers pulls independently (shards)",
-    "off": "no worker pulls until all workers have pushed everything (off)",
+    "off": "no worker pulls until all workers have pushed to all shards (off)",
+}
+_BATCH_TEXTS = {
+    "equal": "of equal size in all workers (equal)",
+    "balanced": "in proportion to each worker's speed (balanced)",
 }
 _TRANSPORT_TEXTS = {
     "shm": "shared memory (shm)",
@@ -312,6 +343,7 @@ def describe(job: Job) -> dict[str, str]:
         "shards": f"{job.shards}, with the parameters sliced {_SLICING_TEXTS[job.slicing]}",
         "overlap": _OVERLAP_TEXTS[job.overlap],
         "transport": _TRANSPORT_TEXTS[job.transport],
+        "batches": _BATCH_TEXTS[job.batch],
         "emulated": job.emulated or "nothing: each worker runs at full speed",
         "on NaN": job.on_nan,
         "seed": str(job.seed),
@@ -324,6 +356,18 @@ def _require_integer(name: str, value: int, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}, expected a whole number >= {least}.")
     return value
+
+
+def _paces(pace: Sequence[float | tuple[float, float]] | None) -> list[tuple[float, float]]:
+    """Return the fixed and the proportional part of each pace. Raise `ConfigurationError` for other values."""
+    parts = [value if isinstance(value, tuple) else (0.0, value) for value in pace or ()]
+    for part in parts:
+        if len(part) != 2 or not all(isinstance(number, int | float) for number in part):
+            raise ConfigurationError(
+                f"pace is {pace!r}, expected a number of seconds for each worker, or a pair of numbers: a fixed part "
+                "and a part that is proportional to the size of the batch."
+            )
+    return parts
 
 
 def _per_worker(name: str, values: Sequence[float] | None, workers: int, least: float) -> tuple[float, ...]:
@@ -351,7 +395,7 @@ def require_usable(path: str | os.PathLike[str]) -> None:
     """
     if not os.fspath(path):
         raise ConfigurationError(
-            "the name of the run directory is empty; give a name, or omit it for a new directory."
+            "the name of the run directory is empty; give a name, or omit this option to create a new directory."
         )
     run_dir = Path(path).absolute()
     if (run_dir / "summary.json").exists() or any(run_dir.glob("trace-*.jsonl")):
@@ -364,7 +408,7 @@ def require_usable(path: str | os.PathLike[str]) -> None:
 
 
 def _make_run_dir(path: str | os.PathLike[str] | None) -> Path:
-    """Create and return the run directory: `path`, or a new directory in ./runs that is named by date and time."""
+    """Create and return the run directory: `path`, or a new directory in ./runs, named after the date and time."""
     try:
         if path is not None:
             run_dir = Path(path).absolute()

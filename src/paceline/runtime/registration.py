@@ -1,8 +1,8 @@
 """Validation of the model and the hyper-parameters that a worker sends, before a server uses them.
 
-All servers use the model that one worker sends, and the hyper-parameters in each push. This module rejects
-values that would cause an error in torch in the middle of an update. To find such values, it takes trial steps with
-the same code as a shard, using an optimizer that has one element for each group and dtype.
+All servers use the model that one worker sends, and the hyper-parameters that each push contains. This module rejects
+values that would cause an error in torch in the middle of an update. To find such values, the module performs trial
+steps with the same code as a shard, on an optimizer that has one parameter element for each group and dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLAIN_RATE = 1e4  # learning rates up to this value need no trial, because every
 LATE_STEP = 1e9  # a step number that no run reaches
 
 # For each optimizer: the bounds of its numeric hyper-parameters, and None for its flags. torch accepts every
-# combination within these bounds without a trial. A trial is slow: it imports torch's compiler, which takes 1.5 s.
+# combination within these bounds, so no trial is needed. A trial imports torch's compiler, which takes 1.5 s.
 _RATES = {"lr": (0.0, PLAIN_RATE), "weight_decay": (0.0, 1.0), "maximize": None}
 _ADAM = _RATES | {
     "betas": (0.0, 0.9999),
@@ -60,10 +60,12 @@ def require_sound(model: ModelSpec) -> None:
     for buffer in model.buffers:
         if not isinstance(getattr(torch, buffer.dtype, None), torch.dtype):
             raise ProtocolError(f"the buffer {buffer} has an unknown dtype")
-    if max(layout.size_bytes, *(packed_bytes(spec) for spec in model.buffers), 0) > MOST_BYTES:
-        raise ProtocolError(f"the parameters or a buffer of the model have more than {MOST_BYTES} bytes")
+    if (largest := max(layout.size_bytes, *(packed_bytes(spec) for spec in model.buffers), 0)) > MOST_BYTES:
+        raise ProtocolError(f"a buffer or the parameters have {largest} bytes, expected at most {MOST_BYTES}")
     if optimizer.name not in ELEMENTWISE or not optimizer.groups:
-        raise ProtocolError(f"the optimizer {optimizer.name} is not supported by servers, or has no groups")
+        raise ProtocolError(
+            f"the optimizer {optimizer.name} is not supported by servers, or has no parameter groups"
+        )
     if len(optimizer.group_of) != len(parameters) or not all(
         0 <= group < len(optimizer.groups) for group in optimizer.group_of
     ):
@@ -72,9 +74,7 @@ def require_sound(model: ModelSpec) -> None:
         return
     [known] = read_groups(ELEMENTWISE[optimizer.name]([torch.zeros(1)]))  # type: ignore[call-arg]
     if any(group.keys() != known.keys() for group in optimizer.groups):
-        raise ProtocolError(
-            f"the names of the hyper-parameters differ from those of torch's {optimizer.name}"
-        )
+        raise ProtocolError(f"the hyper-parameters do not have the names that torch's {optimizer.name} uses")
     _try(model, optimizer.groups)
 
 
@@ -94,7 +94,7 @@ def require_groups(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> Non
 
 
 def _try(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
-    """Try three steps: with the model's hyper-parameters, with the new ones, and with a very high step count.
+    """Try a step with the model's hyper-parameters, a step with `groups`, and step `LATE_STEP` with `groups`.
 
     Raises:
         ProtocolError: a step failed.
@@ -115,13 +115,13 @@ def _try(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
         rehearse(before.name, before.groups, groups)
         optimizer = optimizer_of_slice(OptimizerSpec(before.name, before.groups, group_of), bounds, ones())
         for settings in (before.groups, groups):
-            optimizer.step([ones()], 1.0, lambda parameter: True, settings)
+            optimizer.step([ones()], (1.0,), lambda parameter: True, settings)
         state = {
             name: torch.full_like(value, LATE_STEP) if name.endswith("/step") else value.clone()
             for name, value in optimizer.state().items()
         }
         optimizer.load_state(state)
-        optimizer.step([ones()], 1.0, lambda parameter: True, groups)
+        optimizer.step([ones()], (1.0,), lambda parameter: True, groups)
     except Exception as error:
         # torch may raise any exception here.
         raise ProtocolError(f"the optimizer cannot use the hyper-parameters: {error!r}") from error
@@ -154,6 +154,6 @@ def _numbers(groups: Sequence[HyperParameters]) -> list[float]:
 
 
 def _kinds(group: HyperParameters) -> dict[str, str]:
-    """Return the kind of each hyper-parameter's value in a group. The kinds must not change during a run."""
+    """Return, for each hyper-parameter of a group, the kind of its value. The kinds must not change during a run."""
     kinds = {bool: "flag", int: "number", float: "number", tuple: "pair"}
     return {key: kinds.get(type(value), "nothing") for key, value in group.items()}

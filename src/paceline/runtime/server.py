@@ -2,7 +2,7 @@
 
 The loop runs on one thread. The core, `paceline.core.server`, returns requests for each message. The payload of the
 message is stored in `ServerMemory`, and then the requests are performed in order. The loop never blocks on a single
-peer. If the connection to a worker ends before the worker has finished, the worker is lost.
+peer. If the connection to a worker ends before the worker has finished, the worker is treated as lost.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ __all__ = ["ServerHost", "serve"]
 log = logging.getLogger("paceline.server")
 
 GOODBYE_TIMEOUT_S = 5.0
-# Maximum number of readers' connections per shard. The server may be sending a snapshot on each of them.
+# Maximum number of connections from readers, per shard. Each connection may hold a copy of a snapshot being sent.
 READERS_PER_SHARD = 32
 
 
@@ -89,7 +89,7 @@ class ServerCaller(Caller):
 
     @classmethod
     def coordinator(cls, stream: Stream[Any]) -> ServerCaller:
-        """Return the connection that a server has opened to its coordinator."""
+        """Return the caller object for the connection that a server has opened to its coordinator."""
         peer = cls(stream)
         peer.role = "coordinator"
         return peer
@@ -146,8 +146,8 @@ class ServerHost:
                 for timer in self._timers.take_due(self._job.now_s()):
                     self._perform(self._core.fire(timer, self._job.now_s()))
         except BaseException as error:
-            # Send this before any connection is closed, so that it arrives before the errors that the workers report
-            # as a consequence.
+            # Send the report before any connection is closed, so that it arrives before the workers' own reports that
+            # this server is lost.
             failed = Failed(first_line(error), "".join(traceback.format_exception(error)))
             self._hub.send(self._coordinator, failed)
             raise
@@ -171,7 +171,7 @@ class ServerHost:
         region = None
         if hello.memory_bytes:
             if not peer.stream.descriptors:
-                raise ProtocolError("it announced shared memory but did not pass it")
+                raise ProtocolError("it announced shared memory but did not send its file descriptor")
             region = memory.attach(peer.stream.descriptors.pop(), hello.channels)
         peer.role, peer.index = hello.role, hello.index
         peer.inboxes = memory.inboxes(region)
@@ -192,9 +192,9 @@ class ServerHost:
             case Commit() | PullRequested() | PullRepeated() if peer.stream.backlog and peer.stream.owes(
                 message.shard
             ):
-                # If this were allowed, the queue of messages to this peer could grow without limit.
+                # Accepting this message would let the queue of messages to this peer grow without limit.
                 raise ProtocolError(
-                    f"{type(message).__name__} arrived before the last answer of shard {message.shard} was read"
+                    f"{type(message).__name__} arrived before the previous answer of shard {message.shard} was read"
                 )
             case Stage() if message.shard in peer.inboxes:
                 peer.inboxes[message.shard][0].take(message.pieces)
@@ -204,7 +204,8 @@ class ServerHost:
                 self._pass_on(peer, message)
             case WorkerFinished() if peer.role == "worker":
                 self._pass_on(peer, message)
-            case FetchSnapshot() if not peer.stream.backlog:  # one at a time, so that the queue stays short
+            # Send one snapshot at a time, so that the queue stays short.
+            case FetchSnapshot() if not peer.stream.backlog:
                 self._send_snapshot(peer, message.shard)
             case FetchOptimizerState() if not peer.stream.backlog:
                 self._core.shard(message.shard)
@@ -237,7 +238,7 @@ class ServerHost:
 
     def gone(self, peer: ServerCaller, reason: str) -> None:
         if peer is self._coordinator:
-            self._running = False  # the run is over, even without a `Shutdown`
+            self._running = False  # the run is over, although no `Shutdown` has arrived
         elif self._workers.get(peer.index) is peer:
             del self._workers[peer.index]
             self._perform(self._core.disconnected(peer.index, self._job.now_s()))
@@ -286,8 +287,8 @@ class ServerHost:
                     peer = self._coordinator if to == COORDINATOR else self._workers.get(to.index)
                     if peer is not None:
                         self._hub.send(peer, message)
-                case Apply(shard, pushes, scale):
-                    self._require_memory().stores[shard].apply(pushes, scale)
+                case Apply(shard, pushes, scales):
+                    self._require_memory().stores[shard].apply(pushes, scales)
                 case Discard(shard, worker, iteration):
                     self._require_memory().stores[shard].discard(worker, iteration)
                 case Preserve(shard, worker, iteration):

@@ -1,10 +1,10 @@
 """Limits for strangers, which are connections that have not sent the run's token yet.
 
-Any process on this machine can connect to a host as often as the system permits. So the number of strangers is
-limited to `MOST`. The limit is lower if the process may open only a few descriptors, so that enough of them remain
-for the run. When the limit is reached, the next connection replaces the oldest stranger, but only after this stranger
-has had enough time to send its greeting. Until then, new connections wait in the system's queue. The first few
-messages about strangers are logged; further messages are only counted.
+Any process on this machine can connect to a server or to the coordinator as often as the system permits. So the
+number of strangers is limited to `MOST`. The limit is lower if the process may open only a few descriptors, so that
+enough descriptors remain for the run. When the limit is reached, the next connection replaces the oldest stranger,
+but only after this stranger has had enough time to send its greeting. Until then, new connections wait in the
+system's queue. The first few messages about strangers are logged; further messages are only counted.
 
 If the process nevertheless runs out of descriptors, a spare descriptor is closed temporarily, so that the next
 connection can be accepted and closed. Otherwise this connection would stay in the queue and keep the selector busy.
@@ -28,7 +28,7 @@ __all__ = ["Acceptor", "Strangers"]
 log = logging.getLogger("paceline.hub")
 
 LEAST, MOST = 4, 256
-SHARE_OF_DESCRIPTORS = 8  # strangers may use one in eight of the descriptors that this process may open
+SHARE_OF_DESCRIPTORS = 8  # strangers may use one eighth of the descriptors that this process may open
 GREETING_TIMEOUT_S = 10.0
 # Peers send their greeting immediately, so a stranger that has been silent for this time may be dropped.
 GREETING_S = 0.25
@@ -43,13 +43,13 @@ P = TypeVar("P")
 class Acceptor:
     """A listening socket that can reject connections even when the process has run out of file descriptors.
 
-    It keeps a spare file descriptor for this purpose.
+    For this purpose, an acceptor keeps a spare file descriptor.
 
     Args:
         listener: the listening socket, of which the acceptor takes ownership.
 
     Attributes:
-        stuck: True if the last connection could not be accepted and is still in the queue.
+        stuck: True if the last attempt to accept a connection failed and left the connection in the queue.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -93,7 +93,7 @@ class Acceptor:
         try:
             self._listener.accept()[0].close()
         except OSError:
-            # Another thread has taken the descriptor.
+            # Another thread has taken the descriptor that was freed.
             return False
         finally:
             self._take_reserve()
@@ -108,7 +108,7 @@ class Strangers(Generic[P]):
     """Stores the connections that have not sent the token yet, oldest first, and limits their number and lifetime.
 
     Args:
-        host: name of the host in the log.
+        host: name of the server or of the coordinator in log messages.
     """
 
     def __init__(self, host: str) -> None:
@@ -136,7 +136,7 @@ class Strangers(Generic[P]):
         self._since_s[peer] = time.monotonic()
 
     def discard(self, peer: P) -> None:
-        """Remove a connection that has sent the token or is closed."""
+        """Remove a connection that has sent the token or has been closed."""
         self._since_s.pop(peer, None)
 
     def to_make_room(self) -> P | None:
@@ -144,17 +144,17 @@ class Strangers(Generic[P]):
         return next(iter(self._since_s)) if len(self._since_s) >= self._most else None
 
     def rest(self) -> None:
-        """Stop accepting connections for a short time, after an attempt to accept one has failed."""
+        """Stop accepting connections for a short time after an attempt to accept one has failed."""
         self._rests_until_s = time.monotonic() + GREETING_S
 
     def late(self) -> Iterator[P]:
-        """Yield the strangers that have not sent the token in time. The caller must drop each one before the next."""
+        """Yield the strangers whose token is late. The caller must drop each one before requesting the next."""
         self._log_count()
         while self._since_s and self._oldest_s() > GREETING_TIMEOUT_S:
             yield next(iter(self._since_s))
 
     def left_s(self, timeout_s: float | None) -> float | None:
-        """Return how long a host may block in seconds, at most `timeout_s`; None if there is no limit."""
+        """Return the maximum time in seconds that a host may block, up to `timeout_s`; None if there is no limit."""
         left_s = math.inf if timeout_s is None else timeout_s
         if self._since_s:
             # If there is no room, the host must wake up when the oldest stranger may be dropped.
@@ -168,7 +168,7 @@ class Strangers(Generic[P]):
         return None if left_s == math.inf else left_s
 
     def note(self, text: str) -> None:
-        """Log a message about a stranger. After the first few messages, only their number is logged."""
+        """Log a message about a stranger. After the first few messages, log only the number of further messages."""
         if self._logged < LOGGED_IN_FULL:
             self._logged += 1
             self._count_due_s = time.monotonic() + COUNT_INTERVAL_S
@@ -187,10 +187,10 @@ class Strangers(Generic[P]):
         return time.monotonic() - next(iter(self._since_s.values()))
 
     def _log_count(self, *, final: bool = False) -> None:
-        """Log the number of omitted messages if it is due."""
+        """Log the number of omitted messages, at most once per `COUNT_INTERVAL_S` unless `final` is True."""
         if self._omitted and (final or time.monotonic() >= self._count_due_s):
             log.warning(
-                "%s: %d more messages like these; the last one: %s", self._host, self._omitted, self._last
+                "%s omitted %d similar messages; the last one: %s", self._host, self._omitted, self._last
             )
             self._omitted = 0
             self._count_due_s = time.monotonic() + COUNT_INTERVAL_S

@@ -1,8 +1,8 @@
 """The session of a worker in a live run: its connections, its memory, and the emulation of unequal machines.
 
 The session runs on the script's thread. `paceline.core.worker` determines which messages are sent and awaited. This
-module sends and receives the messages, together with the gradients and weights that belong to them. It writes the
-times of each iteration to `worker-<index>.jsonl` in the run directory.
+module sends and receives the messages, together with the gradients and weights that belong to them. The session
+writes the times of each iteration to `worker-<index>.jsonl` in the run directory.
 """
 
 from __future__ import annotations
@@ -12,16 +12,22 @@ import math
 import random
 import select
 import selectors
+import statistics
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar, cast
 
 import msgspec
 import safetensors.torch
 import torch
 
 from ..core import worker as core
+from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice
 from ..core.messages import (
     Answer,
@@ -56,18 +62,35 @@ from ..wire.stream import Stream
 from .best_effort import BestEffortFile
 from .job import Assignment
 from .outbox import Outbox
+from .repeating import Repeating
 from .server_memory import STATE_LIMIT_FACTOR, STATE_SLACK_BYTES, tensors_over
 from .spin import fall_asleep, spin, wake_up
 
 __all__ = ["WorkerSession"]
 
 STATUS_INTERVAL_S = 0.1
-# minimum time between two checks for messages from the coordinator, so that very short iterations skip most checks
+# Minimum time between two checks for messages from the coordinator. Very short iterations skip most of these checks.
 HEARING_INTERVAL_S = 200e-6
 GOODBYE_TIMEOUT_S = 5.0
+USUAL_ITERATIONS = 15  # number of iterations whose median is the usual computing time
+LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script does not train
 
 # The payload of a commit need not be copied, because it does not change until the commit is answered.
 LENT: Final = "until the answer"
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _exclusive(method: Method) -> Method:
+    """Let only one thread at a time use the connections: a script may iterate over its loader on another thread."""
+
+    @wraps(method)
+    def call(self: WorkerSession, *args: Any, **options: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **options)
+
+    return cast(Method, call)
 
 
 class WorkerSession:
@@ -77,11 +100,13 @@ class WorkerSession:
         job = place.job
         self.worker = place.index
         self.workers = job.workers
+        self.batch = job.batch
         self.seed = job.seed
         self.skips_nan = job.on_nan == "skip"
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
         self._job = job
+        self._lock = threading.RLock()
         self.on_moved: Callable[[], None] = lambda: None
         self._core = core.Worker(
             job.schedule,
@@ -93,20 +118,24 @@ class WorkerSession:
         # The times at which the current iteration was aborted and restarted; None if it was not aborted.
         self._restarted: tuple[float, float] | None = None
         self._computed_s = 0.0  # time at which the current gradient was complete
+        self._supply_s = 0.0  # time that the script has waited for data in the current iteration
+        # the computing times of the latest iterations
+        self._computing_s: deque[float] = deque(maxlen=USUAL_ITERATIONS)
         self._jitter = random.Random(f"paceline jitter {job.seed} {place.index}")
         self._coordinator = coordinator
         self._selector = selectors.DefaultSelector()
         self._selector.register(coordinator, selectors.EVENT_READ)
-        self._orders = select.poll()  # for messages from the coordinator only
+        self._orders = select.poll()  # watches only the connection to the coordinator
         self._orders.register(coordinator, select.POLLIN)
         self._servers: list[Stream[FromServer]] = []
         self._ringed: list[Stream[FromServer]] = []  # the streams that use rings
         self._shards: tuple[ShardSlice, ...] = ()
+        self._parameters = 0  # number of parameters of the model
         self._region: Region | None = None  # memory of this worker
         self._master: Master | None = None  # shared memory in which the servers update the weights
         self._outbox: Outbox | None = None  # sends the gradients; None with shared memory
         self._in_place = False  # True while `weights` refers to memory that the servers update
-        self._states: dict[int, bytearray] = {}  # shard -> optimizer state that is being fetched
+        self._states: dict[int, bytearray] = {}  # shard -> bytes of the optimizer state that is being fetched
         self._fetching = -1  # the shard whose optimizer state is being received; -1 for none
         # The time at which the weights for the current iteration arrived; None before the first iteration.
         self._begun_s: float | None = None
@@ -131,7 +160,9 @@ class WorkerSession:
 
     # -- interface of a session ---------------------------------------------------------------------------
 
+    @_exclusive
     def begin(self, model: ModelSpec) -> bool:
+        self._parameters = len(model.layout.parameters)
         self._perform(self._core.register(model))
         while self._core.started is None:
             self._hear(timeout_s=None)
@@ -146,8 +177,8 @@ class WorkerSession:
                 raise ProtocolError("the coordinator did not pass the shared memory for the weights")
             self._master = Master.follow(model.layout, self._coordinator.descriptors.pop())
         else:
-            # Early sending uses the network during the backward pass. If all servers are on this machine, there is no
-            # network, and early sending would only take CPU time from the backward pass.
+            # Early sending uses the network during the backward pass. If all servers are on this machine, no network
+            # is used, and early sending would only take CPU time from the backward pass.
             early = self._job.overlap == "shards" and not all(map(is_local, addresses))
             self._outbox = Outbox(started.shards, region.gradients, self._stage, self._is_busy, early=early)
         self.weights = tensors_over(region.weights)
@@ -174,6 +205,7 @@ class WorkerSession:
                 self._ringed.append(stream)
         return started.initializer == self.worker
 
+    @_exclusive
     def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
         assert self._region is not None
         payloads: dict[int, list[memoryview]] = {}
@@ -188,6 +220,7 @@ class WorkerSession:
         self._perform(self._core.initialize(), payloads)
         self.await_first_weights()
 
+    @_exclusive
     def await_first_weights(self) -> None:
         self._await_answers(None)
         self._begun_s = self._job.now_s()
@@ -196,6 +229,14 @@ class WorkerSession:
     @property
     def iteration(self) -> int:
         return self._core.iteration
+
+    @property
+    def updates(self) -> int:
+        return self._core.updates
+
+    @property
+    def samples(self) -> int:
+        return self._core.samples
 
     @property
     def sends_early(self) -> bool:
@@ -216,12 +257,17 @@ class WorkerSession:
     def may_restart(self) -> bool:
         return self._core.may_restart
 
+    @property
+    def lockstep(self) -> bool:
+        return self._core.lockstep
+
+    @_exclusive
     def restart_ordered(self) -> bool:
         self._hear_coordinator()
         return self._core.restart_ordered
 
     def hold_back(self, *, droppable: bool) -> bool:
-        """Sleep until this iteration has taken as long as it would take on the emulated machine."""
+        """Sleep until the emulated machine would have finished. Return False if the computation must be aborted."""
         assert self._begun_s is not None
         job = self._job
         droppable = droppable and self.may_restart
@@ -230,7 +276,7 @@ class WorkerSession:
             begun_s = self._restarted[1] if self._restarted is not None else self._begun_s
             computed_s = now_s - begun_s
             factor = 1 + job.jitter * self._jitter.uniform(-1, 1)
-            pace_s = job.pace_s[self.worker] if job.pace_s else 0.0
+            pace_s = job.pace_of(self.worker, self._core.data.work)
             slowdown = job.slowdown[self.worker] if job.slowdown else 1.0
             until_s = begun_s + max(computed_s, max(pace_s, computed_s * slowdown) * factor)
             while now_s < until_s:
@@ -243,6 +289,7 @@ class WorkerSession:
                 now_s = job.now_s()
         return not (droppable and self.restart_ordered())
 
+    @_exclusive
     def pull_again(self) -> None:
         dropped_s = self._job.now_s()
         if self._outbox is not None:
@@ -251,14 +298,48 @@ class WorkerSession:
         self._await_answers(None)
         self._restarted = dropped_s, self._job.now_s()
 
+    @_exclusive
+    def refresh(self) -> None:
+        if self._outbox is not None:
+            self._outbox.begin()
+        self._perform(self._core.pull_again(restart=False))
+        self._await_answers(None)
+        self._begun_s, self._restarted = self._job.now_s(), None
+
+    def idle(self) -> AbstractContextManager[None]:
+        interval_s = statistics.median(self._computing_s) if self._computing_s else STATUS_INTERVAL_S
+        return Repeating(self._stand_in, max(interval_s, LEAST_IDLE_S), f"paceline worker {self.worker}")
+
+    @property
+    def now_s(self) -> float:
+        return self._job.now_s()
+
+    @property
+    def data(self) -> DataFeed:
+        return self._core.data
+
+    @_exclusive
+    def exchange(self, ask: Callable[[], Sequence[Request]]) -> None:
+        began_s = self._job.now_s()
+        self._perform(ask())
+        while self._core.data.waiting:
+            if self._coordinator.backlog:
+                self._hear(timeout_s=None)
+            else:
+                self._orders.poll()
+                self._hear_coordinator()
+        self._supply_s += self._job.now_s() - began_s
+
     def epoch_begins(self, epoch: int) -> None:
         self._core.reach_epoch(epoch)
 
+    @_exclusive
     def request_sync(self, sync: str | SyncModel | Sequence[SyncModel], shard: int | None) -> None:
         models = read_schedule(sync).first
         self._job.require_runnable(models)
         self._perform(self._core.request_sync(models, shard))
 
+    @_exclusive
     def commit(
         self,
         present: bytes,
@@ -275,7 +356,8 @@ class WorkerSession:
         if now_s - self._heard_s > HEARING_INTERVAL_S:
             self._heard_s = now_s
             self._hear_coordinator()
-        iteration, pushed_s = self._core.iteration, self._job.now_s()
+        pushed_s = self._job.now_s()
+        self._computing_s.append(pushed_s - self._begun_s)
         contents: list[Content] = []
         payloads: dict[int, list[memoryview]] = {}
         for shard in self._shards:
@@ -286,16 +368,42 @@ class WorkerSession:
                 pieces, payload = self._outbox.rest(shard.index)
             contents.append(Content(present, groups, pieces, tuple(changed)))
             payloads[shard.index] = payload + pack(list(changed.values())) if changed else payload
-        self._perform(self._core.push(contents, empty=empty, significance=significance), payloads)
+        begun_s = self._restarted[1] if self._restarted is not None else self._begun_s
+        # The script computed the first gradient before the session began to measure the time.
+        first = self._core.last_commit is None
+        busy_s = None if first else max(0.0, pushed_s - begun_s - self._supply_s)
+        self._supply_s = 0.0
+        requests = self._core.push(contents, empty=empty, significance=significance, busy_s=busy_s)
+        self._perform(requests, payloads)
         self._await_answers(loss)
         if self._outbox is not None:
             self._outbox.committed()
+        self._end_iteration(pushed_s, loss)
+
+    @_exclusive
+    def _stand_in(self) -> None:
+        """While the script does not train, push without a gradient, if other workers may wait for a push."""
+        self._hear_coordinator()
+        if not self._core.is_awaited:
+            return
+        if self._outbox is not None:
+            self._outbox.begin()
+        content = Content(bytes(self._parameters), b"")
+        payloads: dict[int, list[memoryview]] = {shard.index: [] for shard in self._shards}
+        self._computed_s = pushed_s = self._job.now_s()
+        self._perform(self._core.push([content] * len(self._shards), empty=True, idle=True), payloads)
+        self._await_answers(None)
+        self._end_iteration(pushed_s, None)
+
+    def _end_iteration(self, pushed_s: float, loss: float | None) -> None:
+        """Record the iteration that has ended, and begin the next one."""
+        assert self._begun_s is not None
         answered_s = self._job.now_s()
         dropped_s, restarted_s = self._restarted or (None, None)
         commit = self._core.last_commit
         assert commit is not None
         record = IterationRecord(
-            iteration=iteration,
+            iteration=commit.iteration,
             begun_s=self._begun_s,
             computed_s=self._computed_s,
             pushed_s=pushed_s,
@@ -310,8 +418,9 @@ class WorkerSession:
         self._begun_s, self._restarted = answered_s, None
         self._show("computing", loss)
 
+    @_exclusive
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
-        # Fetch one state at a time, because a server sends only one bulk message at a time to each peer
+        # Fetch one state at a time, because a server sends each peer only one bulk message at a time.
         for shard in self._shards:
             self._fetching = shard.index
             self._send_to_shard(shard.index, FetchOptimizerState(shard.index))
@@ -323,12 +432,13 @@ class WorkerSession:
         self._states = {}
         return fetched
 
+    @_exclusive
     def finish(self) -> None:
         if self._finished:
             return
         self._finished = True
         if self._in_place and self._master is not None and self._region is not None:
-            # The script may still read its weights, but other workers continue to change the shared weights.
+            # Copy the shared weights, because the servers may change them while the script still reads them.
             for dtype, target in self._region.weights.items():
                 target[:] = self._master.weights[dtype]
             self._move(in_place=False)
@@ -410,7 +520,7 @@ class WorkerSession:
         self.on_moved()
 
     def _hear(self, timeout_s: float | None) -> bool:
-        """Wait for messages for at most `timeout_s`, and handle them. Return False if no message arrived."""
+        """Wait for messages for at most `timeout_s`, and handle them. Return False if this time has passed."""
         if self._ringed:
             streams = spin(self._ringed)
             for ringed in streams:

@@ -1,4 +1,4 @@
-"""Decodes the hyper-parameters that come with every push."""
+"""Decodes the hyper-parameters that every push carries."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _decoder = msgspec.msgpack.Decoder(Groups)
 
 
 class GroupsReader:
-    """Decodes and checks the hyper-parameters of the parameter groups. The last result is cached.
+    """Decodes and checks the hyper-parameters of the parameter groups. The result of the last decoding is cached.
 
     Args:
-        check: function that raises `ProtocolError` for hyper-parameters that cannot be used.
+        check: function that raises `ProtocolError` if the optimizer cannot use the given hyper-parameters.
     """
 
     def __init__(self, check: Callable[[Groups], None] = lambda groups: None) -> None:
@@ -28,12 +28,12 @@ class GroupsReader:
         self._last: tuple[bytes, Groups] = b"", ()
 
     def read(self, encoded: bytes) -> Groups:
-        """Return the hyper-parameters of each group. Raise `ProtocolError` if they cannot be read or used."""
+        """Return each group's hyper-parameters. Raise `ProtocolError` if they cannot be decoded or used."""
         if encoded != self._last[0]:
             try:
                 groups = _decoder.decode(encoded)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise ProtocolError(f"the hyper-parameters cannot be read: {error}") from error
+                raise ProtocolError(f"the hyper-parameters of a push cannot be decoded: {error}") from error
             self._check(groups)
             self._last = encoded, groups
         return self._last[1]

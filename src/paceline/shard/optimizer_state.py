@@ -1,8 +1,8 @@
-"""Splits an optimizer's state into the states of the shards, and joins the states of the shards again.
+"""Splits the state of an optimizer into one state per shard, and joins the states of all shards.
 
-The user's optimizer stores its state per parameter, but a shard holds segments of parameters. The state of a shard is
-a mapping "<segment>/<key>" -> tensor, where <segment> is the position of the segment in the shard and <key> is
-torch's name for the entry, for example "0/momentum_buffer".
+The user's optimizer stores its state per parameter, but a shard holds segments of parameters. The state of a shard
+maps "<segment>/<key>" to a tensor, where <segment> is the position of the segment in the shard and <key> is torch's
+name for the entry, for example "0/momentum_buffer".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def slice_state(
 
     Args:
         bounds: the shard.
-        parameters: the parameters of the layout, in order.
+        parameters: the parameters, in the order of the layout.
         state: the optimizer's `state`: parameter -> key -> value. Values that are not tensors are omitted.
     """
     values: Vectors = {}
@@ -47,7 +47,7 @@ def slice_state(
 def join_state(
     layout: Layout, fetched: Iterable[tuple[ShardSlice, Vectors]]
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Join the states of all shards, and return the result in the form of the "state" entry of a `state_dict()`."""
+    """Join the states of all shards. The result has the format of the "state" entry of a `state_dict()`."""
     state: dict[int, dict[str, torch.Tensor]] = {}
     for bounds, values in fetched:
         for name, value in values.items():
@@ -64,7 +64,7 @@ def join_state(
 
 
 def segments_of_state(bounds: ShardSlice, state: Vectors) -> dict[str, tuple[int, str]]:
-    """Return the segment and the key for each name in a shard's state: name -> (segment, key).
+    """Split each name in a shard's state into a segment and a key: name -> (segment, key).
 
     Raises:
         ProtocolError: a name or a shape matches no segment of this shard.
@@ -76,12 +76,12 @@ def segments_of_state(bounds: ShardSlice, state: Vectors) -> dict[str, tuple[int
         shape = () if key in PER_PARAMETER_STATE else (sizes.get(position),)
         if position not in sizes or tuple(value.shape) != shape:
             raise ProtocolError(
-                f"state {name!r} of shape {list(value.shape)} matches no segment of the shard"
+                f"optimizer state {name!r} of shape {list(value.shape)} matches no segment of this shard"
             )
         places[name] = int(position), key
     return places
 
 
 def _scalar_dtype() -> torch.dtype:
-    """Return the dtype in which torch.optim stores step counts. `load_state_dict()` may have converted them."""
+    """Return the dtype in which torch.optim creates step counts. `load_state_dict()` can change their dtype."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32

@@ -1,16 +1,16 @@
-"""The user's optimizer on one shard's slice. Each update uses one push, or the mean of several pushes.
+"""Runs the user's optimizer on one shard's slice. Each update uses one push or the mean of several pushes.
 
-Two implementations give the same results:
+Two implementations perform the same updates as torch's own optimizers:
 
-    `FusedOptimizer`  SGD, Adam and AdamW in all their variants, in single and double precision. It stores the state
-                      in flat vectors, like the weights. An update passes over the slice once, without temporary
-                      vectors, in chunks that stay in the cache until they have been written.
-    `TorchOptimizer`  every other class in `optimizers.ELEMENTWISE`. It runs torch's code on one tensor per segment.
+    `FusedOptimizer`  SGD, Adam and AdamW in all their variants, in single and double precision. The state is stored
+                      in flat vectors, like the weights. An update makes one pass over the slice, in chunks that fit
+                      in the CPU cache, and needs no temporary vectors that are as long as the slice.
+    `TorchOptimizer`  the other classes in `optimizers.ELEMENTWISE`, and other dtypes. Runs torch's code per segment.
 
-A parameter without a gradient is not the same as a parameter whose gradient is zero: without a gradient, an optimizer
-changes neither the parameter nor its momentum nor its step count. So `FusedOptimizer` divides its slice into *runs*,
-each of which it updates as a whole. A run consists of neighboring segments of one group that have taken the same
-number of steps. A run is split when a push has gradients for only some of the run's segments.
+A missing gradient is not the same as a gradient of zero: if a parameter has no gradient, the optimizer does not
+change the parameter, its momentum or its step count. So `FusedOptimizer` divides its slice into
+*segment runs*: neighboring segments of one parameter group that have taken the same number of steps. It updates each
+segment run as a whole, and splits a segment run when a push has gradients for only some of the segments.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Kernel = Callable[..., object]
 """Function of (weights, gradient, *state) that updates a chunk of the weights and of the state in place."""
 
 CHUNK_BYTES = 512 * 1024
-"""Size of the chunks in which a mean is computed and applied. A chunk is small enough to stay in the cache."""
+"""Size of the chunks that an update processes one after the other: small enough for the CPU cache."""
 
 
 class SliceOptimizer(Protocol):
@@ -45,16 +45,16 @@ class SliceOptimizer(Protocol):
     def step(
         self,
         gradients: Sequence[Vectors],
-        scale: float,
+        scales: Sequence[float],
         present: Presence,
         groups: tuple[HyperParameters, ...],
     ) -> None:
-        """Update the weights with `scale` times the sum of the gradients, added in the order given.
+        """Update the weights with the sum of the gradients, multiplied by their scales and added in the order given.
 
         Args:
-            gradients: the gradient of each push on this slice. Not modified.
-            scale: factor for the sum: 1 / n for the mean of n gradients.
-            present: returns True for the index of a parameter that has a gradient.
+            gradients: this slice's part of each push's gradient. The gradients are not modified.
+            scales: the factor of each gradient, for example 1 / n for the mean of n gradients.
+            present: function that returns True if the parameter with a given index has a gradient.
             groups: the hyper-parameters of each group.
         """
         ...
@@ -64,7 +64,7 @@ class SliceOptimizer(Protocol):
         ...
 
     def load_state(self, state: Vectors) -> None:
-        """Restore a state that `state` returned.
+        """Restore the optimizer's state from a result of `state()`.
 
         Raises:
             ProtocolError: the state does not match the segments of this slice.
@@ -123,8 +123,8 @@ class FusedUpdate(NamedTuple):
     """The fused implementation of one optimizer class.
 
     Attributes:
-        state_keys: returns the keys of the state vectors that the hyper-parameters require.
-        kernel: returns the kernel of one step, given the hyper-parameters and the number of earlier steps.
+        state_keys: function that returns the keys of the state vectors that the hyper-parameters require.
+        kernel: function of (hyper-parameters, number of earlier steps) that returns the kernel of the next step.
         counts_steps: True if the state includes the number of steps.
     """
 
@@ -145,22 +145,22 @@ FUSED: dict[str, FusedUpdate] = {
 
 
 class SegmentRun:
-    """Neighboring segments of one group that have taken the same number of steps, and are updated together.
+    """Neighboring segments of one group that have taken the same number of steps and are updated together.
 
     Args:
         bounds: the shard.
         segments: positions of the segments in the shard.
-        group: index of the group.
-        steps: number of steps that the segments have taken.
+        group: index of the parameter group.
+        steps: number of optimizer steps that the segments have taken.
 
     Attributes:
         segments: positions of the segments in the shard.
-        group: index of the group.
-        steps: number of steps that the segments have taken.
+        group: index of the parameter group.
+        steps: number of optimizer steps that the segments have taken.
         dtype: dtype of the flat vector that contains the run.
-        start: first element of the run in the vector.
-        stop: end of the run in the vector, exclusive.
-        views: key of a state vector -> chunks of this vector. The chunks of the weights have the key "".
+        start: index of the run's first element in the vector.
+        stop: index of the run's end in the vector, exclusive.
+        views: key of a state vector -> chunks of the run's part of this vector. The key "" stands for the weights.
     """
 
     __slots__ = ("dtype", "group", "segments", "start", "steps", "stop", "views")
@@ -169,22 +169,22 @@ class SegmentRun:
         first, last = bounds.segments[segments[0]], bounds.segments[segments[-1]]
         self.segments = segments
         self.dtype, self.start = first.dtype, first.start
-        # Include the padding, which is zero and stays zero. Without the padding, kernels would round differently at
-        # the end of a run that does not fill a SIMD vector, so the slicing would change the last bit of results.
+        # Include the padding after the last segment. It is zero and stays zero. Without padding, kernels would round
+        # a run's last elements differently if these did not fill a SIMD vector: results would depend on the slicing.
         self.stop = aligned(last.stop, first.dtype)
         self.group = group
         self.steps = steps
         self.views: dict[str, Sequence[torch.Tensor]] = {}
 
     def chunks(self, vector: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return this run's part of a vector, in chunks."""
+        """Return this run's part of a vector, divided into chunks."""
         size = CHUNK_BYTES // ITEM_BYTES[self.dtype]
         part = vector[self.start : self.stop]
         return (part,) if self.stop - self.start <= size else part.split(size)
 
 
 class FusedOptimizer:
-    """SGD, Adam or AdamW with its state in flat vectors. Each update passes over the slice once.
+    """SGD, Adam or AdamW with its state in flat vectors. Each update makes a single pass over the slice.
 
     See the module docstring.
     """
@@ -195,7 +195,7 @@ class FusedOptimizer:
         self._update = FUSED[spec.name]
         self._group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
         self._groups = spec.groups
-        # (key, dtype) -> state vector, as long as the vector of weights of this dtype
+        # (key, dtype) -> state vector, as long as the weight vector of this dtype
         self._state: dict[tuple[str, str], torch.Tensor] = {}
         self._scratch = {
             dtype: torch.empty(min(vector.numel(), CHUNK_BYTES // ITEM_BYTES[dtype]), dtype=vector.dtype)
@@ -206,7 +206,7 @@ class FusedOptimizer:
     def step(
         self,
         gradients: Sequence[Vectors],
-        scale: float,
+        scales: Sequence[float],
         present: Presence,
         groups: tuple[HyperParameters, ...],
     ) -> None:
@@ -215,7 +215,7 @@ class FusedOptimizer:
             self._split(present)
         for run in self._runs:
             if present(self._bounds.segments[run.segments[0]].parameter):
-                self._step_run(run, gradients, scale, groups[run.group])
+                self._step_run(run, gradients, scales, groups[run.group])
 
     def state(self) -> Vectors:
         state: Vectors = {}
@@ -239,7 +239,11 @@ class FusedOptimizer:
         self._runs = self._divide(steps)
 
     def _step_run(
-        self, run: SegmentRun, gradients: Sequence[Vectors], scale: float, settings: HyperParameters
+        self,
+        run: SegmentRun,
+        gradients: Sequence[Vectors],
+        scales: Sequence[float],
+        settings: HyperParameters,
     ) -> None:
         keys = self._update.state_keys(settings)
         kernel = self._update.kernel(settings, run.steps)
@@ -252,20 +256,20 @@ class FusedOptimizer:
                 run.views[key] = run.chunks(self._vector(key, run.dtype))
         targets = zip(run.views[""], *(run.views[key] for key in keys), strict=True)
         terms = [run.chunks(vectors[run.dtype]) for vectors in gradients]
-        if len(terms) == 1 and scale == 1.0:
+        if len(terms) == 1 and scales[0] == 1.0:
             for gradient, (weights, *state) in zip(terms[0], targets, strict=True):
                 kernel(weights, gradient, *state)
             return
         scratch = self._scratch[run.dtype]
         for (first, *others), (weights, *state) in zip(zip(*terms, strict=True), targets, strict=True):
             total = scratch[: first.numel()]
-            torch.mul(first, scale, out=total)
-            for other in others:
+            torch.mul(first, scales[0], out=total)
+            for other, scale in zip(others, scales[1:], strict=True):
                 total.add_(other, alpha=scale)
             kernel(weights, total, *state)
 
     def _split(self, present: Presence) -> None:
-        """Split the runs so that in each run, either all segments or no segments have a gradient."""
+        """Split the runs so that in each run, either all segments or none of them have a gradient."""
         segments = self._bounds.segments
         runs = []
         for run in self._runs:
@@ -278,7 +282,7 @@ class FusedOptimizer:
         self._runs = runs
 
     def _divide(self, steps: Sequence[int]) -> list[SegmentRun]:
-        """Return the longest possible runs, given the number of steps that each segment has taken."""
+        """Divide the slice into as few runs as possible, given the number of steps that each segment has taken."""
         kinds = groupby(
             range(len(steps)), key=lambda p: (self._bounds.segments[p].dtype, self._group_of[p], steps[p])
         )
@@ -320,7 +324,7 @@ class TorchOptimizer:
     def step(
         self,
         gradients: Sequence[Vectors],
-        scale: float,
+        scales: Sequence[float],
         present: Presence,
         groups: tuple[HyperParameters, ...],
     ) -> None:
@@ -329,11 +333,11 @@ class TorchOptimizer:
                 group.update(settings)
             self._groups = groups
         gradient = gradients[0]
-        if len(gradients) > 1 or scale != 1.0:
+        if len(gradients) > 1 or scales[0] != 1.0:
             gradient = self._mean
             for dtype, total in gradient.items():
-                torch.mul(gradients[0][dtype], scale, out=total)
-                for other in gradients[1:]:
+                torch.mul(gradients[0][dtype], scales[0], out=total)
+                for other, scale in zip(gradients[1:], scales[1:], strict=True):
                     total.add_(other[dtype], alpha=scale)
         parts = segment_views(self._bounds, gradient)
         for parameter, part, segment in zip(self._parameters, parts, self._bounds.segments, strict=True):

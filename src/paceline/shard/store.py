@@ -1,8 +1,8 @@
 """The tensors of one shard: its slice of the weights, the user's optimizer on that slice, and the stored pushes.
 
-A store performs the requests of a server's core (see `paceline.core.requests`): it applies, discards or copies
-pushes, each identified by (worker, iteration). It does not depend on sync models, processes or time. A simulation
-without gradients uses a `NullStore` instead.
+A store carries out requests from a server's core (see `paceline.core.requests`): it applies, discards or copies
+pushes, each identified by (worker, iteration). A store does not depend on sync models, processes or time. A
+simulation without gradients uses a `NullStore` instead.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Key = tuple[int, int]
 
 
 class Push(msgspec.Struct, frozen=True):
-    """The content of a push for one shard.
+    """The part of a push that is for one shard.
 
     Attributes:
-        gradient: the shard's slice of the gradient. The store does not modify it. The memory must not change until
-            the push is applied, discarded or preserved.
-        present: for each parameter of the layout, 1 if the parameter has a gradient, 0 if not.
+        gradient: the shard's slice of the gradient. The store does not modify the slice, and its memory must not
+            change until the push is applied, discarded or preserved.
+        present: one byte per parameter of the layout: 1 if the parameter has a gradient, 0 if not.
         groups: the hyper-parameters of the parameter groups at the time of the push.
     """
 
@@ -38,13 +38,13 @@ class Push(msgspec.Struct, frozen=True):
 
 
 class Store:
-    """The tensors of one shard: its weights, its optimizer and the pushes that have not been applied yet.
+    """Holds the weights, the optimizer and the stored pushes of one shard, and applies pushes to the weights.
 
     Args:
         bounds: the shard's slice of the layout.
         weights: the shard's slice of the weights, per dtype. The store takes ownership of these vectors.
         optimizer: a description of the user's optimizer.
-        before_update: function that is called before each change of the weights.
+        before_update: function to call before each change to the weights.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class Store:
         """Store a push until it is applied or discarded."""
         self._pushes[worker, iteration] = push
 
-    def apply(self, pushes: Sequence[Key], scale: float) -> None:
-        """Take one optimizer step with `scale` times the sum of the given pushes, added in the order given.
+    def apply(self, pushes: Sequence[Key], scales: Sequence[float]) -> None:
+        """Take one optimizer step with the sum of these pushes' gradients, each multiplied by its scale.
 
-        The step uses the hyper-parameters in the push with the highest iteration. Parameters for which no push has a
-        gradient are skipped.
+        The gradients are added in the order given. The step uses the hyper-parameters from the push with the highest
+        iteration, and skips each parameter for which none of the pushes contains a gradient.
         """
         taken = [self._pushes.pop(key) for key in pushes]
         self._before_update()
         newest = max(range(len(pushes)), key=lambda i: (pushes[i][1], -pushes[i][0]))
         self._optimizer.step(
             [push.gradient for push in taken],
-            scale,
+            scales,
             lambda parameter: any(push.present[parameter] for push in taken),
             taken[newest].groups,
         )
@@ -95,5 +95,5 @@ class Store:
         return self._optimizer.state()
 
     def load_optimizer_state(self, state: Vectors) -> None:
-        """Restore a state that `optimizer_state` returned. Raise `ProtocolError` if it is another shard's state."""
+        """Restore a result of `optimizer_state()`. Raise `ProtocolError` if the state does not fit this shard."""
         self._optimizer.load_state(state)

@@ -2,12 +2,14 @@
 
 - `simulate` simulates a run with any number of workers, with or without gradients, and returns a `SimResult`.
 - `Cluster` describes the machines and the network. `Presence` and `Link` are settings for individual workers.
+- `Dataset` describes the data that workers use up in a simulation without gradients.
 - `Constant`, `Uniform`, `LogNormal`, `Pareto`, `Recorded`, `Drifting` and `Occasional` are duration distributions.
 
 >>> simulate(Cluster(compute_s=[1.0, 1.0, Uniform(low=2.0, high=4.0)]), "ssp:staleness=3").updates
 300
 """
 
+from .clockwork import Dataset
 from .cluster import Cluster
 from .cluster_file import PRESETS
 from .machines import Link, Presence
@@ -19,6 +21,7 @@ __all__ = [
     "PRESETS",
     "Cluster",
     "Constant",
+    "Dataset",
     "Drifting",
     "Link",
     "LogNormal",

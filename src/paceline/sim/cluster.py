@@ -1,4 +1,4 @@
-"""The description of a cluster: the speed and presence of each worker, the number of servers, and the network."""
+"""Descriptions of clusters: the speed and presence of each worker, the number of servers, and the network."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..core.data_feed import Work
 from ..errors import ConfigurationError
 from .cluster_file import read_file, read_preset
 from .machines import Link, Presence
@@ -17,11 +18,13 @@ __all__ = ["Cluster", "require_whole"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines on which `simulate` runs a job, and the network between them.
+    """Describes the machines on which `simulate` runs a job, and the network between them.
 
     Args:
-        compute_s: for each worker, the time to compute a gradient, as a number of seconds, a distribution
-            (`paceline.sim.Uniform`, ...), or a list of recorded times.
+        compute_s: for each worker, the time to compute a gradient for a batch of the usual size, as a number of
+            seconds, a distribution (`paceline.sim.Uniform`, ...), or a list of recorded times.
+        fixed_share: part of each worker's compute time that does not depend on the size of the batch, from 0 to 1:
+            one number for each worker, or one for all of them.
         servers: number of servers.
         latency_s: latency of every message, as a number of seconds or a distribution.
         bandwidth_bps: bandwidth of each machine's network interface, in bits per second in each direction. Default:
@@ -32,6 +35,8 @@ class Cluster:
         presence: mapping from worker to `Presence`, for workers that are not present during the whole run.
         links: mapping from worker to `Link`, for workers with a different latency or bandwidth.
         name: name of the cluster, used in titles.
+        emulated: description of how unequal machines were emulated in the run from which the cluster was recorded,
+            used in captions; "" if the run emulated nothing, or the cluster was not recorded.
 
     Raises:
         ConfigurationError: an argument is not valid.
@@ -49,6 +54,8 @@ class Cluster:
     presence: Mapping[int, Presence] = field(default_factory=dict)
     links: Mapping[int, Link] = field(default_factory=dict)
     name: str = ""
+    fixed_share: float | Sequence[float] = 0.0
+    emulated: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.compute_s, str) or not isinstance(self.compute_s, Sequence) or not self.compute_s:
@@ -57,6 +64,7 @@ class Cluster:
             )
         object.__setattr__(self, "compute_s", tuple(times_of(times) for times in self.compute_s))
         object.__setattr__(self, "latency_s", times_of(self.latency_s))
+        object.__setattr__(self, "fixed_share", self._shares())
         require_whole("servers", self.servers, 1)
         _require_bandwidth(self.bandwidth_bps)
         require_whole("size_bytes", self.size_bytes, 0)
@@ -72,7 +80,7 @@ class Cluster:
                     )
                 if not (isinstance(worker, int) and 0 <= worker < self.workers):
                     raise ConfigurationError(
-                        f"{name} names worker {worker!r}, expected a number from 0 to {self.workers - 1}."
+                        f"{name} has an entry for worker {worker!r}, expected a number from 0 to {self.workers - 1}."
                     )
         for link in self.links.values():
             if link.bandwidth_bps is not None:
@@ -93,7 +101,7 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
-        """Return the cluster from the papers with a given name, such as "elastic-bsp". `PRESETS` lists all names.
+        """Return a cluster from one of the papers, given its name, such as "elastic-bsp". `PRESETS` lists all names.
 
         Raises:
             ConfigurationError: there is no preset with that name.
@@ -108,6 +116,24 @@ class Cluster:
     def compute(self, worker: int) -> Distribution:
         """Return the distribution of a worker's compute times."""
         return times_of(self.compute_s[worker])
+
+    def factor(self, worker: int, work: Work) -> float:
+        """Return the factor by which an amount of data changes a worker's compute time for one full batch."""
+        assert isinstance(self.fixed_share, tuple)
+        fixed: float = self.fixed_share[worker]
+        return fixed * work.batches + (1.0 - fixed) * work.full_batches
+
+    def _shares(self) -> tuple[float, ...]:
+        given = self.fixed_share
+        shares = given if isinstance(given, Sequence) else [given] * self.workers
+        if len(shares) != self.workers or not all(
+            isinstance(share, int | float) and 0 <= share <= 1 for share in shares
+        ):
+            raise ConfigurationError(
+                f"fixed_share is {given!r}, expected a number from 0 to 1, or one such number for each of the "
+                f"{self.workers} workers."
+            )
+        return tuple(map(float, shares))
 
     def bandwidth_of(self, worker: int) -> float:
         """Return the bandwidth of a worker's network interface, in bits per second."""

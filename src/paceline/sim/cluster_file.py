@@ -16,8 +16,8 @@
     lost_at = "300 s"
     back_after = "60 s"
 
-Every quantity is a string with a unit, or a number in base units: seconds, bytes, bits per second, or a share from 0
-to 1.
+Every quantity is a string with a unit, or a number in base units (seconds, bytes, bits per second, or fractions from
+0 to 1).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def quantity(value: object, units: dict[str, float], what: str) -> float:
         except InvalidOperation:
             number = None
     if number is None or not 0 <= number < math.inf:
-        # Use the base unit in the example, if `units` contains it.
+        # The example in the message uses the base unit if `units` contains it.
         example = max(units, key=lambda unit: units[unit] == 1)
         raise ConfigurationError(
             f"{what} is {value!r}, expected a number >= 0, or a string such as '2 {example}'."
@@ -85,6 +85,7 @@ class Group(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     count: int = 1
     compute: Any
     jitter: Any = None
+    fixed: Any = 0.0
     bandwidth: Any = None
     latency: Any = None
     joins_at: Any = None
@@ -102,6 +103,7 @@ class File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     latency: Any = 0.0
     parameters: Any = 0
     name: str = ""
+    emulated: str = ""
 
 
 def _preset_files() -> dict[str, Any]:
@@ -157,7 +159,7 @@ def _parse(text: str, source: str, name: str) -> dict[str, Any]:
 
 
 def _readable(reason: str) -> str:
-    """Return the message of a validation error with the key in front. For an unknown key, add the known keys."""
+    """Return a validation error's message, preceded by the entry's name. For an unknown key, list the known keys."""
     key = ""
     if match := re.search(r" - at `\$(.*)`$", reason):
         key, reason = match[1].lstrip("."), reason[: match.start()]
@@ -170,6 +172,7 @@ def _readable(reason: str) -> str:
 def _arguments(file: File, name: str) -> dict[str, Any]:
     """Return the arguments for `Cluster` from the content of a file. `name` is the default name of the cluster."""
     compute: list[Times] = []
+    fixed: list[float] = []
     presence: dict[int, Presence] = {}
     links: dict[int, Link] = {}
     for number, group in enumerate(file.workers):
@@ -194,8 +197,13 @@ def _arguments(file: File, name: str) -> dict[str, Any]:
             if latency is not None or bandwidth is not None:
                 links[worker] = Link(bandwidth_bps=bandwidth, to_server_s=latency, from_server_s=latency)
         compute += [time] * group.count
+        share = quantity(group.fixed, SHARES, f"{table}.fixed")
+        if share > 1:
+            raise ConfigurationError(f"{table}.fixed is {group.fixed!r}, expected at most 100 %.")
+        fixed += [share] * group.count
     return {
         "compute_s": compute,
+        "fixed_share": fixed,
         "servers": file.servers,
         "latency_s": _times(file.latency, "latency"),
         "bandwidth_bps": math.inf if file.bandwidth is None else quantity(file.bandwidth, RATES, "bandwidth"),
@@ -203,6 +211,7 @@ def _arguments(file: File, name: str) -> dict[str, Any]:
         "presence": presence,
         "links": links,
         "name": file.name or name,
+        "emulated": file.emulated,
     }
 
 

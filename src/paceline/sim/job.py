@@ -1,4 +1,4 @@
-"""A job in virtual time, which hosts the protocol cores of the coordinator, the servers and the workers.
+"""Simulates a job in virtual time by running the protocol cores of the coordinator, the servers and the workers.
 
 The cores are the same as in a live run (see `paceline.core`). This module sends the messages through the simulated
 network, without encoding them, and advances virtual time. A `Driver` determines what a worker does between messages:
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..core.coordinator import Coordinator
-from ..core.messages import Answer, Commit, Message, Started, Status
+from ..core.messages import Answer, Commit, DataGranted, Message, Started, Status
 from ..core.model_spec import ModelSpec
 from ..core.requests import (
     COORDINATOR,
@@ -53,14 +53,14 @@ log = logging.getLogger("paceline.sim")
 HEADER_BYTES = 64  # size of the header of each message, approximately as in a live run
 
 KINDS = ("push", "pull", "pull again", "control")
-"""Kinds of messages. "pull again" is an answer after a restart; "control" messages have no weights or gradients."""
+"""Kinds of messages. "pull again" carries new weights after an abort; "control" carries no weights or gradients."""
 
 COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES = range(4)
-"""The purposes of a worker's random draws. The key of each draw begins with (seed, worker, purpose)."""
+"""Purposes of a worker's random draws. The key of each draw begins with (seed, worker, purpose)."""
 
 
 class Driver(Protocol):
-    """Determines what the workers do between messages. The job calls these methods."""
+    """Determines what the workers do between messages. `VirtualJob` calls the methods of its driver."""
 
     def joined(self, worker: int) -> None:
         """Called when the worker has joined and its weights have arrived."""
@@ -72,13 +72,16 @@ class Driver(Protocol):
         """Called when the worker's computation must be aborted. The driver must then call `VirtualJob.pull_again`."""
 
     def answered(self, worker: int) -> None:
-        """Called when every shard has answered the worker's last pull."""
+        """Called when every shard's answer to the worker's most recent pull has arrived."""
+
+    def supplied(self, worker: int) -> None:
+        """Called when the coordinator's answer to one of the worker's requests for data has arrived."""
 
     def sent(self, worker: int, shard: int) -> None:
         """Called when a shard sends its current weights to the worker."""
 
     def lost(self, worker: int) -> None:
-        """Called when the worker is lost. Nothing that the worker does afterwards has an effect."""
+        """Called when the worker is lost. The worker's later actions have no effect."""
 
 
 class ShardStore(Protocol):
@@ -86,7 +89,7 @@ class ShardStore(Protocol):
 
     def put(self, worker: int, iteration: int, push: Any) -> None: ...
 
-    def apply(self, pushes: Sequence[tuple[int, int]], scale: float) -> None: ...
+    def apply(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> None: ...
 
     def discard(self, worker: int, iteration: int) -> None: ...
 
@@ -94,12 +97,12 @@ class ShardStore(Protocol):
 
 
 class NullStore:
-    """The store of a shard without tensors, for simulations that do not train."""
+    """A shard store without tensors, for simulations that do not train."""
 
     def put(self, worker: int, iteration: int, push: object) -> None:
         pass
 
-    def apply(self, pushes: Sequence[tuple[int, int]], scale: float) -> None:
+    def apply(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> None:
         pass
 
     def discard(self, worker: int, iteration: int) -> None:
@@ -110,39 +113,37 @@ class NullStore:
 
 
 class VirtualJob:
-    """A run in virtual time. It delivers the messages between the protocol cores and carries out their requests.
+    """Simulates a run: delivers the messages between the protocol cores, and carries out the cores' requests.
 
     Args:
         cluster: the machines and the network.
         schedule: the sync models of the run, and when they change.
-        stores: the store of each shard, in order. Shard k is on server k modulo the number of servers.
-        shard_bytes: size of each shard in bytes.
+        shards: number of shards. Shard k is on server k modulo the number of servers.
         seed: random seed for the run.
         overlap: False if no worker pulls until all workers have pushed to all shards.
         recorders: recorders for the traces of the shards and the coordinator, and for the iterations of each worker.
-        slicing: how the parameters are sliced: "even" or "by-parameter".
+        slicing: how the parameters are divided into shards: "even" or "by-parameter".
 
     Attributes:
         kernel: the virtual clock and the pending events.
         coordinator: the protocol core of the coordinator.
         workers: the state of each worker.
         bytes_sent: number of bytes sent, by kind of message.
-        cut_off_s: virtual time at which the run was stopped; None if every worker has finished.
+        cut_off_s: virtual time at which the run was stopped early; None if every worker has finished.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         schedule: Schedule,
-        stores: Sequence[ShardStore],
-        shard_bytes: Sequence[int],
+        shards: int,
         seed: int,
         *,
         overlap: bool,
         recorders: Recorders,
         slicing: str = "even",
     ) -> None:
-        count = len(stores)
+        count = shards
         self.kernel = Kernel(STILL + 200 * cluster.workers * (count + 4))
         self.bytes_sent = dict.fromkeys(KINDS, 0)
         self.cut_off_s: float | None = None
@@ -160,8 +161,9 @@ class VirtualJob:
         )
         self._cluster = cluster
         self._schedule = schedule
-        self._stores = stores
-        self._shard_bytes = shard_bytes
+        self._shards = shards
+        self._stores: Sequence[ShardStore] = ()  # set by `run`
+        self._shard_bytes: Sequence[int] = ()
         self._seed = seed
         self._overlap = overlap
         self._recorders = recorders
@@ -169,7 +171,7 @@ class VirtualJob:
             Server(seed, recorder_of=recorders.shards.__getitem__) for _ in range(cluster.servers)
         ]
         interfaces = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
-        self._to_come = 0  # number of workers that will still join
+        self._to_come = 0  # number of scheduled joins
         self.workers = []
         for worker in range(cluster.workers):
             state = VirtualWorker(worker)
@@ -184,20 +186,30 @@ class VirtualJob:
             state.to_coordinator = Connection(self.kernel, None, None, to_server)
             state.from_coordinator = Connection(self.kernel, None, None, from_server)
             self.workers.append(state)
+            self._new_core(worker)
 
-    def run(self, driver: Driver, models: Callable[[int], ModelSpec], until_s: float) -> None:
+    def run(
+        self,
+        driver: Driver,
+        models: Callable[[int], ModelSpec],
+        stores: Sequence[ShardStore],
+        shard_bytes: Sequence[int],
+        until_s: float,
+    ) -> None:
         """Run until every worker has finished, or until the virtual time `until_s`.
 
         Args:
             driver: determines what the workers do between messages.
             models: function that returns the model of a worker. It is called for each worker that is present from
                 the beginning.
+            stores: the store of each shard, in order.
+            shard_bytes: size of each shard in bytes.
             until_s: virtual time at which to stop.
 
         Raises:
             RunFailedError: all workers wait for pulls that will never be answered, or the workers' models differ.
         """
-        self._driver = driver
+        self._driver, self._stores, self._shard_bytes = driver, stores, shard_bytes
         for worker in range(len(self.workers)):
             if worker not in self._first:
                 self._expect(nanoseconds(self._cluster.presence[worker].joins_at_s), worker)
@@ -209,7 +221,7 @@ class VirtualJob:
         self.kernel.run(until_s)
         if self.coordinator.present and self.kernel.idle:
             raise RunFailedError("the run", self._standstill())
-        if not self.kernel.idle:  # stopped early: count the computations in progress up to this time
+        if not self.kernel.idle:  # stopped early: also count the elapsed time of unfinished computations
             end_ns = self.kernel.now_ns if self.kernel.stopped else nanoseconds(until_s)
             self.cut_off_s = end_ns / SECOND_NS
             for state in self.workers:
@@ -218,14 +230,14 @@ class VirtualJob:
 
     @property
     def goes_on(self) -> bool:
-        """True if any worker is present or will still join."""
+        """True if any worker is present or will join later."""
         return bool(self.coordinator.present) or self._to_come > 0
 
     @property
     def versions(self) -> tuple[int, ...]:
         """The current version of each shard."""
         count = len(self._servers)
-        return tuple(self._servers[k % count].shards[k].version for k in range(len(self._stores)))
+        return tuple(self._servers[k % count].shards[k].version for k in range(self._shards))
 
     @property
     def faults(self) -> list[str]:
@@ -237,13 +249,15 @@ class VirtualJob:
     def compute(self, worker: int, *, droppable: bool = True) -> None:
         """Let the compute time of the current iteration pass, then call `Driver.computed`.
 
-        If the computation is droppable and is aborted before that time has passed, call `Driver.aborted` instead.
+        If the computation is droppable and is aborted before then, call `Driver.aborted` instead.
         """
         state = self.workers[worker]
         state.attempt += 1
         state.computing, state.droppable = True, droppable
         state.started_ns = self.kernel.now_ns
         length_s = state.sample(state.core.iteration, self.kernel.now_s)
+        if state.core.data.used:
+            length_s *= self._cluster.factor(worker, state.core.data.work)
         self.kernel.after(nanoseconds(length_s), self._computed, worker, state.attempt)
 
     def push(
@@ -259,21 +273,40 @@ class VirtualJob:
 
         Args:
             worker: index of the worker.
-            pushes: for each shard, the push for its store; () if there are no tensors or no gradient.
+            pushes: one push for the store of each shard; () if there are no tensors or no gradient.
             empty: True to push without a gradient.
-            significance: |g| / |w|, for the gradient g and the weights w; None if the sync model does not need it.
+            significance: |g| / |w|, the ratio of the gradient's norm to the weights' norm; None if it is not needed.
             loss: loss of the iteration, which is recorded; None if it is unknown.
         """
         state = self.workers[worker]
         state.pushed_s = self.kernel.now_s
         state.loss = loss
-        self._from_worker(worker, state.core.push(empty=empty, significance=significance), pushes)
+        busy_s = (self.kernel.now_ns - state.started_ns) / SECOND_NS
+        requests = state.core.push(empty=empty, significance=significance, busy_s=busy_s)
+        self._from_worker(worker, requests, pushes)
 
     def pull_again(self, worker: int) -> None:
         """Pull again after an aborted computation. `Driver.answered` is called when every shard has answered."""
         state = self.workers[worker]
         state.dropped_s = self.kernel.now_s
         self._from_worker(worker, state.core.pull_again())
+
+    def refresh(self, worker: int) -> None:
+        """Pull without a push. `Driver.answered` is called when every shard has answered."""
+        state = self.workers[worker]
+        state.refreshing = True
+        self._from_worker(worker, state.core.pull_again(restart=False))
+
+    def carry(self, worker: int, requests: Sequence[Request], *, at_once: bool) -> None:
+        """Send a worker's requests for data. `Driver.supplied` is called each time an answer arrives.
+
+        If `at_once` is True, because the worker has not joined yet, the requests are answered before this method
+        returns, and `Driver.supplied` is not called.
+        """
+        if at_once:
+            self._at_once(worker_peer(worker), requests)
+        else:
+            self._from_worker(worker, requests)
 
     def request_sync(self, worker: int, models: Sequence[SyncModel], shard: int | None) -> None:
         """Request a change of the sync model."""
@@ -288,13 +321,12 @@ class VirtualJob:
     # -- joining and leaving ------------------------------------------------------------------------------
 
     def _begin(self, models: Callable[[int], ModelSpec]) -> None:
-        """Begin the run with the initial workers. These messages take no time and are not counted."""
+        """Begin the run with the initial workers. The messages of this phase take no time and are not counted."""
         for index in range(len(self._servers)):
             self._at_once(server_peer(index), self.coordinator.connected(server_peer(index), 0.0))
         for worker in self._first:
             peer = worker_peer(worker)
             self._at_once(COORDINATOR, self.coordinator.connected(peer, 0.0))
-            self._new_core(worker)
         for worker in self._first:
             self._at_once(worker_peer(worker), self.workers[worker].core.register(models(worker)))
         initializer = worker_peer(self.coordinator.initializer)
@@ -308,7 +340,7 @@ class VirtualJob:
         self.kernel.at(due_ns, self._join, worker)
 
     def _join(self, worker: int) -> None:
-        """Let a worker join late or join again. Its initial weights arrive immediately."""
+        """Let a worker join late or join again. The worker's initial weights arrive immediately."""
         self._to_come -= 1
         state = self.workers[worker]
         iteration = state.core.iteration + 1 if state.life else 0  # iteration numbers are not reused
@@ -322,6 +354,7 @@ class VirtualJob:
         self._connect(worker)
         state.begun_s = self.kernel.now_s
         state.dropped_s = state.restarted = None
+        state.refreshing = False
         self._plan_absence(worker)
         self._driver.joined(worker)
 
@@ -329,7 +362,7 @@ class VirtualJob:
         self.workers[worker].core = Worker(
             self._schedule,
             workers=len(self.workers),
-            shards=len(self._stores),
+            shards=self._shards,
             servers=len(self._servers),
             overlap=self._overlap,
         )
@@ -339,7 +372,7 @@ class VirtualJob:
             self._at_once(server_peer(index), server.connected(worker))
 
     def _at_once(self, sender: Peer, requests: Sequence[Request]) -> None:
-        """Deliver messages immediately, without the network: at the beginning, and when workers join or are lost."""
+        """Deliver messages immediately, bypassing the network. Used at the beginning and when workers join."""
         now_s = self.kernel.now_s
         for request in requests:
             match request:
@@ -351,13 +384,13 @@ class VirtualJob:
                     self._at_once(to, self.coordinator.handle(sender, message, now_s))
                 case Send(to, message) if to.role == "server":
                     self._at_once(to, self._servers[to.index].handle(sender, message, now_s))
-                case Send(to, Started() | Answer() as message):
+                case Send(to, Started() | Answer() | DataGranted() as message):
                     self._at_once(to, self.workers[to.index].core.handle(message))
                 case _:
                     self._from_coordinator([request])
 
     def _plan_absence(self, worker: int) -> None:
-        """Schedule the next loss of a worker that has just joined, if the cluster specifies one."""
+        """Schedule the time at which a worker that has just joined is lost, if the cluster specifies one."""
         presence: Presence | None = self._cluster.presence.get(worker)
         if presence is None:
             return
@@ -400,7 +433,9 @@ class VirtualJob:
     def _proceed(self, worker: int) -> None:
         """Let a worker continue after all shards have answered its pull."""
         state, now_s = self.workers[worker], self.kernel.now_s
-        if state.dropped_s is not None:
+        if state.refreshing:
+            state.refreshing, state.begun_s = False, now_s
+        elif state.dropped_s is not None:
             state.restarted, state.dropped_s = (state.dropped_s, now_s), None
         else:
             state.finished_s = now_s
@@ -440,7 +475,10 @@ class VirtualJob:
         state = self.workers[worker]
         if state.life != life:
             return
-        for request in state.core.handle(message):
+        requests = state.core.handle(message)
+        if type(message) is DataGranted:
+            self._driver.supplied(worker)
+        for request in requests:
             if type(request) is Proceed:
                 self._proceed(worker)
             elif type(request) is Abort:
@@ -490,7 +528,7 @@ class VirtualJob:
                 else:
                     self._to_worker(server, request.to.index, "control", 0, request.message)
             elif type(request) is Apply:
-                self._stores[request.shard].apply(request.pushes, request.scale)
+                self._stores[request.shard].apply(request.pushes, request.scales)
             elif type(request) is Discard:
                 self._stores[request.shard].discard(request.worker, request.iteration)
             elif type(request) is Preserve:
@@ -518,15 +556,15 @@ class VirtualJob:
                     self.bytes_sent["control"] += HEADER_BYTES
                     state = self.workers[to.index]
                     state.from_coordinator.send(0, self._at_worker, to.index, state.life, message)
-                case Send(
-                    to, message
-                ):  # announces the loss of a worker, which the servers already know about
+                case Send(to, message):  # a report that a worker was lost; the servers already know this
                     self._from_server(
                         to.index, self._servers[to.index].handle(COORDINATOR, message, self.kernel.now_s)
                     )
                 case Timer():
                     due_ns = nanoseconds(request.due_s)
                     self.kernel.at(due_ns, self._fire_at_coordinator, request, priority=TIMER)
+                case Fail(where, reason):
+                    raise RunFailedError(where, reason)
                 case Warn(text):
                     log.error("%s", text)
                 case _:
@@ -535,7 +573,7 @@ class VirtualJob:
     # -- latencies and standstills ------------------------------------------------------------------------
 
     def _delays(self, latency: Distribution, worker: int, purpose: int) -> int | Callable[[], int]:
-        """Return the latency in nanoseconds if it is constant, else a function that draws each message's latency."""
+        """Return the latency in nanoseconds if it is constant, otherwise a function that draws each latency."""
         if isinstance(latency, Constant):
             return nanoseconds(latency.seconds)
         sample = latency.sampler(self._seed, worker, purpose)

@@ -17,10 +17,10 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         joins_at_s: virtual time at which the worker joins, in seconds.
-        lost_at_s: virtual time at which the worker is lost, in seconds; None if it is not lost at a given time.
+        lost_at_s: virtual time at which the worker is lost, in seconds; None if it is not lost at a fixed time.
         preempted_every_s: mean of the random time between joining and being lost, in seconds; None if the worker is
             not lost at random times.
-        back_after_s: time from a loss until the worker joins again, in seconds; None if it does not join again.
+        back_after_s: time after which a lost worker joins again, in seconds; None if it does not join again.
     """
 
     joins_at_s: float = 0.0
@@ -39,7 +39,7 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(f"preempted_every_s is {every_s:g}, expected a number of seconds > 0.")
         if self.lost_at_s is not None and every_s is not None:
             raise ConfigurationError(
-                "lost_at_s and preempted_every_s are both given, but a worker is lost either at a given time or at "
+                "lost_at_s and preempted_every_s are both given, but a worker is lost either at a fixed time or at "
                 "random times. Omit one of them."
             )
         if self.back_after_s is not None and self.lost_at_s is None and every_s is None:
@@ -49,7 +49,7 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings for the network connection of a worker that differ from the rest of the cluster.
+    """Settings for one worker's network connection, where they differ from the cluster's settings.
 
     Attributes:
         bandwidth_bps: bandwidth of the worker's network interface, in bits per second in each direction; None for

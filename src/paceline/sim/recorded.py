@@ -1,17 +1,19 @@
-"""Derives a `Cluster` from the files of a live run: the compute times and the message times of each worker.
+"""Derives a `Cluster`, with the compute times and message times of each worker, from the files of a live run.
 
-The compute times are in the workers' records. The time of a message is the difference between two clock readings,
-which are comparable because all processes on a machine use the same clock. A push lasts from
-the time at which the worker sent it until the event at the shard that received it. An answer lasts from the event
-that released the pull at the last shard until the weights have arrived. So the time that a server takes to process a
-push, mainly to apply the gradient, counts as part of the answer.
+The compute times come from the workers' records. The time of a message is the difference between two clock readings,
+which are comparable because all processes on a machine use the same clock. The time of a push runs from the moment
+when the worker begins to send it until it has arrived at the shard. The time of an answer runs from the moment when
+every shard may answer the pull until all weights have arrived at the worker. It includes the time that a server takes
+to process a push before it answers, mainly to apply the gradient.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..core.batch_sizes import BatchTime
 from ..errors import ConfigurationError
 from ..sync.actions import AnswerPull
 from ..sync.events import PullRepeated, PushReceived
@@ -28,7 +30,7 @@ Key = tuple[int, int]
 
 
 def read_cluster_of_run(run_dir: Path) -> Cluster:
-    """Return a cluster that describes the machines of the run in a directory.
+    """Return a cluster that describes the machines of a recorded run, given its run directory.
 
     Raises:
         ConfigurationError: the directory does not contain a run, or no worker has finished an iteration.
@@ -36,21 +38,25 @@ def read_cluster_of_run(run_dir: Path) -> Cluster:
     shards = [trace for trace in read_run(run_dir) if trace.header.host == "shard"]
     if not shards:
         raise ConfigurationError(
-            f"{run_dir} does not contain a run: there is no file trace-shard-*.jsonl. Give the directory that "
-            "paceline run prints when it ends."
+            f"{run_dir} does not contain a run: there is no file trace-shard-*.jsonl. Give the run "
+            "directory, which 'paceline run' prints when it ends."
         )
-    return cluster_of(read_records(run_dir), shards, run_dir.name)
+    return cluster_of(read_records(run_dir), shards, run_dir.name, _batch_size(run_dir))
 
 
 def cluster_of(
-    records: Sequence[Sequence[IterationRecord]], shards: Sequence[Trace], name: str = ""
+    records: Sequence[Sequence[IterationRecord]],
+    shards: Sequence[Trace],
+    name: str = "",
+    batch_size: int | None = None,
 ) -> Cluster:
-    """Return a cluster that describes the machines of a run, without workers that were lost in their first iteration.
+    """Return a cluster that describes the machines of a run, without the workers that finished no iteration.
 
     Args:
         records: the iterations of each worker.
         shards: the trace of each shard.
         name: name of the cluster.
+        batch_size: usual number of samples in a batch, if the run had balanced batches, whose sizes differ.
 
     Raises:
         ConfigurationError: no worker has finished an iteration.
@@ -59,12 +65,14 @@ def cluster_of(
     if not known:
         raise ConfigurationError("no worker finished an iteration, so the speed of the workers is unknown.")
     arrived: dict[Key, list[float]] = {}
+    samples: dict[Key, int] = {}
     released: dict[Key, float] = {}
     for trace in shards:
         for entry in trace.entries:
             if isinstance(entry.event, PushReceived) and entry.refused is None:
                 key = entry.event.worker, entry.event.iteration
                 arrived.setdefault(key, []).append(entry.event.now_s)
+                samples[key] = entry.event.samples or 0
             for action in entry.actions:
                 if isinstance(action, AnswerPull) and not isinstance(entry.event, PullRepeated):
                     key = action.worker, action.iteration
@@ -85,12 +93,50 @@ def cluster_of(
             to_server_s=Recorded(seconds=tuple(to_server_s or [0.0])),
             from_server_s=Recorded(seconds=tuple(from_server_s or [0.0])),
         )
+    computed = [
+        _computed(
+            [
+                (samples.get((worker, record.iteration), 0) or batch_size or 1, _computed_s(record))
+                for record in iterations
+            ],
+            batch_size,
+        )
+        for worker, iterations in known
+    ]
     return Cluster(
-        compute_s=[Recorded(seconds=tuple(map(_computed_s, iterations))) for _, iterations in known],
+        compute_s=[times for times, _ in computed],
+        fixed_share=[share for _, share in computed],
         servers=len(shards),
         links=links,
         name=name,
+        emulated=next((trace.header.emulated for trace in shards), ""),
     )
+
+
+def _computed(observed: Sequence[tuple[int, float]], batch_size: int | None) -> tuple[Recorded, float]:
+    """Return the compute times of a worker for batches of the usual size, and the part that is the same for any size.
+
+    Args:
+        observed: the number of samples in each iteration, and its compute time in seconds.
+        batch_size: usual number of samples in a batch; None if all batches count as equal.
+    """
+    if batch_size is None:
+        return Recorded(seconds=tuple(seconds for _, seconds in observed)), 0.0
+    time = BatchTime.fitted(observed)
+    usual_s = time.of(batch_size)
+    return Recorded(
+        seconds=tuple(s * usual_s / time.of(size) for size, s in observed)
+    ), time.fixed_s / usual_s
+
+
+def _batch_size(run_dir: Path) -> int | None:
+    """Return the usual number of samples in a batch of a run with balanced batches; None for any other run."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+        size = int(summary["batch_size"]) * int(summary["batches_per_push"])
+        return size if summary["batch"] == "balanced" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # the run did not end, or its data was not handed out in batches of known size
 
 
 def _computed_s(record: IterationRecord) -> float:

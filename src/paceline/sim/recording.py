@@ -1,4 +1,4 @@
-"""Recording of a simulation: statistics and, if requested, traces and records in memory or in a run directory."""
+"""Records a simulation: statistics and, if requested, traces and records in memory or in a run directory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RunFolder:
         return self._recorders[-1]
 
     def take(self, worker: int, record: IterationRecord) -> None:
-        """Add the record of one iteration of a worker."""
+        """Add the record of a worker's iteration."""
         line = self._encoder.encode(record) + b"\n"
         self._pending[worker] += line
         self._pending_bytes += len(line)
@@ -108,13 +108,14 @@ class RunFolder:
 class Recorders:
     """The recorders for the traces of the shards and the coordinator, and for the records of each worker.
 
-    This is a context manager: all files are complete when it exits.
+    This is a context manager: when it exits, the files with the traces and records are complete.
 
     Args:
         schedule: schedule of the job.
         workers: number of workers.
         shards: number of shards.
         seed: random seed for the run.
+        emulated: description of how the machines were emulated, if they were recorded in a run that emulated them.
         keep: True to keep all traces and records in memory.
         run_dir: directory for the traces and records; None to write no files.
 
@@ -136,6 +137,7 @@ class Recorders:
         shards: int,
         seed: int,
         *,
+        emulated: str = "",
         keep: bool,
         run_dir: str | Path | None,
     ) -> None:
@@ -146,6 +148,7 @@ class Recorders:
         self.job: EntryRecorder
         self._schedule = schedule
         self._seed = seed
+        self._emulated = emulated
         self._count = shards
         self._folder = RunFolder(run_dir, workers) if run_dir is not None else None
         if self.recording is not None:
@@ -164,10 +167,23 @@ class Recorders:
         """Begin the traces of the shards and the coordinator. See `Header` for `computed_by`."""
         for index in range(self._count):
             sync = str(self._schedule.at_shard(index))
-            header = Header(sync=sync, host="shard", index=index, seed=self._seed, computed_by=computed_by)
+            header = Header(
+                sync=sync,
+                host="shard",
+                index=index,
+                seed=self._seed,
+                emulated=self._emulated,
+                computed_by=computed_by,
+            )
             self.shards.append(_together([Metered(self.meter, index), *self._recorders(header)]))
         sync = notation(self._schedule.first)
-        header = Header(sync=sync, host="coordinator", seed=self._seed, computed_by=computed_by)
+        header = Header(
+            sync=sync,
+            host="coordinator",
+            seed=self._seed,
+            emulated=self._emulated,
+            computed_by=computed_by,
+        )
         self.job = _together(self._recorders(header))
 
     def summarize(self, summary: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The result of a simulated run. It can be saved to a run directory with the same files as a live run."""
+"""The result of a simulated run, which can be saved to a run directory with the same files as a live run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Loss", "SimResult"]
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """The loss of one iteration of a worker.
+    """The training loss that one worker computed in one iteration.
 
     Attributes:
         time_s: virtual time at which the push of the iteration began.
@@ -41,23 +41,25 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a simulated run.
 
     Attributes:
-        sync: the sync model, or the schedule.
+        sync: notation of the sync model or the schedule.
         seed: random seed for the run.
         servers: number of servers.
         shards: number of shards.
         finished_s: for each worker, the virtual time at which it finished its last iteration.
-        measures: statistics, which are also part of the summary of a live run.
+        measures: statistics of the run, the same as in the summary of a live run.
         staleness: mapping from staleness to the number of pushes with this staleness, counted per shard. A push's
             staleness is the number of updates between the worker's previous pull and the application of the push.
         bytes_by_kind: number of bytes sent for each kind of message: "push", "pull", "pull again" (after a restart)
             and "control" (small messages).
         events: number of simulated events.
-        computed_s: total compute time of all workers, without aborted computations.
-        wasted_s: total time of all workers that was spent on aborted computations and the pulls after them.
+        computed_s: total compute time of all workers, excluding wasted computations (see `wasted_s`).
+        wasted_s: total time of computations that were aborted or whose worker was lost, and of pulls after aborts.
         faults: messages about problems that did not end the run, in order. Each says which condition failed, and
             with which model the shards continued.
+        emulated: description of how unequal machines were emulated in the run from which the cluster was recorded; ""
+            if the run emulated nothing, or the cluster was not recorded.
         recording: traces and records in memory; None if they were not kept.
-        run_dir: directory with the traces and records that were written during the run; None if there is none.
+        run_dir: directory with the traces and records that were written during the run; None if none were written.
         state_dict: final weights and buffers, with the names from the model's `state_dict`; None without a training
             function.
         history: losses, ordered by time; None without a training function.
@@ -76,6 +78,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     computed_s: float
     wasted_s: float
     faults: list[str]
+    emulated: str = ""
     recording: Recording | None = None
     run_dir: Path | None = None
     state_dict: dict[str, torch.Tensor] | None = None
@@ -84,7 +87,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trace(self) -> list[Trace]:
-        """The traces of all shards, followed by the coordinator's trace. Read from `run_dir` if not in memory.
+        """The traces of all shards, followed by the coordinator's; read from `run_dir` if they are not in memory.
 
         Raises:
             UsageError: no traces were recorded.
@@ -95,7 +98,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def records(self) -> list[list[IterationRecord]]:
-        """The records of each worker's iterations. Read from `run_dir` if not in memory.
+        """The records of each worker's iterations, read from `run_dir` if they are not in memory.
 
         Raises:
             UsageError: no records were kept or written.
@@ -120,17 +123,17 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def updates(self) -> int:
-        """The number of optimizer steps of shard 0."""
+        """The number of optimizer steps at shard 0."""
         return self.measures.updates
 
     @property
     def waiting_share(self) -> float:
-        """The share of the workers' total time that was spent waiting, from 0 to 1."""
+        """The fraction of the workers' total time that was spent waiting, from 0 to 1."""
         return self.measures.waiting_share
 
     @property
     def delayed_pulls(self) -> int:
-        """The number of pulls that were not answered on arrival, counted per (worker, shard)."""
+        """The number of pulls that were not answered on arrival. A pull counts once per shard that delayed it."""
         return self.measures.delayed_pulls
 
     @property
@@ -169,15 +172,20 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def summary(self) -> dict[str, Any]:
         """The statistics of the run as plain types, with the same names as in the summary of a live run."""
+        figures = msgspec.to_builtins(self.measures, str_keys=True)
+        emulated = "simulated in virtual time"
+        if self.emulated:
+            emulated += f", on machines recorded in a run with emulated machines: {self.emulated}"
         return {
             "sync": self.sync,
             "workers": len(self.measures.iterations),
             "servers": self.servers,
             "shards": self.shards,
             "seed": self.seed,
-            "emulated": "simulated in virtual time",
+            "emulated": emulated,
             "lost_workers": [],
             "faults": self.faults,
             "wasted_s": self.wasted_s,
-            **msgspec.to_builtins(self.measures, str_keys=True),
+            "ledger": {"pushes": figures.pop("pushes")},
+            **figures,
         }

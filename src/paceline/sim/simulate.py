@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.layout import Layout
+from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..core.model_spec import ModelSpec, OptimizerSpec
 from ..errors import ConfigurationError, unknown_name
 from ..plugins import load_models
@@ -16,6 +17,7 @@ from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
 from ..sync import SyncModel
 from ..sync.schedule import Schedule, read_schedule
 from ..trace.records import IterationRecord
+from .clockwork import Clockwork, Dataset, DatasetClockwork
 from .cluster import Cluster, require_whole
 from .job import NullStore, VirtualJob
 from .kernel import SECOND_NS, nanoseconds
@@ -44,6 +46,8 @@ def simulate(
     slicing: str = "even",
     overlap: str = "shards",
     on_nan: str = "stop",
+    batch: BatchSizing = "equal",
+    data: Dataset | None = None,
     snapshot_every_s: float | None = None,
     on_snapshot: Callable[[float, WeightsSnapshot], bool] | None = None,
     record: bool = False,
@@ -52,8 +56,8 @@ def simulate(
     """Simulate a run in virtual time, on a cluster that need not exist.
 
     Without `train_fn`, no gradients are computed: the workers only let the time of their iterations pass. With
-    `train_fn`, each worker runs this function to its end, as with `paceline.launch`. It computes real gradients on
-    real data; the workers compute one after another, in the order of virtual time.
+    `train_fn`, each worker runs this function until it returns, as with `paceline.launch`. Real gradients are
+    computed on real data, by one worker after another, in the order of virtual time.
 
     Args:
         cluster: the machines and the network.
@@ -70,6 +74,9 @@ def simulate(
         overlap: "shards" if each shard answers independently; "off" if no worker pulls until all workers have pushed
             to all shards.
         on_nan: as for `paceline.launch`.
+        batch: as for `paceline.launch`. Ignored without `train_fn` and without `data`.
+        data: data that the workers use up. The run then ends after its last epoch, and `iterations` is ignored. Not
+            allowed with `train_fn`, which distributes its own data.
         snapshot_every_s: interval, in seconds of virtual time, at which the weights are stored in
             `SimResult.snapshots`. Only with `train_fn`.
         on_snapshot: function that receives the virtual time and the weights of each snapshot. With this function,
@@ -90,14 +97,27 @@ def simulate(
         (12.0, 4, 0.3333333333333333)
     """
     schedule, count = _checked(
-        cluster, sync, iterations, seed, until_s, shards, shard_bytes, slicing, overlap, on_nan
+        cluster,
+        sync,
+        iterations,
+        seed,
+        until_s,
+        shards,
+        shard_bytes,
+        slicing,
+        overlap,
+        on_nan,
+        batch,
+        ends=data is not None,
     )
-    _require_compatible(cluster, train_fn, shard_bytes, snapshot_every_s, on_snapshot)
+    _require_compatible(cluster, train_fn, shard_bytes, snapshot_every_s, on_snapshot, data)
     first = [worker for worker in range(cluster.workers) if not cluster.joins_late(worker)]
     history: list[Loss] = []
     snapshots: list[tuple[float, WeightsSnapshot]] = []
     final: WeightsSnapshot | None = None
-    recorders = Recorders(schedule, cluster.workers, count, seed, keep=record, run_dir=run_dir)
+    recorders = Recorders(
+        schedule, cluster.workers, count, seed, emulated=cluster.emulated, keep=record, run_dir=run_dir
+    )
     with recorders:
         if train_fn is None:
             recorders.begin()
@@ -107,14 +127,17 @@ def simulate(
             job = VirtualJob(
                 cluster,
                 schedule,
-                [NullStore()] * count,
-                sizes,
+                count,
                 seed,
                 overlap=overlap == "shards",
                 recorders=recorders,
             )
-            clockwork = _Clockwork(job, math.inf if iterations is None else iterations)
-            job.run(clockwork, lambda worker: NOTHING_TRAINED, until_s)
+            clockwork = (
+                Clockwork(job, math.inf if iterations is None else iterations)
+                if data is None
+                else DatasetClockwork(job, data, batch)
+            )
+            job.run(clockwork, lambda worker: NOTHING_TRAINED, [NullStore()] * count, sizes, until_s)
         else:
             from .training import Training, computed_by
 
@@ -128,29 +151,28 @@ def simulate(
                 slicing=slicing,
                 overlap=overlap,
                 shards=count,
+                batch=batch,
             )
             with training:
                 recorders.begin(computed_by())
-                stores = training.make_stores(first)
-                sizes = [store.bounds.size_bytes for store in stores]
-                if cluster.size_bytes:
-                    sizes = [cluster.size_bytes * size // max(1, sum(sizes)) for size in sizes]
-                job = VirtualJob(
+                job = training.job = VirtualJob(
                     cluster,
                     schedule,
-                    stores,
-                    sizes,
+                    count,
                     seed,
                     overlap=overlap == "shards",
                     recorders=recorders,
                     slicing=slicing,
                 )
-                training.job = job
+                stores = training.make_stores(first)
+                sizes = [store.bounds.size_bytes for store in stores]
+                if cluster.size_bytes:
+                    sizes = [cluster.size_bytes * size // max(1, sum(sizes)) for size in sizes]
                 if snapshot_every_s is not None:
                     _take_snapshots(
                         job, training.snapshot, snapshot_every_s, on_snapshot or _snapshot_recorder(snapshots)
                     )
-                job.run(training, training.model_of, until_s)
+                job.run(training, training.model_of, stores, sizes, until_s)
                 final = training.snapshot()
     result = SimResult(
         sync=str(schedule),
@@ -165,6 +187,7 @@ def simulate(
         computed_s=sum(worker.computed_ns for worker in job.workers) / SECOND_NS,
         wasted_s=sum(worker.wasted_s for worker in job.workers),
         faults=job.faults,
+        emulated=cluster.emulated,
         recording=recorders.recording,
         run_dir=Path(run_dir).absolute() if run_dir is not None else None,
         state_dict=final.state_dict if final is not None else None,
@@ -173,35 +196,6 @@ def simulate(
     )
     recorders.summarize(result.summary)
     return result
-
-
-class _Clockwork:
-    """A driver for workers that compute nothing and only let time pass. See `paceline.sim.job.Driver`."""
-
-    def __init__(self, job: VirtualJob, iterations: float) -> None:
-        self._job = job
-        self._iterations = iterations
-
-    def joined(self, worker: int) -> None:
-        self.answered(worker)
-
-    def answered(self, worker: int) -> None:
-        if self._job.workers[worker].core.iteration < self._iterations:
-            self._job.compute(worker)
-        else:
-            self._job.finish(worker)
-
-    def computed(self, worker: int) -> None:
-        self._job.push(worker)
-
-    def aborted(self, worker: int) -> None:
-        self._job.pull_again(worker)
-
-    def sent(self, worker: int, shard: int) -> None:
-        pass
-
-    def lost(self, worker: int) -> None:
-        pass
 
 
 def _loss_recorder(history: list[Loss]) -> TakeRecord:
@@ -232,7 +226,7 @@ def _take_snapshots(
     every_s: float,
     keep: Callable[[float, WeightsSnapshot], bool],
 ) -> None:
-    """Pass the weights to `keep` at every multiple of `every_s`. If `keep` returns True, stop the run."""
+    """Pass the time and a snapshot to `keep` at every multiple of `every_s`. If `keep` returns True, stop the run."""
     ticks: Iterator[int] = itertools.count(1)
 
     def tick() -> None:
@@ -250,13 +244,24 @@ def _require_compatible(
     shard_bytes: object,
     snapshot_every_s: float | None,
     on_snapshot: object,
+    data: Dataset | None,
 ) -> None:
-    """Raise `ConfigurationError` for arguments that require `train_fn`, or that cannot be combined with it."""
+    """Raise `ConfigurationError` for arguments that cannot be used with, or without, `train_fn`."""
+    if data is not None:
+        if train_fn is not None:
+            raise ConfigurationError(
+                "data and train_fn are both given, but a training function distributes its own data. Omit one of "
+                "them."
+            )
+        if data.samples < cluster.workers:
+            raise ConfigurationError(
+                f"data has {data.samples} samples for {cluster.workers} workers, but each worker needs at least one."
+            )
     if train_fn is None:
         if snapshot_every_s is not None or on_snapshot is not None:
             raise ConfigurationError(
                 "snapshot_every_s or on_snapshot is given without train_fn, but without training there are no "
-                "weights. Give train_fn, or omit both."
+                "weights. Give train_fn, or omit these arguments."
             )
         return
     if shard_bytes is not None:
@@ -266,7 +271,7 @@ def _require_compatible(
         )
     if on_snapshot is not None and snapshot_every_s is None:
         raise ConfigurationError(
-            "on_snapshot is given without snapshot_every_s, so it would never be called. Give both."
+            "on_snapshot is given without snapshot_every_s, so it would never be called. Give both arguments."
         )
     if snapshot_every_s is not None and not 1e-9 <= snapshot_every_s < math.inf:
         raise ConfigurationError(
@@ -290,6 +295,9 @@ def _checked(
     slicing: str,
     overlap: str,
     on_nan: str,
+    batch: str,
+    *,
+    ends: bool,
 ) -> tuple[Schedule, int]:
     """Check the arguments of `simulate`; return the schedule and the number of shards."""
     if not isinstance(cluster, Cluster):
@@ -300,7 +308,7 @@ def _checked(
         require_whole("iterations", iterations, 1)
     if not isinstance(until_s, int | float) or not until_s > 0:
         raise ConfigurationError(f"until_s is {until_s!r}, expected a number of seconds > 0.")
-    if iterations is None and math.isinf(until_s):
+    if iterations is None and math.isinf(until_s) and not ends:
         raise ConfigurationError(
             "iterations is None and until_s is not given, so the run would never end. Give at least one of them."
         )
@@ -320,6 +328,7 @@ def _checked(
         ("overlap", overlap, OVERLAPS),
         ("slicing", slicing, SLICINGS),
         ("on_nan", on_nan, ON_NAN),
+        ("batch", batch, BATCH_SIZINGS),
     ):
         if value not in choices:
             raise unknown_name(name, value, choices)

@@ -20,7 +20,7 @@ CHECK_INTERVAL_S = 0.02  # time between two checks of whether the function has e
 
 
 class _Ended(BaseException):
-    """Raised in a strand to end it. It is not an `Exception`, so `except Exception` does not catch it."""
+    """Raised to end a strand's function. This is a `BaseException`, so `except Exception` does not catch it."""
 
 
 class Strand:
@@ -32,7 +32,7 @@ class Strand:
 
     Attributes:
         ended: True if the function has ended.
-        error: the exception that the function raised; None if it raised none.
+        error: the exception that the function raised; None if there was no exception.
     """
 
     def __init__(self, function: Callable[[], object], name: str) -> None:
@@ -61,17 +61,25 @@ class Strand:
             self._thread.join()
 
     def pause(self) -> Any:
-        """Pause until the strand is resumed. Return the message from `resume`. Only the strand may call this."""
+        """Pause until the strand is resumed. Return the message from `resume`. Call this only from the strand."""
         if not self._ending:
             self._back.release()
             self._go.acquire()
         if self._ending:
             self._refusals += 1
-            # The function cannot be ended, so block it until the process exits.
+            # The function cannot be stopped, so block it until the process exits.
             if self._refusals > PATIENCE:
                 threading.Event().wait()
             raise _Ended
         return self._message
+
+    def require_own_thread(self) -> None:
+        """Raise `UsageError` unless the caller runs on the strand's thread. Only this thread can be paused."""
+        if threading.current_thread() is not self._thread:
+            raise UsageError(
+                "In a simulation, call Paceline and iterate over its loaders only on the thread that runs the "
+                "training function."
+            )
 
     def end(self) -> None:
         """End the function by raising an exception in it at its current or next pause.
@@ -89,7 +97,7 @@ class Strand:
             self._thread.join(CHECK_INTERVAL_S)
         if not self.ended:
             raise UsageError(
-                f"{self._thread.name} cannot be ended, because its function catches BaseException and continues. "
+                f"{self._thread.name} cannot be stopped, because its function catches BaseException and continues. "
                 "Catch only Exception."
             )
         self._thread.join()

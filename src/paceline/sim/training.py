@@ -2,7 +2,7 @@
 
 The training function of each worker runs on its own thread (`Strand`) with its own random generators. Only one of
 these threads runs at any time. Virtual time passes only while a function waits in a call to its session. The session
-simulates the times that the cluster specifies, and pushes to and pulls from real shards.
+simulates the cluster's compute and message times, but pushes to and pulls from real shards.
 
 The workers share everything else that the threads of a process share: modules and their globals, torch's default
 dtype and number of threads, the current directory, and open files. The wall clock has no effect on a simulation.
@@ -13,11 +13,15 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice
+from ..core.lease import BatchSizing
 from ..core.model_spec import ModelSpec, first_difference
+from ..core.requests import Request
 from ..core.worker import Worker
 from ..errors import RunFailedError, first_line
 from ..frontend.generators import GeneratorStates
@@ -39,7 +43,7 @@ GENERATORS = 1 << 16  # part of the key from which the seeds of the workers' gen
 
 
 class Training:
-    """Runs the training functions of a job's workers and stores the trained weights. It is the job's `Driver`.
+    """The job's `Driver`: runs the training functions of the workers, and stores the trained weights.
 
     Args:
         function: training function that every worker runs.
@@ -50,9 +54,10 @@ class Training:
         slicing: "even" or "by-parameter".
         overlap: "shards" or "off".
         shards: number of shards.
+        batch: "equal" or "balanced". See `Session`.
 
     Attributes:
-        job: the job. Must be set before `VirtualJob.run` is called.
+        job: the simulated job. Must be set before `VirtualJob.run` is called.
         model: description of the trained model. Set by `make_stores`.
         stores: the store of each shard. Set by `make_stores`.
     """
@@ -68,8 +73,10 @@ class Training:
         slicing: str,
         overlap: str,
         shards: int,
+        batch: BatchSizing,
     ) -> None:
         self.workers = workers
+        self.batch = batch
         self.schedule = schedule
         self.overlap = overlap
         self.seed = seed
@@ -85,14 +92,14 @@ class Training:
         self._lives = [0] * workers
         self._slots: BufferSlots  # set by `make_stores`
         self._initializer = -1
-        self._running: VirtualSession | None = None  # the session whose generators are installed
-        self._outside: GeneratorStates | None = None  # state of the caller's generators
+        self._running: VirtualSession | None = None  # the session whose random generators are active
+        self._outside: GeneratorStates | None = None  # states of the caller's random generators
 
     def __enter__(self) -> Training:
         self._outside = GeneratorStates()
         self._main = sys.modules["__main__"]
         self._threads = torch.get_num_threads()
-        # Otherwise torch would create a thread pool for each worker, with more threads than cores in total.
+        # Otherwise each worker would get its own pool of torch threads, and there would be more threads than cores.
         torch.set_num_threads(1)
         return self
 
@@ -176,7 +183,7 @@ class Training:
         session = self._sessions[worker]
         if session.commit_waits is None:
             self._resume(session, True)
-        else:  # the function stays paused in `commit` until the push is answered
+        else:  # the function stays paused in `commit` until the pull after the push is answered
             session.commit_waits()
 
     def aborted(self, worker: int) -> None:
@@ -184,6 +191,11 @@ class Training:
 
     def answered(self, worker: int) -> None:
         self._resume(self._sessions[worker])
+
+    def supplied(self, worker: int) -> None:
+        session = self._sessions[worker]
+        if session.awaits_data and not session.data.waiting:
+            self._resume(session)
 
     def sent(self, worker: int, shard: int) -> None:
         session = self._sessions.get(worker)
@@ -203,7 +215,7 @@ class Training:
         self._slots.put(worker, {index: tensor.clone() for index, tensor in buffers.items()})
 
     def snapshot(self) -> WeightsSnapshot:
-        """Return the current weights and buffers of all shards."""
+        """Return the current weights and versions of all shards, and the buffers pooled over the workers."""
         vectors = {
             dtype: torch.empty(size, dtype=torch_dtype(dtype))
             for dtype, size in self.model.layout.sizes.items()
@@ -233,7 +245,7 @@ class Training:
         self._resume(session)
 
     def _resume(self, session: VirtualSession, message: object = None) -> None:
-        """Resume a worker's function until its session pauses it again or the function ends."""
+        """Let a worker's function continue until its session pauses it again or the function ends."""
         self._swap_generators(session)
         session.strand.resume(message)
         if session.strand.error is not None:
@@ -268,6 +280,7 @@ class VirtualSession:
     def __init__(self, training: Training, worker: int, generator_seed: int) -> None:
         self.worker = worker
         self.workers = training.workers
+        self.batch = training.batch
         self.seed = training.seed
         self.skips_nan = training.skips_nan
         self.weights: Vectors = {}
@@ -276,17 +289,18 @@ class VirtualSession:
         self.strand: Strand
         self.model: ModelSpec | None = None
         self.joined = False  # True once the worker takes part in the job
+        self.awaits_data = False  # True while the function waits for its requests for data to be answered
         self.generators: GeneratorStates | None = None
         self.generator_seed = generator_seed
-        self.main = sys.modules["__main__"]  # replaced if the function runs a script
+        self.main = sys.modules["__main__"]  # another module if the function runs a script
         self._training = training
         self._epoch = -1
-        # sync models requested before training
+        # changes of the sync model that were requested before training began
         self._requests: list[tuple[Sequence[SyncModel], int | None]] = []
+        # called after the compute time has passed, to send the commit
+        self.commit_waits: Callable[[], None] | None = None
         self._passed = False  # True if the compute time of this iteration has passed
         self._held_back = False  # True from `hold_back` until `commit`
-        # sends the commit after the compute time has passed
-        self.commit_waits: Callable[[], None] | None = None
         self._groups = GroupsReader()
 
     @property
@@ -317,6 +331,14 @@ class VirtualSession:
         return self._core.iteration
 
     @property
+    def updates(self) -> int:
+        return self._core.updates
+
+    @property
+    def samples(self) -> int:
+        return self._core.samples
+
+    @property
     def sends_early(self) -> bool:
         return False
 
@@ -334,11 +356,15 @@ class VirtualSession:
     def may_restart(self) -> bool:
         return self._core.may_restart
 
+    @property
+    def lockstep(self) -> bool:
+        return self._core.lockstep
+
     def restart_ordered(self) -> bool:
         """Return True if the current computation must be aborted.
 
-        The first call, before the first layer, lets the whole compute time pass. So gradients that would be dropped
-        are never computed.
+        The first call, before the first module runs, lets the whole compute time pass, so that gradients that would
+        be dropped are never computed.
         """
         self._end_uncommitted()
         if not self._passed:
@@ -359,6 +385,31 @@ class VirtualSession:
     def pull_again(self) -> None:
         self._training.job.pull_again(self.worker)
         self.strand.pause()
+
+    def refresh(self) -> None:
+        self.strand.require_own_thread()
+        self._end_uncommitted()
+        self._training.job.refresh(self.worker)
+        self.strand.pause()
+
+    def idle(self) -> AbstractContextManager[None]:
+        return nullcontext()  # virtual time passes only in calls to the session
+
+    @property
+    def now_s(self) -> float:
+        return self._training.job.kernel.now_s
+
+    @property
+    def data(self) -> DataFeed:
+        return self._core.data
+
+    def exchange(self, ask: Callable[[], Sequence[Request]]) -> None:
+        self.strand.require_own_thread()
+        self._training.job.carry(self.worker, ask(), at_once=not self.joined)
+        if self.data.waiting:
+            self.awaits_data = True
+            self.strand.pause()
+            self.awaits_data = False
 
     def epoch_begins(self, epoch: int) -> None:
         self._epoch = epoch
@@ -428,13 +479,13 @@ class VirtualSession:
         self.commit_waits = None
 
     def allocate(self, model: ModelSpec) -> None:
-        """Allocate the vectors of weights and gradients."""
+        """Allocate the flat vectors for weights and gradients."""
         for vectors in (self.weights, self.gradients):
             for dtype, size in model.layout.sizes.items():
                 vectors[dtype] = torch.zeros(size, dtype=torch_dtype(dtype))
 
     def _join(self) -> None:
-        """Report the epoch and the sync models that were requested before the initial weights arrived."""
+        """Report the epoch, and request the changes of the sync model that had to wait for the initial weights."""
         if self._epoch >= 0:
             self._core.reach_epoch(self._epoch)
         for models, shard in self._requests:
@@ -445,7 +496,7 @@ class VirtualSession:
         self._training.job.request_sync(self.worker, models, shard)
 
     def _end_uncommitted(self) -> None:
-        """Let the time of the last computation pass, if `step()` raised an exception instead of committing."""
+        """If `step()` raised an exception instead of committing, let the time of that computation pass."""
         if self._held_back:
             if not self._passed:
                 self._pass_time(droppable=False)
@@ -458,7 +509,7 @@ class VirtualSession:
 
 
 def computed_by() -> str:
-    """Return a description of what affects the last bits of gradients: torch's build, CPU capability and threads."""
+    """Describe what affects the last bits of gradients: torch's version, CPU capability and number of threads."""
     threads = torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {capability}, {threads} thread{'s' * (threads > 1)}"

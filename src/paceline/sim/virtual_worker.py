@@ -15,26 +15,27 @@ class VirtualWorker:
     """The state of one worker in a simulated job, and the times of its current iteration. All times are virtual.
 
     Attributes:
-        core: the protocol core of the worker. It is replaced each time the worker joins again.
+        core: the worker's protocol core, which is replaced each time the worker joins again.
         sample: function that draws the compute time of an iteration.
         to_server: connection to each server.
         from_server: connection from each server.
         to_coordinator: connection to the coordinator.
         from_coordinator: connection from the coordinator.
         peer: address of the worker in the protocol.
-        life: number of times that the worker was lost. Messages and events from before a loss are ignored.
-        attempt: number of the current computation. The end of an earlier computation is ignored.
+        life: number of times that the worker was lost. Messages and events with a lower number are ignored.
+        attempt: number of the current computation. Events of earlier computations are ignored.
         computing: True while the worker computes.
         droppable: True if the current computation may be aborted.
         started_ns: time at which the current computation began, in nanoseconds.
         begun_s: time at which the weights for the current iteration arrived.
         pushed_s: time at which the last push was sent.
-        loss: loss of the last push.
-        dropped_s: time at which the current computation was aborted; None after the weights for its restart arrive.
+        loss: loss that was reported with the last push.
+        dropped_s: time at which the current computation was aborted; None once the weights for its restart arrive.
+        refreshing: True while the worker pulls without having pushed, because its script evaluates the model.
         restarted: pair (time of the abort, time of the restart) for the current iteration; None without a restart.
-        finished_s: time at which the last iteration ended.
-        computed_ns: total time of all computations that were not aborted, in nanoseconds.
-        wasted_s: total time of all aborted computations and the pulls after them.
+        finished_s: time at which the most recent iteration ended.
+        computed_ns: total time of all computations that were not wasted (see `wasted_s`), in nanoseconds.
+        wasted_s: total time of computations that were aborted or whose worker was lost, and of pulls after aborts.
     """
 
     __slots__ = (
@@ -52,6 +53,7 @@ class VirtualWorker:
         "loss",
         "peer",
         "pushed_s",
+        "refreshing",
         "restarted",
         "sample",
         "started_ns",
@@ -77,6 +79,7 @@ class VirtualWorker:
         self.pushed_s = 0.0
         self.loss: float | None = None
         self.dropped_s: float | None = None
+        self.refreshing = False
         self.restarted: tuple[float, float] | None = None
         self.finished_s = 0.0
         self.computed_ns = 0

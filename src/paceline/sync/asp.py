@@ -4,8 +4,8 @@ Reference: Dean et al., "Large scale distributed deep networks", 2012; FluentPS,
 Admission: Every pull is answered on arrival.
 State: c_p only.
 Guarantee: No worker ever waits. Staleness is not bounded.
-Use: When workers run at different speeds and training tolerates staleness. Use a smaller learning rate, or no
-momentum.
+Use: When workers run at different speeds and training tolerates staleness. Use a smaller learning rate
+than under BSP, or no momentum.
 Deviations: Each push is applied at scale 1, as in the ASP of the ElasticBSP and SpecSync papers. FluentPS divides
 each gradient by the number of workers (Algorithm 1, line 15); `push_scale="1/n"` does the same.
 
@@ -27,9 +27,13 @@ __all__ = ["ASP"]
 
 
 class ASP(ApplyingModel, frozen=True, repr_omit_defaults=True):
-    """Asynchronous parallel: each push is applied and each pull answered on arrival."""
+    """Asynchronous parallel: each push is applied on arrival, and each pull is answered on arrival."""
 
     name = "asp"
+
+    @property
+    def independent(self) -> bool:
+        return True
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
         return ConditionMachine(lambda state: True, scale_by_live=self.push_scale == "1/n")

@@ -1,24 +1,25 @@
-"""FluentPS's mechanism: a pull condition and a push condition, evaluated at each shard independently.
+"""The mechanism of FluentPS: each shard independently evaluates a pull condition and a push condition.
 
 Theory (FluentPS, section III, Algorithm 1 and Table III). V_train is the overall progress of the shard: the number
-of complete rounds. A pull reports `progress`, the index of the iteration that was just pushed. The pull is answered
-immediately if the *pull condition* holds; otherwise it is delayed and filed under a round. The *push condition*
-decides when the current round is complete. It is evaluated in a loop after each push and each departure of a worker,
-because one event can complete several rounds. Each time the push condition holds, V_train advances by one, and the
-pulls filed under the completed round are answered without another test. There are two ways to choose the round of a
-delayed pull:
+of complete rounds. A pull reports `progress`, the index of the iteration that its worker has just pushed. The pull is
+answered immediately if the *pull condition* holds; otherwise it is delayed and filed under a round. The *push
+condition* decides when the current round is complete. The push condition is evaluated in a loop after each push and
+each departure of a worker, because one event can complete several rounds. Each time the push condition holds, V_train
+advances by one, and all pulls filed under the completed round are answered. There are two ways to choose the round of
+a delayed pull:
 
     soft barrier      the round is V_train: the pull is answered when the current round closes. With the pull
-                      condition `progress < V_train + s`, this is exactly when c_p - min c has decreased to s
+                      condition `progress < V_train + s`, this happens as soon as c_p - min c has decreased to s
     lazy execution    the round is max(progress, V_train): the pull is answered when the slowest worker has caught up
 
 Guarantee: Whatever the conditions, each push is applied, averaged or dropped exactly once, and no worker waits for
-a worker that has left. Progress depends on the conditions; the models of this package never stall.
+a worker that has left. The conditions determine whether a run makes progress. The models of this
+package ensure that it does.
 
-If a user's condition fails, `fault` is set, and the machine of another model takes over.
+If a condition written by the user fails, `fault` is set, and the state machine of another model takes over.
 
-Deviations: The paper compares `Count[V_train] == N`. Here, conditions compare with `>=`, and the count stays correct
-when workers join and leave.
+Deviations: Conditions test `Count[V_train] >= N` (N is the number of live workers), whereas the paper tests `==`.
+Count[V_train] stays correct when workers join and leave.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class PushState:
     Attributes:
         v_train: V_train, the current round, which ends when the push condition holds.
         live: number of live workers.
-        pushed: Count[V_train], the number of live workers that have pushed that round.
-        slowest: min c over the live workers.
-        fastest: max c over the live workers.
+        pushed: Count[V_train], the number of live workers that have pushed round V_train.
+        slowest: min c, the smallest c_p of the live workers.
+        fastest: max c, the largest c_p of the live workers.
     """
 
     __slots__ = ("_counts", "live", "pushed", "v_train")
@@ -90,13 +91,13 @@ class PushState:
 
 
 class PullState(PushState):
-    """The state that a pull condition receives: the attributes of `PushState`, and the worker that pulls.
+    """The state that a pull condition receives: the attributes of `PushState`, and attributes that describe the pull.
 
     Attributes:
         worker: the worker p that pulls.
         iteration: label of the iteration that the worker has just pushed.
-        progress: c_p - 1.
-        gap: c_p - min c.
+        progress: c_p - 1, the worker's progress as FluentPS defines it.
+        gap: c_p - min c, the number of iterations by which the worker is ahead of the slowest live worker.
         significance: |g| / |w| of the worker's push, or None if it was not measured.
     """
 
@@ -117,13 +118,13 @@ class PullState(PushState):
 
 
 PullCondition = Callable[[PullState], bool]
-"""Returns True if the pull is to be answered now."""
+"""Function that returns True if a pull should be answered now."""
 
 PushCondition = Callable[[PushState], bool]
-"""Returns True if the round V_train is complete."""
+"""Function that returns True if the current round, V_train, is complete."""
 
 Execution = Callable[[int, int], int]
-"""Given progress and V_train, returns the round under which a delayed pull is filed: V_train or a later one."""
+"""Function of (progress, V_train) that returns the round for a delayed pull: V_train or a later round."""
 
 EXECUTIONS: dict[str, Execution] = {
     "soft": lambda progress, v_train: v_train,
@@ -132,7 +133,7 @@ EXECUTIONS: dict[str, Execution] = {
 
 
 def everybody(state: PushState) -> bool:
-    """Return True if every live worker has pushed the round: the push condition of all but one row of Table III."""
+    """Return True if every live worker has pushed round V_train. All rows of Table III but one use this condition."""
     return state.pushed >= state.live
 
 
@@ -140,7 +141,7 @@ PUSH_SCALES = ("1", "1/n")
 
 
 class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """Base class of the models that apply each push on arrival.
+    """Base class for models that apply each push on arrival.
 
     Attributes:
         push_scale: factor by which each gradient is multiplied: "1", or "1/n" as in FluentPS's Algorithm 1, line 15,
@@ -155,7 +156,7 @@ class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=Tru
 
 
 class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """Base class of the models that apply each push on arrival and may delay pulls.
+    """Base class for models that apply each push on arrival and may delay pulls.
 
     Attributes:
         execution: "soft" to answer a delayed pull when the current round closes (the exact rule of SSP), or "lazy" to
@@ -170,23 +171,23 @@ class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_default
             raise unknown_name(f"execution of {self.name}", self.execution, EXECUTIONS)
 
     def machine(self, pull_condition: PullCondition) -> ConditionMachine:
-        """Return a machine with this pull condition and the options of this model."""
+        """Return a state machine with this pull condition and the options of this model."""
         return ConditionMachine(
             pull_condition, execution=EXECUTIONS[self.execution], scale_by_live=self.push_scale == "1/n"
         )
 
 
 class ConditionMachine(ShardMachine):
-    """The state machine of all models that are defined by conditions: Algorithm 1 of FluentPS for one shard.
+    """The state machine of models that are defined by conditions. It runs Algorithm 1 of FluentPS at one shard.
 
     Args:
-        pull_condition: evaluated once for each pull, when the pull arrives.
-        push_condition: evaluated in a loop, after each push and each departure of a worker.
+        pull_condition: function that is evaluated once for each pull, when the pull arrives.
+        push_condition: function that is evaluated in a loop after each push and each departure of a worker.
         average: True to hold the pushes of a round and apply their mean when the round is complete. A push for a
             round that is already complete is dropped, and its worker is told to continue from V_train. False to apply
             each push on arrival.
-        execution: chooses the round under which a delayed pull is filed.
-        scale_by_live: True to divide each push that is applied on arrival by the number of live workers.
+        execution: function that chooses the round under which a delayed pull is filed.
+        scale_by_live: True to divide each gradient by the number of live workers; ignored if `average` is True.
 
     Attributes:
         v_train: V_train, the number of complete rounds.
@@ -208,14 +209,14 @@ class ConditionMachine(ShardMachine):
         self._average = average
         self._execution = execution
         self._scale_by_live = scale_by_live
-        self._pushed = 0  # Count[V_train]: live workers with c_p > V_train
+        self._pushed = 0  # Count[V_train], the number of live workers with c_p > V_train
         self._held: list[tuple[int, int]] = []  # (worker, iteration) of each push that is held to be averaged
-        self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of its delayed pull
-        self._filed_under: dict[int, int] = {}  # worker -> the round under which its delayed pull is filed
-        self._significance: dict[int, float] = {}  # worker -> |g| / |w| of its last push, if measured
+        self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of the delayed pull
+        self._filed_under: dict[int, int] = {}  # worker -> round under which the delayed pull is filed
+        self._significance: dict[int, float] = {}  # worker -> |g| / |w| of the last push, if measured
 
     def check(self, event: AnyEvent) -> None:
-        """Raise `InvalidEventError` for a push that continues from a round which no shard can have reached yet.
+        """Raise `InvalidEventError` for a push that continues from a round that no shard can have reached yet.
 
         Another shard can be ahead of this one only by pushes that are still in flight to this shard, and each worker
         has at most one push in flight.
@@ -246,7 +247,7 @@ class ConditionMachine(ShardMachine):
                 self._forget_pull(event.worker)
                 return self._close_rounds()
             case TimerFired():
-                return []  # an earlier model has set this timer
+                return []  # the timer was set by an earlier model
             case _:
                 raise InternalError(f"a shard cannot process the event {type(event).__name__}", (event,))
 
@@ -282,8 +283,9 @@ class ConditionMachine(ShardMachine):
         return actions + super().take_over(handover, now_s)
 
     def waits(self) -> dict[int, str]:
+        live = self.counts.live_count
         return {
-            worker: f"round {rnd} ({self._pushed} of {self.counts.live_count} have pushed round {self.v_train})"
+            worker: f"round {rnd} ({self._pushed} of {live} workers have pushed round {self.v_train})"
             for worker, rnd in self._filed_under.items()
         }
 
@@ -292,7 +294,7 @@ class ConditionMachine(ShardMachine):
         filed = {worker: rnd for rnd, pulls in self._delayed.items() for worker in pulls}
         if filed != self._filed_under or not self._filed_under.keys() <= self.counts.count.keys():
             raise InternalError(
-                f"delayed pulls {self._delayed} disagree with their index {self._filed_under}"
+                f"the delayed pulls {self._delayed} do not match their index {self._filed_under}"
             )
         if any(rnd < self.v_train for rnd in self._delayed):
             raise InternalError(
@@ -300,7 +302,7 @@ class ConditionMachine(ShardMachine):
             )
         pushed = sum(count > self.v_train for count in self.counts.count.values())
         if pushed != self._pushed:
-            raise InternalError(f"Count[{self.v_train}] is {pushed}, not {self._pushed}")
+            raise InternalError(f"Count[{self.v_train}] is {pushed}, but the stored count is {self._pushed}")
 
     def _receive(self, push: PushReceived, before: int) -> AnyAction:
         progress = self.counts.count[push.worker] - 1
@@ -339,7 +341,7 @@ class ConditionMachine(ShardMachine):
         return [mean]
 
     def _answer(self, worker: int, iteration: int) -> AnyAction:
-        late = self.counts.count[worker] < self.v_train  # the worker's next push would also be late
+        late = self.counts.count[worker] < self.v_train  # True if the worker's next push would also be late
         if self._average and late:
             return AnswerPull(worker, iteration, self.v_train)
         return AnswerPull(worker, iteration)

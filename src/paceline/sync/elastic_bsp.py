@@ -1,23 +1,23 @@
 """ElasticBSP: the barrier is placed where the predicted waiting time is shortest.
 
-A superstep has two phases. *Monitoring* lasts until every member has pushed twice since the last barrier. In the
-*prediction* phase, each member's next R end times are extrapolated from its last interval between pushes. ZipLine
-then picks one end time per member such that their spread d_Z is smallest, and each member stops at the iteration
-that was picked for it. Between barriers, pushes are applied as in ASP. The pushes at which the members stop are
-averaged and applied once, as in BSP, and then all members continue.
+A superstep has two phases. *Monitoring* lasts until every member (participating worker) has pushed twice since the
+last barrier. In the *prediction* phase, each member's next R end times are extrapolated from its last interval
+between pushes. The ZipLine algorithm picks one end time per member to minimize the spread d_Z of these times, and
+each member stops at the iteration picked for it. Between barriers, pushes are applied as in ASP. The pushes at which
+the members stop are averaged and applied once, as in BSP; then all members continue.
 
 There are two state machines. The *planner*, at the coordinator, is notified of each finished iteration and publishes
 one plan per superstep. A plan names iterations, not times, and is sent to the workers. Each worker flags its first
-push at or past its stop, in the same way for all shards. The machine at each *shard* holds only flagged pushes. It
-closes the superstep when every member has sent its flagged push, has finished or is lost. Therefore no two shards can
-disagree, even if the plan arrives late, and no push or pull ever waits for the planner.
+push at or after its stop, with the same flag for all shards. The state machine at each *shard* holds only flagged
+pushes, and closes the superstep when every member has sent its flagged push, has finished or is lost. Therefore no
+two shards can disagree, even if the plan arrives late, and no push or pull ever waits for the planner.
 
 Reference: Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model", Machine
 Learning, 2021, sections 3 to 5, Fig. 5.
 Admission: A pull after an unflagged push is answered on arrival. A pull after a flagged push is answered when the
 superstep closes.
-State: At a shard, the held pushes and the pulls of each superstep that is being closed. At the coordinator, the time
-of each worker's last push, and the worker's last interval between pushes.
+State: At a shard, the held pushes and the waiting pulls of each superstep that is being closed. At the coordinator,
+the time of each worker's last push, and the interval between its last two pushes.
 Guarantee: A worker that has stopped waits only for members that have not stopped yet. Within a superstep, a worker
 does not run past its stop, except for iterations that it computes before the plan arrives.
 Use: When the workers' speeds differ but are steady, so that end times can be predicted. The run keeps most of the
@@ -57,14 +57,14 @@ from .model import Handover, JobMachine, ShardMachine, SyncModel, require_count,
 __all__ = ["ElasticBSP"]
 
 MOST_LOOKAHEAD = 100_000
-LEAST_INTERVAL_S = 1e-9  # extrapolation needs an interval > 0, even if two pushes have the same time
+LEAST_INTERVAL_S = 1e-9  # extrapolation needs an interval > 0, but two pushes can have the same time
 
 
 class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True):
     """Elastic bulk synchronous parallel.
 
     Attributes:
-        lookahead: R, the number of future iterations that are predicted for each worker; an integer >= 1.
+        lookahead: R, the number of end times that are predicted for each worker; an integer >= 1.
     """
 
     name = "elastic-bsp"
@@ -75,7 +75,7 @@ class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True):
         require_count(self.name, "lookahead", self.lookahead, 1)
 
     def require_runnable(self, workers: int) -> None:
-        # The time needed to compute a plan grows with the lookahead.
+        # The lookahead is limited, because the time needed to compute a plan grows with it.
         require_within(self.name, "lookahead", self.lookahead, 1, MOST_LOOKAHEAD)
 
     @property
@@ -94,7 +94,7 @@ class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True):
 
 
 class Barrier:
-    """The barrier at the end of one superstep, at one shard."""
+    """The state, at one shard, of the barrier that ends a superstep."""
 
     def __init__(self, remaining: set[int]) -> None:
         self.remaining = remaining  # live members whose flagged push has not arrived yet
@@ -103,7 +103,7 @@ class Barrier:
 
 
 class ElasticShard(ShardMachine):
-    """The state machine at a shard. It handles unflagged pushes as ASP does and holds flagged ones.
+    """The state machine at a shard. It handles unflagged pushes as ASP does, and holds flagged pushes.
 
     More than one barrier can be open at the same time: if a worker belongs only to the next superstep, its flagged
     push may arrive here before the last flagged push of this superstep.
@@ -113,7 +113,7 @@ class ElasticShard(ShardMachine):
         super().__init__()
         self._open: dict[int, Barrier] = {}  # superstep -> its barrier, in order of opening
         self._closed = -1  # latest superstep that has closed at this shard
-        self._stopped_at: dict[int, int] = {}  # worker -> open superstep for which it has stopped
+        self._stopped_at: dict[int, int] = {}  # worker -> open superstep for which the worker has stopped
         self._first: dict[int, int] = {}  # live worker -> the worker's first superstep as a member
 
     def check(self, event: AnyEvent) -> None:
@@ -121,7 +121,7 @@ class ElasticShard(ShardMachine):
             stop = event.stop
             barrier = self._open.get(stop.superstep)
             if barrier is not None and event.worker in barrier.remaining:
-                return  # the usual case, checked without searching all members
+                return  # the usual case, which needs no search of all members
             if event.worker not in stop.members:
                 raise InvalidEventError(
                     f"worker {event.worker} stopped for superstep {stop.superstep}, whose members are {stop.members}"
@@ -160,7 +160,7 @@ class ElasticShard(ShardMachine):
 
     def waits(self) -> dict[int, str]:
         return {
-            worker: f"superstep {superstep}, for workers {sorted(barrier.remaining)}"
+            worker: f"the end of superstep {superstep}, which workers {sorted(barrier.remaining)} have not reached"
             for superstep, barrier in self._open.items()
             for worker in barrier.pulls
         }
@@ -181,7 +181,7 @@ class ElasticShard(ShardMachine):
             stopped = {worker for worker, at in self._stopped_at.items() if at == superstep}
             if not barrier.remaining or barrier.remaining & stopped or not barrier.pulls.keys() <= stopped:
                 raise InternalError(
-                    f"superstep {superstep} is inconsistent: {vars(barrier)}, stopped {stopped}"
+                    f"superstep {superstep} is inconsistent: {vars(barrier)}, stopped workers {stopped}"
                 )
         if not self._stopped_at.keys() | set().union(*(b.remaining for b in self._open.values())) <= (
             self.counts.count.keys()
@@ -189,7 +189,7 @@ class ElasticShard(ShardMachine):
             raise InternalError("a barrier waits for a worker that is not live")
 
     def _barrier(self, stop: Stop | None) -> Barrier | None:
-        """Return the barrier at which a push arrives.
+        """Return the barrier that a push belongs to.
 
         Return None for an unflagged push, and for a push that is flagged for a superstep that has already closed.
         """
@@ -219,10 +219,10 @@ class Pace:
     """The planner's record of one live worker."""
 
     def __init__(self, iteration: int) -> None:
-        self.iteration = iteration  # the next iteration that the worker finishes
+        self.iteration = iteration  # the next iteration that the worker will finish
         self.pushes = 0  # number of pushes since the worker's last barrier
-        self.last_s = 0.0  # time of the last of these pushes
-        self.interval_s = 0.0  # time between the last two of these pushes
+        self.last_s = 0.0  # time of the worker's last push
+        self.interval_s = 0.0  # time between the worker's last two pushes
 
     def finished(self, now_s: float) -> None:
         self.pushes += 1
@@ -245,13 +245,13 @@ class Planner(JobMachine):
         self._pace: dict[int, Pace] = {}  # live workers, in order of joining
         self._superstep = 0
         self._members: set[int] = set()  # members of this superstep
-        self._begun = False  # True after the first push; workers that join later belong to the next superstep
+        self._begun = False  # True after the first push: from then on, new workers join the next superstep
         self._unmonitored: set[int] = set()  # members with fewer than two pushes since their last barrier
         self._remaining: set[int] | None = None  # members that have yet to stop; None while monitoring
 
     @property
     def next_superstep(self) -> int:  # type: ignore[override]
-        """The first superstep of a worker that joins now."""
+        """The first superstep that would include a worker that joins now."""
         return self._superstep + self._begun
 
     def check(self, event: AnyEvent) -> None:
@@ -301,13 +301,13 @@ class Planner(JobMachine):
             and self._remaining is None
         ):
             raise InternalError(
-                f"superstep {self._superstep} has a wrong set of members that are still to be monitored"
+                f"superstep {self._superstep}: {self._unmonitored} are not the members with fewer than two pushes"
             )
 
     def _proceed(self) -> list[AnyAction]:
-        """Begin the next superstep if all members have stopped; publish its plan if all have been monitored."""
+        """If all members have stopped, begin the next superstep; if all have been monitored, publish the plan."""
         awaited = self._members if self._remaining is None else self._remaining
-        if not awaited and self._pace:  # all have stopped, or all members left before the plan
+        if not awaited and self._pace:  # all members have stopped, or left before the plan was published
             self._superstep += 1
             self._remaining = None
             self._members = set(self._pace)

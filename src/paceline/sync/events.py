@@ -34,14 +34,14 @@ __all__ = [
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""An index or a count. A message from another process is refused if it contains a number outside these bounds."""
+"""An index or a count. Messages from other processes are rejected if they contain numbers outside these bounds."""
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The flag on a worker's last push before the barrier of its superstep.
 
-    The flag lists the members of the superstep, so that all shards wait for the same workers before they close it,
-    even if a shard has not been notified of all joins yet.
+    The flag lists the members of the superstep, so that all shards wait for the same workers before they close the
+    superstep, even if a shard has not been notified of all joins yet.
     """
 
     superstep: Number
@@ -49,11 +49,11 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A change of the sync model. As a flag on a push, it marks the worker's last push under the old model.
+    """A change of the sync model. As a flag on a push, a change marks the worker's last push under the old model.
 
     Attributes:
         number: number of the change, counted from 1 within a run.
-        members: the workers whose flagged pushes together form the boundary between the models.
+        members: the workers whose flagged pushes together form the boundary between the old and the new model.
         sync: the new model in the notation of the command line: one model, or one for each shard, separated by "|".
     """
 
@@ -69,10 +69,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
 
 
 class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):
-    """A worker is live from now on. Every shard receives this event before the coordinator's machine does.
+    """A worker has joined and is now live. Every shard receives this event before the coordinator's machine does.
 
-    If a worker is lost and joins again, `superstep` and `change` ensure that plans and changes made before the worker
-    was lost do not wait for it.
+    If a worker is lost and joins again, `superstep` and `change` ensure that earlier supersteps and changes do
+    not wait for the worker.
 
     Attributes:
         worker: the worker that joined.
@@ -91,19 +91,19 @@ class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerLost(Event, frozen=True, kw_only=True, tag=True):
-    """A worker was lost: it left without finishing. Its earlier pushes remain valid."""
+    """A worker was lost: it left without finishing. The worker's earlier pushes remain valid."""
 
     worker: int
 
 
 class WorkerFinished(Event, frozen=True, kw_only=True, tag=True):
-    """A worker has finished its work and left. No other worker waits for it from now on."""
+    """A worker has finished its work and left. Other workers no longer wait for this worker."""
 
     worker: int
 
 
 class PushReceived(Event, frozen=True, kw_only=True, tag=True):
-    """A worker's gradient of one iteration has arrived completely.
+    """A worker's complete gradient for one iteration has arrived.
 
     Attributes:
         worker: the worker that pushed.
@@ -111,9 +111,10 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
         empty: True if the worker skipped the iteration: the push counts as progress but carries no gradient.
         stop: set on the worker's last push before the barrier of its superstep.
         change: set on the worker's last push before the sync model changes.
-        significance: |g| / |w|, if the model needs it.
+        significance: |g| / |w|, the norm of the gradient divided by the norm of the weights, if the model needs it.
         progress: set by a worker that was told to continue from a later round. The push is for that round, and c_p
-            becomes `progress` + 1.
+            becomes at least `progress` + 1.
+        samples: number of samples over which the gradient is averaged; None if it is unknown.
     """
 
     worker: int
@@ -123,6 +124,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
     change: Change | None = None
     significance: float | None = None
     progress: int | None = None
+    samples: int | None = None
 
 
 class PullRequested(Event, frozen=True, kw_only=True, tag=True):
@@ -133,16 +135,24 @@ class PullRequested(Event, frozen=True, kw_only=True, tag=True):
 
 
 class PullRepeated(Event, frozen=True, kw_only=True, tag=True):
-    """A worker has aborted its computation of `iteration` and requests the weights again to restart it."""
+    """A worker that is computing an iteration requests the current weights. The answer is never delayed.
+
+    Attributes:
+        worker: the worker that pulls.
+        iteration: label of the iteration.
+        restart: True if the worker has aborted its computation and restarts the iteration, False if its script
+            evaluates the model.
+    """
 
     worker: int
     iteration: int
+    restart: bool = True
 
 
 class TimerFired(Event, frozen=True, kw_only=True, tag=True):
     """A timer that the model has set is due. This event comes after all other events with the same time.
 
-    The timer may be for a worker that has left or continued in the meantime. The model then ignores the event.
+    If the worker has left or continued in the meantime, the model ignores the event.
     """
 
     worker: int
@@ -166,10 +176,10 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
 
 
 class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
-    """A worker reports to the coordinator that it has received its weights and computes `iteration`.
+    """A worker reports to the coordinator that it has received its weights and is starting `iteration`.
 
-    If the model needs these reports, a worker reports every iteration except its first one. A worker always reports
-    the first iteration after a change, and never the restart of an iteration.
+    If the model needs these reports, a worker reports the start of every iteration except its first. It always
+    reports the start of the first iteration after a change of the sync model, and never reports a restart.
     """
 
     worker: int
@@ -177,14 +187,14 @@ class IterationStarted(Event, frozen=True, kw_only=True, tag=True):
 
 
 class SyncRequested(Event, frozen=True, kw_only=True, tag=True):
-    """A worker reports to the coordinator that it has reached a point at which the sync model changes.
+    """A worker reports to the coordinator that it has reached a point at which the sync model should change.
 
     All workers run the same script, so each of them requests the same changes in the same order. Of several requests
     with the same `source` and `number`, only the first one has an effect.
 
     Attributes:
         worker: the worker that sent the request.
-        source: "schedule" if the change is in the schedule of the run, "script" if the script requested it.
+        source: "schedule" if the run's schedule contains the change, "script" if the training script requested it.
         number: number of the request, counted from 0 for each source.
         sync: the requested model, as in `Change.sync`.
     """
@@ -207,4 +217,4 @@ AnyEvent = (
     | IterationStarted
     | SyncRequested
 )
-"""Any event. A trace holds events of these types only."""
+"""Any event. Traces contain only events of these types."""

@@ -1,13 +1,13 @@
 """The interface of a sync model: its specification and its state machines.
 
-A *specification* (`BSP()`, `SSP(staleness=3)`) is an immutable object. It can be written on a command line, sent in a
-message and stored in a trace. It creates the *state machines* that make the decisions: one for each shard and, if the
-model plans for the whole job, one for the coordinator. A machine has no access to a host, a clock or a tensor. Its
-method `handle` takes an event and returns the resulting actions, in order.
+A *specification* (`BSP()`, `SSP(staleness=3)`) is an immutable object that can be written on a command line, sent in
+a message and stored in a trace. A specification creates the *state machines* that make the decisions: one for each
+shard and, if the model plans for the whole job, one for the coordinator. A machine has no access to a host, a clock
+or a tensor. The machine's method `handle` takes an event and returns the resulting actions, in order.
 
-A machine receives legal events only: `paceline.core.order` checks in advance that each worker pushes, pulls and
-receives its answer in that order. A machine stores only what its own rule needs. If the rule forbids further events,
-the machine refuses them in its method `check`, which changes no state.
+A machine receives only legal events: `paceline.core.order` checks in advance that each worker pushes, pulls and
+receives its answer in that order. Therefore a machine stores only what the rule of its model needs. If this rule
+forbids some legal events as well, the machine rejects them in its method `check`, which does not change any state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 class Machine(Protocol):
     """An object that takes events and returns actions.
 
-    It is either the state machine of a model, or a host that replaces its state machine when the model changes.
+    A machine is the state machine of one model, or an object that switches between several state machines.
     """
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
@@ -56,16 +56,16 @@ class Machine(Protocol):
         ...
 
     def validate(self) -> None:
-        """Check that all derived collections are consistent; raise `InternalError` if they are not."""
+        """Check that the machine's state is consistent; raise `InternalError` if it is not."""
         ...
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """The failure of a user's condition.
+    """Describes how a condition that the user wrote has failed.
 
     Attributes:
         reason: what went wrong, in one sentence.
-        traceback: traceback of the condition; "" if it did not raise an exception.
+        traceback: traceback of the exception in the condition; "" if the condition did not raise one.
     """
 
     reason: str
@@ -73,13 +73,13 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Handover(NamedTuple):
-    """The state that one shard machine passes on to its successor.
+    """The state that a shard's machine passes on to the machine of the next model.
 
     Attributes:
         counts: c_p of the live workers. The new machine takes ownership of this object.
-        held: (worker, iteration) of the held pushes.
-        delayed: worker -> iteration of its delayed pull.
-        significance: worker -> |g| / |w| of its last push, if it was measured.
+        held: (worker, iteration) of each held push.
+        delayed: worker -> iteration of the worker's delayed pull.
+        significance: worker -> |g| / |w| of the worker's last push, if measured.
     """
 
     counts: Counts
@@ -91,12 +91,12 @@ class Handover(NamedTuple):
 class ShardMachine:
     """Base class of the machines that run a model at one shard.
 
-    A subclass implements `pushed` and `pulled`, and overrides other methods if needed. Before it calls these
-    methods, this class updates c_p.
+    A subclass implements `pushed` and `pulled`, and overrides other methods if needed. This class updates c_p before
+    it calls these methods.
 
     Attributes:
         counts: c_p of the live workers.
-        fault: the failure of a user's condition, after which the machine must receive no further events; else None.
+        fault: None, or the failure of a user's condition. After a failure, the machine must not receive more events.
     """
 
     fault: Fault | None = None
@@ -127,7 +127,7 @@ class ShardMachine:
         """Raise `InvalidEventError` if the model does not allow this event. Must not change any state."""
 
     def pushed(self, push: PushReceived) -> list[AnyAction]:
-        """Handle a push. The first action returned applies, holds or drops it."""
+        """Handle a push. The first action returned applies, holds or drops the push."""
         raise NotImplementedError
 
     def pulled(self, pull: PullRequested) -> list[AnyAction]:
@@ -135,19 +135,19 @@ class ShardMachine:
         raise NotImplementedError
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
-        """Handle a timer. It may have been set by an earlier model, or for a pull that no longer exists."""
+        """Handle a timer. The timer may have been set by an earlier model, or for a pull that no longer exists."""
         return []
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
-        """Handle a worker that has joined."""
+        """Handle the event that a worker has joined."""
         return []
 
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
-        """Handle a worker that has left: discard its delayed pull, and answer the pulls that waited for it."""
+        """Handle a worker's departure: discard its delayed pull, and answer the pulls that waited for this worker."""
         return []
 
     def waits(self) -> dict[int, str]:
-        """Return, for each worker with a delayed pull, a description of what the pull waits for."""
+        """Return a mapping from each worker with a delayed pull to a description of what the pull waits for."""
         return {}
 
     def hand_over(self) -> Handover:
@@ -155,7 +155,7 @@ class ShardMachine:
         return Handover(self.counts, [], {}, {})
 
     def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
-        """Continue from another machine's state: apply the mean of its held pushes, and test its delayed pulls."""
+        """Continue from another machine's state: apply the mean of the held pushes, and process the delayed pulls."""
         self.counts = handover.counts
         actions: list[AnyAction] = [ApplyMean(tuple(sorted(handover.held)))] if handover.held else []
         for worker, iteration in sorted(handover.delayed.items()):
@@ -163,7 +163,7 @@ class ShardMachine:
         return actions
 
     def validate(self) -> None:
-        """Check that all derived collections are consistent; raise `InternalError` if they are not."""
+        """Check that the machine's state is consistent; raise `InternalError` if it is not."""
         self.counts.validate()
 
 
@@ -198,27 +198,27 @@ class JobMachine:
         """Raise `InvalidEventError` if the model does not allow this event. Must not change any state."""
 
     def finished(self, event: IterationFinished) -> list[AnyAction]:
-        """Handle a worker that has pushed an iteration to every shard."""
+        """Handle the report that a worker has pushed an iteration to every shard."""
         return []
 
     def started(self, event: IterationStarted) -> list[AnyAction]:
-        """Handle a worker that has started an iteration. Called only if `needs_starts` is True for the model."""
+        """Handle the report that a worker has started an iteration. Called only if `needs_starts` is True."""
         return []
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
-        """Handle a timer. It may have been set by an earlier model, or for a worker that has continued or left."""
+        """Handle a timer. An earlier model may have set the timer, or the worker may have continued or left."""
         return []
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
-        """Handle a worker that has joined."""
+        """Handle the event that a worker has joined."""
         return []
 
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
-        """Handle a worker that has left."""
+        """Handle the event that a worker has left."""
         return []
 
     def validate(self) -> None:
-        """Check that all derived collections are consistent; raise `InternalError` if they are not."""
+        """Check that the machine's state is consistent; raise `InternalError` if it is not."""
 
 
 class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True):
@@ -237,8 +237,8 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
     @property
     def whole_job(self) -> bool:
-        """True if all shards must run the model, because it plans for the whole job or changes the c_p of late
-        workers."""
+        """True if all shards must run this model together, because it plans for the whole job or changes the c_p of
+        late workers."""
         return False
 
     @property
@@ -250,13 +250,18 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         return False
 
     @property
+    def independent(self) -> bool:
+        """True if no worker ever waits for another worker."""
+        return False
+
+    @property
     def needs_starts(self) -> bool:
         """True if workers must report each start of an iteration, because the coordinator may order a restart."""
         return False
 
     @property
     def needs_plans(self) -> bool:
-        """True if the shards need plans from the coordinator. A shard cannot fall back to such a model on its own."""
+        """True if the shards need plans from the coordinator. One shard alone cannot switch to such a model."""
         return False
 
     def require_runnable(self, workers: int) -> None:
@@ -270,13 +275,13 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         raise TypeError(f"{type(self).__name__} does not implement at_shard")
 
     def at_coordinator(self, seed: int = 0) -> JobMachine | None:
-        """Return a new machine for the coordinator, or None if the model has no part at the coordinator."""
+        """Return a new machine for the coordinator, or None if the model does not need one."""
         return None
 
     def __str__(self) -> str:
         """Return the notation that `parse` reads.
 
-        Numbers are always included; other values are included unless they are the default.
+        Numbers are always included; other values are included only if they differ from the default.
         """
         fields = msgspec.structs.fields(self)
         values = [(field, getattr(self, field.name)) for field in fields]
@@ -302,7 +307,7 @@ def require_within(model: str, key: str, value: float, least: float, most: float
 
 
 def require_order(model: str, low_key: str, low: int, high_key: str, high: int) -> None:
-    """Raise `ConfigurationError` unless the upper bound is an integer and at least the lower bound."""
+    """Raise `ConfigurationError` unless the upper bound is an integer that is at least the lower bound."""
     require_count(model, high_key, high, 0)
     if low > high:
         raise ConfigurationError(

@@ -3,9 +3,9 @@
 Reference: SpecSync (Zhang et al., ICDCS 2018), section III-B, Figs. 4 and 5.
 Admission: A pull is answered d seconds after its arrival.
 State: The pulls that are being delayed.
-Guarantee: Each pull waits d seconds, whatever the other workers do. Staleness is not bounded. With d = 0, the model
+Guarantee: Each pull waits d seconds, regardless of the other workers. Staleness is not bounded. With d = 0, the model
 is ASP.
-Use: As a baseline for comparisons: it shows the benefit of fresher weights and the cost of waiting for them.
+Use: As a baseline for comparisons. Naive waiting shows the benefit of fresher weights and the cost of waiting.
 Deviations: In the paper, workers delay their requests. Here, the shard delays its answers, which gives equally
 fresh weights.
 
@@ -43,6 +43,10 @@ class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
 
     delay_s: float
 
+    @property
+    def independent(self) -> bool:
+        return True
+
     def __post_init__(self) -> None:
         require_within(self.name, "delay_s", self.delay_s, 0.0, math.inf)
 
@@ -60,7 +64,7 @@ class DelayingMachine(ShardMachine):
     def __init__(self, delay_s: float) -> None:
         super().__init__()
         self._delay_s = delay_s
-        self._deferred: dict[int, int] = {}  # worker -> iteration of its pull, until the timer fires
+        self._deferred: dict[int, int] = {}  # worker -> iteration of the worker's deferred pull
 
     def pushed(self, push: PushReceived) -> list[AnyAction]:
         return [(DropPush if push.empty else ApplyPush)(push.worker, push.iteration)]
@@ -90,4 +94,6 @@ class DelayingMachine(ShardMachine):
     def validate(self) -> None:
         super().validate()
         if not self._deferred.keys() <= self.counts.count.keys():
-            raise InternalError(f"pulls {self._deferred} are deferred, but only {self.counts.count} are live")
+            raise InternalError(
+                f"pulls {self._deferred} are deferred, but the live workers are {set(self.counts.count)}"
+            )

@@ -1,7 +1,7 @@
 """Sync models as text: the notation used on the command line, in traces and in messages.
 
 name:key=value,key=value      one model
-model|model|...               one for each shard
+model|model|...               one model for each shard
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def register(model: type[M]) -> type[M]:
 
     A registered model can be used like the models of this package: on the command line, in live runs, in simulations,
     in traces, for individual shards, and in changes during a run. Every process that uses the model must import its
-    module. To achieve this, name the module with `--import` or `launch(imports=[...])`, or install it with an entry
+    module. To have the module imported, list it in `--import` or `launch(imports=[...])`, or install it with an entry
     point in the group `paceline.sync`.
 
     Raises:
-        ConfigurationError: the name is not valid or already taken, or `parse(str(model()))` differs from `model()`.
+        ConfigurationError: the name is invalid or already taken, or `parse(str(model()))` differs from `model()`.
 
     Example:
         >>> @register
@@ -72,18 +72,18 @@ def require_registered(model: SyncModel) -> None:
     kind = type(model)
     if MODELS.get(getattr(model, "name", "")) is not kind:
         raise ConfigurationError(
-            f"the sync model {kind.__qualname__} is not registered; put @paceline.sync.register above its class."
+            f"the sync model {kind.__qualname__} is not registered; decorate its class with @paceline.sync.register."
         )
     if parse(str(model)) != model:
         raise ConfigurationError(
-            f"the sync model {model!r} is written as {str(model)!r}, which reads back as {parse(str(model))!r}. Use "
-            "fields that are numbers or text without commas, and do not change them in __post_init__."
+            f"the sync model {model!r} is written as {str(model)!r}, which parses as {parse(str(model))!r}. Each "
+            "field must be a number, or text without commas, and __post_init__ must not change any field."
         )
 
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> SyncModel:
-    """Parse `name:key=value,key=value`. The parameters of a base model may follow the model's own parameters.
+    """Parse `name:key=value,key=value`. The parameters of the base model, if any, may follow the model's own.
 
     Raises:
         ConfigurationError: a name or a value is not valid. The message suggests the closest known name.
@@ -102,7 +102,7 @@ def parse(text: str) -> SyncModel:
         key, equals, value = item.partition("=")
         if not equals:
             raise ConfigurationError(
-                f"sync model {text!r}: {item!r} is not key=value, as in 'ssp:staleness=3'."
+                f"sync model {text!r}: {item!r} does not have the form key=value, as in 'ssp:staleness=3'."
             )
         if key not in fields and "base" in given:
             of_base.append(item)
@@ -119,7 +119,7 @@ def parse(text: str) -> SyncModel:
     missing = [key for key, field in fields.items() if field.required and key not in given]
     if missing:
         raise ConfigurationError(
-            f"sync model {text!r} needs {missing[0]}, as in {_example(model, missing[0])!r}."
+            f"sync model {text!r} needs a value for {missing[0]}, as in {_example(model, missing[0])!r}."
         )
     values: dict[str, object] = {}
     for key, value in given.items():
@@ -128,11 +128,11 @@ def parse(text: str) -> SyncModel:
             values[key] = parse(colon.join([value, ",".join(of_base)]) if of_base else value)
         else:
             values[key] = _value(text, key, value, fields[key].type)
-    return model(**values)  # each model checks its own values
+    return model(**values)  # the constructor checks the values
 
 
 def parse_shards(text: str) -> tuple[SyncModel, ...]:
-    """Parse one model, or one model per shard, separated by "|". Raise `ConfigurationError` if one is not valid.
+    """Parse one model, or one model per shard, separated by "|". Raise `ConfigurationError` if a model is not valid.
 
     >>> parse_shards("bsp|ssp:staleness=1")
     (BSP(), SSP(staleness=1))
@@ -141,22 +141,22 @@ def parse_shards(text: str) -> tuple[SyncModel, ...]:
 
 
 def notation(models: Sequence[SyncModel]) -> str:
-    """Return the text that `parse_shards` reads as these models. If all are equal, the text contains only one."""
+    """Return the text that `parse_shards` parses as these models. If all are equal, the model is written once."""
     return str(models[0]) if len(set(models)) == 1 else "|".join(map(str, models))
 
 
 def require_shards(models: Sequence[SyncModel], shards: int) -> None:
     """Raise `ConfigurationError` unless these models can run together on this number of shards.
 
-    There must be one model, or one per shard. A model that is for the whole job cannot be combined with others.
+    There must be one model, or one per shard. A model with `whole_job` cannot be combined with other models.
     """
     if len(models) not in (1, shards):
         raise ConfigurationError(
-            f"{notation(models)!r} names {len(models)} sync models for {shards} shards; give one, or one for each."
+            f"{notation(models)!r} names {len(models)} sync models for {shards} shards; give one, or one per shard."
         )
     if len(set(models)) > 1 and (alone := next((model for model in models if model.whole_job), None)):
         raise ConfigurationError(
-            f"{notation(models)!r}: {alone} is for the whole job, so all shards must use it."
+            f"{notation(models)!r}: {alone} applies to the whole job, so all shards must use it."
         )
 
 

@@ -1,8 +1,9 @@
-"""The sync models that a job runs, and when it changes from one to the next: `--sync bsp@0,elastic-bsp@epoch:5`.
+"""The sync models that a job uses, and when the job changes the model: `--sync bsp@0,elastic-bsp@epoch:5`.
 
-Each step consists of a model (or one model per shard) and the time when it begins: at the start of the job, when the
-first worker reaches an iteration, or when the first worker begins an epoch (one pass over the part of the data that
-`distribute` gave the worker). All shards change the model at the same boundary; see `paceline.core.shard_sync`.
+Each step of a schedule has a model (or one model per shard) and a starting point: the start of the job, the first
+time a worker reaches an iteration, or the first time a worker begins an epoch. An epoch is one pass over the part of
+the data that `distribute` assigned to the worker. All shards change the model at the same boundary; see
+`paceline.core.shard_sync`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ __all__ = ["Schedule", "Step", "read_schedule"]
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One step of a schedule: a model, and when it begins.
+    """One step of a schedule: a model, and when the job begins to use it.
 
     Attributes:
         models: one model, or one for each shard.
-        iteration: the step begins when the first worker reaches this iteration, counted from 0. None if `epoch` is
+        iteration: the step begins as soon as any worker reaches this iteration, counted from 0. None if `epoch` is
             set.
-        epoch: the step begins when the first worker begins this epoch, counted from 0. None if `iteration` is set.
+        epoch: the step begins as soon as any worker begins this epoch, counted from 0. None if `iteration` is set.
     """
 
     models: tuple[SyncModel, ...]
@@ -43,7 +44,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """The steps of a job, in order. The first step begins at iteration 0.
+    """The sync models of a job, as a sequence of steps. The first step begins at iteration 0.
 
     >>> str(read_schedule("bsp@0,ssp:staleness=1,execution=lazy@epoch:5"))
     'bsp@0,ssp:staleness=1,execution=lazy@epoch:5'
@@ -62,7 +63,7 @@ class Schedule(msgspec.Struct, frozen=True):
         return tuple(model for step in self.steps for model in step.models)
 
     def at_shard(self, shard: int) -> SyncModel:
-        """Return the first model of a shard."""
+        """Return the model that a shard uses first."""
         return self.first[shard if len(self.first) > 1 else 0]
 
     def require_runnable(self, workers: int, shards: int) -> None:
@@ -73,11 +74,11 @@ class Schedule(msgspec.Struct, frozen=True):
                 model.require_runnable(workers)
 
     def require_overlap(self, overlap: str) -> None:
-        """Raise `ConfigurationError` if a step cannot run with this overlap: "off" requires `lockstep` models."""
+        """Raise `ConfigurationError` if a step cannot run with this `overlap`: "off" requires `lockstep` models."""
         if overlap == "off" and not all(model.lockstep for step in self.steps for model in step.models):
             raise ConfigurationError(
-                f"overlap is 'off', which requires the sync model bsp, but the sync model is {self}. With 'off', no "
-                "worker pulls until all have pushed."
+                f"overlap is 'off', which requires the sync model bsp, but the sync model is {self}. With 'off', "
+                "workers pull only after all workers have pushed."
             )
 
     def __str__(self) -> str:
@@ -85,10 +86,10 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 def read_schedule(sync: str | SyncModel | Sequence[SyncModel] | Schedule) -> Schedule:
-    """Return the schedule for a model, a list of models (one for each shard), or text.
+    """Return a schedule made from a model, a list of models (one for each shard), or text.
 
     Raises:
-        ConfigurationError: the text is not a valid schedule, or its steps are out of order.
+        ConfigurationError: `sync` is not a valid schedule, or its steps are out of order.
     """
     if isinstance(sync, Schedule):
         return sync
@@ -101,7 +102,9 @@ def read_schedule(sync: str | SyncModel | Sequence[SyncModel] | Schedule) -> Sch
                 "models (one for each shard), or text such as 'ssp:staleness=3'."
             )
         if not sync:
-            raise ConfigurationError("sync is empty, expected one sync model, or one for each shard.")
+            raise ConfigurationError(
+                "sync is an empty sequence, expected one sync model, or one for each shard."
+            )
         return Schedule((Step(tuple(_known(model) for model in sync)),))
     return _read_text(sync)
 
@@ -110,7 +113,7 @@ def _read_text(sync: str) -> Schedule:
     """Read a schedule from its notation."""
     if "@" not in sync:
         return Schedule((Step(parse_shards(sync)),))
-    # A comma separates two steps only if it follows the "@" of a step: parameters are also separated by commas.
+    # Commas also separate parameters, so a comma ends a step only after the step's "@".
     steps: list[Step] = []
     pending: list[str] = []
     for item in sync.split(","):
@@ -120,15 +123,19 @@ def _read_text(sync: str) -> Schedule:
             pending = []
     if pending:
         raise ConfigurationError(
-            f"sync {sync!r}: {','.join(pending)!r} does not say when it begins, as in 'bsp@0,asp@100'."
+            f"sync {sync!r}: {','.join(pending)!r} does not say when it begins. Write, for example, 'bsp@0,asp@100'."
         )
     if steps[0].iteration != 0:
-        raise ConfigurationError(f"sync {sync!r}: the first model must begin at 0, as in 'bsp@0,asp@100'.")
+        raise ConfigurationError(
+            f"sync {sync!r}: the first model must begin at iteration 0, as in 'bsp@0,asp@100'."
+        )
     for unit in ("iteration", "epoch"):
         times = [time for step in steps if (time := getattr(step, unit)) is not None]
         for before, after in itertools.pairwise(times):
             if before >= after:
-                raise ConfigurationError(f"sync {sync!r}: {unit} {after} does not come after {before}.")
+                raise ConfigurationError(
+                    f"sync {sync!r}: {unit} {after} is listed after {unit} {before}, expected increasing numbers."
+                )
     return Schedule(tuple(steps))
 
 
@@ -137,7 +144,7 @@ def _read_step(text: str) -> Step:
     unit, colon, number = when.rpartition(":")
     if not number.isascii() or not number.isdigit() or (colon and unit != "epoch"):
         raise ConfigurationError(
-            f"sync {text!r}: {when!r} is not a valid time, expected an iteration ('@100') or an epoch ('@epoch:5')."
+            f"sync {text!r}: {when!r} is not a valid start, expected an iteration ('@100') or an epoch ('@epoch:5')."
         )
     models = parse_shards(model)
     return Step(models, None, int(number)) if colon else Step(models, int(number))

@@ -1,27 +1,28 @@
 """SpecSync, speculative synchronization: a computation on outdated weights is aborted and restarted.
 
-A worker starts its next iteration immediately, and the coordinator counts the pushes of the others. If, within
+A worker starts its next iteration immediately, and the coordinator counts the pushes of the other workers. If, within
 ABORT_TIME of the start, the other workers have pushed more than m * ABORT_RATE times (m is the number of live
 workers), the coordinator tells the worker to discard what it has computed, pull, and start the same batch again. In
 the *fixed* variant, ABORT_TIME and ABORT_RATE are given (the paper finds them by a grid search, which it calls
-cherry-picking). In the *adaptive* variant, they are tuned at the end of each epoch. If worker i had started its last
-iteration D later, it would have received u_i(D) more pushes, but a fraction D / T_i of the other m - 1 workers would
-have missed the push of worker i, where T_i is the length of that iteration. The gain in freshness is estimated as
+cherry-picking). In the *adaptive* variant, both are tuned at the end of each epoch. Let T_i be the duration of worker
+i's last iteration. If this iteration had started with a delay D, its weights would have included u_i(D) more pushes,
+but a fraction D / T_i of the other m - 1 workers would have missed its push. The gain in freshness is estimated as
 
     F(D) = sum over i of (u_i(D) - D (m - 1) / T_i)                                                      (Eq. 7)
 
-F is largest at a D at which a push arrives. ABORT_TIME is this D. If T is the mean of all T_i, ABORT_RATE is
-D (m - 1) / (T m).
+ABORT_TIME is set to the D with the largest F, which is always a delay at which a push arrives. If T is the mean of
+all T_i, ABORT_RATE is set to D (m - 1) / (T m).
 
 Reference: Zhang, Tian, Wang and Yan, "Stay fresh: speculative synchronization for fast distributed machine
 learning", ICDCS 2018, sections IV and V, Algorithms 1 and 2.
 Admission: As in the base model, ASP or SSP. The shards are not involved in the speculation.
 State: At the coordinator, each worker's current and last iteration, and the pushes that the next tuning may need.
-Guarantee: An iteration is restarted at most once, because a restarted iteration is not watched again. Therefore every
+Guarantee: An iteration is restarted at most once, because a restarted iteration is no longer watched. Therefore every
 worker makes progress. Staleness is bounded if the base model bounds it.
-Use: When staleness slows down training more than repeated computations do, and pushes arrive in bursts.
+Use: When staleness slows down training more than repeating computations does, and pushes arrive in bursts.
 Deviations: An epoch ends when every live worker has pushed since the last tuning. D is at most T; if several delays
-are equally good, the shortest is chosen. There is no speculation before the first tuning, or while no F is above 0.
+are equally good, the shortest is chosen. There is no speculation before the first tuning, or while no D has a
+positive F.
 
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()
@@ -68,8 +69,8 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
     Attributes:
         base: model that the shards run, ASP or SSP.
         abort_time_s: ABORT_TIME in seconds, a number > 0. None (the default) selects the adaptive variant.
-        abort_rate: ABORT_RATE, a number >= 0. An iteration is restarted if more than `abort_rate` pushes per live
-            worker arrive in time. Give both `abort_time_s` and `abort_rate`, or neither for the adaptive variant.
+        abort_rate: ABORT_RATE, a number >= 0. An iteration is restarted if other workers push more than `abort_rate`
+            times per live worker within `abort_time_s` of its start. Give both parameters or neither.
     """
 
     name = "spec-sync"
@@ -84,7 +85,7 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
         if (self.abort_time_s is None) != (self.abort_rate is None):
             raise ConfigurationError(
                 f"{self.name}: abort_time_s is {self.abort_time_s} and abort_rate is {self.abort_rate}; give both, "
-                "or neither to have them tuned."
+                "or neither to have them tuned automatically."
             )
         if self.abort_time_s is not None and self.abort_rate is not None:
             require_within(self.name, "abort_time_s", self.abort_time_s, math.ulp(0.0), 1e6)
@@ -93,6 +94,10 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
     @property
     def whole_job(self) -> bool:
         return True
+
+    @property
+    def independent(self) -> bool:
+        return self.base.independent
 
     @property
     def needs_starts(self) -> bool:
@@ -108,11 +113,11 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
 
 
 class Speculation(msgspec.Struct, frozen=True):
-    """The two parameters of the speculation.
+    """The two parameters that decide whether an iteration is restarted.
 
     Attributes:
-        abort_time_s: ABORT_TIME, the time in seconds for which each iteration is watched after its start.
-        abort_rate: ABORT_RATE, the number of pushes per live worker above which a watched iteration is restarted.
+        abort_time_s: ABORT_TIME, the number of seconds for which an iteration is watched after its start.
+        abort_rate: ABORT_RATE, the largest number of pushes per live worker that does not cause a restart.
     """
 
     abort_time_s: float
@@ -130,25 +135,25 @@ class Watched:
     """The coordinator's record of one live worker."""
 
     def __init__(self, iteration: int, start_s: float) -> None:
-        self.iteration = iteration  # the next iteration that the worker finishes
+        self.iteration = iteration  # the next iteration that the worker will finish
         self.start_s: float | None = start_s  # start of that iteration; None until it has started
         self.last: Span | None = None  # the previous iteration
-        self.pushes_before = 0  # number of pushes of all workers before the current iteration started
+        self.pushes_before = 0  # total number of pushes before the current iteration started
         self.speculation: Speculation | None = None  # None if the current iteration is not watched
 
 
 class Speculator(JobMachine):
-    """The scheduler of Algorithm 2. Each event takes O(1) time, except for an event that ends an epoch.
+    """The scheduler from the paper's Algorithm 2. Each event takes O(1) time, except for an event that ends an epoch.
 
     Attributes:
-        speculation: the parameters in force. None if there is no speculation at present.
+        speculation: the current parameters; None while new iterations are not watched.
     """
 
     def __init__(self, fixed: Speculation | None) -> None:
         self.speculation = fixed
         self._adaptive = fixed is None
         self._workers: dict[int, Watched] = {}  # live workers, in order of joining
-        self._push_count = 0  # number of pushes of all workers since the start of the run
+        self._push_count = 0  # total number of pushes since the start of the run
         self._pushes: list[tuple[float, int]] = []  # (time, worker) of pushes that the next tuning may need
         self._yet_to_push: set[int] = set()  # live workers that have not pushed since the last tuning
 
@@ -175,7 +180,7 @@ class Speculator(JobMachine):
         return [SetTimer(event.worker, event.iteration, event.now_s + self.speculation.abort_time_s)]
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
-        """Run CHECKRESYNC: restart the iteration if too many pushes were counted since it started.
+        """Run CHECKRESYNC: restart the iteration if too many pushes have been counted since its start.
 
         All of these pushes are from other workers, because the worker itself pushes only at the end of the iteration.
         """
@@ -202,15 +207,17 @@ class Speculator(JobMachine):
     def validate(self) -> None:
         if not self._yet_to_push <= self._workers.keys():
             raise InternalError(
-                f"workers {self._yet_to_push} have yet to push, but only {set(self._workers)} are live"
+                f"workers {self._yet_to_push} have yet to push, but the live workers are {set(self._workers)}"
             )
         if len(self._pushes) > self._push_count or self._pushes != sorted(
             self._pushes, key=lambda push: push[0]
         ):
-            raise InternalError("the log of pushes is longer than their count, or out of order")
+            raise InternalError(
+                f"the log of pushes has more than {self._push_count} entries, or is out of order: {self._pushes}"
+            )
 
     def _end_epoch_if_complete(self) -> None:
-        """Tune if every live worker has pushed since the last tuning."""
+        """Tune the parameters if every live worker has pushed since the last tuning."""
         if not self._adaptive or self._yet_to_push or not self._workers:
             return
         spans = {
@@ -224,16 +231,16 @@ class Speculator(JobMachine):
 
 
 def tune(spans: dict[int, Span], pushes: Sequence[tuple[float, int]]) -> Speculation | None:
-    """Run Algorithm 1: return the abort time with the largest F (Eq. 7) and its abort rate; None if no F is above 0.
+    """Run Algorithm 1: return the abort time with the largest F (Eq. 7) and its abort rate, or None if no F is > 0.
 
     Args:
-        spans: the last completed iteration of each live worker.
+        spans: live worker -> start and end of the worker's last completed iteration.
         pushes: (time, worker) of all pushes since the earliest start of a span, in order of time.
 
-    F is computed for all candidates D together. u_i(D) is the number of other workers' pushes at most D after the
-    start of worker i's span. So the sum of all u_i(D) is the number of these distances, over all i, that are at most
-    D: the rank of D in the sorted list of distances. This takes O(m p log(m p)) time for m workers and p pushes.
-    Algorithm 1 as printed takes O(m p) time for each candidate.
+    The candidates for D are the delays of at most T from the start of each worker's span to each later push by
+    another worker. F is computed for all candidates together: the sum of all u_i(D) is the number of candidates <= D,
+    which is the rank of D among the sorted candidates. The computation takes O(m p log(m p)) time for m workers and
+    p pushes. As printed in the paper, Algorithm 1 takes O(m p) time for each candidate.
 
     >>> tune({0: Span(0.0, 4.0), 1: Span(0.5, 4.5)}, [(1.0, 1), (4.0, 0), (4.5, 1)])  # D = 1: gain 1, loss 2 / 4
     Speculation(abort_time_s=1.0, abort_rate=0.125)

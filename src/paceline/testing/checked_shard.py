@@ -1,17 +1,17 @@
-"""Checks the state machine of a shard after every event.
+"""A wrapper that checks the state machine of a shard after every event.
 
 These promises are checked for every sync model:
 
 - `validate()` passes after every event;
-- a push is applied, held or dropped by its own event, as the first action. A held push is applied later as part of
-  one mean, in worker order. An empty push is dropped;
-- only a requested pull is answered, and only once; under a lockstep model, not before the worker's own push was
-  applied. A worker that is told to continue from a later round does so with its next push;
-- at least one live worker does not wait, or a timer is set; and no push remains held when all workers have left;
+- the first action after a push applies, holds or drops the push. Each held push is applied later as part of exactly
+  one mean, whose pushes are in worker order. An empty push is dropped;
+- a pull is answered only if it was requested, and only once. Under a lockstep model, it is not answered while
+  the worker's own push is held. A worker that is told to continue from a later round does so with its next push;
+- at least one live worker does not wait, or a timer is set. When all workers have left, no push remains held;
 - a repeated pull is answered immediately, and has no other effect;
 - a refused event leaves the state machine unchanged.
 
-A `ShardSync` keeps the same promises as the state machine that it hosts, and also keeps them when the model changes.
+A `ShardSync` must keep the same promises as the state machine that it hosts, even while the model changes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["CheckedShard", "freeze"]
 
 
 class CheckedShard:
-    """Checks one state machine of a shard, and stores what it has received and returned.
+    """Checks one state machine of a shard, and stores the events that it received and the actions that it returned.
 
     Args:
         machine: the state machine: a `ShardMachine`, or a `ShardSync`, which also takes repeated pulls and changes of
@@ -55,7 +55,7 @@ class CheckedShard:
 
     Attributes:
         machine: the state machine.
-        legal: the events that are legal next.
+        legal: generator of the events that are legal next.
         events: all events that the state machine has received.
         updates: all updates that the state machine has returned.
         held: the pushes that are held, as (worker, iteration).
@@ -80,13 +80,15 @@ class CheckedShard:
         self.legal.advance(event)
         if isinstance(event, PullRepeated):
             assert actions == [AnswerPull(event.worker, event.iteration - 1)], (
-                f"{event} caused {actions}, expected one answer"
+                f"{event} caused {actions}, expected exactly one answer to the repeated pull"
             )
-            assert freeze(self.machine) == before, f"{event} has changed the machine"
+            assert freeze(self.machine) == before, (
+                f"{event} has changed the state machine, expected no change"
+            )
             return actions
         fates = [action for action in actions if isinstance(action, ApplyPush | HoldPush | DropPush)]
         assert len(fates) == isinstance(event, PushReceived), (
-            f"{event} caused {len(fates)} actions that apply, hold or drop a push"
+            f"{event} caused {len(fates)} actions that apply, hold or drop a push, expected one per received push"
         )
         if isinstance(event, PushReceived):
             _check_fate(event, actions[0])
@@ -95,7 +97,7 @@ class CheckedShard:
             self._carry_out(event, action)
         if self.legal.phase:
             all_wait = self.legal.waiting == self.legal.phase.keys()
-            assert not all_wait or self.legal.timers, f"all workers wait after {event}"
+            assert not all_wait or self.legal.timers, f"all workers wait after {event}, and no timer is set"
         else:
             assert not self.held, f"all workers have left, but the pushes {self.held} have not been applied"
         if self._oracle is not None:
@@ -103,16 +105,16 @@ class CheckedShard:
         return actions
 
     def walk(self, choices: Iterable[int]) -> None:
-        """Pass random legal events to the state machine, one for each number."""
+        """Pass legal events to the state machine. Each number in `choices` selects one event."""
         for choice in choices:
             self.tell(self.legal.pick(choice))
 
     def fire_timers(self) -> list[AnyAction]:
-        """Let all timers that are set fire, in the order in which they were set, and return the actions."""
+        """Fire all pending timers, in the order in which they were set, and return the actions."""
         return [action for timer in self.legal.timers for action in self.tell(self.legal.fire(timer))]
 
     def refuse(self, event: AnyEvent) -> None:
-        """Pass an illegal event to the state machine, which must refuse the event and remain unchanged."""
+        """Pass an illegal event to the state machine, and check that the event is refused and changes nothing."""
         before = freeze(self.machine)
         refusal = ""
         try:
@@ -123,7 +125,7 @@ class CheckedShard:
         assert f"worker {event.worker}" in refusal, (
             f"the refusal of {event} does not name the worker: {refusal}"
         )
-        assert freeze(self.machine) == before, f"{event} was refused, but has changed the machine"
+        assert freeze(self.machine) == before, f"{event} was refused, but has changed the state machine"
 
     def _carry_out(self, event: AnyEvent, action: AnyAction) -> None:
         match action:
@@ -137,17 +139,25 @@ class CheckedShard:
                     self.updates.append(action)
             case ApplyMean(pushes):
                 assert pushes, f"{action} contains no pushes"
-                assert list(pushes) == sorted(set(pushes)), f"{action} is not in worker order"
-                assert self.held >= set(pushes), f"{action} contains pushes that are not held: {self.held}"
+                assert list(pushes) == sorted(set(pushes)), (
+                    f"the pushes in {action} are not distinct, or not in worker order"
+                )
+                assert self.held >= set(pushes), (
+                    f"{action} contains pushes that are not held; the held pushes are {self.held}"
+                )
                 self.held -= set(pushes)
                 self.updates.append(action)
             case AnswerPull(worker, iteration, v_train):
                 assert self.legal.phase.get(worker) == "waiting", (
                     f"{action} answers a pull that was not requested"
                 )
-                assert iteration == self.legal.label[worker] - 1, f"{action} has the wrong iteration"
+                assert iteration == self.legal.label[worker] - 1, (
+                    f"{action} names the wrong iteration, expected {self.legal.label[worker] - 1}"
+                )
                 if isinstance(self.machine, ShardSync) and self.machine.sync.lockstep:
-                    assert (worker, iteration) not in self.held, f"{action} precedes the update with its push"
+                    assert (worker, iteration) not in self.held, (
+                        f"{action} was returned before the worker's push was applied"
+                    )
                 self.legal.phase[worker] = "computing"
                 if v_train is not None:
                     self.legal.progress[worker] = v_train
@@ -155,8 +165,10 @@ class CheckedShard:
                 assert self.legal.phase.get(worker) == "waiting", (
                     f"{action} was returned, but worker {worker} does not wait"
                 )
-                assert iteration == self.legal.label[worker] - 1, f"{action} has the wrong iteration"
-                assert due_s >= event.now_s, f"{action} is due before {event}"
+                assert iteration == self.legal.label[worker] - 1, (
+                    f"{action} names the wrong iteration, expected {self.legal.label[worker] - 1}"
+                )
+                assert due_s >= event.now_s, f"{action} is due before the event that caused it, {event}"
                 self.legal.timers.append(action)
             case ReportFault():
                 self.faults.append(action)
@@ -177,13 +189,13 @@ def _check_fate(push: PushReceived, action: AnyAction) -> None:
         f"the first action after {push} is {action}, expected an action that applies, holds or drops the push"
     )
     assert (action.worker, action.iteration) == (push.worker, push.iteration), (
-        f"{action} is for another push than {push}"
+        f"{action} names a different push, expected the received push {push}"
     )
     assert isinstance(action, DropPush) or not push.empty, f"{action} is wrong: an empty push must be dropped"
 
 
 def freeze(thing: object) -> Hashable:
-    """Return a value that is equal for equal states, including the order of dicts, which may affect actions."""
+    """Return a value that is equal for equal states. The order of items in a dict matters: it may affect actions."""
     match thing:
         case dict():
             return tuple((key, freeze(value)) for key, value in thing.items())
@@ -192,7 +204,7 @@ def freeze(thing: object) -> Hashable:
         case set():
             return frozenset(thing)
         case types.FunctionType() | functools.partial():
-            return None  # a condition, which does not change
+            return None  # conditions do not change
         case _ if hasattr(thing, "__dict__"):
             return type(thing).__name__, freeze(vars(thing))
         case _:

@@ -1,4 +1,4 @@
-"""Checks a sync model: tests its promises with random events, and searches all interleavings of small jobs."""
+"""`check`, which tests a sync model with random events and searches all interleavings of small jobs for failures."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class CheckResult(NamedTuple):
     """What `check` has tested.
 
     Attributes:
-        sync: notation of the model.
+        sync: the model's notation, for example "asp".
         promises: number of promises that were tested with random events.
-        states: number of states of the small jobs that were searched.
+        states: number of states that the searches of small jobs have visited.
     """
 
     sync: str
@@ -32,7 +32,7 @@ class CheckResult(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.sync} keeps {self.promises} promises on random events, and has no deadlock in {self.states:,} "
+            f"{self.sync} keeps {self.promises} promises under random events, and has no deadlock in {self.states:,} "
             "states of small jobs"
         )
 
@@ -49,29 +49,30 @@ def check(
 ) -> CheckResult:
     """Check that a sync model keeps the promises that every model must keep, and return what was tested.
 
-    First, the state machines of the model receive random legal and illegal events. Then all interleavings of small
-    jobs are searched for deadlocks: one job in which a worker may be lost at any time, one that another worker joins
-    at any time, one that changes to BSP, and one that changes from BSP. The jobs run the same code as a live run.
+    First, the state machines of the model receive random legal and illegal events. Then all interleavings of four
+    small jobs are searched for failures. In one job, a worker may be lost at any time. In another, a worker may join
+    at any time. One of the other two may change from the model to BSP at any time, and the other one from BSP to the
+    model. The jobs run the same code as a live run.
 
     Args:
         sync: the model. It must be registered (see `paceline.sync.register`).
-        rule: the rule that determines which workers must wait and which may; checked in every state. By default, any
-            worker may wait as long as there is no deadlock. The models of this package have their own rules
-            (see `admission`).
-        oracle: if given, a shard is also compared with this oracle, on random events.
-        agree: True to check also that all shards have averaged the same pushes together. Do not use this for models
+        rule: the rule that determines which workers must wait and which may; checked in every state. By default, the
+            models of this package have their own rules (see `admission`), and under other models, any worker may wait
+            as long as there is no deadlock.
+        oracle: if given, the model is also compared with this oracle while it receives random events.
+        agree: True to check also that all shards have averaged the same groups of pushes. Do not use this for models
             that drop pushes by their order of arrival, because the order differs between shards.
-        workers: number of workers of the small jobs.
-        shards: number of shards of the small jobs.
-        iterations: number of iterations of each worker of the small jobs. Each additional iteration makes the check
-            take about ten times as long.
+        workers: number of workers in each small job.
+        shards: number of shards in each small job.
+        iterations: number of iterations of each worker in the first small job; one fewer in the other jobs, but at
+            least 1. Each additional iteration makes the check take about ten times as long.
 
     Raises:
-        AssertionError: a promise is broken. The message names the promise and the events that lead to the failure.
+        AssertionError: the model breaks a promise. The message names the promise and lists the preceding events.
 
     >>> from paceline.sync import ASP
     >>> print(check(ASP(), iterations=1))
-    asp keeps 10 promises on random events, and has no deadlock in 1,309 states of small jobs
+    asp keeps 10 promises under random events, and has no deadlock in 1,309 states of small jobs
     """
     for promise in PROMISES:
         with _named(sync, promise.__name__.replace("_", " ")):
@@ -81,7 +82,7 @@ def check(
             random_events_are_handled(sync, oracle)
     states = 0
     for name, job in _small_jobs(sync, rule, agree, workers, shards, iterations):
-        with _named(sync, f"no interleaving of {name} fails"):
+        with _named(sync, f"no interleaving fails in {name}"):
             states += explore(job)
     _show("")
     return CheckResult(str(sync), len(PROMISES) + (oracle is not None), states)
@@ -121,18 +122,18 @@ def _small_jobs(
 
     fewer = max(1, iterations - 1)
     yield "a job in which a worker may be lost", job(sync, losses=1)
-    # If the coordinator runs a state machine, there are many more interleavings, so start with one worker only.
+    # If the coordinator runs a state machine, there are many more interleavings, so this job starts with one worker.
     yield (
-        "a job that a worker joins late",
+        "a job in which a worker may join late",
         job(sync, late=1, workers=1 if plans else workers, iterations=fewer),
     )
-    yield "a job that changes to BSP", job(sync, changes=("bsp",), iterations=fewer)
-    yield "a job that changes from BSP", job("bsp", changes=(str(sync),), iterations=fewer)
+    yield "a job that changes from the model to BSP", job(sync, changes=("bsp",), iterations=fewer)
+    yield "a job that changes from BSP to the model", job("bsp", changes=(str(sync),), iterations=fewer)
 
 
 @contextmanager
 def _named(sync: SyncModel, promise: str) -> Iterator[None]:
-    """Name the promise that is being tested on the terminal and in the message of a failure."""
+    """Show on the terminal which promise is being tested, and name the promise in the error message of a failure."""
     _show(f"{sync}: {promise}")
     try:
         yield
@@ -142,7 +143,7 @@ def _named(sync: SyncModel, promise: str) -> Iterator[None]:
 
 
 def _show(line: str) -> None:
-    """Replace the last line of the terminal, if standard error is a terminal."""
+    """Replace the last line on the terminal. If standard error is not a terminal, do nothing."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{line}")
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""The events that a shard may receive next, by the order join, push, pull, answer, leave.
+"""The events that a shard may legally receive next.
 
-This is the order that `paceline.core.order` enforces. It is implemented here a second time, independently, and does
-not depend on which events a state machine accepts.
+Each worker joins, then repeatedly pushes, pulls and is answered, and may leave at any time. `paceline.core.order`
+enforces this order. This module implements the order independently, so the tests do not depend on that code.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class LegalEvents:
     """Generates legal and illegal events for a shard.
 
     Args:
-        repeats: True if the machine under test accepts repeated pulls.
+        repeats: True if the state machine under test accepts repeated pulls.
 
     Attributes:
-        now_s: time of the next event, in seconds. The caller may change it.
+        now_s: time of the next event, in seconds. The caller may increase this attribute.
         phase: live worker -> its phase, in order of joining.
-        label: live worker -> label of its next push.
-        progress: worker that was told to continue from a later round -> that round, until its next push.
+        label: live worker -> iteration that its next push is labeled with.
+        progress: worker -> the later round that the worker was told to continue from; removed by its next push.
         gone: workers that have left and have not joined again.
         timers: timers that are set and have not fired.
     """
@@ -55,7 +55,7 @@ class LegalEvents:
 
     @property
     def waiting(self) -> set[int]:
-        """The workers whose pull has not been answered."""
+        """The workers that have an unanswered pull."""
         return {worker for worker, phase in self.phase.items() if phase == "waiting"}
 
     def in_phase(self, phase: Phase) -> list[int]:
@@ -63,7 +63,7 @@ class LegalEvents:
         return [worker for worker, current in self.phase.items() if current == phase]
 
     def join(self, iteration: int = 0, *, change: int = 0) -> WorkerJoined:
-        """Return the join of a new worker, for the case that `change` changes of the sync model were published."""
+        """Return the `WorkerJoined` event of a new worker, with this `iteration` and `change`."""
         worker = len(self.phase) + len(self.gone)
         return WorkerJoined(now_s=self.now_s, worker=worker, iteration=iteration, change=change)
 
@@ -76,7 +76,7 @@ class LegalEvents:
         change: Change | None = None,
         significance: float | None = None,
     ) -> PushReceived:
-        """Return the next push of a worker that computes."""
+        """Return the next push of a worker that is computing."""
         return PushReceived(
             now_s=self.now_s,
             worker=worker,
@@ -89,24 +89,24 @@ class LegalEvents:
         )
 
     def pull(self, worker: int) -> PullRequested:
-        """Return the pull after a worker's push."""
+        """Return the pull that follows a worker's last push."""
         return PullRequested(now_s=self.now_s, worker=worker, iteration=self.label[worker] - 1)
 
     def repeat(self, worker: int) -> PullRepeated:
-        """Return another pull for the iteration that a worker computes."""
+        """Return a repeated pull for the iteration that a worker is computing."""
         return PullRepeated(now_s=self.now_s, worker=worker, iteration=self.label[worker])
 
     def fire(self, timer: SetTimer) -> TimerFired:
-        """Return the event that a timer fires, on time or late."""
+        """Return the `TimerFired` event of a timer, at the time when it is due, or now if it is overdue."""
         now_s = max(self.now_s, timer.due_s)
         return TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration)
 
     def leave(self, worker: int, *, lost: bool) -> WorkerLost | WorkerFinished:
-        """Return the event that a worker leaves."""
+        """Return the `WorkerLost` event of a worker if `lost` is true, otherwise its `WorkerFinished` event."""
         return (WorkerLost if lost else WorkerFinished)(now_s=self.now_s, worker=worker)
 
     def pick(self, choice: int) -> AnyEvent:
-        """Return one of the legal events, chosen by a number >= 0. With one number in twelve, a worker leaves."""
+        """Return the legal event selected by `choice`, an integer >= 0. One choice in twelve makes a worker leave."""
         choice, kind = divmod(choice, 12)
         events: list[AnyEvent] = []
         if kind == 0:
@@ -124,7 +124,7 @@ class LegalEvents:
         return events[choice % len(events)]
 
     def illegal(self) -> list[AnyEvent]:
-        """Return events that are not legal now, at least one of each kind."""
+        """Return events that are illegal now: at least one of each kind that can be illegal in the current state."""
         now_s = self.now_s
         stranger = 1000
         events: list[AnyEvent] = []
@@ -140,13 +140,12 @@ class LegalEvents:
             label = self.label[worker]
             events += [
                 WorkerJoined(now_s=now_s, worker=worker, iteration=label),
-                PushReceived(
-                    now_s=now_s, worker=worker, iteration=label - 1
-                ),  # a push that was received already
-                PushReceived(now_s=now_s, worker=worker, iteration=label + 1),  # an iteration was left out
-                PullRequested(
-                    now_s=now_s, worker=worker, iteration=label
-                ),  # the push before it has not been received yet
+                # This push has already been received.
+                PushReceived(now_s=now_s, worker=worker, iteration=label - 1),
+                # This push skips an iteration.
+                PushReceived(now_s=now_s, worker=worker, iteration=label + 1),
+                # The push that must precede this pull has not been received yet.
+                PullRequested(now_s=now_s, worker=worker, iteration=label),
             ]
             if phase != "computing":
                 events.append(PushReceived(now_s=now_s, worker=worker, iteration=label))
@@ -184,4 +183,4 @@ class LegalEvents:
             case PullRepeated():
                 pass
             case _:
-                raise AssertionError(f"a shard does not receive {event}")
+                raise AssertionError(f"a shard cannot receive {event}")

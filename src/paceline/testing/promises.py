@@ -1,7 +1,8 @@
-"""Promises that every sync model must keep. Each is a function that raises `AssertionError` if a model breaks it.
+"""The promises that every sync model must keep.
 
-The functions test a model with random legal events. A seed determines a sequence of events. Short sequences are tried
-first, so the message of a failure usually contains only a few events.
+Each promise is a function that tests a model and raises `AssertionError` if the model breaks the promise. Most of
+these functions send random sequences of legal events to the model. Short sequences come first, so the error message
+of a failure usually contains only a few events.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ STEPS_S = (0.0, 0.25, 0.5, 1.0, 3.0)
 
 
 class Walk(NamedTuple):
-    """A random sequence of legal events: the seed, and the number of events."""
+    """The seed and the length of a random sequence of legal events."""
 
     seed: int
     length: int
 
     def choices(self) -> Iterator[int]:
-        """Yield the numbers that choose the events."""
+        """Yield random numbers, each of which selects one event."""
         draw = random.Random(f"{self.seed} {self.length}")
         return (draw.randrange(1_000_000) for _ in range(self.length))
 
@@ -53,7 +54,7 @@ WALKS = [Walk(seed, length) for length in LENGTHS for seed in range(SEEDS_PER_LE
 
 
 def follow(checked: CheckedShard, walk: Walk) -> CheckedShard:
-    """Pass a random sequence of events to a shard and return it. Time passes between the events."""
+    """Pass a random sequence of events to a shard, and return the shard. The time may advance before each event."""
     for choice in walk.choices():
         checked.legal.now_s += STEPS_S[choice % len(STEPS_S)]
         checked.walk([choice])
@@ -69,7 +70,7 @@ def notation_reads_back(sync: SyncModel) -> None:
         parsed = parse(str(sync))
     except ConfigurationError as error:
         raise AssertionError(f"{sync} cannot be parsed: {error}") from error
-    assert parsed == sync, f"{sync} reads back as {parsed!r}, expected {sync!r}"
+    assert parsed == sync, f"the notation {sync} was parsed as {parsed!r}, expected {sync!r}"
     assert hash(parsed) == hash(sync)
     try:
         sync.name = "other"  # type: ignore[misc]
@@ -85,7 +86,9 @@ def machines_share_nothing(sync: SyncModel) -> None:
     first, second = sync.at_shard(), sync.at_shard()
     before = freeze(second)
     follow(CheckedShard(first), WALKS[-1])
-    assert freeze(second) == before, "events at one state machine have changed another one"
+    assert freeze(second) == before, (
+        "events at one state machine have changed another state machine of the same model"
+    )
 
 
 # -- at a shard ------------------------------------------------------------------------------------------------
@@ -101,7 +104,7 @@ def random_events_are_handled(sync: SyncModel, oracle: Oracle | None = None) -> 
 
 
 def same_events_give_same_actions(sync: SyncModel) -> None:
-    """The actions depend on nothing but the events."""
+    """The actions depend only on the events."""
     for walk in WALKS:
         events = follow(CheckedShard(sync.at_shard()), walk).events
         alone, hosted = sync.at_shard(), ShardSync(sync)
@@ -111,7 +114,7 @@ def same_events_give_same_actions(sync: SyncModel) -> None:
 
 
 def illegal_events_are_refused(sync: SyncModel) -> None:
-    """An illegal event is refused, and the refusal changes nothing."""
+    """An illegal event is refused, and the state machine remains unchanged."""
     for walk in WALKS[: 2 * SEEDS_PER_LENGTH]:
         checked = CheckedShard(ShardSync(sync))
         with _shown(checked.events):
@@ -122,7 +125,7 @@ def illegal_events_are_refused(sync: SyncModel) -> None:
 
 
 def no_worker_waits_for_one_that_has_left(sync: SyncModel) -> None:
-    """When all other workers have left, and timers have fired, the last worker does not wait."""
+    """When all other workers have left and all timers have fired, the last worker does not wait."""
     for walk in WALKS:
         checked = follow(CheckedShard(ShardSync(sync)), walk)
         for survivor, lost in product(checked.legal.phase, (True, False)):
@@ -153,7 +156,7 @@ def workers_that_return_take_part(sync: SyncModel) -> None:
 
 
 def delayed_pulls_are_described(sync: SyncModel) -> None:
-    """`waits()` describes exactly the delayed pulls, each in words."""
+    """`waits()` returns a description in words for every delayed pull, and for no other pull."""
     for walk in WALKS:
         machine = sync.at_shard()
         checked = follow(CheckedShard(machine), walk)
@@ -164,7 +167,7 @@ def delayed_pulls_are_described(sync: SyncModel) -> None:
 
 
 def changes_complete(sync: SyncModel) -> None:
-    """A change to another model and back completes at any time: all held pushes are applied, and no worker waits."""
+    """The model can change to ASP and back at any time: all held pushes are applied, and no worker keeps waiting."""
     for walk in WALKS:
         checked = follow(CheckedShard(ShardSync(sync)), walk)
         with _shown(checked.events):
@@ -174,7 +177,7 @@ def changes_complete(sync: SyncModel) -> None:
 
 
 def _change(checked: CheckedShard, change: Change) -> None:
-    """Let every live worker pass a change as soon as the worker can push."""
+    """Send each member's last push under the old model as early as possible; check that the change completes."""
     legal = checked.legal
     to_pass = set(change.members)
     while to_pass:
@@ -183,7 +186,7 @@ def _change(checked: CheckedShard, change: Change) -> None:
         checked.fire_timers()
         able = [worker for worker in legal.in_phase("computing") if worker in to_pass]
         assert able, (
-            f"workers {to_pass} wait, but all other workers have sent their last push under the old model"
+            f"workers {to_pass} still wait after all other workers have sent their last push under the old model"
         )
         checked.tell(legal.push(able[0], change=change))
         to_pass.remove(able[0])
@@ -195,7 +198,7 @@ def _change(checked: CheckedShard, change: Change) -> None:
 
 @contextmanager
 def _shown(events: list[AnyEvent]) -> Iterator[None]:
-    """If a check fails, add to the error message the events that the state machine has received."""
+    """If a check fails, append the events that the state machine has received to the error message."""
     try:
         yield
     except Exception as error:
@@ -207,7 +210,7 @@ def _shown(events: list[AnyEvent]) -> Iterator[None]:
 
 
 def coordinator_is_deterministic(sync: SyncModel) -> None:
-    """The coordinator's machine returns equal actions for equal events: plans, timers and restarts."""
+    """The coordinator's state machine always returns the same plans, timers and restarts for the same events."""
     alone = sync.at_coordinator()
     if alone is None:
         return
@@ -218,7 +221,7 @@ def coordinator_is_deterministic(sync: SyncModel) -> None:
 
 
 class Reports:
-    """Random reports from three workers, passed to two state machines: one alone, and one inside its host."""
+    """Sends random reports from three workers to two state machines: one on its own, and one inside its host."""
 
     def __init__(self, sync: SyncModel, seed: int) -> None:
         alone = sync.at_coordinator(seed)
@@ -227,12 +230,12 @@ class Reports:
         self._starts = sync.needs_starts
         self._alone, self._hosted = alone, JobSync(str(sync), seed)
         self._draw = random.Random(seed)
-        self._next = dict.fromkeys((5, 0, 3), 0)  # live worker -> iteration that it finishes next
+        self._next = dict.fromkeys((5, 0, 3), 0)  # live worker -> iteration that the worker finishes next
         self._timers: list[SetTimer] = []
         self._superstep = -1
 
     def run(self, steps: int) -> None:
-        """Send the reports. One of the workers is lost after two thirds of the steps."""
+        """In each step, fire a due timer or send a random report. After 2/3 of the steps, report a lost worker."""
         now_s = 0.0
         for worker in self._next:
             self._tell(WorkerJoined(now_s=now_s, worker=worker))
@@ -263,7 +266,7 @@ class Reports:
                     self._timers.append(action)
                 case PublishPlan(plan):
                     assert plan.superstep > self._superstep, (
-                        f"{action} was returned after the plan of superstep {self._superstep}"
+                        f"{action} plans superstep {plan.superstep}, expected a number above {self._superstep}"
                     )
                     assert set(plan.members) <= self._next.keys(), f"{action} names workers that have left"
                     self._superstep = plan.superstep

@@ -1,21 +1,21 @@
-"""Scripted tests: a text in which each command to a state machine is followed by the expected result.
+"""Scripted tests: texts that contain commands for a state machine and the expected result of each command.
 
-A line that starts with ">" is a command. The indented lines below it are its result. All other lines are prose.
+A line that starts with ">" is a command. The indented lines below a command are its result. Other lines are prose.
 
     > shard SYNC                     start with a new state machine of a shard
     > job SYNC | planner SYNC        start with a new state machine of the coordinator
-    > at SECONDS                     set the time of the following events
+    > at SECONDS                     set the current time for the following events
     > join WORKER [iteration=N]
     > push WORKER ITERATION [empty] [stop=SUPERSTEP members=W,W,...] [change=NUMBER to=SYNC members=W,W,...]
     > pull WORKER ITERATION
     > again WORKER ITERATION         repeat a pull
-    > timer WORKER ITERATION         let a timer fire
-    > notify WORKER ITERATION [superstep=SUPERSTEP] [change=NUMBER]
-    > started WORKER ITERATION
+    > timer WORKER ITERATION         fire a timer
+    > notify WORKER ITERATION [superstep=SUPERSTEP] [change=NUMBER]      report the end of an iteration
+    > started WORKER ITERATION       report the start of an iteration
     > request WORKER NUMBER SYNC     request a change of the model
     > lose WORKER
     > finish WORKER
-    > who waits                      list the workers whose pull is not answered
+    > who waits                      list the workers that have an unanswered pull
     > which model                    show the model in force
 """
 
@@ -60,7 +60,7 @@ __all__ = ["play"]
 
 
 def play(script: str) -> str:
-    """Execute the commands of a script, and return the script with their actual results.
+    """Execute the commands in a script, and return the script with the actual result of each command.
 
     A test compares the returned text with the script.
 
@@ -87,12 +87,12 @@ def play(script: str) -> str:
 
 
 class Stage:
-    """The state machine that a script tests, and the current time."""
+    """Executes the commands of one script, and stores its state machine and the current time."""
 
     def __init__(self) -> None:
         self._machine: ShardSync | JobSync | None = None
         self._now_s = 0.0
-        self._waiting: dict[int, int] = {}  # worker -> iteration of its pull that is not answered
+        self._waiting: dict[int, int] = {}  # worker -> iteration of its unanswered pull
 
     def perform(self, command: str) -> list[str]:
         """Execute one command and return its result as a list of lines."""
@@ -105,7 +105,7 @@ class Stage:
                 return []
             case ["at", now_s]:
                 if float(now_s) < self._now_s:
-                    raise ValueError(f"the time cannot go back to {now_s} s from {self._now_s:g} s")
+                    raise ValueError(f"the time cannot go back from {self._now_s:g} s to {now_s} s")
                 self._now_s = float(now_s)
                 return []
             case ["who", "waits"]:
@@ -179,7 +179,9 @@ class Stage:
         for action in actions:
             if isinstance(action, AnswerPull) and not isinstance(event, PullRepeated):
                 asked = self._waiting.pop(action.worker, None)
-                assert asked == action.iteration, f"{action} is wrong: the pull after iteration {asked} waits"
+                assert asked == action.iteration, (
+                    f"{action} names the wrong iteration: the unanswered pull is for iteration {asked}"
+                )
         return [_text(action) for action in actions] or ["nothing"]
 
 

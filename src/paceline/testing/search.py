@@ -23,9 +23,10 @@ def explore(
 
     Args:
         job: the job to search.
-        most_states: maximum number of states. If there are more, a check fails.
-        whole: True to search without the reductions of the job.
-        ends: a set to which the states without next steps are added; one for all states that differ only in names.
+        most_states: maximum number of states. A search that reaches more states fails.
+        whole: True to search all states, without the reductions that the job makes.
+        ends: a set to which the terminal states are added. Of the terminal states that differ only in the names of
+            workers or shards, only one is added.
         visit: function that is called with every state.
 
     Raises:
@@ -55,7 +56,7 @@ def explore(
         except Exception as error:
             raise AssertionError("\n".join([*_way_to(state, came_from), label, repr(error)])) from error
         assert len(came_from) <= most_states, (
-            "the job has too many states; choose fewer workers, shards or iterations"
+            f"the job has more than {most_states:,} states; choose fewer workers, shards or iterations"
         )
     return len(came_from)
 
@@ -63,9 +64,10 @@ def explore(
 def survey(job: SmallJob, progress: Callable[[int], None]) -> int:
     """Search like `explore`, but depth first and with less memory: store only a 64-bit hash of each visited state.
 
-    Among n states, two have the same hash with a probability of about n^2 / 2^65 (10^-4 for 60 million states). In
-    that case, the second of the two states is not visited. The message of a failure does not list the shortest
-    sequence of steps. `progress` is called with the number of visited states.
+    If two states have the same hash, the second one is not visited. Among n states, the probability that any two have
+    the same hash is about n^2 / 2^65 (10^-4 for 60 million states). If a check fails, the message lists a sequence of
+    steps that is not necessarily the shortest. `progress` is called repeatedly with the number of states visited so
+    far.
     """
     state = job.canonical(job.first)
     known = {job.digest(state)}

@@ -17,7 +17,7 @@ class ShardChecks:
     Args:
         first_model: the first model of the job.
         rule: the admission rule of the first model; by default `admission(first_model)`.
-        agree: True to store the applied means, which are compared between shards at the end.
+        agree: True to store the applied means, so that the means of different shards can be compared at the end.
     """
 
     def __init__(self, first_model: SyncModel, rule: Admission | None, agree: bool) -> None:
@@ -26,15 +26,15 @@ class ShardChecks:
         self._agree = agree
 
     def record(self, at: ServerState, entry: Entry, index: int) -> ServerState:
-        """Check what the model did with its pushes after one event, and return the server with a new view."""
+        """Check the actions that one event caused at a server's shard, and return the new state of the server."""
         assert entry.refused is None, entry.refused
         view = _seen(at.view, entry.event)
         if isinstance(entry.event, events.PushReceived | events.WorkerLost | events.WorkerFinished):
-            view = self._advanced(view, index)  # joins and pulls close no round
+            view = self._advanced(view, index)  # only these events can close a round
         return self._carried_out(at._replace(view=view), entry)
 
     def check_waiting(self, view: ShardView, entry: Entry, sync: SyncModel | None) -> None:
-        """Check that every worker that must wait does wait, and that no worker waits that may not wait.
+        """Check that each worker that must wait does wait, and that each worker that waits is allowed to wait.
 
         `sync` is the model in force at the shard, or None if it is unknown. The shard must run the model that the
         received flags determine.
@@ -51,13 +51,12 @@ class ShardChecks:
         must_wait = rule.must(view) - passed
         may_wait = must_wait | rule.may(view)
         assert must_wait <= waiting <= may_wait, (
-            f"workers {waiting} wait at a shard, but {must_wait} must wait"
+            f"after {event}, workers {waiting} wait at a shard, but {must_wait} must wait"
             + (f" and {may_wait} may wait" if may_wait != must_wait else "")
-            + f", after {event}"
         )
 
     def _advanced(self, view: ShardView, index: int) -> ShardView:
-        """Return the view with its round updated, or under the new model if every member has passed the change."""
+        """Return the view with an updated round, or with the new model if all live members have passed the change."""
         change = view.change
         if change is None or any(view.workers[member].state == "live" for member in change.members):
             return view._replace(round=self._round(view))
@@ -71,7 +70,7 @@ class ShardChecks:
         )
 
     def _round(self, view: ShardView) -> int:
-        """Return V_train, the number of rounds that enough workers have pushed."""
+        """Return V_train, the number of rounds for which enough pushes have been received."""
         counts = sorted((worker.pushed for worker in view.workers if worker.state == "live"), reverse=True)
         quorum = self._admission(view).quorum or len(counts)
         return max(view.round, counts[min(quorum, len(counts)) - 1]) if counts else view.round
@@ -82,27 +81,33 @@ class ShardChecks:
         return admission(view.sync)
 
     def _carried_out(self, at: ServerState, entry: Entry) -> ServerState:
-        """Check the actions after one event, and return the server with its pushes, means and answers."""
+        """Check the actions after one event, and return the server with its pushes, means and pulls updated."""
         event, view = entry.event, at.view
         workers, held, means = list(view.workers), set(at.held), set(at.means)
         fates = 0
         for action in entry.actions:
             match action:
                 case ApplyPush(worker, iteration) | DropPush(worker, iteration) | HoldPush(worker, iteration):
-                    assert isinstance(event, events.PushReceived), f"{action} after {event}"
-                    assert (worker, iteration) == (event.worker, event.iteration), f"{action} after {event}"
+                    assert isinstance(event, events.PushReceived), (
+                        f"{action} was caused by {event}, expected a push"
+                    )
+                    assert (worker, iteration) == (event.worker, event.iteration), (
+                        f"{action} names a different push, expected the received push {event}"
+                    )
                     fates += 1
                     if isinstance(action, HoldPush):
                         held.add((worker, iteration))
                 case ApplyMean(pushes):
-                    assert held >= set(pushes), f"{action} contains pushes that are not held: {held}"
+                    assert held >= set(pushes), (
+                        f"{action} contains pushes that are not held; the held pushes are {held}"
+                    )
                     held -= set(pushes)
                     if self._agree:
                         means.add(pushes)
                 case AnswerPull(worker, iteration):
                     assert workers[worker].asks, f"{action} answers a pull that was not requested"
                     assert not (view.sync.lockstep and (worker, iteration) in held), (
-                        f"{action} precedes the update with its push"
+                        f"{action} was returned before the worker's push was applied"
                     )
                     workers[worker] = workers[worker]._replace(asks=False, deferred=False)
                 case SetTimer():
@@ -114,19 +119,19 @@ class ShardChecks:
                     )
                     view = view._replace(sync=worked, worked=BSP(), round=slowest)
                     assert action.sync == str(view.sync), (
-                        f"{action} is wrong: the last working model is {view.sync}"
+                        f"{action} names the wrong model, expected the last working model {view.sync}"
                     )
                 case _:
                     raise AssertionError(f"a shard cannot carry out {action}")
         assert fates == isinstance(event, events.PushReceived), (
-            f"{event} caused {fates} actions that apply, hold or drop a push"
+            f"{event} caused {fates} actions that apply, hold or drop a push, expected one per received push"
         )
         view = view._replace(workers=tuple(workers))
         return at._replace(view=view, held=frozenset(held), means=frozenset(means))
 
 
 def _seen(view: ShardView, event: events.AnyEvent) -> ShardView:
-    """Return what a shard has received after one more event."""
+    """Return the view after one more event."""
     worker = view.workers[event.worker]
     match event:
         case events.WorkerJoined():

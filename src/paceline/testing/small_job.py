@@ -1,64 +1,68 @@
-"""A small job for the exhaustive search: an immutable state of all processes, and the steps that may follow it.
+"""A small job for exhaustive search: its states, which are immutable, and the steps that are possible in each state.
 
-The cores are those of a live run (`paceline.core`): one for each worker, one for each server, which has one shard,
-and one for the coordinator. Messages from one process to another keep their order. Otherwise, steps can happen
-in any order, as with a real network and scheduler. In one step, a worker joins, pushes, is lost, requests another
-sync model or restarts an iteration; a server or the coordinator receives the next message from a worker, or notices
-that the worker is lost; or a timer fires. There is no clock: a timer may fire at any later step, and when a worker
-pushes, it may or may not have received what the coordinator has sent to it. Checks are made in every step. They use
-what a shard has received, never the state of a machine:
+The job runs the same cores as a live run (`paceline.core`): one for each worker, one for each server (each server has
+one shard), and one for the coordinator. Messages from one process to another keep their order. Apart from that, steps
+can happen in any order, as with a real network and scheduler. In one step, a worker joins, pushes, is lost, requests
+another sync model or restarts an iteration; a server or the coordinator receives the next message from a worker, or
+notices that the worker is lost; or a timer fires. There is no clock: a timer may fire at any later step, and when a
+worker pushes, it may or may not have received what the coordinator has sent to it. Every step is checked. The checks
+use only what a shard has received, never the state of a state machine:
 
-- by the rule of the model in force (`admission`), every worker that must wait at a shard waits, and no worker waits
-  that may not wait;
+- according to the admission rule of the model in force (see `admission`), every worker that must wait at a shard does
+  wait, and every worker that waits is allowed to wait;
 - each push is applied, averaged or dropped exactly once;
 - an iteration is restarted at most once, and a shard runs the model that the received flags determine;
 - when no step is left, every worker that was not lost has done all its iterations (no deadlock), and the shards have
-  completed all changes that any remaining worker has passed, and have averaged the same pushes together.
+  completed all changes that any remaining worker has passed, and have averaged the same groups of pushes.
 
 The following reductions keep the number of states small. Each entry explains why its reduction misses no failure:
 
-- *Commits.* A push and its pull arrive together, as in a live run. With `commits=False`, they arrive one by one.
-- *Answers together.* A worker receives the answers of all shards when the last one arrives. The earlier ones only
-  affect which round the worker continues from, and the latest such round is kept.
-- *Orders are received at the push.* What the coordinator sends changes only the worker's next push, or restarts the
-  iteration. So it is received just before the push, and every possible number of received messages is tried. A
-  restart that comes too late is ignored whenever it is received, and is discarded immediately.
-- *Losses while waiting* (this reduction and the following ones are made by `reduced_steps`). If a worker is lost just
-  before a push, the effect is the same as if it is lost after the push and no message of the push was delivered. So
+- *Commits.* A push and the pull that follows it are received together, as in a live run. With `commits=False`, they
+  are received separately.
+- *Answers together.* A worker receives the answers from all shards when the last answer arrives. The earlier answers
+  only affect the round from which the worker continues, and the latest such round is kept.
+- *Orders are received at the push.* A message from the coordinator only changes the worker's next push, or restarts
+  the iteration. So these messages are received just before the push, and every possible number of received messages
+  is tried. A restart that comes too late would be ignored whenever it is received, so it is discarded immediately.
+- *Losses while waiting* (made by `reduced_steps`, like the reductions with "first" in their names). Losing a worker
+  just before a push has the same effect as losing it after the push, with none of the push's messages delivered. So
   the search only considers losses of waiting workers.
-- *Loss notifications.* `WorkerLost` messages from the coordinator are discarded: a server can detect a loss on its
-  own at any step, so they add no new behavior.
-- *Pushes first.* If no further message from the coordinator can reach a worker, nothing that happens before its push
-  changes the push. So the push comes first.
-- *One shard first.* If a shard owes an answer to every worker that may still push, no worker can send anything new to
-  the shard before the shard takes a step. If, in addition, no more workers can be lost, all other possible steps
-  commute with the steps of this shard, so only its steps are followed. (In the terms of partial-order reduction, its
-  steps are a persistent set. No state can be reached twice, so there are no cycles.) The checks of a shard depend
-  only on what it has received, so all of them are still made.
-- *Stale timers.* A timer that has no effect now never has an effect under the same model. The timer is discarded if
-  the model does not change.
-- *Deliveries first* (`_in_any_order`; ElasticBSP and SpecSync without late workers or changes). The messages of two
-  workers to a shard may be received in either order with the same result, and neither prevents the other. So a shard
-  receives a message immediately, unless its sender is lost at that moment (or was lost before, so that the message
-  may be dropped). A later loss of the sender commutes with everything since the push, because the sender never
-  receives the answers. A separate test shows in every state of small jobs that the order has no effect.
-- *Notifications first, and late pushes* (`_apart`; SpecSync with base ASP). With ASP as its base, a push affects
-  other workers only when the coordinator receives its notification. A restart that the coordinator orders in
-  between is ignored, like one that is received after the push. So the push comes right before its notification is
-  received, and after all earlier messages from this worker to the coordinator were received. If the worker is lost
-  before that, its push affects no other worker.
-- *Order of shards* (`canonical`). Shards with the same model and the same random numbers differ only in name.
-- *Names of workers* (`canonical`). Workers differ only in name, unless the model draws random numbers for each
-  worker, or breaks ties by name (as exactly followed plans do), or a worker joins late. Of all states that differ
-  only in names, one is kept.
-- *Shards that all workers have left* (with "deliveries first"). Their state has no effect.
+- *Loss notifications.* The coordinator's `WorkerLost` messages are discarded: a server can detect a loss on its own
+  at any step, so the messages add no new behavior.
+- *Pushes first.* If no further message from the coordinator can reach a worker, nothing that happens before the
+  worker's next push changes this push. So the push comes first.
+- *One shard first.* If every worker that may still push waits for an answer from the same shard, no worker can send a
+  new message to this shard before the shard takes a step. If, in addition, no more workers can be lost, all other
+  possible steps commute with the shard's steps, so only the shard's steps are searched. (In terms of partial-order
+  reduction, the shard's steps are a persistent set. No sequence of steps returns to an earlier state, so there are no
+  cycles.) The checks at the shard depend only on what the shard has received, so all of them are still made.
+- *Stale timers.* If a timer would have no effect now, it will have no effect later under the same model. Such a timer
+  is discarded in jobs that do not change the model.
+- *Deliveries first* (`_in_any_order`; only for ElasticBSP and SpecSync without late workers or changes). The messages
+  from two workers to a shard have the same effect in either order, and neither prevents the other. So a shard
+  receives each message immediately. The only alternatives are that the sender is lost at that moment or, if it was
+  lost before, that the message is dropped. If the sender is lost later, while it waits, it never receives the
+  answers, so the loss commutes with all steps since the push. A separate test checks, in every state of small
+  jobs, that the order has no effect.
+- *Notifications first, and late pushes* (`_apart`; only for SpecSync with ASP as its base). With this base, a push
+  affects other workers only when the coordinator receives the notification of the push. A restart that the
+  coordinator orders before it receives the notification is ignored, like a restart that a worker receives after the
+  push. So a worker pushes only after the coordinator has received all earlier messages from this worker, and the
+  coordinator then receives the notification immediately. If the worker is lost before that, its push affects no
+  other worker.
+- *Order of shards* (`canonical`). Shards with the same model and the same random numbers differ only in name, so
+  their order is ignored.
+- *Names of workers* (`canonical`). Workers differ only in name, unless the model draws separate random numbers for
+  each worker, plans are followed exactly (they break ties by name), or a worker joins late. Of all states that
+  differ only in names, one is kept.
+- *Shards that all workers have left* (only with "deliveries first"). Their state has no effect, so it is reset.
 - *Means.* A mean that all shards have applied cannot reveal a disagreement between shards, so it is discarded. (No
-  push is in two means, so two means cannot be confused.)
-- *Interned cores* (`states.Interned`). Each state of a core is stored once, and each call in it is made once. The
-  order of a dict affects at most the order of answers within one event, the labels of workers that have left matter
-  only if a worker returns, and held pushes are summed in worker order. So none of these distinguishes two states. Of
-  SpecSync's state machine at the coordinator, only the parts that may still cause a restart are kept
-  (`states._outlook`). A separate test shows that the same steps follow.
+  push is part of two means, so different means cannot be confused.)
+- *Interned cores* (`states.Interned`). Each state of a core is stored once, and each call is made only once in each
+  state. States are considered equal if they differ only in the order of a dict, which affects at most the order of
+  the answers to one event; in the labels of workers that have left, which matter only if a worker returns; or in the
+  order of held pushes, which are summed in worker order. Of SpecSync's state machine at the coordinator, only the
+  parts that may still cause a restart are kept (`states._outlook`). A test checks that equal states behave alike.
 """
 
 from __future__ import annotations
@@ -124,23 +128,23 @@ class SmallJob:
     """A small job whose interleavings can be searched.
 
     Args:
-        sync: the sync model, or one for each shard.
+        sync: the sync model of all shards, or a list with one model for each shard.
         rule: the admission rule; by default `admission(sync)`.
         workers: number of workers at the start.
         shards: number of shards.
         iterations: number of iterations of each worker.
-        late: number of workers that join later, at any time.
+        late: number of additional workers that join later, at any time.
         losses: number of workers that may be lost, at any time.
         changes: the sync models that workers request, one after another, at any time.
         seed: random seed.
         commits: True if a push and its pull arrive together, as in a live run; otherwise they arrive one by one.
-        any_plan: True to allow every stop that a plan could name. False to follow plans exactly; the time of all
-            events is then the attribute `now_s`, which the caller may change.
-        agree: True to check that the shards have averaged the same pushes together.
-        symmetric: True if all workers are interchangeable, and all shards as well, unless the model draws random
-            numbers for each. False for a model that may depend on the indices of workers or shards.
-        shard_host: class of the host of the model at a shard.
-        worker_core: class of the core of a worker.
+        any_plan: True to try every stop that a plan could name. False to follow plans exactly; all events then have
+            the time `now_s`, an attribute that the caller may change.
+        agree: True to check that all shards have averaged the same groups of pushes.
+        symmetric: True if the model treats all workers alike and all shards alike, apart from drawing separate random
+            numbers for them. False for a model that may depend on the indices of workers or shards.
+        shard_host: class that hosts the state machine of the model at a shard.
+        worker_core: class of the workers' cores.
         watch: True to check at each shard which workers wait and which model is in force.
     """
 
@@ -180,7 +184,7 @@ class SmallJob:
         self._checks = ShardChecks(models[0], rule, agree)
         all_models = (models, *map(parse_shards, changes))
         # Shards are distinguishable if their models differ, if each draws its own random numbers, or if workers join
-        # late, because a late worker's initial count is taken from the first shard.
+        # late (the initial count of a late worker is taken from shard 0).
         self._alike = (
             symmetric
             and not late
@@ -188,8 +192,8 @@ class SmallJob:
                 len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
             )
         )
-        # Workers are distinguishable if random numbers are drawn for each, if plans break ties by name, or if some
-        # workers join late: a core that no longer knows which workers have left would confuse workers after renaming.
+        # Workers are distinguishable if each has its own random numbers, if plans break ties by name, or if workers
+        # join late. (A core may forget which workers have left, and could mistake a renamed worker for one of them.)
         namesakes = (
             symmetric
             and not late
@@ -201,7 +205,7 @@ class SmallJob:
         )
         # True if the order in which a shard receives messages from different workers has no effect.
         self._unordered = not changes and commits and namesakes and all(map(_in_any_order, models))
-        # True if workers affect each other only through the coordinator.
+        # True if a worker can affect other workers only through the coordinator.
         self._apart = self._unordered and all(
             isinstance(model, SpecSync) and isinstance(model.base, ASP) for model in models
         )
@@ -255,7 +259,7 @@ class SmallJob:
         worker_core: type[Worker],
         tape: Tape,
     ) -> tuple[Worker, list[Server], Coordinator]:
-        """Start a run; return a worker that has its first weights, the servers, and the coordinator."""
+        """Start a run. Return (worker, servers, coordinator); the worker has received its first weights."""
         shards = len(models)
         chief = Coordinator(
             self._schedule,
@@ -267,7 +271,9 @@ class SmallJob:
             recorder=tape,
         )
         if len(set(models)) == 1 and type(parse(str(models[0]))) is not type(models[0]):
-            chief._sync._machine = models[0].at_coordinator(seed)  # for a model that is not registered
+            chief._sync._machine = models[0].at_coordinator(
+                seed
+            )  # `parse` cannot create an unregistered model
         for index in range(shards):
             chief.connected(server_peer(index), 0.0)
         requests: list[Request] = []
@@ -311,12 +317,12 @@ class SmallJob:
     # -- the states ---------------------------------------------------------------------------------------
 
     def steps(self, state: State) -> tuple[list[Step], list[Step]]:
-        """Return all possible next steps other than losses, and the possible losses."""
+        """Return two lists of the possible next steps: all steps other than losses of workers, and the losses."""
         losses = [step for w in range(len(state.workers)) for step in self._loss(state, w)]
         return list(self._steps(state)), losses
 
     def reduced_steps(self, state: State) -> tuple[list[Step], list[Step]]:
-        """Return a subset of these steps that suffices to find every failure (see the docstring of the module)."""
+        """Return a subset of `steps(state)` that suffices to find every failure (see the docstring of the module)."""
         if self._unordered:
             for index, w in product(range(len(state.servers)), range(len(state.workers))):
                 steps = list(self.steps_of(state, index, w))
@@ -343,7 +349,7 @@ class SmallJob:
         return list(self._steps(state, self._apart)), [step for w in waiting for step in self._loss(state, w)]
 
     def plain(self, state: State) -> State:
-        """Return the state without means that all shards have applied, and with shards that all have left reset."""
+        """Remove the means that all shards have applied, reset shards without live workers, and return the state."""
         if self._agree and (common := frozenset.intersection(*(at.means for at in state.servers))):
             servers = (self._server_pool(at._replace(means=at.means - common)) for at in state.servers)
             state = state._replace(servers=tuple(servers))
@@ -356,7 +362,7 @@ class SmallJob:
         return state
 
     def canonical(self, state: State) -> State:
-        """Return one state that represents all states that differ only in the order of shards or names of workers."""
+        """Return a representative of all states that differ from `state` only in the order of shards and workers."""
         state = self.plain(state)
         if self._renamings:
             return self._named(state)
@@ -367,7 +373,7 @@ class SmallJob:
         return state
 
     def _named(self, state: State) -> State:
-        """Return the state with the names of the workers that give it the smallest numbers."""
+        """Return the state with the workers renamed so that its parts have the lexicographically smallest numbers."""
         number = self._worker_pool.number
         least: list[int] = []
         best: list[tuple[tuple[WorkerState, ...], Renaming]] = []
@@ -395,7 +401,7 @@ class SmallJob:
         return found
 
     def apart_from_shards(self, state: State) -> set[Hashable]:
-        """Return the progress of each worker and the coordinator's core, in a form that is independent of names."""
+        """Return the coordinator's core and the progress of each worker, in a form that does not depend on names."""
         core = state.coordinator.core
         least = min((renaming.coordinator_core(core) for renaming in self._renamings), default=core)
         return {
@@ -422,10 +428,10 @@ class SmallJob:
         return int.from_bytes(blake2b(numbers, digest_size=8).digest())
 
     def check_end(self, state: State) -> None:
-        """Check a terminal state: all work must be done."""
+        """Check a terminal state: all work is done and, if `agree`, the shards have averaged the same pushes."""
         for w, its in enumerate(state.workers):
             assert its.phase in ("finished", "lost"), (
-                f"deadlock: worker {w} is {its.phase} with iteration {self._iteration(its)}; "
+                f"deadlock: worker {w} is {its.phase} at iteration {self._iteration(its)}; "
                 + "; ".join(
                     f"shard {s}: {shard.sync.waits()}"
                     for s, at in enumerate(state.servers)
@@ -434,8 +440,10 @@ class SmallJob:
             )
         changed = max((its.changed for its in state.workers if its.phase == "finished"), default=0)
         for at in state.servers:
-            assert not at.held, f"the pushes {at.held} will never be applied"
-            assert at.view.changed >= changed, f"a shard has not completed change {changed}"
+            assert not at.held, f"all workers have left, but the pushes {at.held} have not been applied"
+            assert at.view.changed >= changed, (
+                f"the last change that a shard completed is {at.view.changed}, expected at least {changed}"
+            )
         if not self._agree:
             return
         survivors = {w for w, its in enumerate(state.workers) if its.phase == "finished"}
@@ -451,7 +459,7 @@ class SmallJob:
     # -- steps --------------------------------------------------------------------------------------------
 
     def _steps(self, state: State, patient: bool = False) -> Iterator[Step]:
-        """Return all steps other than losses.
+        """Yield all steps other than losses.
 
         If `patient`, leave out the pushes of workers from which a message to the coordinator is still in flight.
         """
@@ -467,15 +475,15 @@ class SmallJob:
         for index in range(len(state.servers)):
             yield from self._steps_at(state, index)
         for timer in sorted(state.coordinator.timers):
-            label = f"the coordinator's timer fires for {timer.iteration} of worker {timer.worker}"
+            label = f"the coordinator's timer fires for iteration {timer.iteration} of worker {timer.worker}"
             yield label, lambda t=timer: self._fire_at_coordinator(state, t)  # type: ignore[misc]
 
     def _steps_at_coordinator(self, state: State, w: int) -> Iterator[Step]:
-        """Steps in which the coordinator receives the next message from a worker, or notices its loss."""
+        """Yield the coordinator's steps: it receives a message from or about worker w, or notices that w is lost."""
         at = state.coordinator
         for index, joining in sorted(at.welcomes):
             if joining == w:
-                label = f"the coordinator receives that server {index} has welcomed worker {w}"
+                label = f"the coordinator is told that server {index} has welcomed worker {w}"
                 yield label, lambda i=index: self._welcome(state, i, w)  # type: ignore[misc]
         if state.workers[w].phase == "lost" and self._known(at, w):
             label = f"the coordinator notices the loss of worker {w}"
@@ -485,7 +493,7 @@ class SmallJob:
             yield label, lambda: self._deliver_to_coordinator(state, w)
 
     def _steps_at(self, state: State, index: int) -> Iterator[Step]:
-        """Steps of one shard."""
+        """Yield the steps of one shard."""
         at = state.servers[index]
         key = at, index
         if key not in self._labels:
@@ -494,7 +502,11 @@ class SmallJob:
                 for w, queue in enumerate(at.queues)
                 if queue
             ] + [
-                (f"shard {index}'s timer fires for {timer.iteration} of worker {timer.worker}", -1, timer)
+                (
+                    f"shard {index}'s timer fires for iteration {timer.iteration} of worker {timer.worker}",
+                    -1,
+                    timer,
+                )
                 for timer in sorted(at.timers)
             ]
         for label, w, timer in self._labels[key]:
@@ -506,7 +518,7 @@ class SmallJob:
             yield from self._end_of(state, index, w)
 
     def steps_of(self, state: State, index: int, w: int) -> Iterator[Step]:
-        """Steps in which a shard receives the next message from a worker, or notices that the worker is lost."""
+        """Yield the steps in which a shard receives a worker's next message, or notices that the worker is lost."""
         queue = state.servers[index].queues[w]
         if queue:
             label = f"shard {index} receives {_text(queue[0])} from worker {w}"
@@ -520,32 +532,39 @@ class SmallJob:
             yield label, lambda: self._end_at_server(state, w, index)
 
     def _pushes(self, state: State, w: int) -> Iterator[Step]:
-        """Steps in which a worker receives messages from the coordinator, then pushes or restarts its iteration."""
+        """Yield the steps in which a worker receives messages, then pushes or restarts its iteration."""
         its = state.workers[w]
         while True:
             core = self._workers[its.core]
-            what = "pushes"
+            what = "pushes iteration"
             if core._change is not None:
-                what = f"sends its last push under model {its.changed}, of iteration"
+                what = f"sends its last push before change {core._change.number}, for iteration"
             elif core._plan is not None and core.iteration >= core._plan[1]:
-                what = "stops with"
-            yield f"worker {w} {what} {core.iteration}", lambda its=its: self._push(state, w, its)  # type: ignore[misc]
+                what = "stops after iteration"
+            label = f"worker {w} {what} {core.iteration}"
+            yield label, lambda its=its: self._push(state, w, its)  # type: ignore[misc]
             if not its.orders:
                 return
             order = its.orders[0]
             match order:
                 case RestartOrdered():
-                    assert not its.restarted, f"worker {w} is told to restart {core.iteration} twice"
+                    assert not its.restarted, (
+                        f"worker {w} is told twice to restart iteration {core.iteration}"
+                    )
                 case ChangePublished():
-                    assert core._change is None, f"worker {w} is told of two changes"
+                    assert core._change is None, (
+                        f"worker {w} receives a second change before it has passed the first"
+                    )
                 case PlanPublished():
-                    assert core._plan is None, f"worker {w} is told of two plans"
+                    assert core._plan is None, (
+                        f"worker {w} receives a second plan before it has stopped for the first"
+                    )
                 case _:
                     raise AssertionError(f"a worker cannot receive {order}")
             number, _ = self._workers.after(its.core, Call("handle", message=order))
             its = self._worker_pool(its._replace(core=number, orders=its.orders[1:]))
             if self._workers[number].restart_ordered:
-                label = f"worker {w} restarts {core.iteration}"
+                label = f"worker {w} restarts iteration {core.iteration}"
                 yield label, lambda its=its: self._restart(state, w, its)  # type: ignore[misc]
                 return
 
@@ -568,13 +587,13 @@ class SmallJob:
         return self._quiet[number]
 
     def _may_request(self, state: State) -> bool:
-        """Return True if the next change may be requested, that is, if the previous request has been received."""
+        """Return True if a change remains to be requested and the previous request has been received."""
         return state.requested < len(self._changes) and not any(
             isinstance(message, SyncRequested) for queue in state.coordinator.queues for message in queue
         )
 
     def _request(self, state: State, w: int) -> State:
-        """Let a worker request the next change. The worker first repeats the earlier requests of other workers."""
+        """Let a worker request the next change. The worker first repeats the earlier requests by other workers."""
         its = state.workers[w]
         number, sent = its.core, its.core
         for sync in self._changes[self._workers[sent]._asked : state.requested + 1]:
@@ -596,7 +615,7 @@ class SmallJob:
         return self._at_coordinator(state, Call("admit", w, asked, self.now_s))
 
     def _count_for_newcomer(self, state: State) -> int | None:
-        """Return the c_p with which a late worker starts at every shard: the c_p of the slowest worker at shard 0."""
+        """Return the initial c_p of a late worker at every shard, which is the smallest c_p at shard 0."""
         view = state.servers[0].view
         return min((other.pushed for other in view.workers if other.state == "live"), default=view.round)
 
@@ -607,11 +626,11 @@ class SmallJob:
         return self._at_coordinator(state._replace(coordinator=at), call)
 
     def _start(self, state: State, w: int, started: Started) -> State:
-        """Let a worker that joins connect to every server and receive its first weights."""
+        """Let a joining worker connect to every server and receive its first weights."""
         its = state.workers[w]
         if its.phase != "joining":
             return state
-        started = msgspec.structs.replace(started, shards=())  # a slice is not hashable
+        started = msgspec.structs.replace(started, shards=())  # slices are not hashable
         number, _ = self._workers.after(its.core, Call("handle", message=started))
         for index, at in enumerate(state.servers):
             core, _ = self._servers.after(at.core, Call("connected", w))
@@ -646,7 +665,7 @@ class SmallJob:
     # -- messages in flight ------------------------------------------------------------------------------
 
     def _send_all(self, state: State, w: int, requests: Sequence[Request]) -> State:
-        """Put the messages that a worker sends into the queues."""
+        """Append each message from a worker to the queue of its receiver."""
         for request in requests:
             if isinstance(request, Proceed):
                 continue
@@ -675,7 +694,7 @@ class SmallJob:
 
     def _to_coordinator(self, state: State, w: int, message: Message) -> State:
         if not self._hosted:
-            return state  # the coordinator has no effect on workers
+            return state  # this coordinator has no effect on workers
         at = state.coordinator
         at = self._coordinator_pool(at._replace(queues=put(at.queues, w, (*at.queues[w], message))))
         return state._replace(coordinator=at)
@@ -738,7 +757,7 @@ class SmallJob:
         [shard] = self._servers[core].shards.values()
         for entry in outcome.entries:
             at = self._checks.record(at, entry, index)
-            # The core's state is known after its last event only. A commit causes two events.
+            # A commit causes two events, and the state of the core is known only after the second one.
             last = not (isinstance(entry.event, events.PushReceived) and self._commits)
             if self._watch:
                 self._checks.check_waiting(at.view, entry, shard.sync.sync if last else None)
@@ -749,7 +768,7 @@ class SmallJob:
         return self._server_pool(at), sent
 
     def _answer(self, state: State, index: int, w: int, v_train: int | None) -> State:
-        """Record a shard's answer to a worker. When the last answer arrives, the worker's core receives them all."""
+        """Record a shard's answer to a worker. When the last answer arrives, pass all answers to the core."""
         its = state.workers[w]
         if its.phase != "waiting":
             return state
@@ -803,7 +822,7 @@ class SmallJob:
                 case Send(to, messages.WorkerJoined() as message):
                     state = self._to_server(state, message.worker, to.index, message)
                 case Send(Peer(role="server"), messages.WorkerLost()):
-                    pass  # the server notices the loss in a separate step
+                    pass  # in a separate step, the server notices the loss
                 case Send(to, message):
                     state = self._order(state, to.index, core, message)
                 case _:
@@ -814,7 +833,7 @@ class SmallJob:
         return state._replace(coordinator=self._coordinator_pool(at))
 
     def _matters(self, core: int, timer: Timer) -> bool:
-        """Return True if the timer has an effect when it fires now. If not, it never will under the same model."""
+        """Return True if the timer would have an effect now. If not, it never will under the same model."""
         after, outcome = self._coordinators.after(core, Call("fire", message=timer, now_s=self.now_s))
         return after != core or bool(outcome.requests)
 
@@ -825,11 +844,11 @@ class SmallJob:
         if isinstance(message, RestartOrdered) and (its.phase, iteration) != ("computing", message.iteration):
             return state  # the worker ignores it
         if isinstance(message, PlanPublished):
-            # After a change, the coordinator processes the events that it has kept. A plan that results from these
-            # events may name an iteration that the worker has passed already; then the worker stops later.
+            # After a change, the coordinator processes the events that it kept during the change. These events may
+            # cause a plan whose iteration the worker has already passed. The worker then stops later than planned.
             known = self._coordinators[core]._sync._order.label(w)
             assert self._changes or message.iteration >= known, (
-                f"worker {w} is past the stop of {message} already"
+                f"worker {w} has already passed the iteration at which {message} stops it"
             )
             if self._any_plan:
                 message = PlanPublished(message.stop, 0)
@@ -855,12 +874,12 @@ def _is_in(at: ServerState, w: int) -> bool:
 def _text(message: Message) -> str:
     match message:
         case Commit(stop=stop, change=change):
-            flag = f", the last of superstep {stop.superstep}" if stop is not None else ""
-            flag += f", the last before change {change.number}" if change is not None else ""
-            return f"commit {message.iteration}{flag}"
+            flag = f", which is the last of superstep {stop.superstep}" if stop is not None else ""
+            flag += f", which is the last before change {change.number}" if change is not None else ""
+            return f"the commit of iteration {message.iteration}{flag}"
         case IterationFinished(superstep=superstep, change=number):
-            flag = f", the last of superstep {superstep}" if superstep is not None else ""
-            flag += f", the last before change {number}" if number is not None else ""
-            return f"the report of iteration {message.iteration}{flag}"
+            flag = f", which is the last of superstep {superstep}" if superstep is not None else ""
+            flag += f", which is the last before change {number}" if number is not None else ""
+            return f"the report on iteration {message.iteration}{flag}"
         case _:
             return f"{type(message).__name__} {getattr(message, 'iteration', '')}".strip()

@@ -50,19 +50,19 @@ Key = tuple[int, int]
 """(worker, iteration) of a push."""
 
 MOST_WORKERS = 4
-"""Largest number of workers of a `SmallJob`."""
+"""The maximum number of workers in a `SmallJob`."""
 
 
 parse_shards = cache(read_shards)
 
 
 def put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
-    """Return a tuple with one item replaced."""
+    """Return a copy of `items` with the item at `index` replaced."""
     return (*items[:index], item, *items[index + 1 :])
 
 
 def pooled(kind: type[Item]) -> type[Item]:
-    """Make a class of tuples compare by identity. A `Pool` must ensure that each value has only one object."""
+    """Make the tuples of a class compare by identity. A `Pool` must then keep only one object per value."""
     kind.__hash__ = object.__hash__  # type: ignore[method-assign]
     kind.__eq__ = object.__eq__  # type: ignore[method-assign]
     return kind
@@ -70,16 +70,16 @@ def pooled(kind: type[Item]) -> type[Item]:
 
 @pooled
 class ServerState(NamedTuple):
-    """A server with one shard, the messages that are in flight to the server, and the workers that await its answers.
+    """The state of a server with one shard, the messages in flight to it, and the workers that await its answers.
 
     Attributes:
         core: number of the server's core (see `Interned`).
-        view: what the shard has received.
+        view: a summary of what the shard has received.
         queues: for each worker, the messages in flight, in order.
-        owes: workers that wait for an answer from this server.
+        owes: workers that are waiting for an answer from this server.
         timers: timers that are set.
         held: pushes that are held for a mean.
-        means: the means that the shard has applied, each given by the pushes in it.
+        means: the means that the shard has applied; each mean is given as the pushes that it contains.
     """
 
     core: int
@@ -93,7 +93,7 @@ class ServerState(NamedTuple):
 
 @pooled
 class CoordinatorState(NamedTuple):
-    """The coordinator, and the messages that are in flight to it.
+    """The state of the coordinator, and the messages that are in flight to it.
 
     Attributes:
         core: number of the coordinator's core (see `Interned`).
@@ -110,16 +110,16 @@ class CoordinatorState(NamedTuple):
 
 @pooled
 class WorkerState(NamedTuple):
-    """A worker, and the messages that are in flight to it.
+    """The state of a worker, and the messages that are in flight to it.
 
     Attributes:
-        phase: the phase of the worker.
+        phase: what the worker is doing.
         core: number of the worker's core (see `Interned`).
         orders: messages from the coordinator that the worker has not received yet.
         v_train: the latest round that an answer has named since the worker's last push; None if no answer has. The
             core receives all answers together, when the last one arrives.
         restarted: True if the worker has restarted its current iteration.
-        changed: number of the last change with which the worker has flagged a push.
+        changed: number of the last change that one of the worker's pushes was flagged with; 0 if there is none.
     """
 
     phase: Literal["absent", "joining", "computing", "waiting", "finished", "lost"]
@@ -131,14 +131,14 @@ class WorkerState(NamedTuple):
 
 
 class State(NamedTuple):
-    """A state of the whole job.
+    """The state of a whole job.
 
     Attributes:
-        workers: the workers.
-        servers: the servers.
-        coordinator: the coordinator.
+        workers: the state of each worker.
+        servers: the state of each server.
+        coordinator: the state of the coordinator.
         losses: the number of workers that may still be lost.
-        requested: the number of changes that a worker has requested.
+        requested: the number of changes that have been requested.
     """
 
     workers: tuple[WorkerState, ...]
@@ -153,7 +153,7 @@ Step = tuple[str, Callable[[], State]]
 
 
 class Pool(Generic[Item]):
-    """Stores one object for each value, so that comparisons are fast.
+    """Stores one object for each value, so that values can be compared by identity, which is fast.
 
     Attributes:
         number: object -> its index, in order of first appearance.
@@ -171,7 +171,7 @@ class Pool(Generic[Item]):
 
 
 class Call(NamedTuple):
-    """One call of a method of a core, as a value.
+    """One call of a method of a core, stored as a value.
 
     Attributes:
         method: name of the method.
@@ -213,10 +213,10 @@ class Tape:
 
 
 class Interned(Generic[Core]):
-    """Stores each distinct state of one kind of core under a number, and makes each call in each state only once.
+    """Numbers the distinct states of one kind of core, and makes each call only once in each state.
 
     Args:
-        tape: the recorder of the cores.
+        tape: the recorder that the cores use.
         remembers: True to distinguish states that differ only in the labels of workers that have left.
     """
 
@@ -241,7 +241,7 @@ class Interned(Generic[Core]):
         return self._next[key]
 
     def add(self, core: Core, came_from: tuple[int, Call] | None = None) -> int:
-        """Return the number of a core's state."""
+        """Store the state of a core if it is new, and return the number of the state."""
         number = self._number.setdefault(self._freeze(core), len(self._cores))
         if number == len(self._cores):
             self._cores.append(core)
@@ -249,7 +249,9 @@ class Interned(Generic[Core]):
         return number
 
     def difference(self) -> str:
-        """Describe a core that behaves differently from the stored core with the same number; "" if there is none.
+        """Describe a core that behaves differently from the stored core with the same number.
+
+        Return an empty string if there is no such core.
 
         This method compares all states in full, so it is only suitable for small jobs without late workers.
         """
@@ -264,20 +266,24 @@ class Interned(Generic[Core]):
                 after = _copied(core)
                 outcome = self._perform(after, call)
                 then, expected = self._next[number, call]
-                if outcome.requests != expected.requests or self._number[self._freeze(after)] != then:
-                    return f"{outcome.requests} after {call}, not {expected.requests}"
+                state = self._number[self._freeze(after)]
+                if outcome.requests != expected.requests or state != then:
+                    return (
+                        f"{call} caused {outcome.requests} and state {state}, expected {expected.requests} and state "
+                        f"{then}"
+                    )
                 if (whole := _frozen(after, whole=True)) not in known:
                     known.add(whole)
                     todo.append((then, after))
         return ""
 
     def renamed(self, number: int, call: Callable[[Call], Call], known: dict[int, int]) -> int:
-        """Return the number of the state that results from replacing each call that led to state `number`.
+        """Repeat the calls that led to state `number`, with each call replaced, and return the new state's number.
 
         Args:
-            number: number of a state.
+            number: number of the original state.
             call: function that returns the replacement of a call.
-            known: cache of the results.
+            known: cache of the results: number of a state -> number of the new state.
 
         The first state must be the same for all names of workers.
         """
@@ -307,7 +313,7 @@ class Interned(Generic[Core]):
 
 
 def _call(core: Core, call: Call) -> Sequence[Request]:
-    """Call a core, and return its requests."""
+    """Make a call, and return the requests of the core."""
     message = call.message
     if isinstance(core, Worker):
         match call.method:
@@ -359,10 +365,10 @@ class Renaming:
     """Renames the workers in states.
 
     The states of cores are not inspected: a core is renamed by repeating the calls that led to its state, with
-    renamed arguments. The core of a worker does not contain the worker's name.
+    renamed arguments. (A worker's core does not contain the name of the worker.)
 
     Args:
-        names: the new name of each worker.
+        names: the new names of the workers, in the order of their old names.
         cores: the interned cores of workers, servers and the coordinator.
         pools: the pools of the states of workers, servers and the coordinator.
     """
@@ -385,11 +391,11 @@ class Renaming:
         self.coordinator: Memo[CoordinatorState] = Memo(lambda state: coordinators(self._coordinator(state)))
 
     def coordinator_core(self, number: int) -> int:
-        """Return the number of the renamed core."""
+        """Return the number of the coordinator's core after the workers have been renamed."""
         return self._coordinators.renamed(number, self._call, self._coordinator_cores)
 
     def workers(self, states: tuple[WorkerState, ...]) -> tuple[WorkerState, ...]:
-        """Return the renamed workers, in the order of their new names."""
+        """Return the states of the renamed workers, in the order of their new names."""
         worker = self.worker
         return tuple([worker[states[former]] for former in self._former])
 
@@ -458,7 +464,7 @@ class Renaming:
 
 
 def _copied(core: Core) -> Core:
-    """Return a copy of a core. A user's conditions are recreated, because they are bound to their state machine."""
+    """Return a copy of a core. Users' conditions are created again, because they are bound to a state machine."""
     core = copy.deepcopy(core)
     if isinstance(core, Server):
         for shard in core.shards.values():
@@ -480,13 +486,15 @@ IRRELEVANT: Set[str] = frozenset(
         # Attributes that affect no decision, or are the same in all states of one search.
         *("_former", "_versions", "_recorder", "_recorder_of", "_read_sync", "_shortage", "_schedule"),
         *("last_commit", "initializer", "finished", "lost", "cut_off", "endings", "faults", "board", "waits"),
-        *("model", "slices", "addresses", "started", "_connected", "_models", "_addresses"),
+        *("model", "slices", "addresses", "started", "_connected", "_registered", "_addresses"),
+        # A small job has no data.
+        *("data", "_live", "_reports", "_drawn", "_samples", "_usual_samples", "samples", "updates"),
     }
 )
 
 
 def _frozen(thing: object, whole: bool = False, ignored: Set[str] = IRRELEVANT) -> Hashable:
-    """Return a value that is equal for equal states and, unless `whole`, for states with the same future."""
+    """Return a value that is equal for equal states and, unless `whole` is true, for states that behave alike."""
     match thing:
         case dict():
             return frozenset((key, _frozen(value, whole, ignored)) for key, value in thing.items())
@@ -495,7 +503,7 @@ def _frozen(thing: object, whole: bool = False, ignored: Set[str] = IRRELEVANT) 
         case set():
             return frozenset(thing)
         case types.FunctionType() | types.MethodType():
-            return None  # a condition, which does not change
+            return None  # conditions do not change
         case Speculator() if not whole:
             return type(thing).__name__, _frozen(_outlook(thing), whole, ignored)
         case msgspec.Struct():
@@ -514,7 +522,7 @@ def _frozen(thing: object, whole: bool = False, ignored: Set[str] = IRRELEVANT) 
 
 
 def _outlook(speculator: Speculator) -> dict[str, object]:
-    """Return the part of a speculator's state that affects restarts: the pushes since each watched start.
+    """Return a speculator's state, with its push counts replaced by the number of pushes since each watched start.
 
     A count that is large enough for a restart is replaced by the smallest such count.
     """

@@ -1,17 +1,23 @@
 """Statistics of a run, computed from the traces of its shards.
 
-    staleness   number of updates applied between a worker's pull and the application of its push, in versions, for
-                each pair (push, shard)
-    gap         a worker's lead over the slowest live worker at the start of an iteration, in iterations: c_p - min c,
-                as counted by the sync model. Each entry contains the gap, because the labels of the iterations do not
-                determine it: workers join late, `drop-stragglers` advances late workers, and all counts are equal
-                after a change of the model
-    waiting     time from the arrival of a pull to its answer, without transfers; the maximum over the shards
-    updates     number of optimizer steps of a shard
+    staleness   counted in updates: for each pair (push, shard), the number of updates that the shard applied between
+                the worker's pull and the application of the push
+    gap         counted in iterations: the number of iterations by which a worker is ahead of the slowest live worker
+                when it starts an iteration, c_p - min c, where c_p is the number of iterations that the sync model
+                counts for worker p. The traces contain the gap, because it cannot be computed from the iteration
+                numbers: workers may join at any time, `drop-stragglers` advances the counts of slow workers, and a
+                change of the sync model makes all counts equal
+    waiting     time from the arrival of a pull to its answer, not including transfers; the maximum over the shards
+    idle        time for which a worker had finished while other workers still worked
+    updates     number of optimizer steps of a shard. An update contains one gradient under some sync models and one
+                gradient of each worker under others, so updates per second are not a measure of speed
+    gradients   number of pushes that a shard applied or held
+    samples     number of samples from which these gradients were computed
     restarts    number of computations that were aborted and restarted
+    pushes      what became of each push; see `PushCounts`
 
-The functions have no side effects. A `Meter` processes the entries one by one and does not store them, so the memory
-that it uses does not grow with the number of entries.
+The functions have no side effects. A `Meter` processes the entries one by one and does not store them, so its memory
+use does not grow with the number of entries.
 """
 
 from __future__ import annotations
@@ -22,21 +28,21 @@ from math import fsum
 
 import msgspec
 
-from ..sync.actions import AnswerPull, DropPush
+from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush
 from ..sync.events import PullRepeated, PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 from .recording import Entry, Trace
 
-__all__ = ["Measures", "Meter", "Wait", "measure", "waits"]
+__all__ = ["Measures", "Meter", "PushCounts", "Wait", "measure", "waits"]
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """The waiting time of one pull, at the shard at which it waited longest.
+    """The waiting time of one pull at the shard where it waited longest.
 
     Attributes:
         worker: index of the worker.
         iteration: number of the worker's iteration.
-        asked_s: time at which the pull arrived.
-        answered_s: time at which the pull was answered.
+        asked_s: time at which the pull arrived at the shard with the longest waiting time.
+        answered_s: time at which this shard answered the pull.
     """
 
     worker: int
@@ -50,42 +56,87 @@ class Wait(msgspec.Struct, frozen=True):
         return self.answered_s - self.asked_s
 
 
+class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the pushes. Each push, identified by its worker and iteration, is in exactly one category.
+
+    If the shards have treated a push differently, the category is that of shard 0, except for lost pushes.
+
+    Attributes:
+        applied: number of pushes that were applied by themselves.
+        averaged: number of pushes that were applied as part of the mean of several pushes.
+        dropped: number of pushes that had no gradient, or that the sync model dropped, for example because they were
+            late.
+        refused: number of pushes that were refused because they violated the protocol.
+        lost: number of pushes that only some of the shards had received when their worker was lost, and of pushes
+            that were held to be averaged and were never applied.
+    """
+
+    applied: int
+    averaged: int
+    dropped: int
+    refused: int
+    lost: int
+
+
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
     """The statistics of one run.
 
     Attributes:
-        duration_s: time from the first worker's join until the last worker left, in seconds.
-        present_s: sum over the workers of the time from their join until they left, in seconds.
+        duration_s: time in seconds from when the first worker joined until the last worker left.
+        present_s: time in seconds from when a worker joined until it left, summed over all workers.
         updates: number of optimizer steps of shard 0.
-        updates_per_s: number of optimizer steps of shard 0 per second.
-        iterations: worker -> number of iterations that the worker pushed.
+        updates_per_s: number of optimizer steps of shard 0 per second. Compare sync models by `samples_per_s` or
+            `gradients_per_s` instead, because updates under different models contain different numbers of gradients.
+        gradients: number of pushes that shard 0 did not drop.
+        gradients_per_s: number of these pushes per second.
+        iterations: worker -> number of iterations in which the worker pushed.
         waiting_s: worker -> total waiting time of the worker, in seconds.
         waiting_share: total waiting time of all workers, divided by `present_s`.
-        mean_staleness: mean staleness over all pairs (push, shard), in versions.
-        max_staleness: maximum staleness over all pairs (push, shard), in versions.
-        max_gap: largest c_p - min c of any worker at the start of an iteration.
-        delayed_pulls: number of pulls, counted per (worker, shard), that were not answered on arrival.
-        dropped_pushes: number of pushes, counted per (worker, shard), that had no gradient or were dropped.
+        idle_s: worker -> time for which the worker had finished while others still worked, in seconds.
+        idle_share: total idle time of all workers, divided by the sum of idle time and `present_s`.
+        left_s: worker -> time at which the worker left for the last time, in seconds since the first worker joined;
+            `duration_s` if it has not left.
+        last_push_s: worker -> time at which the worker's last push arrived, in seconds since the first worker joined;
+            no entry for a worker that has not pushed.
+        samples: number of samples in the pushes that shard 0 did not drop; 0 if this number is unknown.
+        samples_per_s: number of these samples per second.
+        dropped_samples: number of samples in the pushes that shard 0 dropped.
+        mean_staleness: mean staleness over all pairs (push, shard), in updates.
+        max_staleness: maximum staleness over all pairs (push, shard), in updates.
+        max_gap: largest gap c_p - min c of any worker at the start of an iteration, in iterations.
+        delayed_pulls: number of pulls that were not answered on arrival, counted separately at each shard.
+        dropped_pushes: number of pushes that had no gradient or were dropped, counted separately at each shard.
         restarts: number of computations that were aborted and restarted.
+        pushes: what became of the pushes.
     """
 
     duration_s: float
     present_s: float
     updates: int
     updates_per_s: float
+    gradients: int
+    gradients_per_s: float
     iterations: dict[int, int]
     waiting_s: dict[int, float]
     waiting_share: float
+    idle_s: dict[int, float]
+    idle_share: float
+    left_s: dict[int, float]
+    last_push_s: dict[int, float]
+    samples: int
+    samples_per_s: float
+    dropped_samples: int
     mean_staleness: float
     max_staleness: int
     max_gap: int
     delayed_pulls: int
     dropped_pushes: int
     restarts: int
+    pushes: PushCounts
 
 
 def waits(shards: Sequence[Trace]) -> list[Wait]:
-    """Return, for each answered pull, the longest wait over all shards, sorted by worker and iteration."""
+    """Return one `Wait` for each answered pull, sorted by worker and iteration."""
     longest: dict[tuple[int, int], Wait] = {}
     for trace in shards:
         asked: dict[tuple[int, int], float] = {}
@@ -103,7 +154,7 @@ def waits(shards: Sequence[Trace]) -> list[Wait]:
 
 
 def measure(shards: Sequence[Trace]) -> Measures:
-    """Return the statistics of a run from the traces of all its shards."""
+    """Return the statistics of a run, computed from the traces of all its shards."""
     meter = Meter(len(shards))
     for index, trace in enumerate(shards):
         for entry in trace.entries:
@@ -117,7 +168,7 @@ class Meter:
     The entries of each shard must be recorded in order. Entries of different shards may be interleaved in any way.
 
     Attributes:
-        staleness: staleness in versions -> number of pushes with this staleness, counted per shard.
+        staleness: staleness in updates -> number of pushes with this staleness, counted separately at each shard.
     """
 
     def __init__(self, shards: int) -> None:
@@ -125,12 +176,13 @@ class Meter:
         self._shards = [_ShardMeter() for _ in range(shards)]
         # Worker -> total waiting time of the pulls that all shards have answered.
         self._waiting_s: dict[int, float] = defaultdict(float)
-        # Pull that only some shards have answered -> number of these shards, and the longest wait so far.
+        # (worker, iteration) of a pull that only some shards have answered -> (number of these shards, longest wait).
         self._waits: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record(self, shard: int, entry: Entry) -> None:
         """Process one entry of a shard's trace."""
         if entry.refused is not None:
+            self._shards[shard].refused += type(entry.event) is PushReceived
             return
         for worker, iteration, wait_s in self._shards[shard].take(entry):
             if len(self._shards) == 1:
@@ -142,8 +194,8 @@ class Meter:
                 self._waiting_s[worker] += longest_s
             else:
                 self._waits[worker, iteration] = answered + 1, longest_s
-        for _, _, versions in entry.staleness:
-            self.staleness[versions] += 1
+        for _, _, updates in entry.staleness:
+            self.staleness[updates] += 1
 
     def measures(self, until_s: float | None = None) -> Measures:
         """Return the statistics of the entries recorded so far.
@@ -161,40 +213,94 @@ class Meter:
         present_s = sum(member.until(end_s) - member.joined_s for member in memberships)
         joined_s = min((member.joined_s for member in memberships), default=0.0)
         duration_s = max((member.until(end_s) for member in memberships), default=0.0) - joined_s
+        idle: dict[int, float] = defaultdict(float)
+        for member in memberships:
+            idle[member.worker] += joined_s + duration_s - member.until(end_s) if member.finished else 0.0
+        idle_s = fsum(idle.values())
         iterations: dict[int, int] = defaultdict(int)
+        left_s: dict[int, float] = {}
+        last_push_s: dict[int, float] = {}
         for member in sorted(memberships, key=lambda member: member.number):
             iterations[member.worker] += member.iterations
+            left_s[member.worker] = member.until(end_s) - joined_s
+            if member.pushed_s is not None:
+                last_push_s[member.worker] = member.pushed_s - joined_s
         applied = sum(self.staleness.values())
-        total_staleness = sum(versions * count for versions, count in self.staleness.items())
+        total_staleness = sum(updates * count for updates, count in self.staleness.items())
         return Measures(
             duration_s=duration_s,
             present_s=present_s,
             updates=first.updates,
             updates_per_s=first.updates / duration_s if duration_s else 0.0,
+            gradients=first.gradients,
+            gradients_per_s=first.gradients / duration_s if duration_s else 0.0,
             iterations=dict(iterations),
             waiting_s={worker: waiting[worker] for worker in iterations},
             waiting_share=fsum(waiting.values()) / present_s if present_s else 0.0,
+            idle_s={worker: idle[worker] for worker in iterations},
+            idle_share=idle_s / (present_s + idle_s) if present_s else 0.0,
+            left_s=left_s,
+            last_push_s=last_push_s,
+            samples=first.samples,
+            samples_per_s=first.samples / duration_s if duration_s else 0.0,
+            dropped_samples=first.dropped_samples,
             mean_staleness=total_staleness / applied if applied else 0.0,
             max_staleness=max(self.staleness, default=0),
             max_gap=max(shard.max_gap for shard in self._shards),
             delayed_pulls=sum(shard.delayed_pulls for shard in self._shards),
             dropped_pushes=sum(shard.dropped_pushes for shard in self._shards),
             restarts=first.restarts,
+            pushes=self._pushes(),
         )
+
+    def _pushes(self) -> PushCounts:
+        """Return what became of the pushes, at shard 0."""
+        first = self._shards[0]
+        counts = {"applied": first.applied, "averaged": first.averaged, "dropped": first.dropped_pushes}
+        lost = first.received - sum(counts.values())  # the pushes that shard 0 holds
+        shards = [shard.memberships for shard in self._shards]
+        for key, member in shards[0].items():
+            received = [shard[key].iterations if key in shard else 0 for shard in shards]
+            if not member.lost or min(received) == max(received):
+                continue
+            # A worker pushes its next iteration only when every shard has answered the last one. So the shards differ
+            # by one push at most.
+            if member.iterations == min(received):
+                lost += 1
+            elif member.fate in counts:
+                counts[member.fate] -= 1
+                lost += 1
+        return PushCounts(**counts, refused=first.refused, lost=lost)
 
 
 class _Membership:
-    """One period of a worker in the run, from joining until leaving. A lost worker may join again."""
+    """One period in which a worker takes part in the run, from joining to leaving. A lost worker may join again."""
 
-    __slots__ = ("asked_s", "iterations", "joined_s", "left_s", "number", "worker")
+    __slots__ = (
+        "asked_s",
+        "fate",
+        "finished",
+        "iteration",
+        "iterations",
+        "joined_s",
+        "left_s",
+        "lost",
+        "number",
+        "pushed_s",
+        "worker",
+    )
 
     def __init__(self, worker: int, joined_s: float, number: int) -> None:
         self.worker = worker
         self.joined_s = joined_s
         self.left_s: float | None = None
+        self.finished = self.lost = False  # why the worker left
         self.iterations = 0
+        self.iteration = -1  # label of the worker's last push
+        self.fate = ""  # category of this push in `PushCounts`; "" while the shard holds the push
         self.number = number  # position in the order in which workers joined
         self.asked_s = 0.0  # time at which the worker's last pull arrived
+        self.pushed_s: float | None = None  # time at which the worker's last push arrived
 
     def until(self, end_s: float) -> float:
         """Return the time at which the worker left, or `end_s` if it has not left."""
@@ -202,20 +308,37 @@ class _Membership:
 
 
 class _ShardMeter:
-    """The statistics of one shard."""
+    """Computes the statistics of one shard."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.updates = 0
+        self.gradients = 0
         self.max_gap = 0
         self.delayed_pulls = 0
         self.dropped_pushes = 0
         self.restarts = 0
+        self.received = self.applied = self.averaged = self.refused = 0  # numbers of pushes
+        self.samples = 0
+        self.dropped_samples = 0
+        self._pending: dict[
+            tuple[int, int], int
+        ] = {}  # push that is neither applied nor dropped -> its samples
         self.past: list[_Membership] = []
         self.current: dict[int, _Membership] = {}
 
+    @property
+    def memberships(self) -> dict[tuple[int, int], _Membership]:
+        """(worker, how often this worker had joined before) -> membership."""
+        found: dict[tuple[int, int], _Membership] = {}
+        times: dict[int, int] = defaultdict(int)
+        for member in [*self.past, *self.current.values()]:  # a worker's memberships are in order
+            found[member.worker, times[member.worker]] = member
+            times[member.worker] += 1
+        return found
+
     def take(self, entry: Entry) -> list[tuple[int, int, float]]:
-        """Process one entry. Return (worker, iteration, waiting time in seconds) of each pull that was answered."""
+        """Process one entry. Return (worker, iteration, waiting time in seconds) for each pull that was answered."""
         event = entry.event
         self.now_s = event.now_s
         self.max_gap = max(self.max_gap, entry.gap)
@@ -223,18 +346,26 @@ class _ShardMeter:
             self.updates = entry.version
         kind = type(event)
         if kind is PushReceived:
-            self.current[event.worker].iterations += 1
+            member = self.current[event.worker]
+            member.iterations += 1
+            member.iteration, member.fate = event.iteration, ""  # type: ignore[union-attr]
+            member.pushed_s = event.now_s
+            self.received += 1
+            self.gradients += 1  # decremented below if the push is dropped
+            if event.samples is not None:  # type: ignore[union-attr]
+                self._note_samples(event)  # type: ignore[arg-type]
         elif kind is PullRequested:
             self.current[event.worker].asked_s = event.now_s
             self.delayed_pulls += 1  # decremented below if the pull is answered by this entry
         elif kind is PullRepeated:
-            self.restarts += 1
+            self.restarts += event.restart  # type: ignore[union-attr]
         elif kind is WorkerJoined:
             number = len(self.past) + len(self.current)
             self.current[event.worker] = _Membership(event.worker, event.now_s, number)
         elif kind is WorkerLost or kind is WorkerFinished:
             member = self.current.pop(event.worker)
             member.left_s = event.now_s
+            member.finished, member.lost = kind is WorkerFinished, kind is WorkerLost
             self.past.append(member)
         answered = []
         for action in entry.actions:
@@ -242,6 +373,37 @@ class _ShardMeter:
                 asked_s = self.current[action.worker].asked_s
                 answered.append((action.worker, action.iteration, event.now_s - asked_s))
                 self.delayed_pulls -= kind is PullRequested and action.worker == event.worker
+            elif type(action) is ApplyPush:
+                self.applied += 1
+                self._decide(action.worker, action.iteration, "applied")
+                if self._pending:
+                    self._pending.pop((action.worker, action.iteration), None)
+            elif type(action) is ApplyMean:
+                fate = "averaged" if len(action.pushes) > 1 else "applied"
+                self.averaged += len(action.pushes) if len(action.pushes) > 1 else 0
+                self.applied += len(action.pushes) == 1
+                for worker, iteration in action.pushes:
+                    self._decide(worker, iteration, fate)
+                    if self._pending:
+                        self._pending.pop((worker, iteration), None)
             elif type(action) is DropPush:
                 self.dropped_pushes += 1
+                self.gradients -= 1
+                self._decide(action.worker, action.iteration, "dropped")
+                dropped = self._pending.pop((action.worker, action.iteration), 0)
+                self.samples -= dropped
+                self.dropped_samples += dropped
         return answered
+
+    def _decide(self, worker: int, iteration: int, fate: str) -> None:
+        """Record what became of a push. Only the last push of each membership matters."""
+        member = self.current.get(worker)
+        if member is None:
+            member = next((past for past in reversed(self.past) if past.worker == worker), None)
+        if member is not None and member.iteration == iteration:
+            member.fate = fate
+
+    def _note_samples(self, push: PushReceived) -> None:
+        assert push.samples is not None
+        self.samples += push.samples
+        self._pending[push.worker, push.iteration] = push.samples

@@ -1,13 +1,14 @@
 """Recording and reading traces: the events and actions of the state machines of a run.
 
 A trace is a text file of JSON lines. A run has one trace per shard, and one for the coordinator. The first line is
-the header, with the initial sync model, the host of the state machine and the version of the format. Each further
-line is an entry, in the order of processing. An entry contains the event with its exact time, the resulting actions,
-the reason if the event was refused, and the effects of the actions: the version that the shard reached, the staleness
-of each push that the shard applied, and the largest lead of a worker whose pull the shard answered.
+the header, with the version of the format, the initial sync model, and whether the trace belongs to a shard or to the
+coordinator. Each further line is an entry; the entries are in the order in which their events were processed. An
+entry contains the event with its exact time, the resulting actions, the reason if the event was refused, and the
+effects of the actions: the version that the shard reached, the staleness of each push that the shard applied, and the
+largest gap among the workers whose pulls the shard answered.
 
-Traces in other versions of the format are rejected. For example, version 2 does not contain the leads of the workers,
-which only the state machine can compute. Statistics that depend on these leads would be wrong without any warning.
+Traces in other versions of the format are rejected. For example, version 2 does not contain the gaps of the workers,
+which only the state machine can compute. Statistics that depend on these gaps would be wrong without any warning.
 
 Times are stored exactly, as the shortest decimal number that is read back as the same float. See `replay` for the
 main use of traces.
@@ -44,11 +45,11 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sync: initial sync model, in the notation of the command line. For the coordinator of a run whose shards have
             different models, it lists one model per shard. Changes of the model are recorded as events.
-        host: "shard" or "coordinator".
+        host: "shard" or "coordinator", depending on which of them recorded the trace.
         index: index of the shard; 0 for the coordinator.
-        seed: random seed for the run, from which the random numbers of the model are derived.
+        seed: random seed for the run, from which the sync model's random numbers are derived.
         format: version of the file format.
-        emulated: description of how the run emulated unequal machines; "" if it did not.
+        emulated: description of how the run emulated unequal machines; "" if the run emulated nothing.
         computed_by: for a run in virtual time that computed gradients, a description of the hardware and software
             that computed them. The trace can be reproduced only with the same hardware and software. "" if no
             gradients were computed; the trace is then the same on any machine.
@@ -96,7 +97,7 @@ class Sink(Protocol):
 
 
 class Recorder:
-    """A recorder that writes one trace to a file. The lines are buffered by the file."""
+    """A recorder that writes one trace to a file. The file object buffers the lines."""
 
     def __init__(self, file: Sink, header: Header) -> None:
         self._file = file
@@ -134,16 +135,16 @@ def read(path: Path) -> Trace:
         version = msgspec.json.decode(lines[0])["format"]
         if version != FORMAT:
             raise ConfigurationError(
-                f"{path} is a trace of format {version}; this version of Paceline reads format {FORMAT}. Record the "
-                "run again, or read the trace with the version that wrote it."
+                f"{path} is a trace of format {version}; this version of Paceline reads format {FORMAT}. Repeat the "
+                "run, or read the trace with the version of Paceline that wrote it."
             )
         return Trace(msgspec.json.decode(lines[0], type=Header), list(_entries(lines[1:-1])))
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(f"{path} is not a trace of Paceline: {error}") from error
+        raise ConfigurationError(f"{path} is not a Paceline trace: {error}") from error
 
 
 def read_run(run_dir: Path) -> list[Trace]:
-    """Read all traces in a run directory with `read`: first the shards' traces, in order, then the coordinator's."""
+    """Read all traces in a run directory: first the shards' traces, in order, then the coordinator's trace."""
     shards = sorted(run_dir.glob("trace-shard-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
     return [read(path) for path in [*shards, *run_dir.glob("trace-coordinator.jsonl")]]
 

@@ -1,6 +1,6 @@
-"""Listening sockets and connections, with one notation for AF_UNIX and TCP addresses.
+"""Listening sockets and connections. AF_UNIX and TCP addresses share one notation.
 
-unix:@name        an abstract AF_UNIX socket: it needs no file, so nothing is left behind after SIGKILL
+unix:@name        an abstract AF_UNIX socket, which needs no file, so SIGKILL leaves nothing behind
 tcp:host:port     a TCP socket
 """
 
@@ -45,7 +45,7 @@ def listen_tcp(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket, s
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         why = "it is in use" if in_use else str(error)
         raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {why}. Choose another port, or 0 for any free one."
+            f"cannot listen on {host}:{port}: {why}. Choose another port, or 0 for any free port."
         ) from error
     sock.setblocking(False)
     bound_host, bound_port = sock.getsockname()
@@ -53,7 +53,7 @@ def listen_tcp(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket, s
 
 
 def is_local(address: str) -> bool:
-    """Return True if the address belongs to this machine and is reached without a network."""
+    """Return True for an AF_UNIX or loopback address, which can be reached only from this machine."""
     return address.startswith("unix:") or address.startswith("tcp:127.")
 
 
@@ -61,7 +61,7 @@ def connect(address: str, timeout_s: float = 10.0) -> socket.socket:
     """Return a socket that is connected to an address.
 
     Raises:
-        PeerLostError: the connection cannot be made, for example because no process listens at the address.
+        PeerLostError: no connection was made within `timeout_s`, for example because no process listens there.
     """
     kind, _, rest = address.partition(":")
     try:
@@ -86,7 +86,7 @@ def _connect_unix(sock: socket.socket, name: str, deadline_s: float) -> None:
             sock.connect(name)
             return
         except BlockingIOError:
-            # The listener's queue is full. With TCP, the system itself would try again.
+            # The listener's queue is full. Unlike with TCP, the kernel does not retry the connection.
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(QUEUE_INTERVAL_S)

@@ -1,11 +1,11 @@
-"""A private view of memory that another process writes, with detection of local edits.
+"""A private view of memory that other processes write to. The view detects edits by this process.
 
 The weights that the servers update are mapped privately (copy-on-write). If a script writes to the weights, it
 changes its own copy of the page, which no other process sees. From then on, the script does not see the servers'
-updates of this page. So before each push, `/proc/self/pagemap` is read to find the pages that have been copied (half
-a millisecond for 100 MB). If a copied page has the same content as the shared page, the copy is discarded. This
-happens, for example, when a script temporarily replaces the weights by averaged weights. If the content differs, the
-script has edited its weights.
+updates to this page. So before each push, `/proc/self/pagemap` is read to find the pages that have been copied. This
+takes half a millisecond for 100 MB. If a copied page has the same content as the shared page, the copy is discarded.
+This happens, for example, after a script has temporarily replaced the weights with averaged weights. If the content
+differs, the script has edited its weights.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["Follower"]
 
 PAGE_BYTES = mmap.PAGESIZE
 ENTRY_BYTES = 8  # size of the pagemap entry of one page
-PRESENT, SHARED = np.uint64(63), np.uint64(61)  # bit numbers in an entry
+PRESENT, SHARED = np.uint64(63), np.uint64(61)  # positions of these two bits in an entry
 COMPARED_BYTES = 1024 * 1024  # maximum number of bytes that are compared at a time
 
 
 class Follower:
-    """A private mapping of shared memory, which detects whether this process has edited it.
+    """A private mapping of shared memory that detects whether this process has edited the memory.
 
     Args:
         descriptor: file descriptor of the memory. The follower takes ownership of it.
@@ -53,10 +53,10 @@ class Follower:
     def edited(self) -> bool:
         """Return True if this process has changed the content of the memory.
 
-        Private copies that do not differ from the shared pages are discarded.
+        If no private copy differs from its shared page, all private copies are discarded.
         """
         self._read_pagemap()
-        # Usually no page has been copied.
+        # The usual case: no page has been copied.
         if np.bitwise_and.reduce(self._entries) >> SHARED & np.uint64(1):
             return False
         copied = (self._entries >> PRESENT & ~(self._entries >> SHARED) & np.uint64(1)).nonzero()[0]
@@ -81,7 +81,7 @@ class Follower:
         start = self._address // PAGE_BYTES * ENTRY_BYTES
         count = os.preadv(self._pagemap, [self._entries.data], start)
         if count != self._entries.nbytes:
-            raise OSError(f"the pagemap returned {count} of {self._entries.nbytes} bytes")
+            raise OSError(f"reading /proc/self/pagemap returned {count} of {self._entries.nbytes} bytes")
 
 
 def _byte_ranges(pages: np.ndarray[tuple[int], np.dtype[np.intp]]) -> list[tuple[int, int]]:

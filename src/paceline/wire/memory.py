@@ -1,20 +1,20 @@
 """The memory for weights and gradients, and the two ways in which a shard accesses a worker's memory.
 
-Each worker has one memory region. It contains the weights, one vector per dtype, followed by the gradients, also one
-vector per dtype. A shard uses one slice of each vector.
+Each worker has one memory region. It contains one vector of weights per dtype, followed by one vector of gradients
+per dtype. A shard uses one slice of each vector.
 
-Over **shared memory** the region is a sealed memfd whose descriptor is passed with the worker's greeting. It has no
-name, is freed when the last process that maps it has exited, and cannot be shrunk while a server maps it. The server
-reads the gradient from the memory into which the worker computed it, and writes the weights into the memory
+With **shared memory**, the region is a sealed memfd whose descriptor the worker passes with its greeting. The memfd
+has no name, is freed when the last process that maps it has exited, and cannot be shrunk while a server maps it. The
+server reads the gradient from the memory into which the worker computed it, and writes the weights into the memory
 from which the worker reads them, so pushes and pulls need no further copies. This is safe because a worker's weights
-change only inside its own `step()`: the server writes only while a pull is outstanding. Over a **stream** the same
+change only inside its own `step()`: the server writes only while a pull is outstanding. Over a **stream**, the same
 slices are sent as the payload of messages.
 
-If all workers run in lockstep, even the weights need not be copied. With shared memory there is another region, the
-*master*: the weights that the servers update, one vector per dtype. The coordinator creates the master, and all
-processes map it. As long as no update is applied while a worker could be computing with the weights, a pull is
-answered *in place*: the workers read the weights in the master. Workers map the master privately (see `follow`), so a
-script that edits its weights, which is an error, edits only its own copy.
+If all workers run in lockstep, even the weights need not be copied. With shared memory, there is another region, the
+*master*, which contains the weights that the servers update. The coordinator creates the master, and all processes
+map it. As long as no update is applied while a worker could be computing with the weights, pulls
+are answered *in place*: the workers read the weights in the master. Workers map the master privately (see `follow`).
+So if a script edits its weights, which is an error, it changes only its own copy.
 
 A `Region` is one block of memory, divided into vectors. An `Inbox` is the server's view of a worker's region. There
 is one inbox for each pair of worker and shard: a `SharedInbox` over shared memory, or a `StreamedInbox` over a
@@ -49,17 +49,18 @@ __all__ = [
 ]
 
 PAGE_BYTES = mmap.PAGESIZE
-SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: the size is final
+SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: the size cannot change
 
 Vectors = Mapping[str, memoryview]
-"""Mapping from dtype to the bytes of a flat vector, or of a slice of a flat vector."""
+"""Mapping from dtype to a flat vector, or to a slice of a flat vector, as bytes."""
 
 Kind = Literal["weights", "gradients"]
 WORKERS: Final[tuple[Kind, ...]] = ("weights", "gradients")
 MASTER: Final[tuple[Kind, ...]] = ("weights",)
 
-CHANNEL_BYTES = -(-2 * RING_BYTES // PAGE_BYTES) * PAGE_BYTES  # a pair of rings, rounded up to whole pages
-PIECE_BYTES = 1024 * 1024  # size of the pieces in which a gradient is sent
+# Size of a pair of rings, rounded up to whole pages.
+CHANNEL_BYTES = -(-2 * RING_BYTES // PAGE_BYTES) * PAGE_BYTES
+PIECE_BYTES = 1024 * 1024  # maximum size of the pieces in which a gradient is sent
 
 
 def shared_memory_available() -> bool:
@@ -76,8 +77,8 @@ class Region:
     """Memory for weights and gradients: consecutive vectors, in a memfd or in private memory.
 
     Args:
-        layout: layout of the vectors of each kind.
-        kinds: kinds of vectors: "weights" and "gradients" for a worker's region, "weights" for the master.
+        layout: layout of the vectors, the same for each kind.
+        kinds: kinds of vectors: "weights" and "gradients" for a worker's region, only "weights" for the master.
         descriptor: file descriptor of the memfd, of which the region takes ownership. None for private memory that is
             initialized with zeros.
         channels: number of pairs of rings.
@@ -85,9 +86,9 @@ class Region:
     Attributes:
         descriptor: file descriptor of the memfd, which stays open until `close`; None if no descriptor is open.
         size_bytes: size of the whole region in bytes.
-        weights: mapping from dtype to the bytes of the whole vector of weights.
-        gradients: mapping from dtype to the bytes of the whole vector of gradients.
-        channels: memory of each pair of rings: (from the worker to a server, from this server to the worker).
+        weights: mapping from dtype to the whole vector of weights, as bytes.
+        gradients: mapping from dtype to the whole vector of gradients, as bytes.
+        channels: for each pair of rings, its memory as a pair (worker to server, server to worker).
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Master:
     """A worker's private view of the master, the shared memory in which the servers update the weights.
 
     Attributes:
-        weights: mapping from dtype to the bytes of the whole vector of weights.
+        weights: mapping from dtype to the whole vector of weights, as bytes.
     """
 
     def __init__(self, layout: Layout, follower: Follower) -> None:
@@ -173,7 +174,7 @@ class Master:
 
     @classmethod
     def follow(cls, layout: Layout, descriptor: int) -> Master | None:
-        """Return a view of the memory that the coordinator created; None if this system does not support such views.
+        """Return a view of the memory that the coordinator created, or None if the system cannot provide such views.
 
         Takes ownership of the descriptor. Raises `ProtocolError` if the memory does not match the layout.
         """
@@ -193,8 +194,8 @@ class Inbox(Protocol):
     """A server's view of one worker's region, limited to one shard.
 
     Attributes:
-        gradient: mapping from dtype to the bytes of the slice of the gradient that the worker pushes.
-        weights: mapping from dtype to the bytes of the slice of weights that the worker reads; None if the weights
+        gradient: mapping from dtype to the slice of the gradient that the worker pushes, as bytes.
+        weights: mapping from dtype to the slice of the weights that the worker reads, as bytes; None if the weights
             must be sent.
     """
 
@@ -210,7 +211,7 @@ class Inbox(Protocol):
         ...
 
     def close(self, *, empty: bool) -> None:
-        """Record that the iteration is committed.
+        """Record that the iteration is committed. `empty` is True if the worker skipped it and pushed no gradient.
 
         Raises:
             ProtocolError: a piece of the gradient has not been received, and the iteration is not `empty`.
@@ -242,7 +243,7 @@ class StreamedInbox:
 
     Attributes:
         pieces: the pieces of a gradient, in order.
-        missing: indices of the pieces of the current iteration that have not been received.
+        missing: indices of the pieces of the current iteration that have not been received yet.
     """
 
     def __init__(self, shard: ShardSlice) -> None:
@@ -257,7 +258,7 @@ class StreamedInbox:
     def places(self, pieces: Sequence[int]) -> list[memoryview]:
         if not all(0 <= piece < len(self.pieces) for piece in pieces):
             raise ProtocolError(
-                f"the numbers of the pieces must be at least 0 and less than {len(self.pieces)}, got {pieces[:8]}"
+                f"the gradient has {len(self.pieces)} pieces, numbered from 0, got the numbers {pieces[:8]}"
             )
         return cut_pieces(self.gradient, [self.pieces[piece] for piece in pieces])
 
@@ -286,7 +287,7 @@ def cut_pieces(vectors: Vectors, pieces: Sequence[Piece]) -> list[memoryview]:
 
 
 def cut(vectors: Vectors, shard: ShardSlice) -> dict[str, memoryview]:
-    """Return the memory of a shard's slice of the whole vectors."""
+    """Return the memory of a shard's slice of each vector."""
     return {
         dtype: vectors[dtype][start * ITEM_BYTES[dtype] : stop * ITEM_BYTES[dtype]]
         for dtype, (start, stop) in shard.bounds.items()
@@ -295,8 +296,8 @@ def cut(vectors: Vectors, shard: ShardSlice) -> dict[str, memoryview]:
 
 def _require_final(descriptor: int, size_bytes: int) -> None:
     sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
-    if not sealed or os.fstat(descriptor).st_size != size_bytes:
-        raise ProtocolError(f"shared memory must be sealed and have a size of {size_bytes} bytes")
+    if (found := os.fstat(descriptor).st_size) != size_bytes or not sealed:
+        raise ProtocolError(f"shared memory has {found} bytes ({sealed=}), expected {size_bytes} (sealed)")
 
 
 def _new_memfd(size_bytes: int) -> int:
@@ -307,7 +308,7 @@ def _new_memfd(size_bytes: int) -> int:
 
 
 def _places(layout: Layout, kinds: Sequence[Kind]) -> tuple[dict[tuple[Kind, str], tuple[int, int]], int]:
-    """Return the byte range of each (kind, dtype) in the region, and the size of the region.
+    """Return the byte range of each (kind, dtype) in the region, and the size of the region without rings.
 
     Each range starts on a new page.
     """

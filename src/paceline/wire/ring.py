@@ -8,17 +8,17 @@ marks itself as *asleep* in the ring and then blocks. The writer wakes such a re
     word 8    total number of bytes read so far
     word 16   1 while the reader is asleep, else 0
     then      frames, each with its length and its bytes, padded to whole words. The length of an empty frame is 0. If
-              a frame does not fit into the rest of the ring, the largest integer marks this rest as skipped.
+              a frame does not fit before the end of the ring, the length 2**64 - 1 marks the rest as unused.
 
-Each of the three words has its own cache line and a single writer. On x86-64, stores become visible in the order in
-which they are made, so it is sufficient to write the bytes of a frame before the count. Falling asleep requires more:
-the flag must be visible before the reader checks the ring for the last time, and the count must be visible before the
-writer reads the flag. This requires a memory fence, which Python does not have, but acquiring a lock acts as a fence.
-Rings are not used on other processors (see `available`).
+Each of the three words has its own cache line and is written by one end only. On x86-64, stores become visible in
+program order, so it is sufficient to write the bytes of a frame before the count. Falling asleep requires a stronger
+guarantee: the reader's flag (word 16) must be visible before the reader checks the ring for the last time, and the
+writer's count (word 0) must be visible before the writer reads the flag. This requires a memory fence. Python has
+none, but acquiring a lock acts as one. On processors other than x86-64, rings are not used (see `available`).
 
 The peer can write anything into this memory at any time. So each end keeps its own counts, reads each of the peer's
-words only once, and raises `ValueError` if a correct peer could not have written the value. Whatever the memory
-contains, the work of a reader is bounded by the size of the ring.
+words only once per operation, and raises `ValueError` if a correct peer could not have written the value. Whatever
+the memory contains, the work of a reader is bounded by the size of the ring.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Ring:
         # because the peer could have changed them there.
         self._written = 0
         self._read = 0
-        # The number of bytes that the reader has read, as of the last `write`.
+        # The number of bytes that the reader had read at the time of the last `write`.
         self._taken = 0
 
     # -- the writer's end ---------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Ring:
         length = len(frame)
         padded = WORD_BYTES + (length + WORD_BYTES - 1) // WORD_BYTES * WORD_BYTES
         offset = self._written % DATA_BYTES
-        left = DATA_BYTES - offset  # up to the end of the ring
+        left = DATA_BYTES - offset  # bytes up to the end of the ring
         skipped = left if padded > left else 0
         if self._written + skipped + padded - taken > DATA_BYTES:
             return False
@@ -96,7 +96,7 @@ class Ring:
 
     @property
     def reader_asleep(self) -> bool:
-        """True if the reader must be woken to see what has just been written."""
+        """True if the reader must be woken to read the frames that have just been written."""
         with _fence:
             pass
         return self._words[ASLEEP] == 1
@@ -110,18 +110,19 @@ class Ring:
 
     @property
     def end(self) -> int:
-        """The total number of bytes written, for use with `read`. Raises `ValueError` if the number is impossible."""
+        """The total number of bytes written, for use with `read`. Raises `ValueError` if the number is invalid."""
         written = self._words[WRITTEN]
         if not 0 <= written - self._read <= DATA_BYTES or written % WORD_BYTES:
             raise ValueError(
-                f"the writer reports {written} bytes written, of which {self._read} have been read"
+                f"the writer reports that it has written {written} bytes, of which {self._read} have been read: "
+                f"expected a multiple of {WORD_BYTES} and at most {DATA_BYTES} unread bytes"
             )
         return written
 
     def read(self, end: int | None = None) -> bytes | None:
-        """Return the next frame before `end`; None if there is none.
+        """Return the next frame before `end`, or None if there is no such frame.
 
-        By default, the frame may be anywhere in the ring.
+        `end` is a value of the property `end`; by default, the current one.
 
         Raises:
             ValueError: the content of the ring cannot have been written by a correct writer.
@@ -129,7 +130,7 @@ class Ring:
         end = self.end if end is None else end
         while self._read != end:
             offset, written = self._read % DATA_BYTES, end - self._read
-            left = DATA_BYTES - offset  # up to the end of the ring
+            left = DATA_BYTES - offset  # bytes up to the end of the ring
             length = self._words[(HEADER_BYTES + offset) // WORD_BYTES]
             size_bytes = WORD_BYTES + (length + WORD_BYTES - 1) // WORD_BYTES * WORD_BYTES
             if size_bytes <= left and size_bytes <= written:
@@ -147,7 +148,7 @@ class Ring:
     def fall_asleep(self) -> bool:
         """Announce that the writer must wake this reader from now on.
 
-        If a frame has arrived in the meantime, do not fall asleep, and return False.
+        If a frame has arrived in the meantime, withdraw the announcement and return False. Otherwise, return True.
         """
         self._words[ASLEEP] = 1
         with _fence:

@@ -1,25 +1,24 @@
 """A framed, non-blocking stream of messages over one socket.
 
 A frame consists of a prefix (magic, length of the header, length of the payload), the header in MessagePack and the
-raw payload. Lengths are checked before any memory is allocated: the length of the header against a fixed limit, and
-the length of the payload against the size that the receiver expects once it has read the header. The payload is
-received directly into memory that the receiver provides. Data after the payload is received into a small buffer by
-the same system call.
+raw payload. Lengths are checked before any memory is allocated: the header must not be longer than a fixed limit, and
+the payload must have exactly the size that the receiver expects for this header. The payload is received directly
+into memory that the receiver provides. The same system call may also receive later data into a small buffer.
 
 Sending never blocks: data that the socket does not accept immediately is queued, so that a peer that reads slowly
 does not delay other peers. Callers keep the queue bounded by sending at most one bulk message per peer and shard at a
 time. A *lent* payload is not copied, but sent from its original memory. Before this memory changes, its owner must
 call `keep`, which copies the parts that are still queued. In most cases, all parts have been sent by then.
 
-Two peers that share memory may use a pair of rings (see `ring`). Then small messages are sent through the rings. A
-message with a payload or a large header is still sent through the socket, and an empty frame in the ring marks its
-position in the order of the messages. The socket is also used to wake a sleeping peer and to detect that a connection
-is lost. The memory for a payload is requested only when the position of its message in the ring has been reached. By
-then, all earlier messages have been yielded.
+Two peers that share memory can send small messages through a pair of rings (see `ring`). A message with a payload or
+a large header is still sent through the socket, and an empty frame in the ring marks its position in the order of the
+messages. The socket is also used to wake a sleeping peer and to detect that a connection is lost. The stream requests
+memory for a payload only after it has reached the position of the message in the ring and has yielded all earlier
+messages.
 
-One call of `receive` does a bounded amount of work, however much a peer sends: it reads the data that the ring
-contained when the call began, and fills the receive buffer from the socket a few times. No complete message is left
-in the buffer, so a level-triggered selector reports reliably whether there is more to receive.
+One call of `receive` does a bounded amount of work, no matter how much a peer sends: it receives from the socket at
+most `FILLS` times, and before and after each time reads the data that the ring contains at that moment. No complete
+message is left in the buffer, so a level-triggered selector reports reliably whether there is more to receive.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ Sink = Callable[[T, int], Sequence[memoryview]]
 """A function that takes a message and the size of its payload in bytes, and returns the memory for the payload.
 
 The memory must have exactly the size of the payload. The sink is called for every message and returns `[]` for a
-message without a payload. It raises `ProtocolError` to refuse a message.
+message without a payload. The sink raises `ProtocolError` to refuse a message.
 """
 
 PREFIX = struct.Struct("<4sIQ")
@@ -58,8 +57,8 @@ MAGIC = b"PCL1"
 HEADER_LIMIT_BYTES = 64 * 1024 * 1024  # enough for a layout with a million parameter tensors
 GREETING_LIMIT_BYTES = 4096  # limit for the header of a peer that has not sent the token yet
 BUFFERS_PER_CALL = 512  # maximum number of buffers per call of sendmsg; the system's limit is 1024
-# Size of the send buffer on loopback. The data in such a small buffer is still in the cache when the receiver copies
-# it, so transfers of 25 to 100 MB take a fifth less time.
+# Size of the send buffer on loopback. In such a small buffer, data is still in the CPU cache when the receiver copies
+# it, so transfers of 25 to 100 MB take about 20 % less time.
 LOOPBACK_BUFFER_BYTES = 384 * 1024
 BUFFER_BYTES = 64 * 1024  # size of the receive buffer, which has room for the headers of many messages
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)  # room for a few descriptors
@@ -81,7 +80,7 @@ class QueuedBytes(NamedTuple):
 
     Attributes:
         data: the bytes.
-        lent: key for `Stream.keep`, which must be called before the memory changes; None if the bytes are copied.
+        lent: the argument `lent` with which the message was sent, the key for `Stream.keep`; None if there was none.
         kept: True if the bytes are in memory that belongs to the stream.
     """
 
@@ -96,7 +95,7 @@ class Stream(Generic[T]):
     Args:
         sock: a connected stream socket, of which the stream takes ownership.
         accepts: the type of the messages that the peer may send, or a union of types.
-        sink: returns the memory into which a payload is received.
+        sink: function that returns the memory into which a payload is received.
         trusted: False until the peer has sent the token. Only a small header is accepted from an untrusted peer.
         takes_descriptor: True while the peer may pass one file descriptor (AF_UNIX only).
 
@@ -143,12 +142,12 @@ class Stream(Generic[T]):
         close_in_forks(self)
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket. Selectors call this method."""
+        """Return the file descriptor of the socket. Selectors call this method."""
         return self.sock.fileno()
 
     @property
     def backlog(self) -> bool:
-        """True if data is still queued. Call `flush` when the socket is writable."""
+        """True if data is still queued. If so, call `flush` when the socket is writable."""
         return bool(self._queue or self._late)
 
     @property
@@ -166,15 +165,15 @@ class Stream(Generic[T]):
 
     @property
     def ring_ready(self) -> bool:
-        """True if the incoming ring contains a message that `receive` would yield."""
+        """True if the incoming ring contains a frame that `receive` would read."""
         return self._ring_in is not None and self._ring_in.ready and not self._on_socket
 
     def fall_asleep(self) -> bool:
-        """Announce that only the socket is watched from now on. Return False if the ring must be read first."""
+        """Tell the peer that this end now watches only the socket. Return False if the ring must be read first."""
         return self._ring_in is None or self._on_socket or self._ring_in.fall_asleep()
 
     def wake_up(self) -> None:
-        """Announce that the ring is watched again."""
+        """Tell the peer that this end watches the ring again."""
         if self._ring_in is not None:
             self._ring_in.wake_up()
 
@@ -186,14 +185,14 @@ class Stream(Generic[T]):
         *,
         lent: Hashable = None,
     ) -> None:
-        """Send a message without blocking.
+        """Send a message with its payload and file descriptors, without blocking.
 
         If `lent` is None, the payload's memory may change after this call. Otherwise the memory is not copied, and
         the caller must call `keep(lent)` before the memory changes.
 
         Raises:
             PeerLostError: the connection is lost.
-            ProtocolError: descriptors cannot be passed because data is queued, or the ring was corrupted.
+            ProtocolError: file descriptors cannot be passed because data is queued, or the ring was corrupted.
         """
         header = _encoder.encode(message)
         payload = [part for part in payload if part.nbytes]
@@ -208,7 +207,7 @@ class Stream(Generic[T]):
         if not self._queue:
             parts = self._push_out(parts, descriptors)
         elif descriptors:
-            raise ProtocolError("descriptors cannot be passed while earlier messages are still queued")
+            raise ProtocolError("file descriptors cannot be passed while earlier messages are still queued")
         waiting = [QueuedBytes(part, lent) for part in parts]
         self._queue.extend(self._copied(waiting) if lent is None and waiting else waiting)
 
@@ -221,7 +220,7 @@ class Stream(Generic[T]):
             self._queue[index] = part
 
     def _copied(self, parts: Sequence[QueuedBytes]) -> list[QueuedBytes]:
-        """Return copies of parts, which must have the same `lent`. Memory for large copies is reused."""
+        """Return copies of the parts, all of which must have the same `lent`. Memory for large copies is reused."""
         lent = parts[0].lent
         size_bytes = sum(part.data.nbytes for part in parts)
         memory = self._kept.get(lent, b"")
@@ -250,7 +249,7 @@ class Stream(Generic[T]):
                 self._queue[0] = self._queue[0]._replace(data=left[0])
 
     def drain(self, timeout_s: float) -> None:
-        """Block until all queued data has been sent. Raise `DeadlineError` if that takes longer than `timeout_s`."""
+        """Block until all queued data has been sent. Raise `DeadlineError` if this takes longer than `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while self.backlog:
             _wait(self.sock, select.POLLOUT, deadline_s)
@@ -284,7 +283,7 @@ class Stream(Generic[T]):
                 raise
 
     def _in_order(self, ring: Ring) -> Iterator[T]:
-        """Yield complete messages in the order of the ring, up to the last frame that the ring contains now."""
+        """Yield the complete messages that the ring contains at the time of the call, in the order of the ring."""
         end: int | None = None
         while True:
             if self._on_socket or self._start != self._end:
@@ -308,7 +307,7 @@ class Stream(Generic[T]):
                 self._on_socket = True
 
     def wait(self, timeout_s: float) -> T:
-        """Block until one message has arrived and return it.
+        """Block until a message has arrived, and return this message.
 
         Raises:
             DeadlineError: no message has arrived within `timeout_s`.
@@ -322,7 +321,7 @@ class Stream(Generic[T]):
             _wait(self.sock, select.POLLIN, deadline_s)
 
     def close(self) -> None:
-        """Close the connection, and all file descriptors that remain in `descriptors`."""
+        """Close the connection and all file descriptors that are still in `descriptors`."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
@@ -333,7 +332,7 @@ class Stream(Generic[T]):
         self.sock.close()
 
     def _push_out(self, parts: list[memoryview], descriptors: Sequence[int] = ()) -> list[memoryview]:
-        """Pass parts to the socket and return those that it did not accept."""
+        """Pass parts to the socket. Return the parts that the socket did not accept."""
         while parts:
             try:
                 if descriptors:
@@ -364,13 +363,13 @@ class Stream(Generic[T]):
             self._buffer[: len(left)] = left
         room = self._buffer[self._end :]
         wanted = self._wanted
-        # The buffer is full. It can be read only when the position of its next message in the ring has been reached.
+        # A full buffer can be read only after the position of the next message in the ring has been reached.
         if not wanted.nbytes and not room.nbytes:
             return False
         ancillary_bytes = ANCILLARY_BYTES if self.takes_descriptor else 0
         try:
             if wanted.nbytes > BUFFER_BYTES and not ancillary_bytes:
-                # Do not receive into the buffer, because its content would have to be copied again later.
+                # Receive only into the payload: data in the buffer would have to be copied again later.
                 room = room[:0]
                 count = self.sock.recv_into(wanted)
             elif wanted.nbytes or ancillary_bytes:
@@ -442,7 +441,7 @@ class Stream(Generic[T]):
         try:
             return self._decode(header)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"a header cannot be read: {error}") from error
+            raise ProtocolError(f"a message header cannot be decoded: {error}") from error
 
     def _fill_ring(self, ring: Ring) -> None:
         """Put waiting frames into the ring while it has room, and wake its reader if necessary."""
@@ -457,7 +456,7 @@ class Stream(Generic[T]):
             self._queue.extend(QueuedBytes(part, kept=True) for part in self._push_out([memoryview(BELL)]))
 
     def _until_filled(self, target: memoryview) -> Iterator[None]:
-        """Fill `target` from the buffer first and then directly from the socket. Yield while data is missing."""
+        """Fill `target` from the buffer and then directly from the socket. Yield None while data is missing."""
         count = min(target.nbytes, self._end - self._start)
         target[:count] = self._buffer[self._start : self._start + count]
         self._start += count

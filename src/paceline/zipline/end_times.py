@@ -29,12 +29,12 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 INFINITY_BITS = np.float64(np.inf).view(np.uint64)
-BLOCK = 2**15  # number of floats in a block: 256 KiB, which fits into the cache
-SMALL = 4096  # number of end times up to which the search does not need the gaps
+BLOCK = 2**15  # number of floats in a block of 256 KiB, which fits into the cache
+SMALL = 4096  # for at most this many end times, the search does not use `gaps`
 
 
 class EndTimes(Protocol):
-    """The interface of the two forms of input, as used by the search."""
+    """The interface through which the search uses either form of input."""
 
     @property
     def first(self) -> Floats:
@@ -52,10 +52,10 @@ class EndTimes(Protocol):
         """Return the end times of the k given workers, shape (k, R)."""
 
     def gaps(self) -> Floats:
-        """Return, for each worker, an upper bound on the differences of successive end times, shape (n,)."""
+        """Return, for each worker, an upper bound on the intervals between its successive end times, shape (n,)."""
 
     def picks(self, barrier: float) -> Indices:
-        """Return, for each worker, the last column whose end time is at or before `barrier`, shape (n,).
+        """Return, for each worker, the index of its last end time at or before `barrier`, shape (n,).
 
         `barrier` must be at or after the first end time of every worker.
         """
@@ -74,24 +74,24 @@ class Matrix:
         return self.times[workers]
 
     def gaps(self) -> Floats:
-        # An ascending row can have a step with the sign bit set only if it goes from 0.0 to -0.0. The gap of such a
-        # rare row is reported as infinite. The search then includes the row, so its result is still correct.
+        # In an ascending row, only a step from 0.0 to -0.0 has the sign bit set. The gap of such a rare row is
+        # reported as infinite. The search then includes the row, so its result is still correct.
         gaps: Floats = np.minimum(self._steps, INFINITY_BITS).view(np.float64)
         return gaps
 
     def surely_valid(self) -> bool:
-        """Return True if all rows are certainly ascending and finite. May return False for valid rows.
+        """Return True if all rows are certainly ascending and finite. The result may be False for valid rows.
 
         The differences computed here are stored and used again by `gaps`.
         """
-        # If all steps are finite, so are all times.
+        # If all steps are finite, all times are finite.
         return self.lookahead > 1 and bool(self._steps.max() < INFINITY_BITS)
 
     @cached_property
     def _steps(self) -> NDArray[np.uint64]:
-        """The largest difference of two successive end times of each worker, as the bits of the float.
+        """For each worker, the largest interval between its successive end times, as the bits of the float.
 
-        The integer is larger than INFINITY_BITS if any difference of the worker is negative, -0.0 or NaN.
+        The integer is larger than INFINITY_BITS if any interval of the worker is negative, -0.0 or NaN.
 
         Read as unsigned integers, the bits of the floats from 0.0 to infinity have the same order as the floats, and
         the bits of all other floats are larger. So a single maximum yields the largest gap and also shows whether
@@ -111,7 +111,7 @@ class Matrix:
                 step[size - 1 :: size] = 0.0
                 found = largest[p : p + count]
                 np.maximum.reduceat(step.view(np.uint64), begins[: len(found)], out=found)
-        # Reading a column of a large matrix is slow, so store contiguous copies of the two columns read often.
+        # Reading a column of a large matrix is slow, so store contiguous copies of the columns that are read often.
         self.first, self.last = self.first.copy(), self.last.copy()
         return largest
 
@@ -119,7 +119,7 @@ class Matrix:
         if self.times.size <= BLOCK:
             return _latest(self.times, barrier)
         # Guess the columns by assuming that each worker has a constant pace. Increase the guess slightly, so that an
-        # end time equal to the barrier is not missed because of rounding. Rows with a wrong guess are searched below.
+        # end time equal to the barrier is not missed because of rounding. Rows with a wrong guess are then searched.
         end = self.lookahead - 1
         with np.errstate(all="ignore"):
             guess = (barrier - self.first) / (self.last - self.first) * (end * (1.0 + 2.0**-40))
@@ -133,15 +133,15 @@ class Matrix:
 
 
 def _latest(times: Floats, barrier: float) -> Indices:
-    """Return the last column of each row whose end time is at or before `barrier`."""
-    # This is the column before the first later end time. If no end time is later, argmax returns 0, and 0 - 1 modulo
-    # the number of columns is the last column.
+    """Return, for each row, the index of the last end time that is at or before `barrier`."""
+    # Find the first end time after the barrier, and return the column before it. If there is no such end time, argmax
+    # returns 0, and 0 - 1 modulo the number of columns is the last column.
     latest: Indices = ((times > barrier).argmax(axis=1) - 1) % times.shape[1]
     return latest
 
 
 class Progressions:
-    """End times base + j * interval for j = 1..R, computed on demand. Both arrays have shape (n,)."""
+    """End times base + j * interval for j = 1..R, computed on demand. `base` and `interval` have shape (n,)."""
 
     def __init__(self, base: Floats, interval: Floats, lookahead: int) -> None:
         self.base = base
@@ -166,8 +166,8 @@ class Progressions:
         with np.errstate(over="ignore"):
             steps = np.floor((barrier - self.base) / self.interval)
         steps = steps.clip(1.0, self.lookahead)
-        # End times are rounded, so the quotient may be wrong: sometimes by one, and by more only if an interval is so
-        # small that adding it does not change `base`.
+        # Because end times are rounded, the quotient may be wrong by one. It can be wrong by more only if an interval
+        # is so small that adding it does not change `base`.
         while (late := self.base + steps * self.interval > barrier).any():
             steps -= late
         while (
@@ -178,7 +178,7 @@ class Progressions:
 
 
 def checked_times(times: ArrayLike) -> Floats:
-    """Return `times` as an (n, R) array of floats. Raise ConfigurationError if it is not a valid input."""
+    """Return `times` as an (n, R) array of floats. Raise ConfigurationError if `times` is not valid."""
     return checked_matrix(times).times
 
 
@@ -204,46 +204,49 @@ def _refuse_invalid(matrix: Floats) -> None:
     """Raise ConfigurationError if a time is not finite or a row is not ascending. The error names the worker."""
     flat, lookahead = matrix.ravel(), matrix.shape[1]
     finite = np.isfinite(flat)
-    # argmin returns the index of the first False, if there is one. It is twice as fast as all() for small arrays.
+    # If any element is False, argmin returns the index of the first one. For small arrays, it is faster than all().
     index = finite.argmin()
     if not finite[index]:
         p, i = divmod(int(index), lookahead)
         raise ConfigurationError(
             f"every time must be finite; the time of worker {p} in column {i} is {matrix[p, i]}"
         )
-    # Reuse the memory of `finite`. Its last element stays True.
+    # Reuse the array `finite`, whose last element remains True.
     ascending = finite
     np.greater_equal(flat[1:], flat[:-1], out=ascending[:-1])
     ascending[lookahead - 1 :: lookahead] = True
     index = ascending.argmin()
     if not ascending[index]:
-        p = int(index) // lookahead
-        raise ConfigurationError(f"each row of times must be ascending; the row of worker {p} is not")
+        p, first, second = index // lookahead, flat[index], flat[index + 1]
+        raise ConfigurationError(
+            f"each row of times must be ascending; in the row of worker {p}, {first} precedes {second}"
+        )
 
 
 def checked_progressions(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Progressions:
-    """Return the arguments as `Progressions`. Raise ConfigurationError if they are not a valid input."""
+    """Return the arguments as `Progressions`. Raise ConfigurationError if an argument is not valid."""
     try:
         base, step = np.asarray(last, dtype=np.float64), np.asarray(interval, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise ConfigurationError("last and interval must be arrays of numbers, one per worker") from error
     if base.ndim != 1 or base.shape != step.shape or base.size == 0:
         raise ConfigurationError(
-            "last and interval must have one number per worker, and at least one worker; "
+            "last and interval must be 1-D arrays with one number per worker, and at least one worker; "
             f"their shapes are {base.shape} and {step.shape}"
         )
     if not isinstance(lookahead, (int, np.integer)) or lookahead < 1:
-        raise ConfigurationError(f"lookahead must be an integer of at least 1; it is {lookahead!r}")
-    # `not >` instead of `<=` also catches NaN.
-    if not step.min() > 0:
+        raise ConfigurationError(f"lookahead must be an integer >= 1; it is {lookahead!r}")
+    if not step.min() > 0:  # unlike `<= 0`, this is also true for NaN
         p = (step > 0).argmin()
-        raise ConfigurationError(f"each interval must be above 0; the interval of worker {p} is {step[p]}")
+        raise ConfigurationError(
+            f"each interval must be greater than 0; the interval of worker {p} is {step[p]}"
+        )
     with np.errstate(over="ignore", invalid="ignore"):
         times = Progressions(base, step, int(lookahead))
     finite = np.isfinite(times.last)
     if not finite.all():
         p = finite.argmin()
         raise ConfigurationError(
-            f"last + lookahead * interval must be finite for every worker; for worker {p} it is not"
+            f"last + lookahead * interval must be finite for every worker; for worker {p} it is {times.last[p]}"
         )
     return times

@@ -1,0 +1,296 @@
+"""Batch sizes in proportion to speed: how the samples of a joint batch are divided among unequal workers.
+
+The time that a worker takes for a batch of n samples is modeled as a + b n, with a fixed part a and a part that is
+proportional to n. The sizes are chosen so that all workers need the same time. They change only if the change is
+expected to shorten the time of the slowest worker by more than the uncertainty of the estimates.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
+from math import sqrt
+from statistics import median
+from typing import NamedTuple
+
+from .lease import divide_evenly
+
+__all__ = ["BatchSizes", "BatchTime", "divide_in_proportion"]
+
+WINDOW = 48  # number of observations of a worker that are kept
+RECENT = 4  # number of observations that show a change of speed, if they all differ from the earlier ones
+LEAST_SEEN = 3  # number of observations of every worker that are needed for a first change of the sizes
+LEAST_CHANGE = (
+    0.1  # relative change of a worker's time, beyond its usual variation, that is a change of speed
+)
+LEAST_GAIN = 0.05  # relative gain for which sizes are changed, beyond the uncertainty of the estimates
+CERTAINTY = 3.0  # number of standard errors by which a gain must exceed `LEAST_GAIN`
+LEAST_PART = 0.01  # minimum part of the time that is taken to be proportional to the size
+PRIOR_WEIGHT = 0.05  # weight of the earlier estimate of the fixed part
+SIZES = 4  # number of sizes whose times are kept to estimate the fixed part
+BISECTIONS = 64  # enough to find a time between 1e-30 s and 1e30 s as exactly as a float can represent it
+
+
+class BatchTime(NamedTuple):
+    """An estimate of the time that a worker takes for a batch of n samples: `fixed_s + sample_s * n`.
+
+    Attributes:
+        fixed_s: the part of the time that does not depend on the size of the batch, in seconds.
+        sample_s: the additional time for each sample, in seconds; positive.
+        error: relative standard error of the estimate at the present size.
+    """
+
+    fixed_s: float
+    sample_s: float
+    error: float = 0.0
+
+    @staticmethod
+    def fitted(observed: Iterable[tuple[int, float]]) -> BatchTime:
+        """Return an estimate from the sizes of some batches and the times in seconds that a worker took for them."""
+        observations = _Observations()
+        for samples, seconds in observed:
+            observations.add(samples, seconds)
+        return observations.estimate()
+
+    def of(self, samples: int) -> float:
+        """Return the estimated time for a batch, in seconds."""
+        return self.fixed_s + self.sample_s * samples
+
+
+def divide_in_proportion(
+    total: int, times: Sequence[BatchTime], *, least: int = 1, most: int | None = None
+) -> list[int]:
+    """Divide a number of samples so that the longest time of any worker is as short as possible.
+
+    Args:
+        total: number of samples, between `least` and `most` times the number of workers.
+        times: the workers' estimated times.
+        least: minimum size of each part.
+        most: maximum size of each part; None for no maximum.
+    """
+    largest = total if most is None else most
+
+    def size_within(time: BatchTime, limit_s: float) -> int:
+        return int(min(max((limit_s - time.fixed_s) / time.sample_s, least), largest))
+
+    # The parts that take at most `low_s` seconds hold at most `total` samples; those up to `high_s` hold at least as
+    # many. The geometric mean keeps the relative error small, even if the speeds differ by many orders of magnitude.
+    low_s, high_s = min(time.of(least) for time in times), max(time.of(largest) for time in times)
+    for _ in range(BISECTIONS):
+        middle_s = sqrt(low_s * high_s)
+        if sum(size_within(time, middle_s) for time in times) < total:
+            low_s = middle_s
+        else:
+            high_s = middle_s
+    sizes = [size_within(time, low_s) for time in times]
+    # Give the rest, one sample at a time, to the part that takes the least time with one sample more.
+    growing = [(times[part].of(size + 1), part) for part, size in enumerate(sizes) if size < largest]
+    heapify(growing)
+    for _ in range(total - sum(sizes)):
+        part = growing[0][1]
+        sizes[part] += 1
+        if sizes[part] < largest:
+            heapreplace(growing, (times[part].of(sizes[part] + 1), part))
+        else:
+            heappop(growing)
+    return sizes
+
+
+class BatchSizes:
+    """The batch sizes of the workers that share joint batches.
+
+    Attributes:
+        changes: number of times that the sizes of the same workers were changed.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._observed: dict[int, _Observations] = {}
+        self._sizes: dict[int, int] = {}
+        self._limits: tuple[int, int, int | None] = (0, 0, None)
+        self._fresh = 0  # number of observations since the sizes were considered last
+
+    @property
+    def round_s(self) -> float | None:
+        """Estimated time for a joint batch with the present sizes, in seconds; None if it is unknown."""
+        times = self._times(self._sizes)
+        if not times:
+            return None
+        return max(time.of(size) for time, size in zip(times, self._sizes.values(), strict=True))
+
+    def observe(self, worker: int, samples: int, seconds: float) -> None:
+        """Record that a worker has taken some seconds for a batch."""
+        self._observed.setdefault(worker, _Observations()).add(samples, seconds)
+        self._fresh += 1
+
+    def forget(self, worker: int) -> None:
+        """Forget a worker that has left."""
+        self._observed.pop(worker, None)
+
+    def of(
+        self, workers: Collection[int], total: int, *, least: int = 1, most: int | None = None
+    ) -> Mapping[int, int]:
+        """Return the size of each worker's part of a joint batch.
+
+        The sizes are equal until the times of all workers are known, and change only if that is worthwhile.
+
+        Args:
+            workers: the workers that share the joint batch, in order.
+            total: number of samples in the joint batch.
+            least: minimum size of each part.
+            most: maximum size of each part; None for no maximum.
+        """
+        same = list(workers) == list(self._sizes) and (total, least, most) == self._limits
+        if same and self._fresh < RECENT * len(workers):
+            return self._sizes
+        self._fresh = 0
+        self._limits = total, least, most
+        times = self._times(workers)
+        if not times:
+            if not same:
+                self._sizes = dict(zip(workers, divide_evenly(total, len(workers)), strict=True))
+            return self._sizes
+        best = self.divide(workers, total, least=least, most=most)
+        if not same:
+            self._sizes = best
+        elif best != self._sizes and self._pays(times, best):
+            self._sizes = best
+            self.changes += 1
+        return self._sizes
+
+    def divide(
+        self, workers: Collection[int], total: int, *, least: int = 1, most: int | None = None
+    ) -> dict[int, int]:
+        """Divide a joint batch according to the present estimates; evenly if some workers' times are unknown."""
+        times = self._times(workers)
+        sizes = (
+            divide_in_proportion(total, times, least=least, most=most)
+            if times
+            else divide_evenly(total, len(workers))
+        )
+        return dict(zip(workers, sizes, strict=True))
+
+    def _pays(self, times: Sequence[BatchTime], best: Mapping[int, int]) -> bool:
+        """Return True if the best sizes shorten the longest time by more than its uncertainty."""
+        now_s, error = max(
+            (time.of(size), time.error) for time, size in zip(times, self._sizes.values(), strict=True)
+        )
+        then_s = max(time.of(size) for time, size in zip(times, best.values(), strict=True))
+        return now_s > then_s * (1.0 + LEAST_GAIN + CERTAINTY * error)
+
+    def _times(self, workers: Collection[int]) -> list[BatchTime]:
+        """Return the estimated time of each worker; [] if too little is known about some of them."""
+        observed = [self._observed.get(worker) for worker in workers]
+        return (
+            [known.estimate() for known in observed if known is not None and known.count >= LEAST_SEEN]
+            if all(known is not None and known.count >= LEAST_SEEN for known in observed)
+            else []
+        )
+
+
+class _Observations:
+    """The times that one worker has taken for its batches.
+
+    The ratio of the two parts of the time is estimated from the times of batches of different sizes. It is expressed
+    as the number of samples whose proportional part equals the fixed part.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # (samples, seconds)
+        # Size -> its latest times, since the last change of speed. The sizes are in the order of their last use.
+        self._by_size: dict[int, deque[float]] = {}
+        # The estimate from the times before the last change of speed. At first, the fixed part is assumed to be 0.
+        self._fixed_samples = 0.0
+        self._estimate: BatchTime | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self._latest)
+
+    def add(self, samples: int, seconds: float) -> None:
+        self._latest.append((samples, max(seconds, 1e-9)))
+        self._estimate = None
+        if self._speed_has_changed():
+            self._fixed_samples = self._fit()
+            recent = list(self._latest)[-RECENT:]
+            self._latest.clear()
+            self._by_size.clear()
+            for earlier in recent:
+                self._keep(*earlier)
+            self._latest.extend(recent)
+        else:
+            self._keep(*self._latest[-1])
+
+    def estimate(self) -> BatchTime:
+        if self._estimate is None:
+            size = self._latest[-1][0]
+            fixed = self._fit()
+            # what the latest batches would have taken with the present size
+            times_s = [seconds * ((fixed + size) / (fixed + samples)) for samples, seconds in self._latest]
+            usual_s = median(times_s)
+            sample_s = usual_s / (fixed + size)
+            error = 1.25 * _relative_spread(times_s, usual_s) / len(times_s) ** 0.5
+            self._estimate = BatchTime(fixed * sample_s, sample_s, error)
+        return self._estimate
+
+    def _keep(self, samples: int, seconds: float) -> None:
+        times_s = self._by_size.pop(samples, None) or deque(maxlen=WINDOW)
+        times_s.append(seconds)
+        self._by_size[samples] = times_s
+        if len(self._by_size) > SIZES:
+            del self._by_size[next(iter(self._by_size))]
+
+    def _speed_has_changed(self) -> bool:
+        """Return True if the latest times all lie outside the usual variation of the earlier ones with this size."""
+        size = self._latest[-1][0]
+        recent = list(self._latest)[-RECENT:]
+        earlier_s = [seconds for samples, seconds in list(self._latest)[:-RECENT] if samples == size]
+        if len(earlier_s) < RECENT or any(samples != size for samples, _ in recent):
+            return False
+        usual_s = median(earlier_s)
+        limit = 1.0 + LEAST_CHANGE + 1.5 * _relative_spread(earlier_s, usual_s)
+        slower = all(seconds > usual_s * limit for _, seconds in recent)
+        return slower or all(seconds * limit < usual_s for _, seconds in recent)
+
+    def _fit(self) -> float:
+        """Estimate the fixed part of the time, as a number of samples.
+
+        The estimate is a weighted least-squares fit of a + b n to the median times of the observed sizes n. The
+        larger the range of the sizes is, the less the earlier estimate counts.
+        """
+        points = [(size, median(times_s), len(times_s)) for size, times_s in self._by_size.items()]
+        if len(points) < 2:
+            return self._fixed_samples
+        # Errors are proportional to the times, so they are weighted by 1 / time^2.
+        weights = [count / time_s**2 for _, time_s, count in points]
+        mean_size, mean_s = _weighted_mean(points, weights)
+        square = sum(w * (size - mean_size) ** 2 for w, (size, _, _) in zip(weights, points, strict=True))
+        product = sum(
+            w * (size - mean_size) * (time_s - mean_s)
+            for w, (size, time_s, _) in zip(weights, points, strict=True)
+        )
+        slope = product / square
+        # the part of the time for a batch of the mean size that is proportional to the size
+        fitted = slope * mean_size / mean_s
+        earlier = mean_size / (self._fixed_samples + mean_size)
+        weight = square / mean_size**2 * mean_s**2
+        part = (PRIOR_WEIGHT * earlier + weight * fitted) / (PRIOR_WEIGHT + weight)
+        return mean_size * (1.0 / min(max(part, LEAST_PART), 1.0) - 1.0)
+
+
+def _weighted_mean(
+    points: Sequence[tuple[float, float, int]], weights: Sequence[float]
+) -> tuple[float, float]:
+    """Return the weighted means of the first and of the second coordinates."""
+    total = sum(weights)
+    return (
+        sum(w * x for w, (x, _, _) in zip(weights, points, strict=True)) / total,
+        sum(w * y for w, (_, y, _) in zip(weights, points, strict=True)) / total,
+    )
+
+
+def _relative_spread(values: Sequence[float], center: float) -> float:
+    """Return a robust estimate of the standard deviation, divided by the center."""
+    # For a normal distribution, the standard deviation is 1.4826 times the median absolute deviation.
+    return 1.4826 * median(abs(value - center) for value in values) / center

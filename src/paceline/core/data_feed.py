@@ -1,0 +1,239 @@
+"""The data of one worker, without I/O: the leases that it has, and what its script has drawn from them.
+
+A batch is *taken* when the sampler of the loader receives it, *drawn* when the loader passes it to the script, and
+*committed* when a push that follows has been answered by every shard. A loader with worker processes takes batches
+long before they are drawn.
+
+A script may iterate over its loader on a thread of its own. So one thread may take batches while another one draws,
+pushes or receives leases. Each of these has its own fields, except for the queue of leases: `take` removes from one
+end what `handle` has appended at the other. Only one thread at a time may call the methods that return requests, and
+`handle`; see `Session.exchange`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from .lease import Batch, Lease, Order, first_batch, remove_first
+from .messages import MOST_TIMES, DataGranted, DataRequested
+from .requests import COORDINATOR, Request, Send
+
+__all__ = ["DataFeed", "Work"]
+
+
+class Work(NamedTuple):
+    """An amount of data, on which the time to compute a gradient depends.
+
+    Attributes:
+        batches: number of batches; more than one if a script accumulates gradients.
+        full_batches: number of full batches of the loader that together have the same size.
+    """
+
+    batches: int
+    full_batches: float
+
+
+ONE_BATCH = Work(1, 1.0)
+
+
+class DataFeed:
+    """The data of one worker, for all loaders that its script distributes.
+
+    Attributes:
+        used: True if the script has set `samples`, or has begun an epoch of a distributed loader.
+        samples: number of samples in the next push: those that the script has drawn since its last push, from the
+            loader from which it has drawn last. None if the number is unknown or the script has drawn nothing. May be
+            set, if the script knows the number.
+        again: True while the script makes one more pass over its loaders, for returned positions only.
+        stopped: numbers of the training loops that a worker has stopped. See `paceline.epochs`.
+        pushed: for each loader, the number of batches that the script had drawn before its last push.
+        least: minimum size of a batch of a balanced order. May be set.
+    """
+
+    def __init__(self) -> None:
+        self.used = False
+        self.samples: int | None = None
+        self.again = False
+        self.stopped: set[int] = set()
+        self.pushed: tuple[int, ...] = ()
+        self.least = 1
+        self._loaders: list[_LoaderFeed] = []
+        self._last: _LoaderFeed | None = None  # the loader from which the script has drawn last
+
+    @property
+    def waiting(self) -> bool:
+        """True while a request is not answered."""
+        return any(loader.requested for loader in self._loaders)
+
+    @property
+    def has_batches(self) -> bool:
+        """True if the worker has batches of any loader that it has not taken."""
+        return any(loader.has_batches for loader in self._loaders)
+
+    @property
+    def work(self) -> Work:
+        """The data in the next push; one full batch if the script has not drawn a batch since its last push."""
+        return self._last.work if self._last is not None else ONE_BATCH
+
+    def begin(self, loader: int, name: str, epoch: int, order: Order) -> list[Request]:
+        """Begin an epoch of a loader. The loaders are numbered, but may begin in any order."""
+        self.used = True
+        while loader >= len(self._loaders):
+            self._loaders.append(_LoaderFeed(self, len(self._loaders)))
+        return self._loaders[loader].begin(name, epoch, order)
+
+    def reopen(self) -> list[Request]:
+        """Request returned positions of all loaders whose current epoch has ended."""
+        return [request for loader in self._loaders if loader.ended for request in loader.reopen()]
+
+    def take(self, loader: int) -> Batch | None:
+        """Take the next batch of the current epoch; return None if the worker has none, or the epoch has ended."""
+        return self._loaders[loader].take()
+
+    def ended(self, loader: int) -> bool:
+        """Return True if the worker has taken all of its batches of the current epoch."""
+        return self._loaders[loader].ended
+
+    def request(self, loader: int) -> list[Request]:
+        """Request more batches of the current epoch, unless a request is on its way."""
+        return self._loaders[loader].request()
+
+    def exhaust(self, loader: int, epoch: int, size: int) -> list[Request]:
+        """Report that the order of an epoch has ended after `size` positions, which was not known in advance."""
+        return self._loaders[loader].exhaust(epoch, size)
+
+    def draw(self, loader: int, positions: int, samples: int | None) -> None:
+        """Record that the loader has passed a batch to the script.
+
+        Args:
+            loader: the loader.
+            positions: number of positions in the batch.
+            samples: number of samples in the batch; None if it is unknown.
+        """
+        feed = self._loaders[loader]
+        feed.draw(positions)
+        before = self.samples if feed is self._last else 0
+        self._last = feed
+        self.samples = None if samples is None or before is None else before + samples
+
+    def push(self, busy_s: float | None = None) -> list[Request]:
+        """Record a push, and request the next batches of the loader from which the script has drawn last.
+
+        Args:
+            busy_s: time that the worker took for the iteration, without waiting for others; None if it is unknown.
+        """
+        self.pushed = tuple(loader.drawn for loader in self._loaders)
+        feed, self._last, self.samples = self._last, None, None
+        for loader in self._loaders:
+            loader.push(busy_s if loader is feed else None)
+        return feed.request() if feed is not None and feed.is_empty else []
+
+    def answered(self) -> None:
+        """Record that every shard has answered the last push."""
+        for loader, batches in zip(self._loaders, self.pushed, strict=False):
+            loader.committed = batches
+
+    def handle(self, message: DataGranted) -> None:
+        """Receive leases."""
+        if message.loader < len(self._loaders):
+            self._loaders[message.loader].receive(message)
+
+
+class _LoaderFeed:
+    """The data of one worker from one loader."""
+
+    def __init__(self, feed: DataFeed, number: int) -> None:
+        self.drawn = self.committed = 0  # numbers of batches
+        self.ended = False
+        self.requested = False  # True while a request is not answered
+        self._feed = feed
+        self._number = number
+        self._epoch = -1
+        self._name: str
+        self._order: Order
+        self._leases: deque[Lease] = deque()
+        self._last = False  # True if the worker receives no more leases in this epoch
+        # The batches that the script has drawn since its last push, and the number of their positions.
+        self._unpushed = self._unpushed_positions = 0
+        self._times: deque[tuple[int, float]] = deque(maxlen=MOST_TIMES)
+
+    @property
+    def work(self) -> Work:
+        if not self._unpushed:
+            return ONE_BATCH
+        return Work(self._unpushed, self._unpushed_positions / self._order.batch)
+
+    @property
+    def has_batches(self) -> bool:
+        return bool(self._leases)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.has_batches and not self._last
+
+    def begin(self, name: str, epoch: int, order: Order) -> list[Request]:
+        self._name, self._epoch, self._order = name, epoch, order
+        self._leases.clear()
+        self._last = self.ended = self.requested = False
+        return self.request()
+
+    def draw(self, positions: int) -> None:
+        self.drawn += 1
+        self._unpushed += 1
+        self._unpushed_positions += positions
+
+    def push(self, busy_s: float | None) -> None:
+        batches = self._unpushed  # more than one if the script accumulates gradients
+        if busy_s is not None and self._unpushed_positions and self._order.balanced:
+            self._times.append((max(1, round(self._unpushed_positions / batches)), busy_s / batches))
+        self._unpushed = self._unpushed_positions = 0
+
+    def reopen(self) -> list[Request]:
+        self._last = self.ended = False
+        return self.request()
+
+    def take(self) -> Batch | None:
+        last = self._last  # read first, because another thread may append the last leases now
+        if not self._leases:
+            self.ended = last
+            return None
+        lease = self._leases[0]
+        rest = remove_first(lease, 1)
+        if rest is None:
+            self._leases.popleft()
+        else:
+            self._leases[0] = rest
+        return first_batch(lease)
+
+    def request(self) -> list[Request]:
+        return [] if self.requested or self._last else [self._request()]
+
+    def exhaust(self, epoch: int, size: int) -> list[Request]:
+        if epoch == self._epoch:
+            self._leases.clear()
+        return [self._request((epoch, size))]
+
+    def _request(self, end: tuple[int, int] | None = None) -> Send:
+        self.requested = True
+        times, least = tuple(self._times), self._feed.least
+        self._times.clear()
+        request = DataRequested(
+            self._number,
+            self._name,
+            self._epoch,
+            self._order,
+            self.drawn,
+            self.committed,
+            end,
+            times,
+            least if self._order.balanced else 1,
+        )
+        return Send(COORDINATOR, request)
+
+    def receive(self, message: DataGranted) -> None:
+        if message.epoch != self._epoch:
+            return  # the script has begun a later epoch; the coordinator takes these leases back
+        self.requested = False
+        self._leases.extend(message.leases)
+        self._last = message.last

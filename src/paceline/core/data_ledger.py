@@ -1,0 +1,111 @@
+"""The ledger of the data: which worker has which positions of which epoch of which loader, without I/O.
+
+It has one `LoaderLedger` for each loader that a script distributes, and knows how each worker numbers its loaders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from ..errors import InternalError, ProtocolError
+from .lease import Order
+from .loader_ledger import Grant, LoaderLedger, PositionCounts
+
+__all__ = ["DataLedger"]
+
+
+class DataLedger:
+    """The ledger of the data of a job, for all loaders that its script distributes."""
+
+    def __init__(self) -> None:
+        self._loaders: dict[str, LoaderLedger] = {}
+        # worker -> the names of the loaders by the worker's numbers
+        self._names: dict[int, dict[int, str]] = {}
+
+    def request(
+        self,
+        worker: int,
+        loader: int,
+        name: str,
+        epoch: int,
+        order: Order,
+        *,
+        drawn: int,
+        committed: int,
+        now_s: float,
+        live: Set[int],
+        lockstep: bool,
+        end: tuple[int, int] | None = None,
+        times: Sequence[tuple[int, float]] = (),
+        least: int = 1,
+    ) -> Grant:
+        """Hand out data to a worker that has none left, or that begins an epoch.
+
+        Args:
+            worker: index of the worker.
+            loader: the worker's own number for the loader.
+            name: name of the loader, which is the same in all workers.
+            epoch: number of the epoch, counted from 0 for each loader.
+            order: the order of the epoch.
+            drawn: number of batches of this loader that the worker has passed to its script since it joined.
+            committed: number of these batches that belong to pushes that every shard has received.
+            now_s: current time in seconds.
+            live: the workers that take part in the job.
+            lockstep: True if the sync model in force keeps all workers in lockstep.
+            end: an epoch and the size of its order, if it was not known in advance and the worker has found the end.
+            times: the number of positions in each of the worker's latest iterations, and its time in seconds.
+            least: minimum size of the worker's batches if the order is balanced.
+
+        Raises:
+            ConfigurationError: the order differs from the order of another worker.
+            ProtocolError: the request contradicts an earlier request of the worker, or itself.
+        """
+        if self._names.get(worker, {}).get(loader, name) != name:
+            raise ProtocolError(
+                f"worker {worker} requests data for loader {loader} under another name: {name!r}"
+            )
+        ledger = self._loaders.setdefault(name, LoaderLedger())
+        ledger.require_plausible(worker, epoch, order, drawn, committed, end)
+        self._names.setdefault(worker, {})[loader] = name
+        ledger.settle(worker, committed, committed)
+        ledger.observe(worker, times, least)
+        ledger.begin(worker, epoch, order, drawn, live, lockstep)
+        if end is not None:
+            ledger.trim(worker, *end)
+        return ledger.grant(worker, epoch, order, now_s, live)
+
+    def leave(self, worker: int, drawn: Sequence[tuple[int, int]], live: Set[int], *, lost: bool) -> None:
+        """Take back the unused positions of a worker that has left.
+
+        Args:
+            worker: index of the worker.
+            drawn: for each of the worker's loaders, the number of batches that the worker had passed to its script
+                before its last push, at the shards that have received the fewest and the most of its pushes. A
+                missing entry means (0, 0).
+            live: the workers that remain in the job.
+            lost: True if the worker was lost, False if it has finished.
+        """
+        numbers = {name: number for number, name in self._names.pop(worker, {}).items()}
+        for name, ledger in self._loaders.items():
+            number = numbers.get(name, len(drawn))
+            ledger.settle(worker, *(drawn[number] if number < len(drawn) else (0, 0)))
+            ledger.leave(worker, live, lost=lost)
+
+    def has_leases(self, worker: int) -> bool:
+        """Return True if some positions of the worker are not settled: it may have used them or not."""
+        return any(ledger.has_leases(worker) for ledger in self._loaders.values())
+
+    def counts(self) -> dict[str, PositionCounts]:
+        """Return the number of positions in each state, for each loader."""
+        return {name: ledger.counts() for name, ledger in self._loaders.items()}
+
+    def last_order(self, name: str) -> tuple[Order, int]:
+        """Return the order of the last epoch that was opened of a loader, and the number of opened epochs."""
+        return self._loaders[name].last_order
+
+    def validate(self) -> None:
+        """Raise `InternalError` unless every position is in exactly one state."""
+        for counts in self.counts().values():
+            left, leased, settled = counts.left, counts.leased, counts.used + counts.torn
+            if left + leased + settled + counts.returned + counts.left_out != counts.total:
+                raise InternalError(f"the states of the positions do not add up: {counts}")

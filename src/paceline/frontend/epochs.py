@@ -1,0 +1,185 @@
+"""`epochs`, the training loop over the epochs of a run, which all workers end together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from ..core.messages import StopRequested
+from ..core.requests import COORDINATOR, Send
+from ..errors import ConfigurationError, UsageError
+from .progress import Progress, progress_of
+from .session import Session, current
+
+__all__ = ["Epochs", "Limits", "active_loop", "epochs"]
+
+
+def epochs(
+    count: int | None = None,
+    *,
+    minutes: float | None = None,
+    updates: int | None = None,
+    samples: int | None = None,
+) -> Epochs:
+    """Return the numbers of the epochs to train, for a `for` loop.
+
+    If several limits are given, the first one that is reached ends the loop. All limits count from the beginning of
+    the loop. In a run, the first worker that finds that the time, the updates or the samples have reached their limit
+    stops the loop in all workers: each worker finishes its current iteration, and its pass over a distributed loader
+    ends. In a script that runs by itself, the loop ends after the current epoch.
+
+    If a worker is lost in the last epochs and has not used all of its data, workers that end their last epoch later
+    make one more pass, over this data only. The number of the last epoch is then repeated.
+
+    Args:
+        count: number of epochs.
+        minutes: time after which training ends, in minutes.
+        updates: number of updates of the weights, by all workers together. Under `bsp` and other models that average
+            the pushes of a round, each round is one update; under models that apply each push on arrival, such as
+            `asp` and `ssp`, each push is one. Pushes that are not applied do not count.
+        samples: number of samples that all workers together use. The samples of a push count if it is applied or held
+            to be averaged. In a script that runs by itself, each step counts as one full batch of the loader that
+            was given to `distribute` last, unless `step(samples=...)` says otherwise.
+
+    Returns:
+        An iterator over 0, 1, ... It has the method `stop`, which stops the loop in all workers.
+
+    Raises:
+        ConfigurationError: no limit is given, or a limit is not positive.
+        UsageError: `samples` is given, but no step says how many samples it has used. Raised during the loop.
+
+    Example:
+        >>> import paceline
+        >>> for epoch in paceline.epochs(3):
+        ...     print(epoch)
+        0
+        1
+        2
+    """
+    if count is None and minutes is None and updates is None and samples is None:
+        raise ConfigurationError(
+            "epochs() needs a limit: epochs(10), epochs(minutes=30), epochs(updates=1000) or epochs(samples=10**6)."
+        )
+    for name, value, meaning in (
+        ("count", count, "epochs"),
+        ("updates", updates, "updates of the weights"),
+        ("samples", samples, "samples that all workers together use"),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigurationError(
+                f"{name} is {value!r}, expected a positive integer: the number of {meaning}."
+            )
+    if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
+        raise ConfigurationError(f"minutes is {minutes!r}, expected a positive number.")
+    time_s = math.inf if minutes is None else 60.0 * minutes
+    return Epochs(Limits(count, time_s, updates or math.inf, samples or math.inf), current())
+
+
+class Limits(NamedTuple):
+    """The limits of a training loop, from its beginning on.
+
+    Attributes:
+        epochs: number of epochs; None for no limit.
+        time_s: time in seconds.
+        updates: number of updates of the weights.
+        samples: number of samples that all workers together use.
+    """
+
+    epochs: int | None = None
+    time_s: float = math.inf
+    updates: float = math.inf
+    samples: float = math.inf
+
+
+class Epochs:
+    """A training loop over epochs. See `epochs`.
+
+    Args:
+        limits: the limits of the loop.
+        session: the session of this worker; None in a script that runs by itself.
+    """
+
+    def __init__(self, limits: Limits, session: Session | None) -> None:
+        self._limits = limits
+        self._session = session
+        self._number = -1  # set when the loop begins
+        self._begun_s = math.inf
+        # The progress at the beginning of the loop. None if it is not known yet, because this worker has joined the
+        # run while the others were in a later loop of the script.
+        self._begun: Progress | None = None
+        self._stopped = False
+
+    def __iter__(self) -> Iterator[int]:
+        session, count = self._session, self._limits.epochs
+        self._begun_s = self._now_s()
+        if session is not None:
+            self._number = next(_loops.setdefault(session, itertools.count()))
+            _active[session] = self
+        if session is None or session.weights:
+            self._begun = progress_of(session)
+        elif self._number == 0:
+            self._begun = Progress()
+        last = 0
+        try:
+            for last in itertools.count() if count is None else range(count):
+                if self.over:
+                    return
+                yield last
+            if session is not None and not self.over:
+                session.exchange(session.data.reopen)
+                if session.data.has_batches:
+                    session.data.again = True
+                    yield last
+        finally:
+            if session is not None:
+                session.data.again = False
+                _active.pop(session, None)
+
+    @property
+    def over(self) -> bool:
+        """True if the loop must end, because it was stopped or has reached a limit."""
+        if self._session is not None and self._number in self._session.data.stopped:
+            self._stopped = True
+        elif not self._stopped and self._has_reached_a_limit():
+            self.stop()
+        return self._stopped
+
+    def stop(self) -> None:
+        """Stop the loop in all workers. Each worker finishes its current iteration."""
+        if not self._stopped and self._session is not None:
+            self._session.exchange(lambda: [Send(COORDINATOR, StopRequested(self._number))])
+        self._stopped = True
+
+    def _has_reached_a_limit(self) -> bool:
+        limits = self._limits
+        if self._now_s() - self._begun_s >= limits.time_s:
+            return True
+        if math.isinf(limits.updates) and math.isinf(limits.samples):
+            return False
+        now, begun = progress_of(self._session), self._begun
+        if begun is None:
+            self._begun = now if self._session is not None and self._session.weights else None
+            return False
+        updates, samples = now.updates - begun.updates, now.samples - begun.samples
+        if limits.samples < math.inf and now.steps > begun.steps and updates and not samples:
+            raise UsageError(
+                "epochs(samples=...) cannot count the samples, because no step says how many it has used. Distribute "
+                "a DataLoader with a batch_size, or call optimizer.step(samples=...)."
+            )
+        return updates >= limits.updates or samples >= limits.samples
+
+    def _now_s(self) -> float:
+        return self._session.now_s if self._session is not None else time.monotonic()
+
+
+_loops: WeakKeyDictionary[Session, Iterator[int]] = WeakKeyDictionary()
+_active: WeakKeyDictionary[Session, Epochs] = WeakKeyDictionary()
+
+
+def active_loop(session: Session) -> Epochs | None:
+    """Return the loop over epochs that a worker is in, if any."""
+    return _active.get(session)

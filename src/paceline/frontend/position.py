@@ -1,0 +1,68 @@
+"""How far a script has come with the data of a distributed loader.
+
+With a dynamic split, a worker's own number of iterations says little about the progress of the job: a fast worker
+makes more of them than a slow one. The position of a batch in the order of its epoch says it exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary, ref
+
+from ..core.lease import Batch
+from .session import Session
+
+__all__ = ["Position", "current_position"]
+
+
+class Position:
+    """How far a script has come with the data of a distributed loader.
+
+    Args:
+        joint: number of positions in a joint batch, which consists of one batch of each worker.
+
+    Attributes:
+        drawn: number of batches that the script of this worker has drawn.
+        epoch: the epoch to which the batches belong that the job hands out, as far as the drawn batches show.
+        joint_batches: number of joint batches of this epoch that the job has begun, as far as the drawn batches show.
+        passes: number of passes over the loader that have begun.
+        in_pass: True while the script makes a pass.
+        dynamic: True if the data of the current pass is handed out dynamically.
+    """
+
+    def __init__(self, joint: int) -> None:
+        self.drawn = self.epoch = self.joint_batches = 0
+        self.passes = 0
+        self.in_pass = False
+        self.dynamic = False
+        self._joint = joint
+
+    @contextmanager
+    def making_a_pass(self, session: Session, *, dynamic: bool) -> Iterator[None]:
+        """Return a context in which the script makes a pass over the loader."""
+        self.passes = number = self.passes + 1
+        self.in_pass, self.dynamic = True, dynamic
+        _positions[session] = ref(self)
+        try:
+            yield
+        finally:
+            # The iterator of an earlier pass may exist for longer than that of this one.
+            self.in_pass = self.in_pass and self.passes != number
+
+    def draw(self, batch: Batch) -> None:
+        """Record that the script has drawn a batch."""
+        self.drawn += 1
+        # A batch that was returned by a lost worker may come before the others, even in an earlier epoch.
+        begun = batch.epoch, batch.start // self._joint + 1
+        self.epoch, self.joint_batches = max(begun, (self.epoch, self.joint_batches))
+
+
+def current_position(session: Session) -> Position | None:
+    """Return the position in the loader over which a worker makes a pass; None if it makes no pass."""
+    found = _positions.get(session)
+    position = found() if found is not None else None
+    return position if position is not None and position.in_pass else None
+
+
+_positions: WeakKeyDictionary[Session, ref[Position]] = WeakKeyDictionary()

@@ -1,0 +1,254 @@
+"""What `distribute` splits: the items of a loader or another iterable, and how batches are made from them.
+
+A `DataLoader` is split by the indices that its sampler yields, so that each worker loads only its own part. Any other
+iterable is split by the objects that it yields: every worker must produce all of them, and keeps its own part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, Protocol, TypeVar
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from ..errors import ConfigurationError
+
+__all__ = ["Source", "source_of"]
+
+
+L = TypeVar("L", bound=Iterable[Any])
+
+IN_ORDER = (
+    "distribute() loads the batches in the order of the sampler, so it ignores the loader's in_order=False. Remove "
+    "this argument from the DataLoader."
+)
+REPLACEMENT = (
+    "The loader's sampler draws with replacement, so an epoch may contain an item several times or not at all. "
+    "distribute() hands out each position in the sampler's order exactly once."
+)
+
+
+class Source(Protocol):
+    """The data that is split.
+
+    Attributes:
+        key: the object that identifies the data, such as a dataset. Sources with the same key have the same data.
+        size: number of items in an epoch; None if it is not known in advance.
+        batch: number of items in a batch.
+        drop_last: True if an incomplete last batch is left out.
+        chunk: number of items that are drawn at a time from the order of an epoch.
+        once: True if the items can be iterated over only once, as those of a generator.
+        counts_samples: True if each item is one sample.
+        inner: the object whose attributes the distributed loader exposes.
+        divisible: True if batches of other sizes than `batch` can be made.
+        warnings: sentences about how the data is split, for the user.
+    """
+
+    key: object
+    size: int | None
+    batch: int
+    drop_last: bool
+    chunk: int
+    once: bool
+    counts_samples: bool
+    inner: object
+    divisible: bool
+    warnings: list[str]
+
+    def order(self) -> Iterable[Any]:
+        """Return an iterable over all items of a new epoch."""
+        ...
+
+    def load(self, batches: Iterable[list[Any]]) -> Iterable[Any]:
+        """Return an iterable over what the script receives for each batch of items."""
+        ...
+
+    def samples(self, items: list[Any]) -> int | None:
+        """Return the number of samples in a batch of items; None if it is unknown."""
+        ...
+
+
+def source_of(loader: Iterable[Any]) -> Source:
+    """Return the source for a loader.
+
+    Raises:
+        ConfigurationError: the loader cannot be split.
+    """
+    if (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and not isinstance(loader.dataset, IterableDataset)
+    ):
+        return IndexSource(loader)
+    if not hasattr(type(loader), "__iter__"):
+        raise ConfigurationError(
+            f"distribute() got {loader!r}, expected a DataLoader or another iterable over batches."
+        )
+    return ItemSource(loader)
+
+
+class IndexSource:
+    """A `DataLoader`, which is split by the indices that its sampler yields.
+
+    The given loader is not changed: a copy of it, with the same settings, loads the items at the indices in this
+    worker's part.
+    """
+
+    chunk = 1024
+    once = False
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.key: object = loader.dataset
+        self.inner: object = loader
+        self.warnings: list[str] = []
+        self._loader = loader
+        if _may_reorder(loader):
+            self._loader = _in_order(loader)
+            self.warnings.append(IN_ORDER)
+        # Batches of indices from the script's own batch sampler are not divided further.
+        self._whole_batches = loader.batch_size is None and loader.batch_sampler is not None
+        sampler: Iterable[Any] = loader.batch_sampler if self._whole_batches else loader.sampler  # type: ignore[assignment]
+        self._sampler = self._plain(sampler)
+        self.counts_samples = not self._whole_batches
+        self.size = _length(self._sampler)
+        self.batch = 1 if self._whole_batches else loader.batch_size or 1
+        self.drop_last = bool(loader.drop_last) and not self._whole_batches
+        self.divisible = loader.batch_size is not None and self.size is not None
+        if _replaces(self._sampler):
+            self.warnings.append(REPLACEMENT)
+
+    def order(self) -> Iterable[Any]:
+        return self._sampler
+
+    def load(self, batches: Iterable[list[Any]]) -> Iterable[Any]:
+        loader = copy.copy(self._loader)
+        # Set through `__dict__`, because `DataLoader.__setattr__` does not allow these attributes to be changed.
+        changed = loader.__dict__
+        changed["_iterator"] = None
+        if self._whole_batches:
+            changed["batch_sampler"] = _Each(batches)
+        elif self._loader.batch_size is None:
+            changed["sampler"] = _Each(batches)
+        else:
+            changed["batch_sampler"] = batches
+        return loader
+
+    def samples(self, items: list[Any]) -> int | None:
+        if not self._whole_batches:
+            return len(items)
+        return len(items[0]) if isinstance(items[0], Sized) else None
+
+    def _plain(self, sampler: Iterable[Any]) -> Iterable[Any]:
+        """Return the sampler itself, or for a `DistributedSampler` a sampler over the whole dataset."""
+        if isinstance(sampler, BatchSampler) and isinstance(sampler.sampler, DistributedSampler):
+            return BatchSampler(self._plain(sampler.sampler), sampler.batch_size, sampler.drop_last)
+        if not isinstance(sampler, DistributedSampler):
+            return sampler
+        self.warnings.append(
+            "distribute() splits the data itself, so it ignores the loader's DistributedSampler. Remove the "
+            f"sampler, and give shuffle={sampler.shuffle!r} to the DataLoader."
+        )
+        whole: Sampler[Any] = (
+            RandomSampler(sampler.dataset) if sampler.shuffle else SequentialSampler(sampler.dataset)  # type: ignore[arg-type]
+        )
+        return whole
+
+
+class ItemSource:
+    """An iterable that is split by the objects that it yields."""
+
+    batch = 1
+    drop_last = False
+    chunk = 1
+    divisible = False
+    counts_samples = False
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.key: object = items
+        self.inner: object = items
+        self.warnings: list[str] = []
+        self.size: int | None = _length(items)
+        # Some loaders are their own iterators and begin anew with each pass. Such loaders usually have a length.
+        self.once = isinstance(items, Iterator) and self.size is None
+        self._items = items
+        if _may_reorder(items):
+            self._items = _in_order(items)
+            self.warnings.append(IN_ORDER)
+        if not isinstance(items, list | tuple | range):
+            self.warnings.append(
+                f"distribute() can split a {_described(items)} only by its batches: every worker produces all of "
+                "them, and skips those of the other workers. To avoid this, use a DataLoader over a dataset with a "
+                "length, or select each worker's data with paceline.worker_index() and paceline.worker_count()."
+            )
+
+    def order(self) -> Iterable[Any]:
+        return self._items
+
+    def load(self, batches: Iterable[list[Any]]) -> Iterable[Any]:
+        return _Each(batches)
+
+    def samples(self, items: list[Any]) -> int | None:
+        return None
+
+
+class _Each:
+    """Yields the only item of each batch."""
+
+    def __init__(self, batches: Iterable[list[Any]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for [item] in self._batches:
+            yield item
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+
+def _may_reorder(loader: Iterable[Any]) -> bool:
+    """Return True if a loader yields each batch as soon as one of its processes has loaded it."""
+    return getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", 0) > 0
+
+
+def _in_order(loader: L) -> L:
+    """Return a copy of a loader that yields its batches in the order of its sampler."""
+    # Some libraries wrap a loader in an object whose `__class__` is `DataLoader`, so `isinstance` is not enough.
+    if not issubclass(type(loader), DataLoader):
+        raise ConfigurationError(
+            f"distribute() cannot split a {type(loader).__name__} with in_order=False, because all workers must "
+            "produce the same order. Create the loader with in_order=True."
+        )
+    ordered = copy.copy(loader)
+    ordered.__dict__.update(_iterator=None, in_order=True)
+    return ordered
+
+
+def _replaces(sampler: object) -> bool:
+    """Return True if a sampler, or the sampler in a batch sampler, draws with replacement."""
+    while sampler is not None:
+        if getattr(sampler, "replacement", False) is True:
+            return True
+        sampler = getattr(sampler, "sampler", None)
+    return False
+
+
+def _described(items: Iterable[Any]) -> str:
+    name = type(items).__name__
+    over_stream = isinstance(items, DataLoader) and isinstance(items.dataset, IterableDataset)
+    return f"{name} over an IterableDataset" if over_stream else name
+
+
+def _length(items: Iterable[Any]) -> int | None:
+    try:
+        return len(items) if isinstance(items, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None  # for example, a DataLoader over an IterableDataset without a length

@@ -1,0 +1,71 @@
+"""The summary of a run as pairs of short texts, which `paceline run` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .speed import speed_unit
+
+__all__ = ["summary_rows"]
+
+LEAST_IDLE_S = 0.1  # the summary does not mention shorter idle times
+
+
+def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the rows of the summary: mapping from the name of a row to its text.
+
+    Args:
+        summary: the summary of a run, as in `RunResult.summary` and `summary.json`.
+    """
+    shown = {"sync": str(summary["sync"])}
+    # There are no statistics if the traces of the run could not be read.
+    if "duration_s" in summary:
+        shown |= _figures(summary)
+    if summary["emulated"]:
+        shown["emulated"] = str(summary["emulated"])
+    return shown
+
+
+def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
+    shards = summary["shards"]
+    # In each iteration, a worker pushes once to every shard.
+    pushes = sum(summary["iterations"].values()) * shards
+    to_shards = f" to {shards} shards" if shards > 1 else ""
+    shown = {
+        "duration": f"{summary['duration_s']:.1f} s",
+        **_speed(summary),
+        "left out": f"{summary['dropped_pushes']} of {pushes} pushes{to_shards} (no usable gradient, or too late)",
+        "waiting": f"{summary['waiting_share']:.1%} of the workers' time",
+        "idle": _idle(summary),
+        "restarts": f"{summary['restarts']}, {summary['wasted_s']:.1f} s of computation wasted",
+        "staleness": f"mean {summary['mean_staleness']:.2f}, maximum {summary['max_staleness']} (in updates)",
+        "gap": f"maximum {summary['max_gap']} (in iterations)",
+    }
+    figures = {"left out": "dropped_pushes", "restarts": "restarts"}
+    absent = {name for name, figure in figures.items() if not summary[figure]}
+    return {name: text for name, text in shown.items() if text and name not in absent}
+
+
+def _speed(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Show the samples per second, or the gradients per second if the number of samples is unknown.
+
+    Updates per second are not shown, because updates under different sync models contain different numbers of
+    gradients.
+    """
+    unit = speed_unit([summary["samples_per_s"]])
+    shown: dict[str, str] = {unit: f"{summary[unit]} ({summary[f'{unit}_per_s']:.1f} per second)"}
+    if summary["updates"]:
+        share = summary["gradients"] / summary["updates"]
+        shown["updates"] = f"{summary['updates']} ({share:.3g} gradient{'s' * (share != 1)} each, on average)"
+    return shown
+
+
+def _idle(summary: Mapping[str, Any]) -> str:
+    """Say how many workers had nothing left to do while others still worked, and for how long; "" if none had."""
+    idle_s = [seconds for seconds in summary["idle_s"].values() if seconds >= LEAST_IDLE_S]
+    if not idle_s:
+        return ""
+    workers = f"{len(idle_s)} worker{'s' * (len(idle_s) > 1)}"
+    share = summary["idle_share"]
+    return f"{workers} finished up to {max(idle_s):.1f} s before the last ({share:.1%} of the workers' time)"

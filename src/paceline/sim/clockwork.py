@@ -1,0 +1,156 @@
+"""Drivers for simulated workers that compute nothing and only let time pass. See `paceline.sim.job.Driver`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..core.lease import BatchSizing, Order, Split
+from ..errors import ConfigurationError, unknown_name
+from .job import VirtualJob
+
+__all__ = ["Clockwork", "Dataset", "DatasetClockwork"]
+
+SPLITS = ("auto", "dynamic", "static")
+LOADER = 0  # the workers' number for their only loader
+
+
+class Dataset(msgspec.Struct, frozen=True, kw_only=True):
+    """Data that simulated workers use up, as a script does that distributes a loader in each epoch.
+
+    Attributes:
+        samples: number of samples in an epoch.
+        batch_size: usual number of samples in a worker's batch.
+        epochs: number of epochs.
+        split: as for `paceline.distribute`.
+        drop_last: True to leave out a last batch that is not full.
+
+    Raises:
+        ConfigurationError: a number is not positive, or the split is unknown.
+
+    Example:
+        >>> Dataset(samples=50_000, batch_size=32).epochs
+        1
+    """
+
+    samples: int
+    batch_size: int
+    epochs: int = 1
+    split: Split = "auto"
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "batch_size", "epochs"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name} is {value!r}, expected a whole number >= 1.")
+        if self.split not in SPLITS:
+            raise unknown_name("split", self.split, SPLITS)
+
+
+class Clockwork:
+    """Drives workers through a number of iterations.
+
+    Args:
+        job: the simulated job.
+        iterations: number of iterations of each worker; may be infinite.
+    """
+
+    def __init__(self, job: VirtualJob, iterations: float) -> None:
+        self._job = job
+        self._iterations = iterations
+
+    def joined(self, worker: int) -> None:
+        self.answered(worker)
+
+    def answered(self, worker: int) -> None:
+        if self._job.workers[worker].core.iteration < self._iterations:
+            self._job.compute(worker)
+        else:
+            self._job.finish(worker)
+
+    def computed(self, worker: int) -> None:
+        self._job.push(worker)
+
+    def aborted(self, worker: int) -> None:
+        self._job.pull_again(worker)
+
+    def sent(self, worker: int, shard: int) -> None:
+        pass
+
+    def supplied(self, worker: int) -> None:
+        pass
+
+    def lost(self, worker: int) -> None:
+        pass
+
+
+class DatasetClockwork(Clockwork):
+    """Drives workers through the epochs of a dataset: each worker computes one gradient for each of its batches.
+
+    Args:
+        job: the simulated job.
+        dataset: the data.
+        batch: "equal" or "balanced": the sizes of the workers' batches.
+    """
+
+    def __init__(self, job: VirtualJob, dataset: Dataset, batch: BatchSizing) -> None:
+        super().__init__(job, 0)
+        self._epochs = dataset.epochs
+        self._order = Order(
+            dataset.samples, dataset.batch_size, dataset.drop_last, dataset.split, "", batch == "balanced"
+        )
+        self._epoch = 0  # the last epoch that a worker has begun
+        self._next: dict[int, int] = {}  # worker -> the epoch that it begins next
+        self._computes: set[int] = set()  # workers that have a batch, which they may have to compute again
+        self._waiting: set[int] = set()  # workers that wait for data
+
+    def joined(self, worker: int) -> None:
+        self._next[worker] = self._epoch
+        self._computes.discard(worker)
+        self._waiting.discard(worker)
+        self._begin(worker)
+
+    def answered(self, worker: int) -> None:
+        if worker in self._computes:  # the computation of this batch was aborted
+            self._job.compute(worker)
+        else:
+            self._continue(worker)
+
+    def computed(self, worker: int) -> None:
+        self._computes.discard(worker)
+        self._job.push(worker)
+
+    def supplied(self, worker: int) -> None:
+        if worker in self._waiting:
+            self._continue(worker)
+
+    def _begin(self, worker: int) -> None:
+        """Begin the worker's next epoch. After the last one, pass over what other workers have returned."""
+        core, epoch = self._job.workers[worker].core, self._next[worker]
+        self._next[worker] = epoch + 1
+        if epoch > self._epochs:
+            self._job.finish(worker)
+            return
+        self._waiting.add(worker)
+        if epoch == self._epochs:
+            requests = core.data.reopen()
+        else:
+            self._epoch = max(self._epoch, epoch)
+            core.reach_epoch(epoch)
+            requests = core.data.begin(LOADER, "data", epoch, self._order)
+        self._job.carry(worker, requests, at_once=False)
+
+    def _continue(self, worker: int) -> None:
+        """Compute the gradient for the worker's next batch, or wait for data."""
+        data = self._job.workers[worker].core.data
+        self._waiting.discard(worker)
+        batch = data.take(LOADER)
+        if batch is not None:
+            data.draw(LOADER, batch.size, batch.size)
+            self._computes.add(worker)
+            self._job.compute(worker)
+        elif data.ended(LOADER):
+            self._begin(worker)
+        else:
+            self._waiting.add(worker)
+            self._job.carry(worker, data.request(LOADER), at_once=False)

@@ -1,0 +1,113 @@
+"""Says in sentences how much time the workers of a run lost, why, and what would help.
+
+A sentence appears only if the statistics support it: the lost time must be at least 5 % of the run and at least one
+second.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Sequence
+from statistics import fmean
+
+from .measures import Measures
+
+__all__ = ["find"]
+
+LEAST_SHARE = 0.05
+LEAST_S = 1.0
+# The workers' numbers of iterations count as equal if the smallest is at least this fraction of the largest.
+EQUAL = 0.95
+# The workers' waiting times count as uneven if the shortest is at most this fraction of the mean.
+UNEVEN = 0.5
+
+OTHER_MODEL = (
+    "A sync model without barriers in every iteration hands out data as it is used: try --sync asp or "
+    "--sync elastic-bsp"
+)
+BALANCED = "--batch balanced, which chooses each worker's batch in proportion to its speed"
+DISTRIBUTE = "paceline.distribute(loader) without split='static' hands out data as it is used."
+
+
+def find(
+    measures: Measures, *, lockstep: bool, balanced: bool = False, run_dir: str | None = None
+) -> list[str]:
+    """Return sentences about the time that workers lost because they were idle or waited; [] if they lost little.
+
+    Args:
+        measures: the statistics of the run.
+        lockstep: True if the sync model keeps all workers in lockstep, as `bsp` does. Its epochs are split into equal
+            shares, and it has a barrier in every iteration.
+        balanced: True if the run had balanced batches, which are then not suggested.
+        run_dir: the run directory, to be named in the command that compares the sync models. Default: the command is
+            not mentioned.
+    """
+    sentences, hints = _idle(measures, lockstep, balanced)
+    waiting, more = _waiting(measures, lockstep, balanced)
+    advice = []
+    if waiting and run_dir is not None:
+        command = f"paceline advise {shlex.quote(run_dir)}"
+        advice = [f"To compare the sync models on these machines, run: {command}"]
+    # Both causes may have the same hint.
+    return list(dict.fromkeys([*sentences, *waiting, *hints, *more, *advice]))
+
+
+def _idle(measures: Measures, lockstep: bool, balanced: bool) -> tuple[list[str], list[str]]:
+    """Return sentences about workers that had finished while others still worked, and hints."""
+    least_s = max(LEAST_S, LEAST_SHARE * measures.duration_s)
+    idle_s = {worker: time_s for worker, time_s in measures.idle_s.items() if time_s >= least_s}
+    if not idle_s:
+        return [], []
+    working = [worker for worker, left_s in measures.left_s.items() if measures.duration_s - left_s < least_s]
+    who = f"{len(idle_s)} workers were" if len(idle_s) > 1 else f"Worker {next(iter(idle_s))} was"
+    sentence = (
+        f"{who} idle for the last {_range(idle_s.values(), '{:.1f}')} s "
+        f"({_range([time_s / measures.duration_s for time_s in idle_s.values()], '{:.0%}')} of the run), because "
+        f"{_names(working)} still worked."
+    )
+    # If those who were left hardly pushed any more, their scripts did something other than training.
+    pushed_s = max((measures.last_push_s.get(worker, 0.0) for worker in working), default=0.0)
+    if measures.duration_s - pushed_s > max(idle_s.values()) / 2:
+        others = "Their last pushes" if len(working) > 1 else "Its last push"
+        return [
+            sentence,
+            f"{others} arrived {measures.duration_s - pushed_s:.1f} s before the end: after that, the script did "
+            "something other than training, such as evaluating the model.",
+        ], []
+    counts = [measures.iterations[worker] for worker in [*idle_s, *working]]
+    if min(counts) < EQUAL * max(counts):
+        return [sentence], []
+    equal = f"All of them had equal shares ({_range(counts, '{}')} iterations each), although their speeds differ."
+    return [sentence, equal], [_remedy(balanced) if lockstep else DISTRIBUTE]
+
+
+def _waiting(measures: Measures, lockstep: bool, balanced: bool) -> tuple[list[str], list[str]]:
+    """Return sentences about the time for which workers waited for the answers to their pulls, and hints."""
+    mean_s = fmean(measures.waiting_s.values()) if measures.waiting_s else 0.0
+    if measures.waiting_share < LEAST_SHARE or mean_s < LEAST_S:
+        return [], []
+    what = "at the barrier of each iteration" if lockstep else "for the answers to their pulls"
+    share = f"Workers waited {what} for {measures.waiting_share:.0%} of their time ({mean_s:.1f} s each, on average)"
+    shortest = min(measures.waiting_s, key=lambda worker: measures.waiting_s[worker])
+    uneven = measures.waiting_s[shortest] <= UNEVEN * mean_s
+    if uneven:
+        share += f"; worker {shortest} waited least ({measures.waiting_s[shortest]:.1f} s)"
+    return [f"{share}."], [_remedy(balanced or not uneven)] if lockstep else []
+
+
+def _remedy(only_other_model: bool) -> str:
+    return f"{OTHER_MODEL}." if only_other_model else f"{OTHER_MODEL}, or {BALANCED}."
+
+
+def _range(numbers: Collection[float], form: str) -> str:
+    """Return the smallest and the largest number as text, or one number if both have the same text."""
+    least, most = form.format(min(numbers)), form.format(max(numbers))
+    return least if least == most else f"{least} to {most}"
+
+
+def _names(workers: Sequence[int]) -> str:
+    """Return the workers as text, for example "workers 2 and 3"."""
+    if len(workers) == 1:
+        return f"worker {workers[0]}"
+    first = ", ".join(str(worker) for worker in workers[:-1])
+    return f"workers {first} and {workers[-1]}"

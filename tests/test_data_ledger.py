@@ -1,0 +1,453 @@
+"""The ledger of the data, with the workers' feeds: each position of an epoch is used once, or the reason is known."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from paceline.core.coordinator import Coordinator
+from paceline.core.data_feed import DataFeed
+from paceline.core.data_ledger import DataLedger
+from paceline.core.lease import Batch, Order
+from paceline.core.messages import DataGranted, DataRequested
+from paceline.core.requests import Request, Send, server_peer, worker_peer
+from paceline.errors import ConfigurationError, ProtocolError
+from paceline.sync.schedule import read_schedule
+
+
+@dataclass
+class Life:
+    """A worker of a job with one loader, which pushes after each batch."""
+
+    index: int
+    speed: float
+    feed: DataFeed = field(default_factory=DataFeed)
+    epoch: int = -1
+    free_s: float = 0.0
+    drawn: int = 0
+
+
+class Job:
+    """A ledger, and workers that use up its data in virtual time. A worker that is lost may leave torn pushes."""
+
+    def __init__(self, speeds: list[float], *, lockstep: bool = False) -> None:
+        self.ledger = DataLedger()
+        self.lives = {w: Life(w, speed) for w, speed in enumerate(speeds)}
+        self.lockstep = lockstep
+        self.now_s = 0.0
+        self.requests = 0
+
+    def carry(self, life: Life, requests: list[Request]) -> None:
+        for request in requests:
+            assert isinstance(request, Send)
+            message = request.message
+            assert isinstance(message, DataRequested)
+            self.requests += 1
+            grant = self.ledger.request(
+                life.index,
+                message.loader,
+                message.name,
+                message.epoch,
+                message.order,
+                drawn=message.drawn,
+                committed=message.committed,
+                now_s=self.now_s,
+                live=self.lives.keys(),
+                lockstep=self.lockstep,
+                end=message.end,
+                times=message.times,
+                least=message.least,
+            )
+            life.feed.handle(DataGranted(0, message.epoch, grant.leases, grant.last))
+            self.ledger.validate()
+
+    def begin(self, life: Life, epoch: int, order: Order) -> None:
+        life.epoch = epoch
+        self.carry(life, life.feed.begin(0, "loader", epoch, order))
+
+    def take(self, life: Life, order: Order, real_size: int) -> Batch | None:
+        """Take a batch as a sampler does; None at the end of the epoch."""
+        while True:
+            batch = life.feed.take(0)
+            if batch is None:
+                if life.feed.ended(0):
+                    return None
+                self.carry(life, life.feed.request(0))
+                continue
+            if batch.least_size > real_size:
+                self.carry(life, life.feed.exhaust(0, batch.epoch, real_size))
+                continue
+            if batch.start + batch.size > real_size:
+                batch = batch._replace(size=real_size - batch.start)
+                self.carry(life, life.feed.exhaust(0, batch.epoch, real_size))
+                if order.drop_last:
+                    continue
+            life.feed.draw(0, batch.size, batch.size)
+            life.drawn += 1
+            return batch
+
+    def push(self, life: Life, busy_s: float | None = None) -> None:
+        self.carry(life, life.feed.push(busy_s))
+        life.feed.answered()
+
+    def leave(self, life: Life, drawn: tuple[int, int], *, lost: bool) -> None:
+        del self.lives[life.index]
+        self.ledger.leave(life.index, [drawn], self.lives.keys(), lost=lost)
+        self.ledger.validate()
+
+
+def batches_of_each(job: Job, epoch: int, order: Order, size: int) -> dict[int, list[tuple[int, ...]]]:
+    """Let one worker after another take its part of an epoch; return (epoch, start, size) of its batches."""
+    taken: dict[int, list[tuple[int, ...]]] = {}
+    for life in job.lives.values():
+        job.begin(life, epoch, order)
+        taken[life.index] = []
+        while (batch := job.take(life, order, size)) is not None:
+            taken[life.index].append(batch[:3])
+    return taken
+
+
+def test_an_epoch_is_used_once_and_all_workers_end_it_within_one_batch_of_each_other() -> None:
+    order = Order(4003, 4, False, "dynamic", "")
+    for slowest in (1.0, 3.0, 10.0):
+        job = Job([1.0, 1.0, 1.0, slowest])
+        ends: dict[int, float] = {}
+        used = Counter[int]()
+        for life in job.lives.values():
+            job.begin(life, 0, order)
+        while len(ends) < 4:
+            drawing = [life for life in job.lives.values() if life.index not in ends]
+            life = min(drawing, key=lambda life: (life.free_s, life.index))
+            job.now_s = life.free_s
+            if life.drawn:
+                job.push(life)
+            batch = job.take(life, order, 4003)
+            if batch is None:
+                ends[life.index] = life.free_s
+                continue
+            used.update(range(batch.start, batch.start + batch.size))
+            life.free_s += 0.005 * life.speed
+        assert used == Counter(range(4003))
+        assert max(ends.values()) - min(ends.values()) <= 0.005 * slowest + 1e-9
+        assert job.requests < 1000 / 2 + 50  # most leases have several batches
+
+
+def test_a_static_split_gives_every_worker_its_part_of_each_joint_batch() -> None:
+    order = Order(37, 4, False, "auto", "")
+    job = Job([1.0, 1.0, 1.0], lockstep=True)
+    assert batches_of_each(job, 0, order, 37) == {
+        0: [(0, 0, 4), (0, 12, 4), (0, 24, 4)],
+        1: [(0, 4, 4), (0, 16, 4), (0, 28, 4)],
+        2: [(0, 8, 4), (0, 20, 4), (0, 32, 4)],
+    }  # the last position is left out, because it cannot be divided among three workers
+    order = Order(41, 4, False, "auto", "")
+    taken = batches_of_each(job, 1, order, 41)
+    assert [batches[-1] for batches in taken.values()] == [(1, 36, 2), (1, 38, 2), (1, 40, 1)]
+    assert job.ledger.counts()["loader"].left_out == 1
+
+
+@pytest.mark.parametrize("seed", range(1000))
+def test_in_random_lives_every_position_is_used_once_or_torn_or_returned(seed: int) -> None:
+    """Workers are lost, join, leave epochs early and have loaders that take batches in advance."""
+    draw = random.Random(seed)
+    size, batch = draw.randint(8, 200), draw.randint(1, 7)
+    sized = draw.random() < 0.8
+    split = draw.choice(["dynamic", "static", "auto"])
+    lockstep = draw.random() < 0.5
+    static = split == "static" or (split == "auto" and lockstep)
+    balanced = sized and draw.random() < 0.5
+    most = batch * draw.randint(1, 3) if draw.random() < 0.3 else None
+    order = Order(size if sized else None, batch, draw.random() < 0.3, split, "", balanced, most)  # type: ignore[arg-type]
+    job = Job([draw.uniform(1, 4) for _ in range(draw.randint(1, 5))], lockstep=lockstep)
+    used, torn = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    epochs, newcomer = 3, 10
+    finished = 0
+    last: dict[int, list[Batch]] = {w: [] for w in job.lives}  # drawn and not pushed
+    while job.lives:
+        life = min(job.lives.values(), key=lambda life: (life.free_s, life.index))
+        job.now_s = life.free_s
+        life.free_s += life.speed * draw.uniform(0.5, 1.5)
+        if life.epoch < 0:
+            job.begin(life, 0, order)
+        pending = last[life.index]
+        fate = draw.random()
+        if fate < 0.01 and len(job.lives) > 1:  # lost, perhaps while some shards have its push
+            pushed = life.drawn if draw.random() < 0.5 else life.drawn - len(pending)
+            before = life.drawn - len(pending)
+            for item in pending if pushed > before else ():
+                torn.update((item.epoch, p) for p in range(item.start, item.start + item.size))
+            job.leave(life, (before, pushed), lost=True)
+            if draw.random() < 0.5:
+                job.lives[newcomer] = Life(newcomer, draw.uniform(1, 4), free_s=job.now_s)
+                last[newcomer] = []
+                newcomer += 1
+            continue
+        taken = None if fate < 0.02 else job.take(life, order, size)
+        if taken is not None:
+            assert 1 <= taken.size <= (order.most or size if balanced else batch)
+            pending.append(taken)
+            if draw.random() < 0.8:  # otherwise, gradients are accumulated
+                job.push(life, draw.uniform(0.5, 1.5) * life.speed * sum(item.size for item in pending))
+                used.update(
+                    (item.epoch, p) for item in pending for p in range(item.start, item.start + item.size)
+                )
+                pending.clear()
+        elif life.epoch + 1 < epochs:
+            job.begin(life, life.epoch + 1, order)
+        else:
+            job.leave(life, (life.drawn - len(pending),) * 2, lost=False)
+            finished += 1
+    counts = job.ledger.counts()["loader"]
+    assert finished
+    assert max((*used.values(), *torn.values()), default=1) == 1
+    assert not used.keys() & torn.keys()
+    assert counts.leased == 0
+    assert (counts.used, counts.torn) == (used.total(), torn.total())
+    if sized:
+        opened = counts.total // size
+        assert counts.total == opened * size
+        unused = counts.left + counts.returned + counts.left_out
+        assert used.total() + torn.total() + unused == counts.total
+    assert all(0 <= position < size for _, position in (*used, *torn))
+    if not static and sized and not order.drop_last and counts.returned == counts.left == 0:
+        assert used.total() + torn.total() == counts.total
+
+
+def test_orders_that_differ_are_refused() -> None:
+    job = Job([1.0, 1.0])
+    job.begin(job.lives[0], 0, Order(10, 2, False, "auto", "a"))
+    with pytest.raises(ConfigurationError, match="worker 1's loader differs from worker 0's: its order"):
+        job.begin(job.lives[1], 0, Order(10, 2, False, "auto", "b"))
+    with pytest.raises(ConfigurationError, match="it has 9 items instead of 10"):
+        job.begin(job.lives[1], 0, Order(9, 2, False, "auto", "a"))
+    with pytest.raises(ConfigurationError, match="its drop_last is True instead of False"):
+        job.begin(job.lives[1], 0, Order(10, 2, True, "auto", "a"))
+    job.begin(job.lives[1], 0, Order(10, 3, False, "auto", "a"))
+    lockstep = Job([1.0, 1.0], lockstep=True)
+    lockstep.begin(lockstep.lives[0], 0, Order(10, 2, False, "auto", "a"))
+    with pytest.raises(ConfigurationError, match="its batch size is 3 instead of 2"):
+        lockstep.begin(lockstep.lives[1], 0, Order(10, 3, False, "auto", "a"))
+
+
+def test_an_earlier_epoch_is_refused() -> None:
+    job = Job([1.0])
+    order = Order(10, 2, False, "auto", "a")
+    job.begin(job.lives[0], 1, order)
+    with pytest.raises(ProtocolError, match="requests data of epoch 0, after data of epoch 1"):
+        job.begin(job.lives[0], 0, order)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"name": "b"}, "for loader 0 under another name: 'b'"),
+        ({"drawn": 1}, "has drawn 1 batches and pushed 2, expected at least 2"),
+        ({"committed": 1}, "has drawn 2 batches and pushed 1, expected at least 2"),
+        ({"end": (0, 2**53)}, "reports the end of an order whose size is known"),
+    ],
+)
+def test_a_request_that_contradicts_an_earlier_one_is_refused(second: dict[str, Any], message: str) -> None:
+    ledger = DataLedger()
+    request: dict[str, Any] = {
+        "worker": 0,
+        "loader": 0,
+        "name": "a",
+        "epoch": 0,
+        "order": Order(100, 2, False, "dynamic", ""),
+        "drawn": 2,
+        "committed": 2,
+        "now_s": 0.0,
+        "live": {0},
+        "lockstep": False,
+    }
+    ledger.request(**request)
+    counts = ledger.counts()
+    with pytest.raises(ProtocolError, match=message):
+        ledger.request(**(request | second))
+    assert ledger.counts() == counts
+
+
+class Office:
+    """A coordinator of two workers that train with ASP and one server."""
+
+    def __init__(self, *, server: bool) -> None:
+        self.core = Coordinator(read_schedule("asp"), workers=2, servers=1, shards=1)
+        for worker in range(2):
+            self.core.connected(worker_peer(worker), 0.0)
+        if server:
+            self.core.connected(server_peer(0), 0.0)
+
+    def request(self, worker: int, epoch: int, size: int) -> DataGranted:
+        request = DataRequested(0, "a", epoch, Order(size, 4, False, "dynamic", ""), 0, 0)
+        [answer] = self.core.handle(worker_peer(worker), request, 0.0)
+        assert isinstance(answer, Send)
+        assert isinstance(answer.message, DataGranted)
+        return answer.message
+
+
+def test_a_worker_that_is_lost_before_the_servers_connect_returns_its_data() -> None:
+    office = Office(server=False)
+    leases = office.request(0, 0, 8).leases
+    office.core.disconnected(worker_peer(0), 0.0)
+    assert office.request(1, 0, 8).leases == leases
+
+
+def test_a_worker_that_was_lost_without_data_may_begin_again() -> None:
+    office = Office(server=True)
+    office.request(0, 3, 0)
+    office.core.disconnected(worker_peer(0), 0.0)
+    office.core.admit(0, 0, None, 0.0)
+    assert office.request(0, 0, 0).last
+
+
+def test_an_epoch_of_astronomic_size_is_returned_and_dealt_without_listing_it() -> None:
+    order = Order(10**10, 4, False, "static", "")
+    job = Job([1.0, 1.0, 1.0])
+    for life in list(job.lives.values()):
+        job.begin(life, 0, order)
+    job.take(job.lives[0], order, order.size or 0)
+    job.leave(job.lives[0], (1, 1), lost=True)
+    assert job.ledger.counts()["loader"].returned > 3 * 10**9
+    for life in job.lives.values():
+        job.begin(life, 1, order)
+    counts = job.ledger.counts()["loader"]
+    assert counts.returned < 2
+    assert counts.leased > 10**10
+
+
+def test_returned_batches_that_are_too_small_for_a_worker_are_left_out_at_once() -> None:
+    job = Job([1.0, 1.0])
+    job.begin(job.lives[0], 0, Order(10**10, 2, True, "static", ""))
+    job.leave(job.lives[0], (0, 0), lost=True)
+    job.begin(job.lives[1], 1, Order(10**10, 4, True, "dynamic", ""))
+    counts = job.ledger.counts()["loader"]
+    assert (counts.returned, counts.left_out, counts.leased) == (0, 5 * 10**9, 4)
+
+
+@pytest.mark.parametrize("size", range(60, 76))
+def test_no_balanced_batch_is_smaller_than_the_minimum(size: int) -> None:
+    """Not even the last batch of an epoch, or what is left of a batch that another worker has returned."""
+    order = Order(size, 5, False, "dynamic", "", balanced=True)
+    job = Job([1.0, 1.0, 1.0])
+    for life in job.lives.values():
+        life.feed.least = 2
+        job.begin(life, 0, order)
+    job.leave(job.lives[0], (0, 0), lost=True)
+    sizes = []
+    while job.lives:
+        for life in list(job.lives.values()):
+            job.now_s += 0.01
+            if (batch := job.take(life, order, size)) is None:
+                job.leave(life, (life.drawn, life.drawn), lost=False)
+                continue
+            sizes.append(batch.size)
+            job.push(life, (1.0 + 2 * life.index) * batch.size)
+    counts = job.ledger.counts()["loader"]
+    assert min(sizes) >= 2
+    assert sum(sizes) == counts.used
+    assert counts.used + counts.left_out == size
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_balanced_batches_follow_the_speeds_and_keep_the_joint_batch(lockstep: bool) -> None:
+    order = Order(64 * 100, 16, False, "auto", "", balanced=True)
+    job = Job([1.0, 1.0, 1.0, 3.0], lockstep=lockstep)
+    sizes: dict[int, list[Batch]] = {w: [] for w in job.lives}
+    for life in job.lives.values():
+        job.begin(life, 0, order)
+    ended: set[int] = set()
+    while len(ended) < 4:
+        drawing = [life for life in job.lives.values() if life.index not in ended]
+        life = min(drawing, key=lambda life: (life.drawn if lockstep else life.free_s, life.index))
+        job.now_s = life.free_s
+        if life.drawn:
+            job.push(life, life.speed * 0.003 * sizes[life.index][-1].size)
+        batch = job.take(life, order, 6400)
+        if batch is None:
+            ended.add(life.index)
+            continue
+        sizes[life.index].append(batch)
+        life.free_s += life.speed * 0.003 * batch.size
+    used = Counter(p for batches in sizes.values() for b in batches for p in range(b.start, b.start + b.size))
+    assert used == Counter(range(6400))
+    last = [batches[-2].size for batches in sizes.values()]
+    assert sorted(last) == [6, 19, 19, 20]
+    if (
+        lockstep
+    ):  # all workers have the same number of batches, which together are the joint batches of equal shares
+        assert {len(batches) for batches in sizes.values()} == {100}
+        for number, joint in enumerate(zip(*sizes.values(), strict=True)):
+            positions = sorted(p for b in joint for p in range(b.start, b.start + b.size))
+            assert positions == list(range(64 * number, 64 * number + 64))
+
+
+def test_new_shares_hold_for_rounds_that_no_worker_has_taken() -> None:
+    """A sampler that takes many batches in advance receives the same joint batches as the others."""
+    order = Order(48 * 30, 16, True, "static", "", balanced=True, most=24)
+    job = Job([1.0, 2.0, 4.0])
+    lives = list(job.lives.values())
+    for life in lives:
+        job.begin(life, 0, order)
+    taken: dict[int, list[Batch]] = {life.index: [] for life in lives}
+    for step in range(30):
+        for life in lives:
+            ahead = {0: 9, 1: 3, 2: 0}[life.index]
+            while len(taken[life.index]) <= min(step + ahead, 29):
+                batch = job.take(life, order, 48 * 30)
+                assert batch is not None
+                taken[life.index].append(batch)
+            job.push(life, life.speed * taken[life.index][step].size)
+    for number, joint in enumerate(zip(*taken.values(), strict=True)):
+        assert sum(b.size for b in joint) == 48
+        assert min(b.start for b in joint) == 48 * number
+        assert max(b.start + b.size for b in joint) == 48 * number + 48
+    assert [batches[-1].size for batches in taken.values()] == [
+        24,
+        16,
+        8,
+    ]  # the first would be 27 without `most`
+
+
+def test_the_sizes_do_not_depend_on_the_order_in_which_workers_ask() -> None:
+    """Small differences between the workers' speeds do not change the sizes, whichever worker asks first."""
+    order = Order(192 * 50, 64, False, "static", "", balanced=True)
+    job = Job([1.0, 1.0, 1.04])
+    draw = random.Random(0)
+    for life in job.lives.values():
+        job.begin(life, 0, order)
+    for _ in range(50):
+        for life in draw.sample(list(job.lives.values()), 3):
+            batch = job.take(life, order, 192 * 50)
+            assert batch is not None
+            assert batch.size == 64
+            job.push(life, life.speed * batch.size)
+
+
+def test_a_lost_workers_share_of_later_rounds_goes_to_the_others() -> None:
+    order = Order(48 * 20, 16, False, "static", "", balanced=True)
+    job = Job([1.0, 1.0, 1.0])
+    lives = list(job.lives.values())
+    for life in lives:
+        job.begin(life, 0, order)
+    used = Counter[int]()
+    for step in range(20):
+        for life in list(job.lives.values()):
+            if step == 7 and life.index == 2:
+                job.leave(life, (7, 7), lost=True)
+                continue
+            if (batch := job.take(life, order, 48 * 20)) is not None:
+                used.update(range(batch.start, batch.start + batch.size))
+                job.push(life, 1.0)
+    counts = job.ledger.counts()["loader"]
+    assert max(used.values()) == 1
+    assert used.total() + counts.returned == 48 * 20
+    assert 0 < counts.returned <= 16 * 4  # only the rounds that had been dealt
+
+
+def test_an_order_of_unknown_size_cannot_be_balanced() -> None:
+    with pytest.raises(ValueError, match="cannot be balanced"):
+        Order(None, 16, False, "auto", "", balanced=True)

@@ -1,0 +1,119 @@
+"""What is said about the time that the workers of a run lost."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from paceline.sim import Cluster, Presence, simulate
+from paceline.trace.findings import find
+from paceline.trace.measures import Meter
+
+OTHER_MODEL = (
+    "A sync model without barriers in every iteration hands out data as it is used: try --sync asp or "
+    "--sync elastic-bsp"
+)
+BALANCED = "--batch balanced, which chooses each worker's batch in proportion to its speed"
+NOTHING = Meter(1).measures()
+
+
+def lost(
+    idle_s: dict[int, float], iterations: dict[int, int], *, duration_s: float = 30.0, pushed_s: float = 30.0
+) -> list[str]:
+    """What is found where workers were idle at the end of a run, and those who still worked pushed at `pushed_s`."""
+    left_s = {worker: duration_s - idle_s.get(worker, 0.0) for worker in iterations}
+    measures = msgspec.structs.replace(
+        NOTHING,
+        duration_s=duration_s,
+        iterations=iterations,
+        idle_s={worker: idle_s.get(worker, 0.0) for worker in iterations},
+        left_s=left_s,
+        last_push_s={worker: min(left_s[worker], pushed_s) for worker in iterations},
+    )
+    return find(measures, lockstep=False)
+
+
+def test_nothing_is_said_about_a_run_in_which_nothing_was_lost() -> None:
+    assert find(NOTHING, lockstep=True, run_dir="runs/1") == []
+    equal = simulate(Cluster(compute_s=[1.0, 1.0]), "bsp", iterations=20).measures
+    assert find(equal, lockstep=True, run_dir="runs/1") == []
+
+
+def test_idle_workers_are_counted_and_the_one_that_still_worked_is_named() -> None:
+    idle, shares, hint = lost({0: 8.0, 1: 8.0, 2: 8.0}, {0: 100, 1: 100, 2: 100, 3: 100})
+    assert idle == "3 workers were idle for the last 8.0 s (27% of the run), because worker 3 still worked."
+    assert shares == "All of them had equal shares (100 iterations each), although their speeds differ."
+    assert hint == "paceline.distribute(loader) without split='static' hands out data as it is used."
+
+
+def test_who_was_idle_for_unequal_times_is_said_with_the_shortest_and_the_longest() -> None:
+    first, *_ = lost({0: 3.0, 1: 8.0}, {0: 100, 1: 100, 2: 100, 3: 100})
+    assert first == (
+        "2 workers were idle for the last 3.0 to 8.0 s (10% to 27% of the run), because workers 2 and 3 still worked."
+    )
+    first, *_ = lost({1: 8.0}, {0: 100, 1: 100, 2: 100, 3: 100})
+    assert first == (
+        "Worker 1 was idle for the last 8.0 s (27% of the run), because workers 0, 2 and 3 still worked."
+    )
+
+
+@pytest.mark.parametrize(("idle_s", "duration_s"), [(0.9, 3.0), (4.9, 100.0)])
+def test_what_is_shorter_than_a_second_or_a_twentieth_of_the_run_is_not_said(
+    idle_s: float, duration_s: float
+) -> None:
+    assert lost({0: idle_s}, {0: 10, 1: 10}, duration_s=duration_s, pushed_s=duration_s) == []
+
+
+def test_unequal_shares_give_no_hint() -> None:
+    assert len(lost({0: 8.0}, {0: 200, 1: 100})) == 1
+
+
+def test_a_worker_that_no_longer_pushed_is_not_said_to_be_slow() -> None:
+    _, only = lost({0: 8.0}, {0: 100, 1: 100}, pushed_s=22.0)
+    assert only == (
+        "Its last push arrived 8.0 s before the end: after that, the script did something other than training, such "
+        "as evaluating the model."
+    )
+
+
+def test_equal_shares_on_unequal_machines_leave_fast_workers_idle_without_barriers() -> None:
+    measures = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "asp", iterations=10).measures
+    idle, shares, _ = find(measures, lockstep=False, run_dir="runs/1")
+    assert idle == "2 workers were idle for the last 20.0 s (67% of the run), because worker 2 still worked."
+    assert "equal shares (10 iterations each)" in shares
+
+
+def test_waiting_at_barriers_is_said_with_what_helps() -> None:
+    measures = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "bsp", iterations=10).measures
+    waiting, hint, command = find(measures, lockstep=True, run_dir="runs/1")
+    assert waiting == (
+        "Workers waited at the barrier of each iteration for 44% of their time (13.3 s each, on average); worker 2 "
+        "waited least (0.0 s)."
+    )
+    assert hint == f"{OTHER_MODEL}, or {BALANCED}."
+    assert command == "To compare the sync models on these machines, run: paceline advise runs/1"
+    assert find(measures, lockstep=True) == [waiting, hint]
+    assert find(measures, lockstep=True, balanced=True) == [waiting, f"{OTHER_MODEL}."]
+
+
+def test_balanced_batches_are_no_help_where_all_wait_alike() -> None:
+    measures = msgspec.structs.replace(
+        NOTHING, duration_s=30.0, waiting_s={0: 6.0, 1: 6.0}, waiting_share=0.2
+    )
+    assert find(measures, lockstep=True) == [
+        "Workers waited at the barrier of each iteration for 20% of their time (6.0 s each, on average).",
+        f"{OTHER_MODEL}.",
+    ]
+
+
+def test_waiting_under_another_model_names_only_the_command() -> None:
+    measures = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "ssp:staleness=1", until_s=30.0).measures
+    waiting, command = find(measures, lockstep=False, run_dir="runs/1")
+    assert waiting.startswith("Workers waited for the answers to their pulls for ")
+    assert command.endswith("paceline advise runs/1")
+
+
+def test_a_lost_worker_is_neither_idle_nor_working() -> None:
+    cluster = Cluster(compute_s=[1.0, 1.0, 3.0], presence={0: Presence(lost_at_s=2.5)})
+    first, *_ = find(simulate(cluster, "asp", iterations=10).measures, lockstep=False)
+    assert first == "Worker 1 was idle for the last 20.0 s (67% of the run), because worker 2 still worked."

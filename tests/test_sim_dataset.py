@@ -1,0 +1,113 @@
+"""Simulations of workers that use up data without computing gradients."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from paceline.core.lease import BATCH_SIZINGS
+from paceline.errors import ConfigurationError
+from paceline.rehearsal.ranking import rank
+from paceline.sim import Cluster, Dataset, LogNormal, Occasional, Presence, Uniform, simulate
+
+UNEQUAL = Cluster(compute_s=[0.05, 0.05, 0.05, 0.15])
+DATA = Dataset(samples=64 * 16, batch_size=16, epochs=10)
+
+
+@pytest.mark.parametrize(
+    ("sync", "batch", "least", "most"),
+    [
+        # 160 rounds of 0.15 s, since every joint batch waits for the slow worker
+        ("bsp", "equal", 24.0, 24.0),
+        ("asp", "equal", 9.6, 9.8),
+        ("elastic-bsp:lookahead=15", "equal", 9.6, 10.2),
+        # 0.06 s per round at best, and a few rounds before the speeds are known
+        ("bsp", "balanced", 9.6, 11.0),
+        ("ssp:staleness=3", "balanced", 9.6, 11.0),
+    ],
+)
+def test_the_time_for_the_epochs_depends_on_who_waits(
+    sync: str, batch: Any, least: float, most: float
+) -> None:
+    result = simulate(UNEQUAL, sync, data=DATA, batch=batch)
+    assert result.measures.samples == 10 * 1024
+    assert least <= result.time_s <= most
+
+
+def test_a_static_split_leaves_the_slow_worker_alone_at_the_end() -> None:
+    data = Dataset(samples=64 * 16, batch_size=16, split="static")
+    result = simulate(UNEQUAL, "asp", data=data)
+    assert result.time_s == pytest.approx(16 * 0.15)
+    assert result.finished_s[:3] == pytest.approx([16 * 0.05] * 3)
+
+
+def test_a_fixed_part_of_the_compute_time_limits_what_balanced_batches_save() -> None:
+    times_s = [
+        simulate(
+            Cluster(compute_s=UNEQUAL.compute_s, fixed_share=share), "bsp", data=DATA, batch="balanced"
+        ).time_s
+        for share in (0.0, 0.5, [0.0, 0.0, 0.0, 1.0])
+    ]
+    assert times_s == sorted(times_s)
+    assert 12.0 < times_s[1] < 15.0
+    assert times_s[2] == pytest.approx(24.0, rel=0.01)  # the slow worker needs 0.15 s for any batch
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        LogNormal(median=1.0, sigma=0.1),
+        LogNormal(median=1.0, sigma=0.5),
+        Occasional(base=Uniform(low=0.97, high=1.03), factor=10.0, lasting=10.0, every=100.0),
+    ],
+)
+def test_balanced_batches_save_nothing_where_all_workers_are_alike_in_the_long_run(times: Any) -> None:
+    cluster = Cluster(compute_s=[times] * 4)
+    equal, balanced = (simulate(cluster, "bsp", data=DATA, batch=batch).time_s for batch in BATCH_SIZINGS)
+    assert 0.95 * equal < balanced < 1.15 * equal
+
+
+@pytest.mark.parametrize("sync", ["asp", "bsp", "spec-sync"])
+def test_lost_workers_data_is_used_by_the_others(sync: str) -> None:
+    cluster = Cluster(
+        compute_s=[1.0, 1.0, 1.5],
+        presence={1: Presence(lost_at_s=7.5), 2: Presence(lost_at_s=3.2, back_after_s=4)},
+    )
+    result = simulate(cluster, sync, data=Dataset(samples=96, batch_size=4, epochs=2))
+    assert 185 <= result.measures.samples <= 2 * 96
+
+
+def test_models_are_ranked_by_the_time_per_epoch() -> None:
+    rows = rank(UNEQUAL, ["bsp", "asp", "elastic-bsp:lookahead=15"], data=DATA)
+    assert [row.name for row in rows if row.sync == "bsp"] == ["bsp, balanced batches", "bsp"]
+    assert [row.epoch_s for row in rows] == sorted(row.epoch_s or 0.0 for row in rows)
+    assert [row.name for row in rows if row.sync == "asp"] == [
+        "asp"
+    ]  # no worker waits, so nothing is to be saved
+    assert rows[-1].name == "bsp"
+    assert rows[-1].epoch_s == pytest.approx(2.4)
+    assert all(row.speed == row.samples_per_s for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dataset(samples=0, batch_size=1), "samples is 0, expected a whole number >= 1"),
+        (lambda: Dataset(samples=8, batch_size=True), "batch_size is True"),
+        (lambda: Dataset(samples=8, batch_size=2, epochs=-1), "epochs is -1"),
+        (lambda: Dataset(samples=8, batch_size=2, split="half"), "unknown split 'half'"),  # type: ignore[arg-type]
+        (lambda: simulate(UNEQUAL, data=Dataset(samples=3, batch_size=1)), "3 samples for 4 workers"),
+        (lambda: simulate(UNEQUAL, data=DATA, train_fn=print), "data and train_fn are both given"),
+        (lambda: simulate(UNEQUAL, batch="half"), "unknown batch 'half'"),  # type: ignore[arg-type]
+        (
+            lambda: Cluster(compute_s=[1.0], fixed_share=1.5),
+            "fixed_share is 1.5, expected a number from 0 to 1",
+        ),
+        (lambda: Cluster(compute_s=[1.0], fixed_share=[0.5, 0.5]), "fixed_share is [0.5, 0.5]"),
+    ],
+)
+def test_bad_arguments_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        make()
