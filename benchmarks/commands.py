@@ -17,14 +17,14 @@ from paceline.errors import ConfigurationError
 
 __all__ = ["NOTHING_LEFT", "app", "main"]
 
-NOTHING_LEFT = "there are no results, and every process has been ended"
+NOTHING_LEFT = "there are no results, and all processes have been stopped"
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Measure Paceline on this machine. Run the benchmarks on an otherwise idle machine.",
+    help="Measure how fast Paceline is on this machine. Run the benchmarks on an otherwise idle machine.",
 )
 
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 class _SpacedLists(TyperCommand):
-    """A command whose list options also accept spaces: `--sizes 1 25` means `--sizes 1,25`.
+    """A command whose list options also accept spaces between values: `--sizes 1 25` means `--sizes 1,25`.
 
     The command must not have positional arguments.
     """
@@ -55,7 +55,7 @@ class _SpacedLists(TyperCommand):
 def transport(
     as_json: AsJson = False,
     sizes: Annotated[
-        str, typer.Option("--sizes", metavar="MB ...", help="Sizes of the model, in MB of 2**20 bytes.")
+        str, typer.Option("--sizes", metavar="MB ...", help="Model sizes in MB (2**20 bytes).")
     ] = "0.004,1,25,100",
     workers: Annotated[str, typer.Option("--workers", metavar="N ...", help="Numbers of workers.")] = "2,4",
     servers: Annotated[int, typer.Option("--servers", help="Number of servers.")] = 2,
@@ -67,7 +67,7 @@ def transport(
         typer.Option(
             "--systems",
             metavar="NAME ...",
-            help="Systems to measure: floor, socket, gloo, paceline, optimizer.",
+            help="Systems to measure, any of: floor, socket, gloo, paceline, optimizer.",
         ),
     ] = "floor,socket,gloo,paceline,optimizer",
 ) -> None:
@@ -100,14 +100,14 @@ def transport(
 def overlap(
     as_json: AsJson = False,
     rate: Annotated[
-        str, typer.Option("--rate", help="Rate of each link in each direction, for example 250mbit.")
+        str, typer.Option("--rate", help="Rate of each network link in each direction, for example 250mbit.")
     ] = "1gbit",
     rounds: Annotated[
         int, typer.Option("--rounds", help="Number of rounds. Each result is the median over the rounds.")
     ] = 3,
-    iterations: Annotated[int, typer.Option("--iterations", help="Iterations of each run.")] = 8,
+    iterations: Annotated[int, typer.Option("--iterations", help="Measured iterations per run.")] = 8,
     shards: Annotated[
-        int, typer.Option("--shards", help="Number of shards in the setting with even slices.")
+        int, typer.Option("--shards", help="Number of shards in the setting with even slicing.")
     ] = 16,
     picture: Annotated[
         Path | None,
@@ -119,11 +119,11 @@ def overlap(
         ),
     ] = None,
 ) -> None:
-    """Measure how much time overlap synchronization and even slicing save on slow links, as in the FluentPS paper.
+    """Measure the time saved on slow links by overlap synchronization and by slices of equal size (FluentPS paper).
 
     Runs 4 workers and 4 servers, each in its own network namespace. Takes about 5 minutes.
 
-    Needs root and the commands ip and tc.
+    Requires root privileges and the commands ip and tc.
     """
     from paceline.report.canvas import new_figure, save
 
@@ -132,10 +132,10 @@ def overlap(
     plan = benchmark.OverlapPlan(rate=rate, rounds=rounds, iterations=iterations, shards=shards)
     plan.require_sound()
     if picture is not None:
-        new_figure(1.0, 1.0)  # if pictures cannot be drawn, raises an error before anything starts
+        new_figure(1.0, 1.0)  # raises an error now, before anything starts, if matplotlib is missing
         if not picture.parent.is_dir():
             raise ConfigurationError(
-                f"the picture cannot be saved as {str(picture)!r}: the folder does not exist; create it first."
+                f"cannot save the picture as {str(picture)!r}: the folder does not exist. Create it first."
             )
     console = Console(stderr=True)
     _announce(console, benchmark.estimate_s(plan))
@@ -177,7 +177,7 @@ def zipline(
         typer.Option(
             "--rounds",
             min=1,
-            help="Number of rounds. Each result is the median over the rounds. Default: 3, or 1 with --quick.",
+            help="Number of rounds, each with new inputs. Default: 3, or 1 with --quick.",
             show_default=False,
         ),
     ] = None,
@@ -185,9 +185,9 @@ def zipline(
         bool, typer.Option("--quick", help="Measure only small inputs. This takes a few seconds.")
     ] = False,
 ) -> None:
-    """Measure how long choosing a barrier takes: Tables 3 and 4 of the ElasticBSP paper, and this project's goals.
+    """Compare the waiting and computation times of ZipLine's methods with Tables 3 and 4 of the ElasticBSP paper.
 
-    Takes about 3 minutes.
+    Also checks the results against this project's goals. Takes about 3 minutes.
     """
     from .zipline import measurement as benchmark
     from .zipline.tables import tables
@@ -206,7 +206,7 @@ def zipline(
 
 @app.command("simulator")
 def simulator(as_json: AsJson = False) -> None:
-    """Compare simulations with live runs under every sync model, and measure the speed of simulations.
+    """Compare simulations with live runs under every sync model, and measure how fast simulations are.
 
     Takes about 8 minutes.
     """
@@ -223,6 +223,44 @@ def simulator(as_json: AsJson = False) -> None:
         Console().print(table, "")
 
 
+@app.command("unequal")
+def unequal(as_json: AsJson = False) -> None:
+    """Compare how long 10 epochs of an ordinary training loop take if one of four workers is 3 times slower.
+
+    Each sync model is measured live and simulated. Takes about 5 minutes.
+    """
+    from . import unequal as benchmark
+
+    console = Console(stderr=True)
+    _announce(console, benchmark.estimate_s())
+    with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
+        rows = benchmark.measure(tell)
+    if as_json:
+        print_json(rows)
+    else:
+        Console().print(benchmark.table(rows))
+
+
+@app.command("data")
+def data(as_json: AsJson = False) -> None:
+    """Measure what it costs to hand out data: the time per batch, and the coordinator's load with 1,000 workers.
+
+    Takes about 2 minutes.
+    """
+    from . import data as benchmark
+
+    console = Console(stderr=True)
+    _announce(console, benchmark.estimate_s())
+    with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
+        report = benchmark.measure(tell)
+    if as_json:
+        print_json(report)
+        return
+    for table in benchmark.tables(report):
+        Console().print(table, "")
+
+
 def _announce(console: Console, estimate_s: float) -> None:
     minutes = estimate_s / 60
-    console.print(f"about {minutes:.0f} min on two cores" if minutes >= 1 else "about a minute or less")
+    estimate = f"about {minutes:.0f} min on two cores" if minutes >= 1 else "a minute or less"
+    console.print(f"This takes {estimate}.")

@@ -1,11 +1,11 @@
 """`python -m benchmarks simulator`: the accuracy and the speed of simulations.
 
-Accuracy: four workers, some of which sleep longer in each iteration than others, train live under every sync model.
-Each live run is compared with a simulation. All simulations use the cluster that was recorded in one additional run
-under BSP.
+Accuracy: four workers train live under every sync model. The minimum duration of an iteration differs between
+workers. Each live run is compared with a simulation. All simulations use the cluster that was recorded in one
+additional run under BSP.
 
-Speed: events per second, simulations with thousands of workers, and the overhead of training in virtual time compared
-with a handwritten training loop.
+Speed: the number of events per second, the time and peak memory of a simulation with 10,000 workers, and the ratio of
+the training time in a simulation to that of a handwritten training loop.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ MODELS = (
 PACE_S = (0.10, 0.12, 0.15, 0.30)
 JITTER = 0.1
 LIVE_S = 15.0
-START_S = 12.0  # approximate time for starting and ending the processes of a live run on a slow machine
+START_S = 12.0  # approximate time to start and stop the processes of a live run on a slow machine
 
 FIDELITY_GOALS = (0.10, 0.15)
-"""Goals: upper bounds on the relative errors of the updates per second and of the mean staleness."""
+"""Goals: upper bounds on the relative errors of the simulated gradients per second and simulated mean staleness."""
 
 
 class FidelityRow(msgspec.Struct, frozen=True):
-    """Updates per second and mean staleness under one sync model, in a live run and in its simulation."""
+    """Gradients per second and mean staleness under one sync model, in a live run and in its simulation."""
 
     sync: str
-    live_updates_per_s: float
-    simulated_updates_per_s: float
+    live_gradients_per_s: float
+    simulated_gradients_per_s: float
     live_staleness: float
     simulated_staleness: float
 
     @property
-    def updates_off(self) -> float:
-        """Relative error of the simulated updates per second."""
-        return self.simulated_updates_per_s / self.live_updates_per_s - 1
+    def gradients_off(self) -> float:
+        """Relative error of the simulated gradients per second."""
+        return self.simulated_gradients_per_s / self.live_gradients_per_s - 1
 
     @property
     def staleness_off(self) -> float:
@@ -107,7 +107,7 @@ class SpeedRow(msgspec.Struct, frozen=True):
 
     @property
     def reached(self) -> bool:
-        """True if the goal is reached."""
+        """True if the goal is met."""
         return self.value >= self.goal if self.at_least else self.value <= self.goal
 
 
@@ -116,7 +116,7 @@ class SimulatorReport(msgspec.Struct, frozen=True):
 
     Attributes:
         fidelity: accuracy of simulations, one row per sync model.
-        speed: speed of simulations, one row per measurement; empty if it was not measured.
+        speed: speed of simulations, one row per measurement; empty if the speed was not measured.
     """
 
     fidelity: list[FidelityRow]
@@ -146,7 +146,7 @@ def measure(
 
 
 def train(duration_s: float) -> None:
-    """Train a small network on random data for a given time. Reads the real clock, so it cannot be simulated."""
+    """Train a small network on random data for a given time. Simulations cannot run this: it reads the real clock."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
@@ -166,19 +166,19 @@ def train(duration_s: float) -> None:
 def _fidelity(tell: TellShare, models: Sequence[str], live_s: float) -> list[FidelityRow]:
     rows = []
     with TemporaryDirectory() as folder:
-        tell("live under bsp, to record the cluster", 0.0)
+        tell("live run under bsp, to record the cluster", 0.0)
         recorded = Path(folder, "recorded")
         _live("bsp", live_s, seed=1, run_dir=recorded)
         cluster = read_cluster_of_run(recorded)
         for number, sync in enumerate(models):
-            tell(f"live and simulated under {sync}", (number + 1) / (len(models) + 4))
+            tell(f"live run and simulation under {sync}", (number + 1) / (len(models) + 4))
             live = _live(sync, live_s, seed=2, run_dir=Path(folder, str(number)))
             simulated = simulate(cluster, sync, None, seed=2, until_s=live["duration_s"])
             rows.append(
                 FidelityRow(
                     sync,
-                    live["updates_per_s"],
-                    simulated.updates / live["duration_s"],
+                    live["gradients_per_s"],
+                    simulated.measures.gradients / live["duration_s"],
                     live["mean_staleness"],
                     simulated.measures.mean_staleness,
                 )
@@ -206,7 +206,7 @@ def _live(sync: str, live_s: float, seed: int, run_dir: Path) -> dict[str, float
 
 
 def jittery(workers: int) -> Cluster:
-    """Return a cluster whose iterations take about a second. Each worker is slightly slower than the previous one."""
+    """Return a cluster with iterations of about one second. Each worker is slightly slower than the previous one."""
     return Cluster(
         compute_s=[Uniform(low=0.9 + 0.3 * k / workers, high=1.1 + 0.3 * k / workers) for k in range(workers)]
     )
@@ -220,13 +220,15 @@ def _speed(tell: TellShare) -> list[SpeedRow]:
     tell("training in virtual time", 0.95)
     lighter, heavier = (median(training_ratio(batch) for _ in range(3)) for batch in (128, 512))
     return [
-        SpeedRow("events per second, 100 workers, asp", 1e6 / few, 100_000, "1/s", at_least=True),
-        # The time of an event grows with the logarithm of the number of workers: log 10^4 / log 10^2 = 2.
-        SpeedRow("time of an event with 10,000 workers, compared with 100", many / few, 2.0, "x"),
-        SpeedRow("10,000 workers x 100 iterations, elastic-bsp:lookahead=15", took_s, 60.0, "s"),
+        SpeedRow("events per second, 100 workers under asp", 1e6 / few, 100_000, "1/s", at_least=True),
+        # The time per event grows with the logarithm of the number of workers; the goal is log 10^4 / log 10^2 = 2.
+        SpeedRow("time per event, 10,000 workers compared with 100", many / few, 2.0, "x"),
+        SpeedRow("10,000 workers x 100 iterations under elastic-bsp:lookahead=15", took_s, 60.0, "s"),
         SpeedRow("the same, peak memory", peak_mib, 1024.0, "MiB"),
-        SpeedRow("training, compared with a handwritten loop, gradients of 2 to 3 ms", lighter, 1.15, "x"),
-        SpeedRow("the same, gradients of about 10 ms", heavier, 1.15, "x"),
+        SpeedRow(
+            "training time compared with a handwritten loop, 2 to 3 ms per gradient", lighter, 1.15, "x"
+        ),
+        SpeedRow("the same, about 10 ms per gradient", heavier, 1.15, "x"),
     ]
 
 
@@ -249,10 +251,10 @@ def _in_a_process(function: Callable[[], tuple[float, float]]) -> tuple[float, f
 
 
 def training_ratio(batch: int, workers: int = 4, iterations: int = 60) -> float:
-    """Return the wall-clock time of an iteration in a simulation, divided by its time in a handwritten loop.
+    """Return the wall-clock time of training in a simulation, divided by that of a handwritten loop.
 
-    An iteration of the handwritten loop computes the gradient of one batch on the next replica of the model, applies
-    the gradient with the optimizer, and copies the weights to the replica.
+    For each replica of the model in turn, an iteration of the handwritten loop computes a gradient on the replica,
+    applies it to the master copy of the weights, and copies the new weights back to the replica.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -266,7 +268,7 @@ def training_ratio(batch: int, workers: int = 4, iterations: int = 60) -> float:
 
 
 def _by_hand(batch: int, workers: int, iterations: int) -> float:
-    """Return the duration of the handwritten loop in seconds, without its first pass over the replicas."""
+    """Return the duration of the handwritten loop in seconds. The first pass over the replicas is not timed."""
     master, _, _ = _problem(batch)
     replicas = [_problem(batch) for _ in range(workers)]
     optimizer = torch.optim.SGD(master.parameters(), lr=0.01, momentum=0.9)
@@ -294,10 +296,10 @@ def _problem(batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def _timed(batch: int, iterations: int, times: list[float]) -> None:
-    """Train as one worker in virtual time.
+    """Train as one worker of a simulation.
 
-    The function appends wall-clock times to `times`: first, the time at which the first worker begins its second
-    iteration, and then the time at which each worker ends.
+    The function appends wall-clock times to `times`: the earliest time at which a worker begins its second iteration,
+    followed by the times at which the workers finish.
     """
     model, x, y = _problem(batch)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model=model)
@@ -315,25 +317,32 @@ def _timed(batch: int, iterations: int, times: list[float]) -> None:
 
 def tables(report: SimulatorReport) -> list[Table]:
     """Return a table of the accuracy and, if the speed was measured, a table of the speed."""
-    updates_goal, staleness_goal = FIDELITY_GOALS
+    gradients_goal, staleness_goal = FIDELITY_GOALS
     accuracy = Table(
-        title="accuracy: live runs, and simulations of the cluster recorded in another run (under bsp)",
+        title="accuracy: live runs compared with simulations of a cluster recorded under bsp",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
-        caption=f"goals: errors of at most {updates_goal:.0%} (updates/s) and {staleness_goal:.0%} (staleness); "
-        "!: goal missed",
+        caption=f"goals: errors of at most {gradients_goal:.0%} (gradients per s) and {staleness_goal:.0%} "
+        "(staleness); !: goal missed",
         caption_justify="left",
     )
     accuracy.add_column("sync", overflow="fold")
-    for heading in ("updates/s\nlive", "simu-\nlated", "error", "staleness\nlive", "simu-\nlated", "error"):
+    for heading in (
+        "gradients\nper s\nlive",
+        "simu-\nlated",
+        "error",
+        "staleness\n(updates)\nlive",
+        "simu-\nlated",
+        "error",
+    ):
         accuracy.add_column(heading, justify="right", no_wrap=True)
     for row in report.fidelity:
         accuracy.add_row(
             row.sync,
-            f"{row.live_updates_per_s:.2f}",
-            f"{row.simulated_updates_per_s:.2f}",
-            f"{row.updates_off:+.1%}{' !' * (abs(row.updates_off) > updates_goal)}",
+            f"{row.live_gradients_per_s:.2f}",
+            f"{row.simulated_gradients_per_s:.2f}",
+            f"{row.gradients_off:+.1%}{' !' * (abs(row.gradients_off) > gradients_goal)}",
             f"{row.live_staleness:.2f}",
             f"{row.simulated_staleness:.2f}",
             f"{row.staleness_off:+.1%}{' !' * (abs(row.staleness_off) > staleness_goal)}",

@@ -1,4 +1,4 @@
-"""`python -m benchmarks sync`: the processor time per push and pull that a shard spends in a sync model."""
+"""`python -m benchmarks sync`: the time that a shard spends in a sync model for each push and pull."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["GOALS_US", "MODELS", "CostRow", "cost_table", "measure"]
 GOALS_US = {10: 6.0, 10_000: 12.0}
 """Number of workers -> goal for the median time of one push and one pull together, in microseconds."""
 
-MEASURED = 20_000  # pushes that are measured for each model and number of workers
+MEASURED = 20_000  # number of pushes measured for each model and number of workers
 STEP_S = 1e-3  # simulated time between two pushes
 
 
@@ -53,7 +53,7 @@ MODELS: tuple[SyncModel, ...] = (
 
 
 class CostRow(msgspec.Struct, frozen=True):
-    """The measured time of a sync model with a given number of workers.
+    """The time measured for a sync model with a given number of workers.
 
     Attributes:
         sync: sync model.
@@ -69,7 +69,7 @@ class CostRow(msgspec.Struct, frozen=True):
 
 
 def measure(models: Sequence[SyncModel] = MODELS, pushes: int = MEASURED) -> list[CostRow]:
-    """Measure the median time of one push and one pull under each model, with the code of a live shard."""
+    """Measure the median time of one push and one pull under each model. Live shards run the same code."""
     return [
         CostRow(str(model), workers, _cost_us(model, workers, pushes), goal_us)
         for model in models
@@ -80,7 +80,7 @@ def measure(models: Sequence[SyncModel] = MODELS, pushes: int = MEASURED) -> lis
 def _cost_us(model: SyncModel, workers: int, pushes: int) -> float:
     """Measure one model.
 
-    Each worker pushes as soon as its last pull has been answered, so some workers run ahead as far as the model
+    Each worker pushes as soon as its previous pull has been answered, so some workers run ahead as far as the model
     allows.
     """
     shard = ShardSync(model)
@@ -88,7 +88,7 @@ def _cost_us(model: SyncModel, workers: int, pushes: int) -> float:
         shard.handle(WorkerJoined(now_s=0.0, worker=worker))
     times_ns: list[int] = []
     iterations = [0] * workers
-    free = list(range(workers))  # workers whose last pull has been answered
+    free = list(range(workers))  # workers whose latest pull has been answered
     now_s = 0.0
     clock = time.perf_counter_ns
     gc.collect()
@@ -119,7 +119,7 @@ def _cost_us(model: SyncModel, workers: int, pushes: int) -> float:
 def cost_table(rows: Sequence[CostRow]) -> Table:
     """Return a table with one line per model."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("us per push and pull, median", no_wrap=True)
+    table.add_column("median us per push and pull", no_wrap=True)
     for workers, goal_us in GOALS_US.items():
         table.add_column(f"{workers:,} workers\n(goal {goal_us:g})", justify="right")
     for sync in dict.fromkeys(row.sync for row in rows):

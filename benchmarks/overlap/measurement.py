@@ -1,22 +1,22 @@
-"""The comparison in section IV of the FluentPS paper: communication times with and without overlap and even slicing.
+"""Measures how communication times change with overlap synchronization and with even slices (FluentPS, section IV).
 
-Each worker and each server runs in its own network namespace, with its own link of a limited rate. There are three
+Each worker and each server runs in its own network namespace, with its own rate-limited link. There are three
 settings:
 
-    1  overlap off, sliced by parameter     PS-Lite: no worker pulls before all workers have pushed all slices
-    2  overlap, sliced by parameter         overlap synchronization
-    3  overlap, sliced evenly               with Elastic Parameter Slicing and several shards on each server
+    1  overlap off, sliced by parameter     as in PS-Lite: no worker pulls before all workers have pushed all slices
+    2  overlap, sliced by parameter         overlap synchronization alone
+    3  overlap, sliced evenly               overlap and Elastic Parameter Slicing, several shards on each server
 
-All settings run under BSP over TCP. Nearly all parameters of the model are in one fully connected layer. Slicing by
-parameter does not cut this layer, so one shard holds all of it.
+All settings use BSP over TCP. Nearly all parameters of the model are in one fully connected layer. Slicing by
+parameter does not split this layer, so one shard holds all of it.
 
-The *communication time* is the time of an iteration minus the time of a forward and backward pass alone. After the
-last iteration, all processes measure these passes at the same time. For each time, the median over iterations is
-computed first, then the mean over workers, then the median over rounds.
+The *communication time* is the time of an iteration minus the time of a forward and backward pass without
+communication. After the last iteration, all workers time these passes simultaneously. For each time, the median over
+iterations is computed first, then the mean over workers, then the median over rounds.
 
-The *link minimum* is the time for which the link of the busiest server is in use. This server must receive its slices
-from all workers before it can answer for its last shard; without overlap, before it can answer at all. The minimum
-does not include protocol overhead, processor time or delays.
+The *link minimum* is the time that the transfers of the busiest server need at the full speed of its link. After
+all pushes have arrived, this server must still send weights: with overlap, at least those of its smallest shard;
+without overlap, those of all its shards. Protocol overhead, processor time and delays are not included.
 """
 
 from __future__ import annotations
@@ -68,25 +68,25 @@ __all__ = [
 
 WORKERS = 4
 SERVERS = 4
-SHARDS = 16  # number of shards in setting 3, see `OverlapPlan`
+SHARDS = 16  # number of shards in setting 3 (see `OverlapPlan`)
 ROUNDS = 3
-WIDTH = 2048  # outputs of the large layer, which give the model a size of 38 MB
+WIDTH = 2048  # number of outputs of the large layer; 2048 outputs give the model 38 MB of parameters
 WARM_UP = 2  # iterations that are not measured
 BATCH = 4
 LR = 1e-3
-STARTING_S = 15.0  # approximate time for starting the processes of a run on two cores
+STARTING_S = 15.0  # approximate time to start the processes of a run on two cores
 
 
 class OverlapSetting(msgspec.Struct, frozen=True):
-    """One of the settings that are compared.
+    """One of the settings that the benchmark compares.
 
     Attributes:
         name: name in the table and the picture.
-        overlap: argument `overlap` for `launch`.
-        slicing: argument `slicing` for `launch`.
+        overlap: value for the argument `overlap` of `launch`.
+        slicing: value for the argument `slicing` of `launch`.
         shards: number of shards.
-        paper_less: share of the first setting's communication time that this setting saves according to FluentPS;
-            None for the first setting.
+        paper_less: fraction of the first setting's communication time that this setting saves, according to the
+            FluentPS paper; None for the first setting.
     """
 
     name: str
@@ -97,13 +97,13 @@ class OverlapSetting(msgspec.Struct, frozen=True):
 
 
 class OverlapPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of the benchmark. Call `require_sound` before anything starts.
+    """The parameters of the benchmark. Call `require_sound` to check them before anything starts.
 
     Attributes:
-        rate: rate of each link in each direction, in the notation of tc.
-        delay_s: delay of each packet that a machine sends.
+        rate: rate of each link in each direction, in tc's notation, for example "1gbit".
+        delay_s: delay of each packet that an emulated machine sends.
         rounds: number of rounds.
-        iterations: number of measured iterations of each run.
+        iterations: number of measured iterations in each run.
         shards: number of shards in setting 3. With one shard per server, a server answers only after it has received
             all pushes. With several shards per server, a server sends the first answers while later pushes arrive,
             but there are more messages.
@@ -119,7 +119,7 @@ class OverlapPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> tuple[OverlapSetting, ...]:
-        """The settings. All others are compared with the first one."""
+        """The compared settings. The first one is the baseline for the others."""
         return (
             OverlapSetting("1 overlap off, by parameter", "off", "by-parameter", SERVERS, None),
             OverlapSetting("2 overlap, by parameter", "shards", "by-parameter", SERVERS, 0.86),
@@ -143,13 +143,13 @@ class OverlapRow(msgspec.Struct, frozen=True, kw_only=True):
         overlap: see `OverlapSetting`.
         slicing: see `OverlapSetting`.
         shards: see `OverlapSetting`.
-        communication_ms: communication time of an iteration, the median over the rounds.
+        communication_ms: communication time per iteration, median over the rounds.
         low_ms: smallest communication time in any round.
         high_ms: largest communication time in any round.
-        bare_ms: time of a forward and backward pass alone.
-        least_ms: the link minimum, see the module docstring.
-        less: share of the first setting's communication time that this setting saves; None for the first setting.
-        paper_less: the same share according to FluentPS; None for the first setting.
+        bare_ms: time of a forward and backward pass without communication.
+        least_ms: the link minimum, as defined at the top of this module.
+        less: fraction of the first setting's communication time that this setting saves; None for the first setting.
+        paper_less: the same fraction according to the FluentPS paper; None for the first setting.
     """
 
     setting: str
@@ -170,13 +170,13 @@ class OverlapReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rate: rate of each link in each direction.
-        delay_ms: delay of each packet that a machine sends; 0 if the kernel cannot delay packets.
-        workers: number of workers, each on its own machine.
-        servers: number of servers, each on its own machine.
-        size_mb: size of the model, in MB of 2**20 bytes.
+        delay_ms: delay of each packet that an emulated machine sends; 0 if the kernel cannot delay packets.
+        workers: number of workers, each on its own emulated machine.
+        servers: number of servers, each on its own emulated machine.
+        size_mb: model size in MB (2**20 bytes).
         rounds: number of rounds.
         rows: one row per setting.
-        exchanges: for each setting, pushes and pulls of the iteration with the median duration in the last round.
+        exchanges: for each setting, the pushes and pulls of the iteration of median duration in the last round.
     """
 
     rate: str
@@ -190,11 +190,11 @@ class OverlapReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def conditions(self) -> str:
-        """Description of the conditions of the measurement."""
+        """The conditions of the measurement, as text."""
         delay = f"{self.delay_ms:g} ms of delay" if self.delay_ms else "no delay (this kernel has no netem)"
         return (
-            f"{self.workers} workers and {self.servers} servers, each with a link of {self.rate} each way, "
-            f"{delay}; {self.size_mb:.0f} MB of parameters"
+            f"{self.workers} workers and {self.servers} servers, each with a link of {self.rate} in each "
+            f"direction and {delay}; {self.size_mb:.0f} MB of parameters"
         )
 
 
@@ -202,10 +202,10 @@ class Found(msgspec.Struct, frozen=True):
     """The results of one run.
 
     Attributes:
-        communication_s: communication time of an iteration.
-        bare_s: time of a forward and backward pass alone.
-        least_s: the link minimum, see the module docstring.
-        exchange: pushes and pulls of the iteration with the median duration.
+        communication_s: communication time per iteration.
+        bare_s: time of a forward and backward pass without communication.
+        least_s: the link minimum, as defined at the top of this module.
+        exchange: the pushes and pulls of the iteration with the median duration.
     """
 
     communication_s: float
@@ -215,7 +215,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Net(nn.Module):
-    """A network of small convolutions and one large layer, which has nine tenths of the parameters."""
+    """A network of small convolutions and one large linear layer, which has nine tenths of the parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -240,8 +240,8 @@ def measure(plan: OverlapPlan, tell: TellShare = lambda what, share, slow=False:
         tell: progress callback, called before each run.
 
     Raises:
-        ConfigurationError: the plan is invalid, or network namespaces cannot be created; nothing was started.
-        RunFailedError: a process failed; all other processes have been ended.
+        ConfigurationError: the plan is invalid, or network namespaces cannot be created. No process has been started.
+        RunFailedError: a process failed. All other processes have been stopped.
     """
     plan.require_sound()
     found: list[list[Found]] = [[] for _ in plan.settings]
@@ -299,9 +299,9 @@ def _run(plan: OverlapPlan, setting: OverlapSetting, machines: Network, out: Pat
 
 
 def _train(width: int, iterations: int, out: Path) -> None:
-    """Train as one worker, then time the forward and backward passes alone.
+    """Train as one worker, then time forward and backward passes without communication.
 
-    Under BSP, all workers finish the last iteration together, so they all time these passes at the same time.
+    Under BSP, all workers finish the last iteration together, so they all measure these passes simultaneously.
     """
     torch.manual_seed(worker_index())
     images, labels = torch.randn(BATCH, 3, 32, 32), torch.randint(10, (BATCH,))
@@ -327,7 +327,7 @@ def _time_s(step: Callable[[], object]) -> float:
 
 
 def least_s(plan: OverlapPlan, setting: OverlapSetting) -> float:
-    """Return the link minimum of one iteration in seconds, see the module docstring."""
+    """Return the link minimum of one iteration, in seconds."""
     layout = _layout(plan)
     cut = layout.slice_evenly if setting.slicing == "even" else layout.slice_by_parameter
     of_server: dict[int, list[int]] = {}
@@ -352,9 +352,9 @@ def found_in(
     """Compute the results of a run.
 
     Args:
-        records: iterations of each worker.
+        records: for each worker, the records of its iterations.
         shards: trace of each shard.
-        bare_s: for each worker, the time of a forward and backward pass alone.
+        bare_s: for each worker, the time of a forward and backward pass without communication.
         least_s: the link minimum.
     """
     times_s = [[row.answered_s - row.begun_s for row in worker[WARM_UP:]] for worker in records]
@@ -396,11 +396,12 @@ def rows(settings: Sequence[OverlapSetting], found: Sequence[Sequence[Found]]) -
 def table(report: OverlapReport) -> Table:
     """Return a table with one line per setting."""
     made = Table(
-        title="Communication of an iteration, ms",
+        title="Communication time per iteration, ms",
         title_justify="left",
-        caption=f"{report.conditions}\nmedians of {report.rounds} round{'s' if report.rounds != 1 else ''}; low "
-        "and high: fastest and slowest round\nlink minimum: time for which the busiest server's link is in use\n"
-        "saved: relative to setting 1; paper: relative to PS-Lite, for ResNet-56 (FluentPS, section IV)",
+        caption=f"{report.conditions}\nmedians over {report.rounds} round{'s' if report.rounds != 1 else ''}; low "
+        "and high: fastest and slowest round\nlink minimum: time of the busiest server's transfers at full speed\n"
+        "saved: reduction compared with setting 1\n"
+        "paper: reduction compared with PS-Lite, for ResNet-56 (FluentPS, section IV)",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,

@@ -1,11 +1,11 @@
-"""An emulated network on one machine: network namespaces that are connected by links of a given rate.
+"""Emulates a network on one machine: network namespaces that are connected by links with a given rate.
 
-`network` creates the namespaces and their devices and always removes them at the end. Each emulated machine has one
-link, a veth pair to a switch. The switch is a bridge in its own namespace, so the firewall of the host does not
-affect it. A token bucket (tc-tbf) limits each direction of a link, so a machine can send and receive at the full rate
-at the same time, as with a full-duplex cable. If the kernel has netem, each packet that a machine sends is delayed as
-well. The launcher runs outside the namespaces and reaches the switch over a link with no rate limit. The launcher's
-end of this link is the only device outside the namespaces.
+The context manager `network` creates the namespaces and their devices, and removes them on exit. Each emulated
+machine has one link: a veth pair to a switch. The switch is a bridge in its own namespace, so the firewall of the
+host does not affect it. A token bucket (tc-tbf) limits the rate of each direction of a link separately, so a machine
+can send and receive at the full rate at the same time, as with a full-duplex cable. If the kernel has netem, each
+packet that a machine sends is also delayed. The launcher runs outside the namespaces and reaches the switch over a
+link with no rate limit. The launcher's end of this link is the only device that is created outside the namespaces.
 
 All emulated machines share the processors of the host.
 
@@ -32,31 +32,31 @@ from paceline.launcher.local import HostMachine
 
 __all__ = ["Network", "NetworkLink", "network", "rate_bps", "why_not"]
 
-NAMESPACES = Path("/var/run/netns")  # where `ip netns` stores namespaces
+NAMESPACES = Path("/var/run/netns")  # directory in which `ip netns` registers namespaces
 DEVICES = Path("/sys/class/net")
-# Names of namespaces and devices that this module creates. A process id has at most 7 digits, and the name of a
-# device must have at most 15 characters.
+# Matches the names of namespaces and devices that this module creates. Linux limits device names to 15 characters,
+# which is enough because a process id has at most 7 digits.
 OURS = re.compile(r"paceline(\d+)(-.*)?")
 
-SUBNETS = 512  # in 198.18.0.0/15, which is reserved for benchmarks (RFC 2544)
+SUBNETS = 512  # number of /24 subnets in 198.18.0.0/15, which is reserved for benchmarks (RFC 2544)
 MOST_MACHINES = 250
-LAUNCHER = 254  # last part of the launcher's address
+LAUNCHER = 254  # last number in the launcher's address
 
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 FASTEST_BPS = 100 * 10**9
 SLOWEST_BPS = 10**6
 
-BURST_S = 0.001  # size of a burst that may be sent immediately, divided by the rate of the link
+BURST_S = 0.001  # largest burst that may exceed the link's rate, given as the time to send it at this rate
 SMALLEST_BURST_BYTES = 128 * 1024  # two of the largest packets that TCP passes to a device
-QUEUE_S = 0.05  # size of the queue, divided by the rate of the link; further packets are dropped
-PACKETS = 100_000  # maximum number of packets that are being delayed at the same time
+QUEUE_S = 0.05  # queue length, given as the time to send it at the link's rate; excess packets are dropped
+PACKETS = 100_000  # maximum number of packets that netem can hold at a time
 
 
 class NetworkLink(msgspec.Struct, frozen=True):
     """The link of an emulated machine.
 
     Attributes:
-        rate: rate in each direction, in the notation of tc, for example "1gbit".
+        rate: rate in each direction, in tc's notation, for example "1gbit".
         delay_s: delay of each packet that the machine sends, if the kernel can delay packets.
     """
 
@@ -69,7 +69,7 @@ class Network(msgspec.Struct, frozen=True):
 
     Attributes:
         host: address of the launcher.
-        machines: for each machine, its address and the command that runs a process on it.
+        machines: for each machine, its address and the command prefix that runs a process on it.
         delayed: True if packets are delayed; False if no delay was requested or the kernel lacks netem.
     """
 
@@ -91,13 +91,13 @@ def rate_bps(rate: str) -> float:
     bps = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not SLOWEST_BPS <= bps <= FASTEST_BPS:
         raise ConfigurationError(
-            f"rate is {rate!r}, expected a number and kbit, mbit or gbit, from 1mbit to 100gbit, for example 1gbit."
+            f"rate is {rate!r}, expected 1mbit to 100gbit: a number and kbit, mbit or gbit, for example 250mbit."
         )
     return bps
 
 
 def why_not() -> str:
-    """Return a description of what is missing to create network namespaces, or "" if nothing is missing."""
+    """Return what this process lacks to create network namespaces, or "" if it lacks nothing."""
     missing = [f"the command {name!r}" for name in ("ip", "tc") if shutil.which(name) is None]
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         missing.insert(0, "root (try sudo)")
@@ -112,7 +112,7 @@ def network(count: int, link: NetworkLink) -> Iterator[Network]:
 
     Args:
         count: number of machines.
-        link: link of each machine.
+        link: settings of each machine's link.
 
     Raises:
         ConfigurationError: an argument is invalid, a command or permission is missing, or a command failed.
@@ -186,14 +186,14 @@ def _has_netem(switch: str) -> bool:
 
 
 def _free_subnet() -> str:
-    """Return the first three numbers of an unused subnet. The search begins at a different subnet in each process."""
+    """Return the first three numbers of an unused subnet. Each process begins its search at a different subnet."""
     known = _do("ip -4 route show table all")
     for number in range(os.getpid(), os.getpid() + SUBNETS):
         subnet = f"198.{18 + number % SUBNETS // 256}.{number % 256}"
         if f"{subnet}." not in known:
             return subnet
     raise ConfigurationError(
-        "creating network namespaces needs a free subnet of 198.18.0.0/15, but all its subnets are in use."
+        f"creating network namespaces needs a free /24 subnet of 198.18.0.0/15, but all {SUBNETS} are in use."
     )
 
 
@@ -212,7 +212,7 @@ def _remove(owner: int) -> None:
 
 
 def _do(command: str) -> str:
-    """Run a command and return what it printed. Raises `ConfigurationError` if it failed."""
+    """Run a command and return its output. Raises `ConfigurationError` if the command failed."""
     done = _run(command)
     if done.returncode != 0:
         raise ConfigurationError(
@@ -235,7 +235,7 @@ def _run(command: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C in this context. In other threads, do nothing: only the main thread receives Ctrl-C."""
+    """Ignore Ctrl-C in this context. Outside the main thread, do nothing: only the main thread receives Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
-"""A picture of one iteration, which shows how pushes and answers overlap.
+"""Draws a picture that shows how pushes and answers overlap in one iteration.
 
-For each worker and shard, it shows when the push was in flight, when the worker waited, and when the shard answered.
-With overlap synchronization, shards send answers while other pushes are still arriving.
+For each worker and shard, the picture shows when the push was in flight, when the worker waited, and when the shard
+answered. With overlap synchronization, shards send answers while other pushes are still arriving.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ ANSWERING = "#009E73"
 
 WIDTH_INCHES = 11.0
 PANEL_HEIGHT_INCHES = 2.7
-GAP = 0.16  # share of a worker's row that is left empty between this row and the next
+GAP = 0.16  # fraction of a worker's row that is left empty, as a gap before the next row
 
 
 class Exchange(msgspec.Struct, frozen=True):
     """The pushes and pulls of one iteration. All times are in seconds since the first worker began the iteration.
 
     Attributes:
-        computed_s: for each worker, when its gradient was ready. Parts of the gradient may have been sent earlier.
-        answered_s: for each worker, when it had received the weights of all shards.
-        received_s: for each shard and worker, when the push had arrived completely.
-        released_s: for each shard and worker, when the shard began to send the answer.
+        computed_s: for each worker, the time at which its whole gradient was ready. Parts may have been sent before.
+        answered_s: for each worker, the time at which it had received the weights from all shards.
+        received_s: for each shard and worker, the time at which the push had arrived completely.
+        released_s: for each shard and worker, the time at which the shard began to send the answer.
     """
 
     computed_s: tuple[float, ...]
@@ -59,7 +59,7 @@ class Exchange(msgspec.Struct, frozen=True):
 
     @property
     def overlap_s(self) -> float:
-        """Time from the first answer to the last arrival of a push; 0 if all pushes arrived before that answer."""
+        """Time from the first answer to the arrival of the last push; 0 if all pushes arrived before any answer."""
         first_s = min(min(shard) for shard in self.released_s)
         return max(0.0, max(max(shard) for shard in self.received_s) - first_s)
 
@@ -67,7 +67,7 @@ class Exchange(msgspec.Struct, frozen=True):
 def exchange_of(
     records: Sequence[Sequence[IterationRecord]], shards: Sequence[Trace], iteration: int
 ) -> Exchange:
-    """Read one iteration from the workers' records and the shards' traces. No worker may have been lost."""
+    """Read one iteration from the workers' records and the shards' traces. The run must not have lost a worker."""
     rows = [next(r for r in worker if r.iteration == iteration) for worker in records]
     zero_s = min(row.begun_s for row in rows)
     received: list[tuple[float, ...]] = []
@@ -98,7 +98,7 @@ def overlap_picture(title: str, note: str, exchanges: Mapping[str, Exchange]) ->
     Args:
         title: title of the figure.
         note: smaller text below the title. It describes the links.
-        exchanges: name of a setting -> one iteration with this setting.
+        exchanges: name of a setting -> one iteration in this setting.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -145,13 +145,13 @@ def draw_exchange(axes: Axes, exchange: Exchange) -> None:
 
 
 def _explain(panel: Axes) -> None:
-    """Draw a legend for the colors above the first panel."""
+    """Above the first panel, draw a legend that explains the colors."""
     from matplotlib.patches import Patch
 
     meanings = {
         COMPUTING: "computing",
         PUSHING: "push in flight",
-        WAITING: "waits for other pushes",
+        WAITING: "waiting for other pushes",
         ANSWERING: "answered: weights in flight or received",
     }
     panel.legend(

@@ -1,4 +1,4 @@
-"""A fork server: a process that has imported torch but computed nothing, and that forks the measured processes."""
+"""A fork server: a process that has imported torch without computing anything, and forks the measured processes."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from .systems import SERVER_ROLES, WORKER_ROLES, launch_paceline
 
 __all__ = ["ForkServer", "fork_server", "main", "measure_turn", "one_thread_each"]
 
-LOG_LINES = 15  # number of lines of the log that are shown if a process fails
+LOG_LINES = 15  # number of log lines that are shown if a process fails
 ROOT = Path(__file__).resolve().parents[2]  # directory that contains the package `benchmarks`
 
 
 class ForkServer(NamedTuple):
-    """A running fork server, which measures turns one after another and reports the end of each turn.
+    """A running fork server, which runs the processes of one `Turn` at a time and reports when they have exited.
 
     Attributes:
         process: the process of the fork server.
-        log: file that contains the standard error of the process.
+        log: file to which the process writes its standard error.
     """
 
     process: subprocess.Popen[bytes]
     log: Path
 
     def run(self, turn: Turn, out: Path) -> None:
-        """Run the processes of a turn, which write their results into the directory `out`.
+        """Run the processes of a turn until they exit. The processes write their results into the directory `out`.
 
         Raises:
             RunFailedError: a process failed.
@@ -57,12 +57,12 @@ class ForkServer(NamedTuple):
             done = b""
         if not done:
             tail = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-            raise RunFailedError(turn.name, "a process of the measurement ended", "\n".join(tail))
+            raise RunFailedError(turn.name, "a measured process failed", "\n".join(tail))
 
 
 @contextmanager
 def fork_server(home: Path) -> Iterator[ForkServer]:
-    """Start a fork server that writes its log into `home`. On exit, kill it and all processes that it has forked."""
+    """Start a fork server with its log in the directory `home`. On exit, kill the server and its children."""
     log = home / "fork-server.log"
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -71,17 +71,19 @@ def fork_server(home: Path) -> Iterator[ForkServer]:
             stdout=subprocess.PIPE,
             stderr=errors,
             cwd=ROOT,
-            process_group=0,  # only the parent receives Ctrl-C, and then kills the fork server
+            process_group=0,  # Ctrl-C reaches only the parent, which then kills the fork server
         )
     try:
         yield ForkServer(process, log)
     finally:
-        # The group still exists, because `process.wait` has not been called yet.
+        # The process group still exists, because `process.wait` has not been called yet.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
-            with suppress(BrokenPipeError):  # closing sends buffered input to a process that has ended
+            with suppress(
+                BrokenPipeError
+            ):  # close() flushes the buffer, which fails if the process has exited
                 pipe.close()
 
 
@@ -99,12 +101,12 @@ def one_thread_each() -> Iterator[None]:
 
 
 def measure_turn(turn: Turn, out: Path, server: ForkServer) -> Figures:
-    """Measure a turn. Return the mean time over the workers for each mode, in seconds."""
+    """Measure a turn. Return the mean time over the workers, in seconds, for each mode (and for "traffic")."""
     run = launch_paceline if turn.cases[0].system == "paceline" else server.run
     run(turn, out)
     found = [json.loads(path.read_text()) for path in out.glob("figures-*")]
     assert len(found) == turn.workers, (
-        f"{turn.name}: {len(found)} of {turn.workers} workers have written their results"
+        f"{turn.name}: only {len(found)} of {turn.workers} workers have written their results"
     )
     return {mode: fmean(figures[mode] for figures in found) for mode in found[0]}
 
@@ -112,7 +114,7 @@ def measure_turn(turn: Turn, out: Path, server: ForkServer) -> Figures:
 def main() -> None:
     """Run as the fork server: fork the processes of each turn that arrives on standard input."""
     torch.set_num_threads(1)
-    torch.optim.SGD([torch.zeros(1)], lr=LR)  # imports many modules of torch once, instead of in each process
+    torch.optim.SGD([torch.zeros(1)], lr=LR)  # imports many modules of torch before any process is forked
     for line in sys.stdin.buffer:
         turn, out = msgspec.json.decode(line, type=tuple[Turn, str])
         _fork(turn, Path(out))
@@ -120,7 +122,7 @@ def main() -> None:
 
 
 def _fork(turn: Turn, out: Path) -> None:
-    """Start the processes of a turn and wait until they end. If one of them fails, exit, which ends the others."""
+    """Run the processes of a turn until they exit. If one of them fails, exit too; this terminates the others."""
     fork = multiprocessing.get_context("fork")
     system = turn.cases[0].system
     servers = turn.servers if system in SERVER_ROLES else 0

@@ -1,4 +1,4 @@
-"""The code that the workers and servers of the compared systems run."""
+"""The code that runs in the workers and servers of the compared systems."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _gloo(turn: Turn, index: int, out: Path) -> Figures:
         model().backward()
         for layer, place in zip(model.layers, places, strict=True):
             assert layer.grad is not None
-            place.copy_(layer.grad)  # as in DDP, gradients are views of a bucket
+            place.copy_(layer.grad)  # as in DDP, the gradients become views of a flat bucket
             layer.grad = place
         dist.all_reduce(flat)
         flat.div_(turn.workers)
@@ -76,11 +76,11 @@ def _gloo(turn: Turn, index: int, out: Path) -> Figures:
     return {"bsp": step_s - bare_s}
 
 
-SETTLING_S = 0.1  # time after which the change of the sync model has reached all workers
+SETTLING_S = 0.1  # time that the change of the sync model needs to reach all workers
 
 
 def _train(turn: Turn, out: Path) -> None:
-    """Train as one worker of a run of Paceline, and measure steps under ASP and then under BSP."""
+    """Train as one worker of a Paceline run. Measure steps under ASP and then under BSP."""
     torch.set_num_threads(1)
     index = worker_index()
     bare_s = bare_backward_s(turn, index, out)
@@ -93,17 +93,17 @@ def _train(turn: Turn, out: Path) -> None:
         optimizer.step()
 
     figures = {"asp": median_s(step, turn.iterations) - bare_s}
-    # Without this barrier, the first workers would wait at the change of the sync model.
+    # Without this barrier, the sync model could change while slower workers are still measuring ASP.
     meet(out, "changing", index, turn.workers)
     if index == 0:
         set_sync("bsp")
-    time.sleep(SETTLING_S)  # so the change is completed during the warm-up
+    time.sleep(SETTLING_S)  # the change must take effect before the measured steps
     figures["bsp"] = median_s(step, turn.iterations) - bare_s
     publish(out, f"figures-{index}", json.dumps(figures))
 
 
 def launch_paceline(turn: Turn, out: Path) -> None:
-    """Measure the system `paceline` in a run. The workers write their results into the directory `out`."""
+    """Measure the system `paceline` by launching a run. The workers write their results into the directory `out`."""
     launch(
         _train,
         args=(turn, out),
@@ -138,7 +138,7 @@ def _update(turn: Turn, index: int, out: Path) -> Figures:
         store.put(0, iteration, push)
         for request in requests:
             if isinstance(request, Apply):
-                store.apply(request.pushes, request.scale)
+                store.apply(request.pushes, request.scales)
         shard.handle(PullRequested(now_s=0.0, worker=0, iteration=iteration))
 
     update_s = median_s(update, turn.iterations)

@@ -12,7 +12,7 @@ from .plan import FLOOR, GLOO, SHM_ASP, SHM_BSP, SOCKET_ASP, SOCKET_BSP, TCP_ASP
 
 __all__ = ["tables"]
 
-# For each column of ratios: the rows with a ratio in this column, and the numerator and denominator of the ratio.
+# Heading of a column of ratios -> case of a row -> numerator and denominator of the ratio in that cell.
 RATIOS: dict[str, dict[Case, tuple[Case, Case]]] = {
     "x\nfloor": {SHM_ASP: (SHM_ASP, FLOOR)},
     "gloo /\nthis": {SHM_BSP: (GLOO, SHM_BSP), TCP_BSP: (GLOO, TCP_BSP)},
@@ -31,9 +31,9 @@ def tables(rows: Sequence[TransportRow], rounds: int) -> list[Table]:
 
 
 def _step_table(rows: Sequence[TransportRow], rounds: int) -> Table:
-    table = _table("A step", ("MB", "workers", "ms", "low - high", *RATIOS), ("system", "", ""))
+    table = _table("One training step", ("MB", "workers", "ms", "low - high", *RATIOS), ("system", "", ""))
     table.caption = (
-        f"medians of {rounds} round{'s' if rounds != 1 else ''}; low and high: fastest and slowest round"
+        f"medians over {rounds} round{'s' if rounds != 1 else ''}; low and high: fastest and slowest round"
     )
     times_ms = times_by_case(rows)
     before = None
@@ -53,7 +53,7 @@ def _step_table(rows: Sequence[TransportRow], rounds: int) -> Table:
 
 def _update_table(rows: Sequence[TransportRow]) -> Table:
     table = _table(
-        f"An update of {rows[0].size_mb:g} MB",
+        f"One update of {rows[0].size_mb:g} MB of parameters",
         ("ms", "low - high", "traffic ms", "x traffic"),
         ("optimizer",),
     )
@@ -99,7 +99,7 @@ def _table(title: str, numbers: Sequence[str], names: Sequence[str]) -> Table:
 
 
 def _short(case: Case) -> str:
-    """Return the parts of a case that distinguish it from the others.
+    """Return the shortest name of a case that distinguishes it from all other cases.
 
     >>> _short(Case("gloo", "tcp", "bsp")), _short(Case("paceline", "shm", "asp"))
     ('gloo', 'paceline shm asp')
@@ -109,7 +109,7 @@ def _short(case: Case) -> str:
 
 
 def _ms(value: float) -> str:
-    """Format a time in milliseconds with three decimals, or with fewer decimals from 10 ms on.
+    """Format a time in milliseconds with three decimals, or with fewer decimals if it is 10 ms or longer.
 
     >>> [_ms(value) for value in (0.0512, 12.346, 123.456, 45678.9)]
     ['0.051', '12.35', '123.5', '45679']

@@ -1,11 +1,12 @@
-"""Waiting times and computation times of ZipLine's methods, compared with the paper's Tables 3 and 4.
+"""Waiting times and computation times of ZipLine's methods, compared with Tables 3 and 4 of the paper.
 
 This module contains the numbers printed in the paper, the inputs for our own measurements, and the goals for the fast
-solver. It measures only times and waits; the tests check that the methods' answers are correct.
+solver. It measures only computation times and waiting times; the tests check that the methods' results are correct.
 
-No small input is used twice in a row, because the branch predictor would learn it, and the method would appear
-several times faster than it is. Within a round, the compared methods take turns, each on a different input if there
-are several inputs, so that a change in the machine's speed affects all methods. All results are medians.
+No small input is used twice in a row, because the processor's branch predictor would learn it and the method would
+appear several times faster than it is. Within a round, the compared methods take turns, so that a change in the
+machine's speed affects all of them. If there are several inputs, successive calls use different inputs. All measured
+times are medians.
 
 Source ("the paper"): Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk synchronous parallel model",
 Machine Learning (2021), section 6.1.
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
-Shape = tuple[int, int]  # number of workers and lookahead, n and R in the paper
+Shape = tuple[int, int]  # (number of workers, lookahead); the paper calls them n and R
 Attempt = Callable[[], Solution]
 
 
@@ -69,10 +70,10 @@ PAPER_WAITS_MS: dict[str, tuple[int, ...]] = {
     "full-grid-scan": _EXACT_WAITS,
     "grid-scan": (599, 1103, 1345, 1357, 1405, 518, 1103, 1253, 1344, 1401),
 }
-"""Method -> waits in Table 3, in the order of TABLE_3_SHAPES."""
+"""Method -> waiting times in ms from Table 3, in the order of TABLE_3_SHAPES."""
 
 PAPER_SUCCESS_SHARES = {method: 0.3 if method == "grid-scan" else 1.0 for method in PAPER_WAITS_MS}
-"""Method -> success share, the last column of Table 3."""
+"""Method -> success rate, from the last column of Table 3."""
 
 PAPER_MEANS_US: dict[str, tuple[float, ...]] = {
     "zipline": (1.49e2, 1.32e3, 6.37e3, 4.99e4, 2.53e5, 2.38e6),
@@ -81,20 +82,20 @@ PAPER_MEANS_US: dict[str, tuple[float, ...]] = {
     "full-grid-scan": (1.54e3, 4.67e4, 8.13e4, 2.15e6, 4.04e6, 2.07e8),
     "grid-scan": (1.68e2, 5.50e3, 1.11e3, 4.38e4, 7.45e3, 2.57e5),
 }
-"""Method -> times in Table 4, in the order of TABLE_4_SHAPES."""
+"""Method -> mean times in microseconds from Table 4, in the order of TABLE_4_SHAPES."""
 
 # -- own measurements --------------------------------------------------------------------------------------------
 
 PERIODIC = "solve_periodic"
 COLUMNS = (*PAPER_WAITS_MS, "naive", "auto", PERIODIC)
-NAIVE_SHAPE: Shape = (4, 10)  # not in the paper; small enough for the naive method, which forms all sets
+NAIVE_SHAPE: Shape = (4, 10)  # not in the paper; small enough for the naive method, which enumerates all sets
 NAIVE_SETS = 10**5  # largest number of sets for which the naive method is measured; more would take minutes
 
 GOALS_MS: dict[Shape, float] = {(10, 15): 0.025, (1000, 15): 0.15, (1000, 150): 1.4, (10_000, 150): 30.0}
-"""Shape -> goal for the time of `solve_periodic`, including the prediction."""
-# Upper bound on the time of solve for a given matrix, divided by the time of solve_periodic.
+"""Shape -> goal for the time of `solve_periodic` in ms, including the prediction."""
+# Upper bound on the ratio of the times of solve and solve_periodic; only solve receives the matrix of end times.
 MATRIX_GOAL = 1.2
-# Upper bound on the time of solve divided by the time of a plain sort, for inputs unlike the paper's.
+# Upper bound on the ratio of the time of solve to that of a plain sort, for inputs unlike the paper's.
 PLAIN_SORT_GOAL = 1.5
 PLAIN_SORT_SHAPES: tuple[Shape, ...] = ((10, 15), (1000, 15), (1000, 150), (10_000, 150))
 
@@ -106,50 +107,50 @@ DISTRIBUTIONS: dict[str, Callable[[int, int, np.random.Generator], Floats]] = {
     "bursts": lambda n, r, g: g.exponential(g.choice([1.0, 5000.0], (n, r), p=[0.9, 0.1])).cumsum(axis=1),
     "heavy tails": lambda n, r, g: 1000 * g.pareto(0.6, (n, r)).cumsum(axis=1),
 }
-"""Distribution -> generator of end times in ms with the shape (n, R).
+"""Distribution -> function that draws end times in ms, as an array of shape (n, R).
 
-Predictions from two pushes never have such end times, because predicted end times are periodic.
+Of these, only "identical workers" can result from predictions: predictions from two pushes are periodic.
 """
 
 NOTES = (
-    "The paper's times: C++11 on a Xeon E5-2620 v3 (2.4 GHz), means of 10 runs on one data set. Our times: Python "
-    "and NumPy on this machine, medians over different inputs. A ratio of the two depends on languages and machines "
-    "as much as on methods, so compare only times in the same row.",
-    "Our methods start from the last two pushes, so our times include the prediction and the matrix of end times. "
-    "The paper does not say whether its times include them.",
-    "zipline, zipline-opt, zipline-opt-bs and naive are plain Python loops. The grid scans use NumPy within one set; "
-    "auto and solve_periodic use NumPy throughout. Therefore, the ratios between the paper's methods are different "
-    "here and in the paper. naive, auto and solve_periodic are not in the paper's tables.",
-    "Waits depend on the randomly drawn workers, especially if there are few workers. The "
-    "paper's waits are from one data set; ours are medians. In the paper's published data, the first predicted end "
-    "time is the time of the last push; in ours, it is one interval later.",
-    "Success: ours is the share of inputs on which a method finds the smallest wait that any method finds, averaged "
-    "over the rows with n >= 10. The paper's success seems to be a share of the rows (grid-scan: 3 of 10). "
-    "full-grid-scan is not exact: the grid point nearest to an end time may lie on the wrong side of it.",
-    f"naive forms all R^n sets, so it is not measured if there are more than {NAIVE_SETS:,} sets. With 10 workers "
-    "and 15 end times, there are already 5.8e11 sets. naive is measured with 4 workers, for which the paper has no "
-    "numbers.",
-    "Goals: times of solve_periodic include the prediction, but ratios do not: solve and the plain sort receive the "
-    "matrix, and solve_periodic receives the last push and the interval. The plain sort (argsort of all end times, "
-    "running maximum, picks) does not check its input. solve does, which takes a large share of the time if the "
-    "input is small.",
+    "The paper's times are means of 10 runs of C++11 code on one data set (Xeon E5-2620 v3, 2.4 GHz). Our times are "
+    "medians over different inputs, with Python and NumPy on this machine. The ratio between our times and the "
+    "paper's depends on languages and machines as much as on methods, so compare only times in the same row.",
+    "Our methods start from the last two pushes, so our times include predicting the end times and building their "
+    "matrix. The paper does not say whether its times include these steps.",
+    "zipline, zipline-opt, zipline-opt-bs and naive are plain Python loops. The grid scans use NumPy to form "
+    "each set of end times; auto and solve_periodic use NumPy throughout. Therefore, the ratios between methods "
+    "differ from the paper's. The paper's tables do not contain naive, auto or solve_periodic.",
+    "Waiting times depend on the randomly drawn workers, especially if there are few workers. The paper's waiting "
+    "times are from one data set; our waiting times are medians over several inputs. In the paper's published data, "
+    "the first predicted end time is the time of the last push; in our data, it is one interval later.",
+    "Our success rate is the share of inputs on which a method finds the smallest wait found by any method, averaged "
+    "over the rows with n >= 10. The paper's success rate seems to be the share of rows (grid-scan: 3 of 10). "
+    "full-grid-scan is not exact: the grid point nearest to an end time may lie on the wrong side of the end time.",
+    "naive enumerates all R^n sets of one end time per worker, so it is not measured if there are more than "
+    f"{NAIVE_SETS:,} sets. With 10 workers and 15 end times each, there are already 5.8e11 sets. Therefore, naive is "
+    "measured with 4 workers, for which the paper has no numbers.",
+    "In the goals, times of solve_periodic include the prediction, but ratios do not. For the ratios, solve and the "
+    "plain sort receive the matrix of end times, and solve_periodic receives the last push and the interval of each "
+    "worker. The plain sort sorts all end times, takes a running maximum and picks one end time per worker. "
+    "Only solve checks its input, which takes a large part of its time if the input is small.",
 )
 
 
 class WaitRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of Table 3.
+    """A cell of Table 3: the waiting time of one method, for a number of workers and a lookahead.
 
     Attributes:
         method: a name in `paceline.zipline.METHODS`, or "solve_periodic".
         workers: n, the number of workers.
         lookahead: R, the lookahead.
         inputs: number of inputs that were measured.
-        wait_ms: d_Z of the barrier that the method finds, the median over the inputs; None if the method was not
+        wait_ms: wait (d_Z) at the barrier that the method finds, median over the inputs; None if the method was not
             measured.
-        optimal_share: share of the inputs on which no method finds a smaller wait, from 0 to 1; None if the method
+        optimal_share: fraction of the inputs on which no method finds a smaller wait, from 0 to 1; None if the method
             was not measured.
-        paper_wait_ms: wait in the paper, or None.
-        empty_because: the reason why the method was not measured, or None.
+        paper_wait_ms: wait in the paper; None if the paper has no number.
+        empty_because: the reason why the method was not measured; None if it was measured.
     """
 
     method: str
@@ -163,13 +164,13 @@ class WaitRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuccessRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of the last column of Table 3.
+    """A cell of the last column of Table 3: the success rate of one method.
 
     Attributes:
         method: see `WaitRow`.
         shapes: number of shapes that were measured.
-        optimal_share: mean of `WaitRow.optimal_share` over these shapes; None if there are none.
-        paper_success_share: success share in the paper, or None.
+        optimal_share: mean of `WaitRow.optimal_share` over these shapes; None if no shape was measured.
+        paper_success_share: success rate in the paper; None if the paper has no number.
     """
 
     method: str
@@ -179,16 +180,16 @@ class SuccessRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of Table 4.
+    """A cell of Table 4: the computation time of one method, for a number of workers and a lookahead.
 
     Attributes:
         method: see `WaitRow`.
         workers: n, the number of workers.
         lookahead: R, the lookahead.
         inputs: number of measured calls, each with a different input.
-        median_ms: median time for computing the answer from the last two pushes; None if the method was not measured.
-        paper_mean_ms: mean time in the paper, or None.
-        empty_because: the reason why the method was not measured, or None.
+        median_ms: median time to compute the result from the last two pushes; None if the method was not measured.
+        paper_mean_ms: mean time in the paper; None if the paper has no number.
+        empty_because: the reason why the method was not measured; None if it was measured.
     """
 
     method: str
@@ -210,11 +211,11 @@ class ZiplineGoal(msgspec.Struct, frozen=True, kw_only=True):
         lookahead: R, the lookahead.
         inputs: number of inputs that were measured.
         median_ms: median time over the inputs.
-        against: name of the function with which it is compared; None if the goal is a bound on a time.
-        against_median_ms: median time of that function over the inputs, or None.
-        ratio: median, over the rounds, of the ratio between the two functions' median times in a round; or None.
-        goal_ms: upper bound on `median_ms`, or None.
-        goal_ratio: upper bound on `ratio`, or None.
+        against: name of the function that `what` is compared with; None if the goal is a bound on a time.
+        against_median_ms: median time of `against` over the inputs; None if `against` is None.
+        ratio: ratio of the median times of `what` and `against`, median over the rounds; None if `against` is None.
+        goal_ms: upper bound on `median_ms`; None if the goal is a bound on a ratio.
+        goal_ratio: upper bound on `ratio`; None if the goal is a bound on a time.
         met: True if the goal is met.
     """
 
@@ -243,7 +244,7 @@ class ZiplineReport(msgspec.Struct, frozen=True, kw_only=True):
         rounds: number of rounds.
         quick: True if only small inputs were measured.
         waits: cells of Table 3.
-        success: last column of Table 3.
+        success: cells of the last column of Table 3.
         times: cells of Table 4.
         goals: goals of this project.
         notes: remarks on how to read the results.
@@ -263,7 +264,7 @@ class ZiplineReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Call(NamedTuple):
-    """The duration of one call, and the wait at the barrier that the call found."""
+    """The duration of one call, and the waiting time at the barrier that the call found."""
 
     duration_ms: float
     wait_ms: float
@@ -278,7 +279,7 @@ class _Heat(NamedTuple):
 
     Attributes:
         name: kind of input.
-        shape: number of workers, and lookahead.
+        shape: (number of workers, lookahead).
         inputs: number of inputs per round.
         work_s: approximate time per round, for the progress display.
         make: function that draws an input and returns the functions to measure, each bound to this input.
@@ -297,8 +298,8 @@ def measure(
     """Run all measurements. This takes about a minute per round.
 
     Args:
-        rounds: number of rounds, each with new inputs. By default 3, or 1 if `quick`.
-        quick: True to measure only small inputs, which take milliseconds.
+        rounds: number of rounds, each with new inputs. The default is 3, or 1 if `quick` is True.
+        quick: True to measure only small inputs. This takes a few seconds.
         tell: progress callback, called before each measured call.
 
     Raises:
@@ -362,7 +363,7 @@ def plain_sort(times: Floats) -> Solution:
     following[lookahead - 1 :: lookahead] = np.inf
     order = start.argsort()
     start = start[order]
-    # For each worker, a window must include the first end time that is not before the window.
+    # A window must include, for each worker, the first end time at or after the start of the window.
     end = np.empty_like(start)
     end[0] = times[:, 0].max()
     end[1:] = following[order[:-1]]
@@ -377,12 +378,12 @@ def plain_sort(times: Floats) -> Solution:
 
 
 def _heats(quick: bool) -> list[_Heat]:
-    """Return everything that one round measures."""
+    """Return all groups of measurements of one round."""
     heats = []
     for n, r in (NAIVE_SHAPE, *TABLE_3_SHAPES):
         if _left_out((n, r), quick):
             continue
-        # The number of inputs is limited by the full grid scan, which takes almost all of the time.
+        # The full grid scan limits the number of inputs, because it takes almost all of the time.
         inputs = int(np.clip(1e9 / (n * r) ** 2, 1, 20))
         heats.append(
             _Heat("paper", (n, r), inputs, inputs * 2e-9 * (n * r) ** 2, partial(_by_all_methods, n, r))
@@ -406,12 +407,12 @@ def _left_out(shape: Shape, quick: bool, largest: int = 1500) -> bool:
 
 
 def _inputs_for_fast(n: int, r: int) -> int:
-    """Return the number of inputs per round. Times for small inputs vary more, so there are more small inputs."""
+    """Return the number of inputs per round: more if the inputs are small, because their times vary more."""
     return int(np.clip(2e6 / (n * r), 5, 200))
 
 
 def _by_all_methods(n: int, r: int, generator: np.random.Generator) -> dict[str, Attempt]:
-    """Draw workers as in the paper. Return all methods that can choose a barrier for these workers."""
+    """Draw workers as in the paper. Return calls of all methods that are fast enough for this shape."""
     pushes = generate_pushes(n, generator)
     attempts: dict[str, Attempt] = {
         method: partial(_predict_and_solve, pushes, r, method)
@@ -423,7 +424,7 @@ def _by_all_methods(n: int, r: int, generator: np.random.Generator) -> dict[str,
 
 
 def _by_ours(n: int, r: int, generator: np.random.Generator) -> dict[str, Attempt]:
-    """Draw workers as in the paper. Return the functions that have goals."""
+    """Draw workers as in the paper. Return calls of the functions that have goals."""
     pushes = generate_pushes(n, generator)
     last, interval = LastInterval()(pushes)
     return {
@@ -434,7 +435,7 @@ def _by_ours(n: int, r: int, generator: np.random.Generator) -> dict[str, Attemp
 
 
 def _by_sorting(distribution: str, n: int, r: int, generator: np.random.Generator) -> dict[str, Attempt]:
-    """Draw end times from another distribution. Return `solve` and the plain sort."""
+    """Draw end times from the given distribution. Return calls of `solve` and of the plain sort."""
     times = DISTRIBUTIONS[distribution](n, r, generator)
     return {"solve": partial(solve, times), "plain sort": partial(plain_sort, times)}
 
@@ -456,7 +457,7 @@ def _end_times(last: Floats, interval: Floats, lookahead: int) -> Floats:
 
 
 def _too_many_sets(method: str, shape: Shape) -> bool:
-    """Return True if the naive method would have to form too many sets."""
+    """Return True if the naive method would have to enumerate too many sets."""
     return method == "naive" and shape[1] ** shape[0] > NAIVE_SETS
 
 
@@ -489,7 +490,7 @@ def _wait_rows(paper: Mapping[Shape, Round], quick: bool) -> list[WaitRow]:
     rows = []
     for shape in (NAIVE_SHAPE, *TABLE_3_SHAPES):
         found = paper.get(shape, {})
-        # zip yields one tuple per input, which contains one call per method.
+        # Each tuple from zip contains the calls of all methods on one input.
         least = [min(call.wait_ms for call in one) for one in zip(*found.values(), strict=True)]
         for method in COLUMNS:
             calls = found.get(method, [])
@@ -607,6 +608,6 @@ def _printed(
 def _why_empty(method: str, shape: Shape, quick: bool) -> str:
     n, r = shape
     if _too_many_sets(method, shape):
-        return f"{r}^{n} sets, about 10^{n * np.log10(r):.0f}, are too many to form"
+        return f"{r}^{n} sets, about 10^{n * np.log10(r):.0f}, are too many to enumerate"
     assert _left_out(shape, quick), f"{method} was not measured with {n} workers, lookahead {r}"
     return "left out by --quick"

@@ -35,15 +35,15 @@ GOAL_NAMES = {PERIODIC: "periodic", "plain sort": "sort"}
 
 
 def tables(report: ZiplineReport) -> list[Table]:
-    """Return Table 3, Table 4 and the goals as tables of at most 80 columns."""
+    """Return Table 3, Table 4 and the goals as tables that are at most 80 characters wide."""
     rounds = f"{report.rounds} round{'s' if report.rounds != 1 else ''}"
-    empty = f"\n-: not measured; {'left out by --quick' if report.quick else 'see below'}"
+    empty = f"\n-: not measured; {'left out by --quick, or see below' if report.quick else 'see below'}"
     waits = _paper_table("Table 3: smallest wait found, ms")
     times = _paper_table("Table 4: computation time, ms")
     inputs = _span([row.inputs for row in report.waits])
     waits.caption = f"medians over {inputs} inputs, {rounds}; paper: one data set{empty}"
     calls = _span([row.inputs for row in report.times])
-    times.caption = f"medians over {calls} calls, {rounds}; paper: means of 10{empty}"
+    times.caption = f"medians over {calls} calls, {rounds}; paper: means of 10 runs{empty}"
     for shape in (NAIVE_SHAPE, *TABLE_3_SHAPES):
         cells = [row for row in report.waits if (row.workers, row.lookahead) == shape]
         _add_pair(waits, shape, [row.wait_ms for row in cells], [row.paper_wait_ms for row in cells], _whole)
@@ -124,7 +124,7 @@ def _whole(value: float | None) -> str:
 
 
 def _digits(value: float | None) -> str:
-    """Format a number with three significant digits and without an exponent.
+    """Format a number with at least three significant digits and without an exponent.
 
     >>> [_digits(value) for value in (0.0072, 1.316, 49.94, 2380.0, 207000.0, None)]
     ['0.00720', '1.32', '49.9', '2380', '207000', '']

@@ -20,6 +20,8 @@ OPTIONS = {
     "sync": {"--json"},
     "zipline": {"--json", "--rounds", "--quick"},
     "simulator": {"--json"},
+    "unequal": {"--json"},
+    "data": {"--json"},
 }
 
 

@@ -21,7 +21,7 @@ def shown(report: SimulatorReport) -> str:
 
 def test_errors_are_relative_to_the_live_run() -> None:
     row = FidelityRow("asp", 10.0, 9.0, 2.0, 2.5)
-    assert row.updates_off == pytest.approx(-0.1)
+    assert row.gradients_off == pytest.approx(-0.1)
     assert row.staleness_off == pytest.approx(0.25)
     assert FidelityRow("bsp", 10.0, 9.0, 0.0, 0.0).staleness_off == 0.0
 
@@ -46,9 +46,9 @@ def test_a_model_is_measured_live_and_simulated() -> None:
     report = measure(lambda what, share, slow=False: told.append(what), ("asp",), 1.0, speed=False)
     [row] = report.fidelity
     assert (row.sync, report.speed) == ("asp", [])
-    assert row.live_updates_per_s > 0
-    assert row.simulated_updates_per_s > 0
-    assert told[-1] == "live and simulated under asp"
+    assert row.live_gradients_per_s > 0
+    assert row.simulated_gradients_per_s > 0
+    assert told[-1] == "live run and simulation under asp"
 
 
 def test_both_loops_compute_something() -> None:

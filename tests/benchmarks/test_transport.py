@@ -259,8 +259,10 @@ def test_each_row_has_the_ratios_that_matter() -> None:
 
 def test_what_was_not_measured_has_no_table() -> None:
     assert tables([], 1) == []
-    assert [table.title for table in tables([update("SGD", 1.0, 1.0)], 1)] == ["An update of 100 MB"]
-    assert [table.title for table in tables([row(FLOOR, 1.0, 2, 1.0)], 1)] == ["A step"]
+    assert [table.title for table in tables([update("SGD", 1.0, 1.0)], 1)] == [
+        "One update of 100 MB of parameters"
+    ]
+    assert [table.title for table in tables([row(FLOOR, 1.0, 2, 1.0)], 1)] == ["One training step"]
 
 
 # -- the plan ------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_naive_search_is_measured_where_its_sets_can_be_formed(report: ZiplineRe
     for row in naive.values():
         assert row.wait_ms is None
         assert "too many" in str(row.empty_because)
-    assert naive[10, 15].empty_because == "15^10 sets, about 10^12, are too many to form"
+    assert naive[10, 15].empty_because == "15^10 sets, about 10^12, are too many to enumerate"
 
 
 def test_only_quick_leaves_anything_else_out() -> None:

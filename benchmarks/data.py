@@ -1,0 +1,360 @@
+"""`python -m benchmarks data`: what it costs to hand out the data of an epoch while it is used.
+
+In live runs, workers alternate between passes over a plain `DataLoader` and over the same loader with `distribute`,
+and measure the time per batch in the loader and in the optimizer's step. Then a coordinator answers the requests of
+1,000 workers, each of which asks 10 times per second.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import torch
+from rich import box
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.cli.progress import TellShare
+from paceline.core.requests import Request
+from paceline.frontend.data import distribute
+from paceline.frontend.optimizer import DistributedOptimizer
+from paceline.frontend.session import Session, current
+from paceline.launcher.launch import launch
+
+from . import data_requests
+from .data_requests import RequestsRow
+
+__all__ = ["DataReport", "LoaderRow", "estimate_s", "measure", "tables"]
+
+WORKERS = (1, 4)
+PROCESSES = (0, 2)  # numbers of worker processes of the loader
+BATCH = 16
+BATCHES = 100  # number of batches in an epoch, for each worker
+ROUNDS = 7  # number of pairs of passes
+STEP_S = 0.005  # time for which a gradient is computed
+ADDED_GOAL = 0.01  # of `STEP_S`
+SHARE_GOAL = 0.1  # of one core
+ASKING = 1000  # number of workers that ask the coordinator
+RATE = 10.0  # number of requests per second of each of these workers
+START_S = 12.0  # approximate time to start and stop the processes of a live run on a slow machine
+
+
+class Pass(msgspec.Struct, frozen=True):
+    """The mean times of one worker in one pass over a loader.
+
+    Attributes:
+        batches: number of batches.
+        first_s: time until the first batch has been loaded.
+        loader_s: time to load a batch other than the first one.
+        step_s: time of `DistributedOptimizer.step()`.
+        requests: number of requests for data that were sent with a push.
+        waits: number of times that the worker waited for data, except at the beginning of the pass.
+        waited_s: total time of these waits.
+    """
+
+    batches: int
+    first_s: float
+    loader_s: float
+    step_s: float
+    requests: int
+    waits: int
+    waited_s: float
+
+
+class LoaderRow(msgspec.Struct, frozen=True):
+    """The time per batch of a distributed loader, compared with the plain loader.
+
+    Each pass over the distributed loader is compared with the pass over the plain loader before it. All times are
+    medians over these pairs of passes, of all workers.
+
+    Attributes:
+        workers: number of workers.
+        processes: number of worker processes of the loader.
+        plain_us: time to load a batch of the plain loader, in microseconds.
+        distributed_us: time to load a batch of the distributed loader.
+        plain_step_us: time of a step with a batch of the plain loader.
+        distributed_step_us: time of a step with a batch of the distributed loader.
+        added_us: time that a batch of the distributed loader takes in addition, in the loader and in the step.
+        first_ms: additional time for the first batch of an epoch, in milliseconds.
+        requests: number of requests per batch that are sent with a push.
+        waits: number of waits for data per batch, without the one at the beginning of an epoch.
+        wait_us: mean time of such a wait; 0 if there was none.
+    """
+
+    workers: int
+    processes: int
+    plain_us: float
+    distributed_us: float
+    plain_step_us: float
+    distributed_step_us: float
+    added_us: float
+    first_ms: float
+    requests: float
+    waits: float
+    wait_us: float
+
+    @property
+    def added(self) -> float:
+        """The additional time as a share of the computation of a gradient."""
+        return self.added_us / 1e6 / STEP_S
+
+
+class DataReport(msgspec.Struct, frozen=True):
+    """The results of the benchmark.
+
+    Attributes:
+        loaders: the times of loaders in live runs.
+        requests: the load of the coordinator.
+    """
+
+    loaders: list[LoaderRow]
+    requests: list[RequestsRow]
+
+
+def estimate_s() -> float:
+    """Estimate how long `measure` takes, in seconds."""
+    passes = 2 * (ROUNDS + 1)
+    runs = len(WORKERS) * len(PROCESSES) * (passes * BATCHES * 1.3 * STEP_S + START_S)
+    return runs + data_requests.estimate_s()
+
+
+def measure(
+    tell: TellShare,
+    workers: Sequence[int] = WORKERS,
+    processes: Sequence[int] = PROCESSES,
+    rounds: int = ROUNDS,
+    asking: int = ASKING,
+    seconds: float = data_requests.SECONDS,
+) -> DataReport:
+    """Measure the times in live runs, and the load of a coordinator.
+
+    Args:
+        tell: progress callback.
+        workers: numbers of workers of the live runs.
+        processes: numbers of worker processes of the loaders.
+        rounds: number of pairs of passes that are measured.
+        asking: number of workers that ask the coordinator.
+        seconds: time for which they ask, in each round.
+    """
+    settings = list(product(workers, processes))
+    loaders = []
+    for number, (count, helpers) in enumerate(settings):
+        tell(
+            f"live run: workers {count}, loader processes {helpers}", number / (len(settings) + 2), slow=True
+        )
+        loaders.append(_live(count, helpers, rounds))
+    tell(f"the coordinator's core, {asking:,} workers", len(settings) / (len(settings) + 2), slow=True)
+    core = data_requests.ask_core(asking, RATE)
+    tell(f"a coordinator with {asking:,} connections", (len(settings) + 1) / (len(settings) + 2), slow=True)
+    return DataReport(loaders, [core, data_requests.ask_host(asking, RATE, seconds)])
+
+
+def _live(workers: int, processes: int, rounds: int) -> LoaderRow:
+    """Run the passes live, and compare the loaders."""
+    with TemporaryDirectory() as folder:
+        launch(
+            train,
+            args=(workers, processes, rounds, folder),
+            workers=workers,
+            servers=1,
+            sync="asp",
+            run_dir=Path(folder, "run"),
+            progress=False,
+        )
+        decoder = msgspec.json.Decoder(list[tuple[Pass, Pass]])
+        pairs = [pair for path in Path(folder).glob("*.json") for pair in decoder.decode(path.read_bytes())]
+    return compare(workers, processes, pairs)
+
+
+def compare(workers: int, processes: int, pairs: Sequence[tuple[Pass, Pass]]) -> LoaderRow:
+    """Compare passes over the plain loader with passes over the distributed loader."""
+    distributed = [after for _, after in pairs]
+    batches, waits = sum(one.batches for one in distributed), sum(one.waits for one in distributed)
+
+    def median_us(time_s: Callable[[Pass, Pass], float]) -> float:
+        return 1e6 * median(time_s(before, after) for before, after in pairs)
+
+    return LoaderRow(
+        workers,
+        processes,
+        median_us(lambda before, after: before.loader_s),
+        median_us(lambda before, after: after.loader_s),
+        median_us(lambda before, after: before.step_s),
+        median_us(lambda before, after: after.step_s),
+        median_us(lambda before, after: after.loader_s + after.step_s - before.loader_s - before.step_s),
+        median_us(lambda before, after: after.first_s - before.first_s) / 1e3,
+        sum(one.requests for one in distributed) / batches,
+        waits / batches,
+        1e6 * sum(one.waited_s for one in distributed) / waits if waits else 0.0,
+    )
+
+
+def train(workers: int, processes: int, rounds: int, folder: str) -> None:
+    """Train on passes over both loaders in turn, and save the times. The first round is not measured."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.Linear(64, 10)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+    session = current()
+    assert session is not None
+    watch = Watch(session)
+    pairs = []
+    for number in range(rounds + 1):
+        before = _pass(_loader(BATCH * BATCHES, processes), model, optimizer, watch)
+        shared = distribute(_loader(BATCH * BATCHES * workers, processes))
+        after = _pass(shared, model, optimizer, watch)
+        if number and before is not None and after is not None:
+            pairs.append((before, after))
+    Path(folder, f"{session.worker}.json").write_bytes(msgspec.json.encode(pairs))
+
+
+def _loader(samples: int, processes: int) -> DataLoader[Any]:
+    data = TensorDataset(torch.randn(samples, 64), torch.randint(0, 10, (samples,)))
+    return DataLoader(data, batch_size=BATCH, shuffle=True, num_workers=processes)
+
+
+def _pass(
+    loader: Iterable[Any], model: nn.Module, optimizer: DistributedOptimizer, watch: Watch
+) -> Pass | None:
+    """Train on one pass over a loader. Return None if the worker has received fewer than two batches."""
+    loader_s, step_s = [], []
+    begun_s = time.perf_counter()
+    batches = iter(loader)
+    while (batch := next(batches, None)) is not None:
+        loader_s.append(time.perf_counter() - begun_s)
+        if len(loader_s) == 1:
+            watch.reset()
+        x, y = batch
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        time.sleep(STEP_S)
+        begun_s = time.perf_counter()
+        optimizer.step()
+        step_s.append(time.perf_counter() - begun_s)
+        begun_s = time.perf_counter()
+    if len(loader_s) < 2:
+        return None
+    count = len(loader_s)
+    return Pass(
+        count,
+        loader_s[0],
+        sum(loader_s[1:]) / (count - 1),
+        sum(step_s) / count,
+        watch.requests,
+        watch.waits,
+        watch.waited_s,
+    )
+
+
+class Watch:
+    """Counts the requests for data of a session, and the times for which it waits for the answers.
+
+    Reading an answer that has already arrived is not a wait.
+
+    Attributes:
+        requests: number of requests that were sent with a push.
+        waits: number of waits.
+        waited_s: total time of the waits.
+    """
+
+    def __init__(self, session: Session) -> None:
+        exchange, push = session.exchange, session.data.push
+        arrived = select.poll()
+        arrived.register(session._coordinator, select.POLLIN)  # type: ignore[attr-defined]
+
+        def watched_exchange(ask: Callable[[], Sequence[Request]]) -> None:
+            requests = ask()
+            waiting = bool(requests) or (session.data.waiting and not arrived.poll(0))
+            begun_s = time.perf_counter()
+            exchange(lambda: requests)
+            if waiting:
+                self.waits += 1
+                self.waited_s += time.perf_counter() - begun_s
+
+        def watched_push(busy_s: float | None = None) -> list[Request]:
+            requests = push(busy_s)
+            self.requests += len(requests)
+            return requests
+
+        session.exchange = watched_exchange  # type: ignore[method-assign]
+        session.data.push = watched_push  # type: ignore[method-assign]
+        self.reset()
+
+    def reset(self) -> None:
+        """Set all counts to 0."""
+        self.requests = self.waits = 0
+        self.waited_s = 0.0
+
+
+def tables(report: DataReport) -> list[Table]:
+    """Return the times of the loaders and the load of the coordinator as tables."""
+    loaders = _table(
+        "Time per batch of the plain loader, and what the distributed loader adds",
+        f"goal: in total, less than {ADDED_GOAL:.0%} of a gradient's {1e3 * STEP_S:.0f} ms is added; !: goal missed",
+    )
+    waits = _table(
+        "Requests and waits for data, per batch",
+        "requests are sent with pushes; the wait for the first batch of an epoch is not counted",
+    )
+    for shown in (loaders, waits):
+        shown.add_column("workers", justify="right")
+        shown.add_column("loader processes", justify="right")
+    for name in ("load", "added", "step", "added", "in total"):
+        loaders.add_column(name, justify="right")
+    for name in ("first batch of an epoch", "requests", "waits", "per wait"):
+        waits.add_column(name, justify="right")
+    for row in report.loaders:
+        loaders.add_row(
+            str(row.workers),
+            str(row.processes),
+            f"{row.plain_us:.0f} us",
+            f"{row.distributed_us - row.plain_us:+.0f} us",
+            f"{row.plain_step_us:.0f} us",
+            f"{row.distributed_step_us - row.plain_step_us:+.0f} us",
+            f"{row.added:+.2%}{'!' if row.added >= ADDED_GOAL else ''}",
+        )
+        waits.add_row(
+            str(row.workers),
+            str(row.processes),
+            f"{row.first_ms:+.1f} ms",
+            f"{row.requests:.1%}",
+            f"{row.waits:.1%}",
+            f"{row.wait_us:.0f} us" if row.waits else "",
+        )
+    requests = _table(
+        f"A coordinator that answers {ASKING:,} workers, each of which asks {RATE:.0f} times per second",
+        f"goal: less than {SHARE_GOAL:.0%} of a core; !: goal missed",
+    )
+    requests.add_column("measured", overflow="fold")
+    for name in ("workers", "requests per s", "per request", "share of a core"):
+        requests.add_column(name, justify="right")
+    for asked in report.requests:
+        share = asked.request_us / 1e6 * ASKING * RATE
+        requests.add_row(
+            asked.measured,
+            f"{asked.workers:,}",
+            f"{asked.rate:,.0f}" if asked.rate else "",
+            f"{asked.request_us:.1f} us",
+            f"{share:.1%}{'!' if share >= SHARE_GOAL else ''}",
+        )
+    return [loaders, waits, requests]
+
+
+def _table(title: str, caption: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        caption=caption,
+        caption_justify="left",
+    )

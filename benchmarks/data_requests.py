@@ -1,0 +1,230 @@
+"""How much of its core a coordinator uses to answer workers that request data.
+
+The load is measured twice: for the coordinator's state machine with the decoding and encoding of its messages, and
+for a whole coordinator with one socket per worker.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import selectors
+import time
+from contextlib import ExitStack, closing
+from itertools import count
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+
+from paceline.core.coordinator import Coordinator
+from paceline.core.data_feed import DataFeed
+from paceline.core.lease import Order
+from paceline.core.messages import (
+    DataGranted,
+    FromCoordinatorToWorker,
+    FromPeerToCoordinator,
+    Hello,
+    Message,
+)
+from paceline.core.requests import Request, Send, worker_peer
+from paceline.errors import ConfigurationError
+from paceline.runtime.coordinator import CoordinatorHost
+from paceline.runtime.job import make_job
+from paceline.sync.schedule import read_schedule
+from paceline.wire.addresses import connect
+from paceline.wire.stream import Stream
+
+__all__ = ["SECONDS", "RequestsRow", "ask_core", "ask_host", "estimate_s"]
+
+CLIENTS = 2  # number of processes, each of which takes the part of many workers
+ROUNDS = 5
+SECONDS = 5.0
+SPARE_DESCRIPTORS = 100
+# The epoch is so long that it does not end during the measurement.
+ORDER = Order(2**50, 16, True, "dynamic", "0123456789abcdef")
+NAME = "train.py:35#0"
+
+
+class RequestsRow(msgspec.Struct, frozen=True):
+    """The load of a coordinator.
+
+    Attributes:
+        measured: what was measured.
+        workers: number of workers.
+        rate: number of requests per second that the coordinator has answered; 0 if the requests were not paced.
+        request_us: processor time per request in microseconds.
+    """
+
+    measured: str
+    workers: int
+    rate: float
+    request_us: float
+
+
+def estimate_s() -> float:
+    """Estimate how long both measurements take, in seconds."""
+    return ROUNDS * (SECONDS + 1.0) + 10.0
+
+
+class Asker:
+    """A worker that does nothing but use its data."""
+
+    def __init__(self) -> None:
+        self._feed = DataFeed()
+
+    def begin(self) -> Message:
+        """Return the first request."""
+        return _message(self._feed.begin(0, NAME, 0, ORDER))
+
+    def use(self, granted: DataGranted) -> Message:
+        """Use all batches of an answer, and return the next request."""
+        self._feed.handle(granted)
+        while self._feed.take(0) is not None:
+            self._feed.draw(0, ORDER.batch, ORDER.batch)
+        requests = self._feed.push()
+        self._feed.answered()
+        return _message(requests)
+
+
+def _message(requests: list[Request]) -> Message:
+    [request] = requests
+    assert isinstance(request, Send)
+    return request.message
+
+
+def ask_core(workers: int, rate: float) -> RequestsRow:
+    """Measure the processor time of the state machine, and of the decoding and encoding of its messages."""
+    core = Coordinator(read_schedule("asp"), workers=workers, servers=1, shards=1)
+    askers = [Asker() for _ in range(workers)]
+    encoder = msgspec.msgpack.Encoder()
+    decoder = msgspec.msgpack.Decoder(FromPeerToCoordinator)
+    client_decoder = msgspec.msgpack.Decoder(FromCoordinatorToWorker)
+    peers = [worker_peer(worker) for worker in range(workers)]
+    for peer in peers:
+        core.connected(peer, 0.0)
+    requests = [encoder.encode(asker.begin()) for asker in askers]
+    rounds_us = []
+    # The workers' times per batch are unknown in the first rounds, so these are not measured.
+    for number in range(ROUNDS + 3):
+        answers = []
+        begun_s = time.thread_time()
+        for worker, request in enumerate(requests):
+            now_s = (number + worker / workers) / rate
+            [answer] = core.handle(peers[worker], decoder.decode(request), now_s)
+            assert isinstance(answer, Send)
+            answers.append(encoder.encode(answer.message))
+        rounds_us.append(1e6 * (time.thread_time() - begun_s) / workers)
+        requests = [
+            encoder.encode(asker.use(client_decoder.decode(answer)))
+            for asker, answer in zip(askers, answers, strict=True)
+        ]
+    return RequestsRow("state machine, decoding and encoding", workers, 0.0, median(rounds_us[3:]))
+
+
+def ask_host(workers: int, rate: float, seconds: float = SECONDS) -> RequestsRow:
+    """Measure the processor time of a coordinator whose workers are sockets of two other processes.
+
+    Raises:
+        ConfigurationError: this process may not open enough sockets.
+    """
+    _allow_descriptors(workers + SPARE_DESCRIPTORS)
+    spawn = multiprocessing.get_context("spawn")
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        # No process trains, so the memory for the processes of so many workers is not needed.
+        job = make_job(workers=1, servers=1, sync="asp", transport="unix", run_dir=f"{folder}/run")
+        job = msgspec.structs.replace(job, workers=workers)
+        coordinator = CoordinatorHost.listen(job)
+        coordinator.start()
+        stack.callback(coordinator.stop, 0.0)
+        shares = [range(first, workers, CLIENTS) for first in range(min(CLIENTS, workers))]
+        pipes, processes = [], []
+        for share in shares:
+            pipe, end = spawn.Pipe()
+            arguments = (coordinator.address, job.token, share, rate, end)
+            process = spawn.Process(target=_ask, args=arguments, daemon=True)
+            process.start()
+            end.close()
+            stack.callback(process.join)
+            stack.callback(pipe.close)
+            pipes.append(pipe)
+            processes.append(process)
+        assert coordinator._thread.ident is not None
+        clock = time.pthread_getcpuclockid(coordinator._thread.ident)
+        for pipe in pipes:
+            pipe.recv()  # the connections have been made
+        for pipe in pipes:
+            pipe.send(None)
+        requests_us, rates = [], []
+        time.sleep(min(1.0, seconds))
+        for _ in range(ROUNDS):
+            answered = _answered(pipes)
+            begun_s, used_s = time.monotonic(), time.clock_gettime(clock)
+            time.sleep(seconds)
+            used_s = time.clock_gettime(clock) - used_s
+            answered = _answered(pipes) - answered
+            requests_us.append(1e6 * used_s / max(answered, 1))
+            rates.append(answered / (time.monotonic() - begun_s))
+    return RequestsRow(
+        "whole coordinator, one socket per worker", workers, median(rates), median(requests_us)
+    )
+
+
+def _answered(pipes: list[Any]) -> int:
+    """Return how many requests have been answered so far."""
+    for pipe in pipes:
+        pipe.send(None)
+    return sum(pipe.recv() for pipe in pipes)
+
+
+def _allow_descriptors(needed: int) -> None:
+    """Let this process open as many file descriptors as it needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigurationError(
+            f"this process may open {hard} files, but the benchmark needs {needed}. Raise the limit with ulimit -Hn."
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _ask(address: str, token: str, workers: range, rate: float, pipe: Any) -> None:
+    """Take the part of several workers until the pipe is closed. Run in a process of its own."""
+    _allow_descriptors(len(workers) + SPARE_DESCRIPTORS)
+    with ExitStack() as stack:
+        selector = stack.enter_context(closing(selectors.DefaultSelector()))
+        selector.register(pipe, selectors.EVENT_READ)
+        askers = [Asker() for _ in workers]
+        streams: list[Stream[Any]] = []
+        messages: list[Message | None] = []
+        for place, worker in enumerate(workers):
+            stream: Stream[Any] = Stream(connect(address), FromCoordinatorToWorker)
+            stack.callback(stream.close)
+            stream.send(Hello(token, "worker", worker))
+            selector.register(stream, selectors.EVENT_READ, place)
+            streams.append(stream)
+            messages.append(askers[place].begin())
+        pipe.send(None)
+        pipe.recv()
+        answered = 0
+        begun_s = time.monotonic()
+        interval_s = 1 / (rate * len(workers))
+        for number in count():
+            place = number % len(workers)
+            # A worker whose last request has not been answered yet waits for its next turn.
+            if (message := messages[place]) is not None:
+                messages[place] = None
+                streams[place].send(message)
+            while (left_s := begun_s + (number + 1) * interval_s - time.monotonic()) > 0:
+                for key, _ in selector.select(left_s):
+                    if key.data is None:
+                        try:
+                            pipe.recv()
+                        except EOFError:
+                            return
+                        pipe.send(answered)
+                        continue
+                    for granted in streams[key.data].receive():
+                        messages[key.data] = askers[key.data].use(granted)
+                        answered += 1

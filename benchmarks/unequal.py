@@ -1,0 +1,187 @@
+"""`python -m benchmarks unequal`: how much faster an ordinary training loop is if one of four workers is slow.
+
+The loop is that of the README: a number of epochs over a distributed loader. One worker takes three times as long for
+a batch as the others. The time under each sync model, and under BSP with balanced batches, is measured live and in a
+simulation of the cluster that was recorded in an additional live run under BSP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import torch
+from rich import box
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.cli.progress import TellShare
+from paceline.core.lease import BatchSizing
+from paceline.frontend.data import distribute
+from paceline.frontend.optimizer import DistributedOptimizer
+from paceline.launcher.launch import launch
+from paceline.sim import simulate
+from paceline.sim.recorded import read_cluster_of_run
+
+__all__ = ["MODELS", "UnequalRow", "estimate_s", "measure", "table"]
+
+MODELS: tuple[tuple[str, BatchSizing], ...] = (
+    ("bsp", "equal"),
+    ("asp", "equal"),
+    ("elastic-bsp:lookahead=15", "equal"),
+    ("bsp", "balanced"),
+    ("elastic-bsp:lookahead=15", "balanced"),
+)
+"""Sync models and the sizes of the workers' batches. The first pair is the baseline."""
+
+SCENARIOS = {"pace": "--pace .05,.05,.05,.15", "slowdown": "--slowdown 1,1,1,3"}
+"""How the unequal machines are emulated: a minimum time per iteration, or a factor for the measured compute time."""
+
+PACE_S = (0.05, 0.05, 0.05, 0.15)
+SLOWDOWN = (1.0, 1.0, 1.0, 3.0)
+COMPUTE_S = 0.05  # in the scenario "slowdown": minimum compute time of a full batch, before it is slowed down
+BATCH = 16
+BATCHES = 64  # number of batches in an epoch
+EPOCHS = 10
+SPEEDUP_GOAL = 2.2
+BALANCED_GOAL = 2.0
+ERROR_GOAL = 0.05
+START_S = 12.0  # approximate time to start and stop the processes of a live run on a slow machine
+
+
+class UnequalRow(msgspec.Struct, frozen=True):
+    """The time that the training loop takes under one sync model.
+
+    Attributes:
+        scenario: how the unequal machines are emulated: a key of `SCENARIOS`.
+        sync: the sync model.
+        batch: "equal" or "balanced": the sizes of the workers' batches.
+        live_s: time of the live run, in seconds.
+        simulated_s: time of the simulation, in seconds.
+        speedup: time of the live run under BSP with equal batches, divided by `live_s`.
+    """
+
+    scenario: str
+    sync: str
+    batch: BatchSizing
+    live_s: float
+    simulated_s: float
+    speedup: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the simulated time."""
+        return self.simulated_s / self.live_s - 1
+
+    @property
+    def goal(self) -> float:
+        """The speedup that the run should have at least; 0 for the baseline."""
+        if self.sync == "bsp":
+            return BALANCED_GOAL if self.batch == "balanced" else 0.0
+        return SPEEDUP_GOAL
+
+
+def estimate_s(models: Sequence[tuple[str, BatchSizing]] = MODELS, epochs: int = EPOCHS) -> float:
+    """Estimate how long `measure` takes, in seconds."""
+    bsp_s = epochs * BATCHES / len(PACE_S) * max(PACE_S)
+    return len(SCENARIOS) * (len(models) + 1) * (bsp_s / 1.5 + START_S)
+
+
+def measure(
+    tell: TellShare, models: Sequence[tuple[str, BatchSizing]] = MODELS, epochs: int = EPOCHS
+) -> list[UnequalRow]:
+    """Measure the times in all scenarios. This takes minutes.
+
+    Args:
+        tell: progress callback.
+        models: the sync models and batch sizes; the first pair must be BSP with equal batches.
+        epochs: number of epochs.
+    """
+    rows = []
+    runs = len(SCENARIOS) * (len(models) + 1)
+    for number, scenario in enumerate(SCENARIOS):
+        done = number * (len(models) + 1)
+        with TemporaryDirectory() as folder:
+            tell(f"{scenario}: live run under bsp, to record the cluster", done / runs)
+            _live(scenario, "bsp", epochs, Path(folder, "recorded"))
+            cluster = read_cluster_of_run(Path(folder, "recorded"))
+            bsp_s = 0.0
+            for position, (sync, batch) in enumerate(models):
+                name = f"{sync} with {batch} batches"
+                tell(f"{scenario}: live run and simulation under {name}", (done + position + 1) / runs)
+                live_s = _live(scenario, sync, epochs, Path(folder, str(position)), batch)
+                simulated = simulate(cluster, sync, train_fn=train, args=(epochs, 0.0), batch=batch)
+                bsp_s = bsp_s or live_s
+                simulated_s = simulated.measures.duration_s
+                rows.append(UnequalRow(scenario, sync, batch, live_s, simulated_s, bsp_s / live_s))
+    return rows
+
+
+def train(epochs: int, compute_s: float) -> None:
+    """Train a small network on random data. The gradient of a full batch takes at least `compute_s` to compute."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+    data = TensorDataset(torch.randn(BATCH * BATCHES, 64), torch.randint(0, 10, (BATCH * BATCHES,)))
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    for _ in range(epochs):
+        for x, y in distribute(loader):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            time.sleep(compute_s * len(x) / BATCH)
+            optimizer.step()
+
+
+def _live(scenario: str, sync: str, epochs: int, run_dir: Path, batch: BatchSizing = "equal") -> float:
+    """Run the loop live; return its time in seconds."""
+    slowed = scenario == "slowdown"
+    result = launch(
+        train,
+        args=(epochs, COMPUTE_S if slowed else 0.0),
+        workers=len(PACE_S),
+        servers=1,
+        sync=sync,
+        batch=batch,
+        pace=None if slowed else PACE_S,
+        slowdown=SLOWDOWN if slowed else None,
+        run_dir=run_dir,
+        progress=False,
+    )
+    duration_s: float = result.summary["duration_s"]
+    return duration_s
+
+
+def table(rows: Sequence[UnequalRow]) -> Table:
+    """Return the measured and simulated times as a table."""
+    shown = Table(
+        title=f"{EPOCHS} epochs of {BATCHES} batches on 4 workers, one of which is 3 times slower",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        caption=f"goals: speedup of at least {SPEEDUP_GOAL} without barriers in every iteration, and of at least "
+        f"{BALANCED_GOAL} under bsp with balanced batches; error of the simulation of at most {ERROR_GOAL:.0%}; "
+        "!: goal missed",
+        caption_justify="left",
+    )
+    shown.add_column("emulated by", overflow="fold")
+    shown.add_column("sync", overflow="fold")
+    shown.add_column("batches")
+    for name in ("live", "speedup", "simulated", "error"):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        slow = row.speedup < row.goal
+        wrong = abs(row.error) > ERROR_GOAL
+        shown.add_row(
+            SCENARIOS[row.scenario],
+            row.sync,
+            row.batch,
+            f"{row.live_s:.1f} s",
+            f"{row.speedup:.2f}{'!' if slow else ''}",
+            f"{row.simulated_s:.1f} s",
+            f"{row.error:+.1%}{'!' if wrong else ''}",
+        )
+    return shown
