@@ -1,8 +1,8 @@
-"""Cherry-picking, as in the SpecSync paper: a grid search for the abort time and abort rate, in live runs.
+"""Cherry-picking, as in the SpecSync paper: a grid search for the abort time and abort rate, with live runs.
 
-Reference: SpecSync (ICDCS 2018), sections VI-A and VI-E, Table II. Every trial is a whole training run. As in the
-paper, abort times are at most half of an iteration of the fast workers, and differ by more than the communication
-time.
+Reference: SpecSync (ICDCS 2018), sections VI-A and VI-E, Table II. Every trial is a complete training run. As in the
+paper, the abort times are at most half the iteration time of the fast workers, and they differ from each other by
+more than the communication time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Search(msgspec.Struct, frozen=True):
         outcomes: the outcome of the adaptive variant, then the outcomes of the grid, sorted by the time to the target
             and then by the final accuracy, the best first.
         trials: number of points in the grid.
-        search_s: duration of the search, without the run of the adaptive variant.
+        search_s: duration of the search in seconds, not counting the run of the adaptive variant.
     """
 
     outcomes: tuple[TrialOutcome, ...]
@@ -55,19 +55,19 @@ def cherry_pick(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Search:
-    """Run the adaptive variant, then every pair of an abort time and an abort rate. Print a table and the cost.
+    """Run the adaptive variant, then a trial for each pair of abort time and rate. Print the results and the cost.
 
     The results are also written to `cherry-pick.json` in the run directory.
 
     Args:
-        setting: SpecSync without abort time and rate, with a learning rate and momentum for all trials.
-        console: where the table is printed.
+        setting: setting for SpecSync, without an abort time and rate. All trials use its learning rate and momentum.
+        console: console on which the table is printed.
         run_dir: directory for the results. By default, a new directory under ./runs.
         abort_times_s: abort times in the grid.
         abort_rates: abort rates in the grid.
         problem: training task; by default, the task of the demo.
         seed: random seed for all trials.
-        progress: True to show each trial live on standard error, or None to show it only on a terminal.
+        progress: True to show progress on standard error, False to hide it, None to show it only on a terminal.
 
     Raises:
         ConfigurationError: an argument is invalid; nothing was started.
@@ -83,8 +83,8 @@ def cherry_pick(
         make_job(workers=len(problem.pace_s), sync=each.sync, pace=problem.pace_s, dry_run=True)
     home = Path(make_job(workers=len(problem.pace_s), pace=problem.pace_s, run_dir=run_dir).run_dir)
     console.print(
-        f"one run of the adaptive variant, then {len(pairs)} trials; each takes about {problem.duration_s:.0f} s "
-        "plus its start",
+        f"one run of the adaptive variant, then {len(pairs)} trials; each takes about {problem.duration_s:.0f} s, "
+        "plus the time to start its processes",
         highlight=False,
     )
     outcomes = []
@@ -103,7 +103,7 @@ def cherry_pick(
     console.print(
         f"{found.trials} trials: {len(abort_times_s)} abort times x {len(abort_rates)} abort rates, "
         f"{found.search_s / max(1, found.trials):.0f} s each, {found.search_s:.0f} s in total. "
-        "The adaptive variant needs no trial.",
+        "The adaptive variant needs no trials.",
         soft_wrap=True,
         highlight=False,
     )

@@ -1,7 +1,7 @@
-"""Experiments that are not in the papers and that test the papers' claims.
+"""Experiments of our own that test the claims of the papers.
 
-Each experiment shows under which conditions a claim holds: for workers that differ persistently, that only jitter, or
-that sometimes pause; or for pushes that arrive evenly or in bursts.
+Each experiment tests a claim under several conditions: with different momenta; with workers whose speeds differ
+permanently, vary at random, or drop now and then; or with pushes that arrive evenly or in bursts.
 """
 
 from __future__ import annotations
@@ -42,19 +42,21 @@ NEVER = '"never" means that the target was not reached within {:.0f} s.'
 
 
 def jitter(mean_s: float, share: float) -> Uniform:
-    """Return a time that varies uniformly by the given share around a mean."""
+    """Return compute times that are distributed uniformly between (1 - share) and (1 + share) times a mean."""
     return Uniform(low=mean_s * (1 - share), high=mean_s * (1 + share))
 
 
 # -- ElasticBSP against BSP ------------------------------------------------------------------------------------
 
-STRAGGLER = Cluster(compute_s=[jitter(1.0, 0.05)] * 3 + [jitter(3.0, 0.05)], name="one 3x straggler of four")
+STRAGGLER = Cluster(
+    compute_s=[jitter(1.0, 0.05)] * 3 + [jitter(3.0, 0.05)], name="four workers, one of them 3 times slower"
+)
 MOMENTA = (0.0, 0.5, 0.9)
 RATES = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 def elastic_bsp(options: Options, tell: TellShare) -> Made:
-    """Compare the times to the target if one of four workers is slow, with the best setting for each model."""
+    """Compare how long each model, at its best setting, takes to reach the target if one of four workers is slow."""
     schemes = {"BSP": "bsp", "ElasticBSP, R=15": "elastic-bsp:lookahead=15", "ASP": "asp"}
     momenta = MOMENTA[1:2] if options.quick else MOMENTA
     rates = RATES[5:7] if options.quick else RATES
@@ -116,7 +118,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
                 color=COLOURS[number],
                 label=label,
             )
-        axes.set_xlabel("momentum, each model with its own best learning rate")
+        axes.set_xlabel("momentum (each model at its own best learning rate)")
         axes.set_ylabel(f"virtual seconds to {TARGET.value:.0%}")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
@@ -128,7 +130,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
     return Made(
         tables=[
             beside(
-                f"seconds to {TARGET.value:.0%}, medians of {len(seeds)} seeds: {STRAGGLER.name}",
+                f"seconds to {TARGET.value:.0%}, medians of {len(seeds)} seeds; {STRAGGLER.name}",
                 rows,
                 columns,
             )
@@ -136,7 +138,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
         figure=draw,
         data={f"{label}, momentum {m}": times[label, m] for label, m in times},
         notes=[
-            f"With its own best setting for each model, ElasticBSP is {factor} times faster than BSP; the paper "
+            f"With each model at its own best setting, ElasticBSP is {factor} times as fast as BSP; the paper "
             "reports a factor of 1.77.",
             f"Time to the target with momentum {momenta[-1]:g}, relative to momentum {momenta[0]:g}: "
             + "; ".join(
@@ -146,7 +148,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
             f"Some best learning rates are on the edge of the grid, so rates outside the grid may be better: "
             f"{'; '.join(edge)}."
             if edge
-            else "All best learning rates lie inside the grid.",
+            else "No best learning rate is on the edge of the grid.",
         ],
     )
 
@@ -159,17 +161,17 @@ def _seeded(run: TrainingRun, seed: int) -> TrainingRun:
 
 
 def kinds_of_inequality(workers: int) -> dict[str, Cluster]:
-    """Return three clusters, whose workers are unequal in different ways."""
+    """Return three clusters whose workers are unequal in different ways."""
     slow = workers // 8
     pausing: Times = Occasional(base=jitter(1.0, 0.05), factor=5.0, lasting=10.0, every=200.0)
     return {
-        "an eighth of the workers is always half as fast": Cluster(
+        "an eighth of the workers are always half as fast": Cluster(
             compute_s=[jitter(1.0, 0.05)] * (workers - slow) + [jitter(2.0, 0.05)] * slow
         ),
         "all workers jitter (log-normal, sigma 0.3)": Cluster(
             compute_s=[LogNormal(median=1.0, sigma=0.3)] * workers
         ),
-        "all workers pause now and then (5x for 10 s in 200)": Cluster(compute_s=[pausing] * workers),
+        "all workers pause now and then (5x slower in 10 of 200 s)": Cluster(compute_s=[pausing] * workers),
     }
 
 
@@ -198,7 +200,7 @@ def pssp(options: Options, tell: TellShare) -> Made:
         fewer[kind] = 1 - delayed["PSSP(3, 1/10)"] / delayed["SSP(12)"] if delayed["SSP(12)"] else math.nan
         rows[kind] = [
             *(("-", f"{delayed[name]:.2%}") for name in syncs),
-            ("97.1%, at most", f"{fewer[kind]:.0%}" if math.isfinite(fewer[kind]) else "none delayed"),
+            ("at most 97.1%", f"{fewer[kind]:.0%}" if math.isfinite(fewer[kind]) else "none delayed"),
             ("-", f"{mine['SSP(12)'].finished_s / mine['PSSP(3, 1/10)'].finished_s:.2f}"),
         ]
 
@@ -214,21 +216,21 @@ def pssp(options: Options, tell: TellShare) -> Made:
             )
         axes.set_xticks(range(len(clusters)), [kind.replace(" (", "\n(") for kind in clusters], fontsize=9)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        axes.set_ylabel("delayed share of all pulls")
+        axes.set_ylabel("share of delayed pulls")
         axes.legend(frameon=False)
         return figure
 
-    columns = ["SSP(12)", "PSSP(3, 1/10)", "SSP(3)", "fewer than\nSSP(12) by", "faster by"]
+    columns = ["SSP(12)", "PSSP(3, 1/10)", "SSP(3)", "reduction from\nSSP(12)", "speed-up"]
     held = [kind for kind, share in fewer.items() if share >= 0.8]
     return Made(
         tables=[beside(f"delayed pulls, {workers} workers, {iterations} iterations", rows, columns)],
         figure=draw,
         data=shares,
         notes=[
-            f"The claim of 80 % fewer delayed pulls holds in {'these cases' if len(held) > 1 else 'this case'}: "
-            f"{'; '.join(held)}."
+            f"The paper's claim of 80 % fewer delayed pulls holds in "
+            f"{'these cases' if len(held) > 1 else 'this case'}: {'; '.join(held)}."
             if held
-            else "The claim of 80 % fewer delayed pulls holds in none of these cases."
+            else "The paper's claim of 80 % fewer delayed pulls holds in none of these cases."
         ],
     )
 
@@ -276,7 +278,7 @@ def _runs(
     until_s: float,
     every_s: float,
 ) -> list[TrainingRun]:
-    """Return runs under each sync model on each cluster, with the labels "cluster: model"."""
+    """Return the training runs for each sync model on each cluster. Their labels are "cluster: model"."""
     return [
         TrainingRun(
             label=f"{kind}: {name}",
@@ -305,9 +307,9 @@ def _accuracies(title: str, outcomes: Sequence[TrainingOutcome]) -> Figure:
 
 
 def arrivals(workers: int) -> dict[str, Cluster]:
-    """Return three clusters, whose pushes arrive in different ways.
+    """Return three clusters in which pushes arrive in different ways.
 
-    All workers begin at the same time. If jitter is small, their pushes continue to arrive in bursts.
+    All workers begin at the same time. If the jitter is small, pushes continue to arrive in bursts.
     """
     quarter = workers // 4
     return {
@@ -319,7 +321,7 @@ def arrivals(workers: int) -> dict[str, Cluster]:
     }
 
 
-ONE_RATE = 0.02  # common learning rate, about the largest that ASP tolerates with 40 workers
+ONE_RATE = 0.02  # learning rate common to all models; about the largest that ASP tolerates with 40 workers
 
 
 def spec_sync(options: Options, tell: TellShare) -> Made:
@@ -359,13 +361,13 @@ def spec_sync(options: Options, tell: TellShare) -> Made:
         "speed-up",
     ]
     return Made(
-        tables=[beside("SpecSync-Adaptive over ASP, 40 workers", rows, columns)],
+        tables=[beside("SpecSync-Adaptive compared with ASP, 40 workers", rows, columns)],
         figure=lambda: _accuracies("SpecSync-Adaptive and ASP", outcomes),
         data={label: [pair[1] for pair in pairs] for label, pairs in rows.items()},
         notes=[
             "According to Eq. 7 of the paper, the expected gain is zero if pushes arrive evenly.",
-            "The paper compares both models at one learning rate, as in the left part of the table. In the right "
-            "part, each model uses its own best learning rate.",
+            "The paper compares the two models at a single learning rate, as does the left part of the table. In the "
+            "right part, each model uses its own best learning rate.",
             NEVER.format(until_s),
         ],
     )
@@ -377,23 +379,23 @@ EXHIBITS = (
     Exhibit(
         name="claim-elastic-bsp",
         source="Claim of ElasticBSP (2021)",
-        title="1.77 times as fast as BSP with a straggler, each with its own best setting",
+        title="1.77 times as fast as BSP if one worker is slow, with each model at its own best setting",
         differs=STAND_IN,
         minutes=8,
         make=elastic_bsp,
     ),
     Exhibit(
         name="claim-pssp",
-        source="Claim of FluentPS (2019) on PSSP",
-        title="80 % fewer delayed pulls than the SSP with the same regret bound",
-        differs="Simulated without training; three kinds of inequality instead of one cluster.",
+        source="Claim of FluentPS (2019) about PSSP",
+        title="80 % fewer delayed pulls than under SSP with the same regret bound",
+        differs="Simulated without training, in three clusters of unequal workers instead of the paper's one.",
         minutes=1,
         make=pssp,
     ),
     Exhibit(
         name="claim-lazy",
-        source="Claim of FluentPS (2019) on lazy execution",
-        title="fewer delays and fresher parameters, and their effect on the time to accuracy",
+        source="Claim of FluentPS (2019) about lazy execution",
+        title="fewer delays, fresher parameters, and the effect of both on the time to the target accuracy",
         differs=STAND_IN,
         minutes=10,
         make=lazy,
@@ -401,7 +403,7 @@ EXHIBITS = (
     Exhibit(
         name="claim-spec-sync",
         source="Claim of SpecSync (2018)",
-        title="1.5 to 3 times as fast as ASP, for three ways in which pushes arrive",
+        title="1.5 to 3 times as fast as ASP, tested with three arrival patterns of pushes",
         differs=STAND_IN,
         minutes=15,
         make=spec_sync,

@@ -18,7 +18,7 @@ __all__ = ["app", "main"]
 
 
 class _ExhibitsByDefault(TyperGroup):
-    """A group that passes all arguments to `exhibits` unless the first one names another command."""
+    """A command group that passes all arguments to `exhibits` unless the first is a command or a help option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or args[0] not in (*self.commands, *ctx.help_option_names):
@@ -53,7 +53,7 @@ def exhibits(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Tables and figures to reproduce, for example zipline-table3 or fluentps-fig9; or all.",
+            help='Tables and figures to reproduce, for example zipline-table3 or fluentps-fig9, or "all".',
             show_default=False,
         ),
     ] = None,
@@ -62,11 +62,11 @@ def exhibits(
         bool,
         typer.Option(
             "--quick",
-            help="Do only enough work to check that the code runs. The numbers are not meaningful.",
+            help="Do only enough work to check that the code runs. The resulting numbers are meaningless.",
         ),
     ] = False,
     seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="Number of seeds. Each number is the median over the seeds.")
+        int, typer.Option("--seeds", min=1, help="Number of seeds. Each result is the median over the seeds.")
     ] = 3,
     out: Out = None,
 ) -> None:
@@ -86,7 +86,7 @@ def exhibits(
     errors.print(f"about {max(1.0, sum(exhibit.minutes for exhibit in wanted)):.0f} min on two cores")
     for exhibit in wanted:
         with (
-            interruptible("the tables and figures made so far have been kept"),
+            interruptible("the tables and figures that were already complete have been kept"),
             shown_progress(errors) as tell,
         ):
             make(exhibit, Options(quick=quick, seeds=seeds), folder, Console(), tell)
@@ -102,19 +102,19 @@ def tune_demo(
         ),
     ] = None,
 ) -> None:
-    """Search for the best learning rate and momentum of each sync model in the demo.
+    """Search for the best learning rate and momentum for each sync model in the demo.
 
     Takes about 45 minutes. If the search is stopped and started again, it continues from the stored measurements.
     """
     from .tune_demo import tune
 
-    with interruptible("all measurements have been kept, and every process of the run has been ended"):
+    with interruptible("all measurements have been kept, and every process of the run has exited"):
         tune(console=Console(), run_dir=None if run_dir is None else Path(run_dir))
 
 
 @app.command("cherry-pick")
 def cherry_pick(run_dir: RunDir = None) -> None:
-    """Search a grid for the best abort time and abort rate of SpecSync in the demo, and report the search time.
+    """Search a grid for the best abort time and abort rate for SpecSync in the demo, and report the search time.
 
     Takes about 4 minutes.
     """

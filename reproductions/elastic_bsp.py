@@ -1,4 +1,4 @@
-"""A figure of the ElasticBSP paper (Zhao et al., Machine Learning 2021, section 6.2): accuracy during training."""
+"""A figure from the ElasticBSP paper (Zhao et al., Machine Learning 2021, section 6.2): accuracy during training."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ SCHEMES = {
     **{f"ElasticBSP({r})": f"elastic-bsp:lookahead={r}" for r in LOOKAHEADS},
 }
 BATCH = 32
-STEPS_PER_EPOCH = 1437 // 4 // BATCH  # each worker has a quarter of the training images
+STEPS_PER_EPOCH = 1437 // 4 // BATCH  # if each of the 4 workers uses a quarter of the images
 
 
 def cluster() -> Cluster:
-    """Return the cluster of the paper: 4 machines, with messages of the size of VGG-16."""
+    """Return the paper's cluster: 4 machines that exchange messages as large as VGG-16."""
     return Cluster.preset("elastic-bsp")
 
 
@@ -69,7 +69,7 @@ def _runs(options: Options) -> list[TrainingRun]:
 
 
 def figure_14(options: Options, tell: TellShare) -> Made:
-    """Compare the accuracy over time, at the paper's learning rate and at the best rate for each model."""
+    """Compare the models' accuracy over time, at the paper's learning rate and at the best rate for each model."""
     runs = _runs(options)
     grid = [(rate, MOMENTUM) for rate in (RATES[1:3] if options.quick else RATES)]
     common, tuned, rates = common_and_tuned(runs, grid, tell)
@@ -106,18 +106,18 @@ def figure_14(options: Options, tell: TellShare) -> Made:
         "ms to\nplan",
     ]
     return Made(
-        tables=[beside(f"{PAPER}, Fig. 14: {EPOCHS} epochs, medians of seeds", rows, columns)],
+        tables=[beside(f"{PAPER}, Fig. 14: {EPOCHS} epochs, medians over the seeds", rows, columns)],
         figure=lambda: _draw(common, tuned),
         data={"common": [_plain(o) for o in common], "tuned": [_plain(o) for o in tuned]},
         notes=_notes(bests, planning_ms),
     )
 
 
-SUPERSTEPS_OF = 3000  # number of iterations of each worker in the simulation that counts supersteps
+SUPERSTEPS_OF = 3000  # iterations of each worker in the simulation that measures the length of supersteps
 
 
 def _supersteps(sync: str) -> str:
-    """Return the mean number of iterations between two barriers, measured in a simulation without training."""
+    """Return, as text, the mean number of iterations per superstep in a simulation; "-" if the model has none."""
     if sync == "bsp":
         return "1"
     if not sync.startswith("elastic"):
@@ -130,7 +130,7 @@ def _supersteps(sync: str) -> str:
 
 
 def _planning_ms(lookahead: int) -> float:
-    """Measure the median time for computing one plan on this machine, in milliseconds."""
+    """Return the median time in milliseconds that this machine takes to compute one plan."""
     last, interval = np.array([1.0, 1.1, 1.2, 1.3]), np.array([0.5, 0.51, 0.52, 1.5])
     times_s = []
     for _ in range(200):
@@ -143,7 +143,7 @@ def _planning_ms(lookahead: int) -> float:
 def _notes(bests: Sequence[dict[str, float]], planning_ms: dict[str, float]) -> list[str]:
     notes = []
     for found, what in zip(
-        bests, (f"All with rate {COMMON_RATE:g}", "Each with its own best rate"), strict=True
+        bests, (f"All models at rate {COMMON_RATE:g}", "Each model at its own best rate"), strict=True
     ):
         elastic = median(found[label] for label in planning_ms)
         notes.append(
@@ -153,7 +153,7 @@ def _notes(bests: Sequence[dict[str, float]], planning_ms: dict[str, float]) -> 
     first, *_, last = planning_ms
     notes.append(
         f"Computing a plan takes {planning_ms[first]:.3f} ms for {first} and {planning_ms[last]:.3f} ms for {last}. "
-        "In Figs. 11 to 13 of the paper, a large R slows training down; here, it does not."
+        "In Figs. 11 to 13 of the paper, a large R slows down training; here, it does not."
     )
     return notes
 
@@ -178,7 +178,7 @@ def _draw(common: Sequence[TrainingOutcome], tuned: Sequence[TrainingOutcome]) -
     for axes, found, title in zip(
         figure.subplots(1, 2),
         (common, tuned),
-        (f"all with rate {COMMON_RATE:g}", "each with its own best rate"),
+        (f"all models at rate {COMMON_RATE:g}", "each model at its own best rate"),
         strict=True,
     ):
         draw_curves(axes, found, title)
@@ -189,10 +189,10 @@ EXHIBITS = (
     Exhibit(
         name="elasticbsp-fig14",
         source=f"{PAPER}, Fig. 14",
-        title="accuracy over time under every model, 4 machines",
+        title="accuracy over time under every model, on 4 machines",
         differs=(
-            "DigitsNet on scikit-learn's digits replaces VGG-16 on ImageNet, with messages of the size of VGG-16. "
-            "The paper only says that the shared switch caused stragglers; we chose which machine is slow and when."
+            "DigitsNet on scikit-learn's digits replaces VGG-16 on ImageNet; the messages are as large as VGG-16. "
+            "The paper says only that the shared switch caused stragglers; we chose which machine is slow and when."
         ),
         minutes=5,
         make=figure_14,

@@ -28,7 +28,7 @@ PAPER = "FluentPS (2019)"
 
 SERVERS = 8
 COMPUTE_S_OF_32 = 0.37  # Table IV: 37.94 s per 100 iterations under ASP with 32 workers
-RATE_BPS = 25e9 / 32  # the paper: "a 25 Gbps of aggregate network bandwidth"
+RATE_BPS = 25e9 / 32  # the paper's aggregate bandwidth of 25 Gbit/s, divided among 32 workers
 
 
 def resnet_56() -> Layout:
@@ -49,12 +49,12 @@ def resnet_56() -> Layout:
 
 
 class FluentSetting(msgspec.Struct, frozen=True):
-    """One bar of Fig. 6.
+    """The settings for one bar in Fig. 6 of the paper.
 
     Attributes:
         label: label of the bar.
         overlap: "off" as in PS-Lite, or "shards".
-        even: True for even slices (EPS), False for slices by key as in PS-Lite.
+        even: True for even slicing (EPS), False for slicing by key as in PS-Lite.
     """
 
     label: str
@@ -68,11 +68,11 @@ SETTINGS = (
     FluentSetting("overlap, EPS", "shards", True),
 )
 SAVED = ("", "86 %", "55 %")
-"""For each setting, the largest share of the previous setting's communication time that it saves in the paper."""
+"""In the paper, each setting saves at most this share of the previous setting's communication time."""
 
 
 def communication(setting: FluentSetting, workers: int, iterations: int) -> tuple[float, float]:
-    """Return the seconds of computation and communication per iteration under BSP, with nearly equal workers."""
+    """Return mean computation and communication times in seconds per BSP iteration, with workers of similar speed."""
     layout = resnet_56()
     slices: Sequence[ShardSlice] = (
         layout.slice_evenly(SERVERS) if setting.even else layout.slice_by_parameter(SERVERS)
@@ -96,7 +96,7 @@ def communication(setting: FluentSetting, workers: int, iterations: int) -> tupl
 
 
 def figure_6(options: Options, tell: TellShare) -> Made:
-    """Compare computation and communication with 8, 16 and 32 workers."""
+    """Compare the computation and communication times of the settings, for 8, 16 and 32 workers."""
     counts = (8, 16, 32)
     iterations = 5 if options.quick else 100
     found: dict[str, dict[int, tuple[float, float]]] = {}
@@ -145,8 +145,8 @@ def figure_6(options: Options, tell: TellShare) -> Made:
             f"Overlap and even slicing together save {whole:.0%} of the communication time; the paper reports "
             "93.7 %.",
             "The simulation models the transfer of the bytes and the wait for the last byte, but not the costs of "
-            "PS-Lite's scheduler and of its work for each message. Therefore, it does not show how much of the "
-            "paper's saving comes from these costs.",
+            "PS-Lite's scheduler and of the work that PS-Lite does for each message. Therefore, it does not show "
+            "how much of the paper's saving comes from avoiding these costs.",
         ],
     )
 
@@ -154,15 +154,15 @@ def figure_6(options: Options, tell: TellShare) -> Made:
 # -- Figure 9 and Table IV: delayed pulls ----------------------------------------------------------------------
 
 PAIRS = (("A", "1/2", 2, 4), ("C", "1/3", 3, 5), ("E", "1/5", 5, 7), ("G", "1/10", 10, 12))
-"""Pairs of models that are compared in the figure.
+"""The pairs that Fig. 9 compares: a PSSP model and an SSP model with the same regret bound.
 
-Each pair is described by the letter of PSSP in the figure, its c as text, 1/c, and the staleness of the SSP with the
-same regret bound. The letter of SSP in the figure is the next one in the alphabet.
+Each entry contains the letter of the PSSP model in the figure, c as text, 1/c, and the staleness of the SSP model.
+The letter of the SSP model is the next one in the alphabet.
 """
 
 
 def figure_9(options: Options, tell: TellShare) -> Made:
-    """Compare the delayed pulls under PSSP(3, c) and under the SSP with the same regret bound, soft and lazy."""
+    """Compare delayed pulls under PSSP(3, c) and SSP with the same regret bound, for each kind of execution."""
     cluster = Cluster.preset("fluent-ps-64")
     iterations = 20 if options.quick else 400
     tasks = []
@@ -232,8 +232,8 @@ def figure_9(options: Options, tell: TellShare) -> Made:
         figure=draw,
         data={f"{name} {execution}": value for (name, execution), value in delayed.items()},
         notes=[
-            f"PSSP(3, 1/10) has {savings} fewer delayed pulls than SSP(12). In the paper: up to 97.1 % (soft) and "
-            "70.7 % (lazy). The paper gives no numbers for the bars of the figure.",
+            f"PSSP(3, 1/10) has {savings} fewer delayed pulls than SSP(12). The paper reports up to 97.1 % (soft) "
+            "and 70.7 % (lazy), but gives no numbers for the bars in the figure.",
         ],
     )
 
@@ -283,11 +283,11 @@ TABLE_4: dict[str, dict[str, dict[str, tuple[float, float]]]] = {
         },
     },
 }
-"""The rows for CIFAR-10: cluster -> execution -> model -> (seconds, delayed pulls) per 100 iterations."""
+"""The rows of Table IV for CIFAR-10: cluster -> execution -> model -> (seconds, delayed pulls) per 100 iterations."""
 
 
 def table_4(options: Options, tell: TellShare) -> Made:
-    """Compare the time and the delayed pulls per 100 iterations for each P, soft and lazy, on both clusters."""
+    """Compare times and delayed pulls for each P, with the soft barrier and lazy execution, on both clusters."""
     iterations = 20 if options.quick else 400
     wanted = [
         (name, s, execution, label, sync.format(s=s) + (f",execution={execution}" if ":" in sync else ""))
@@ -359,9 +359,7 @@ def table_4(options: Options, tell: TellShare) -> Made:
         tables=tables,
         figure=draw,
         data={f"{name} {execution} {label}": value for (name, execution, label), value in found.items()},
-        notes=[
-            "This table contains only times and delayed pulls. fluentps-fig10 trains and compares accuracies."
-        ],
+        notes=["This table contains only times and delayed pulls. For accuracies, run fluentps-fig10."],
     )
 
 
@@ -386,7 +384,7 @@ PAPER_ACCURACY = {
     "PSSP(3, 0.3)": "75.9%",
     "PSSP(3, 0.5)": "76.5%",
 }
-"""Accuracies in Table IV: AlexNet on CIFAR-10, soft barrier."""
+"""Accuracies from Table IV: AlexNet on CIFAR-10, soft barrier."""
 
 
 def figure_10(options: Options, tell: TellShare) -> Made:
@@ -442,7 +440,7 @@ def figure_10(options: Options, tell: TellShare) -> Made:
         for axes, found, title in zip(
             figure.subplots(1, 2),
             (common, tuned),
-            (f"all with rate {COMMON_RATE:g}", "each with its own best rate"),
+            (f"all models at rate {COMMON_RATE:g}", "each model at its own best rate"),
             strict=True,
         ):
             draw_curves(axes, found, title)
@@ -458,31 +456,31 @@ def figure_10(options: Options, tell: TellShare) -> Made:
         notes=[
             "The paper's accuracies were measured with AlexNet on CIFAR-10 after 4000 iterations.",
             "Fig. 7 of the paper compares FluentPS with PMLS-Caffe, which is not available here. According to the "
-            "paper, PMLS-Caffe under SSP(3) reaches less than 20 % with more than 8 workers.",
+            "paper, the accuracy of PMLS-Caffe under SSP(3) stays below 20 % with more than 8 workers.",
         ],
     )
 
 
 MACHINES = (
-    "The paper does not say how much its machines differ, although this affects the results most. The cluster file "
-    "(paceline/sim/presets) describes our machines, with a comment for every number that is not from the paper."
+    "The paper does not say how much the speeds of its machines differ, although this affects the results most. "
+    "The files in paceline/sim/presets describe the simulated machines, and mark numbers that are not in the paper."
 )
 
 EXHIBITS = (
     Exhibit(
         name="fluentps-fig6",
         source=f"{PAPER}, Fig. 6",
-        title="communication under BSP: one barrier and slicing by key, then overlap, then EPS",
-        differs="Simulated: the bytes of ResNet-56 over network interfaces of 780 Mbit/s, without computation and "
-        "without data.",
+        title="communication time under BSP: as in PS-Lite, with overlap only, and with overlap and EPS",
+        differs="Simulated: messages of the size of ResNet-56 over network interfaces of 780 Mbit/s. "
+        "No gradients are computed.",
         minutes=0.5,
         make=figure_6,
     ),
     Exhibit(
         name="fluentps-fig9",
         source=f"{PAPER}, Fig. 9",
-        title="delayed pulls: PSSP(3, c) and the SSP with the same regret bound",
-        differs=f"Simulated timing without training. {MACHINES}",
+        title="delayed pulls under PSSP(3, c) and under SSP with the same regret bound",
+        differs=f"Only the timing is simulated, without training. {MACHINES}",
         minutes=0.5,
         make=figure_9,
     ),
@@ -500,8 +498,8 @@ EXHIBITS = (
     Exhibit(
         name="fluentps-table4",
         source=f"{PAPER}, Table IV",
-        title="time and delayed pulls for each P, soft barrier and lazy execution",
-        differs=f"Simulated timing without training. {MACHINES}",
+        title="time and delayed pulls for each P, with the soft barrier and with lazy execution",
+        differs=f"Only the timing is simulated, without training. {MACHINES}",
         minutes=1.0,
         make=table_4,
     ),

@@ -1,4 +1,4 @@
-"""Tables and figures of SpecSync (Zhang et al., ICDCS 2018): pushes after a pull, and the cost of restarts."""
+"""Tables and figures of SpecSync (Zhang et al., ICDCS 2018): pushes after a pull, convergence, and bytes sent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pushes_after_pulls(shard: Trace, intervals: int, width_s: float) -> list[lis
     """For each pull, count the pushes of other workers in each interval after the answer to the pull.
 
     Returns:
-        For each interval, a list with one count per pull.
+        For each interval, a list with one count per pull. Pulls whose intervals end after the last push are omitted.
     """
     pushes = [
         (entry.event.now_s, entry.event.worker)
@@ -65,7 +65,7 @@ def pushes_after_pulls(shard: Trace, intervals: int, width_s: float) -> list[lis
 
 
 def figure_3(options: Options, tell: TellShare) -> Made:
-    """Count the pushes of other workers in each second after a pull, under ASP on Cluster 1."""
+    """Count the pushes of other workers in each second after a pull, under ASP on the paper's Cluster 1."""
     tell("asp on Cluster 1", 0.1)
     cluster = Cluster.preset("spec-sync-1")
     result = simulate(cluster, "asp", 10 if options.quick else 60, record=True)
@@ -95,7 +95,7 @@ def figure_3(options: Options, tell: TellShare) -> Made:
         )
         axes.set_xlabel("second after the pull")
         axes.set_ylabel("pushes of other workers")
-        axes.set_title("SpecSync, Fig. 3: 25th to 75th percentile, whiskers 5th to 95th")
+        axes.set_title("SpecSync, Fig. 3: percentiles 25 to 75 (boxes) and 5 to 95 (whiskers)")
         return figure
 
     even = max(box[2] for box in boxes) - min(box[2] for box in boxes)
@@ -103,9 +103,7 @@ def figure_3(options: Options, tell: TellShare) -> Made:
         tables=[beside(f"{PAPER}, Fig. 3: pushes after a pull, quartiles", rows, ["per second"])],
         figure=draw,
         data=boxes,
-        notes=[
-            f"In the paper, pushes arrive evenly. Here, the medians for the 14 seconds differ by up to {even:g}."
-        ],
+        notes=[f"In the paper, pushes arrive evenly. Here, the medians differ by up to {even:g} pushes."],
     )
 
 
@@ -121,14 +119,14 @@ def _box(values: Sequence[int]) -> tuple[float, float, float, float, float]:
 # -- Figures 5, 8, 9 and Table II: training --------------------------------------------------------------------
 
 RATES = (0.005, 0.01, 0.02, 0.04, 0.08)
-COMMON_RATE = 0.02  # the paper's rate for CIFAR-10, 0.05, is too large for our network with 40 workers
+COMMON_RATE = 0.02  # the paper uses 0.05 for CIFAR-10, which is too large for our network with 40 workers
 # As in the paper, the loss must be below the target in 5 consecutive evaluations.
 TARGET = Target("loss", 0.35, in_a_row=5)
 ITERATIONS = 200  # maximum number of iterations of each worker
 
 
 def small(cluster: Cluster, workers: int) -> Cluster:
-    """Return a copy of a cluster that has only the first `workers` workers."""
+    """Return a copy of a cluster that keeps only the first `workers` workers."""
     return Cluster(
         compute_s=[cluster.compute(worker) for worker in range(workers)],
         servers=cluster.servers,
@@ -140,7 +138,7 @@ def small(cluster: Cluster, workers: int) -> Cluster:
 
 
 def runs_of(schemes: dict[str, str], options: Options) -> list[TrainingRun]:
-    """Return runs under each sync model on Cluster 1 with the common learning rate."""
+    """Return the training runs for each sync model on Cluster 1, all with the same learning rate."""
     cluster = Cluster.preset("spec-sync-1")
     if options.quick:
         cluster = small(cluster, 8)
@@ -161,7 +159,7 @@ def runs_of(schemes: dict[str, str], options: Options) -> list[TrainingRun]:
 
 
 def grid_of(options: Options) -> list[Setting]:
-    """Return the settings that are tried to find the best one for each sync model."""
+    """Return the settings that are tried for each sync model."""
     return [(rate, 0.0) for rate in (RATES[2:4] if options.quick else RATES)]
 
 
@@ -194,8 +192,8 @@ def _converged(
         ]
     columns = [f"s, rate\n{COMMON_RATE:g}", "speed-up", "own\nrate", "s", "speed-up", "staleness"]
     notes = [
-        f"{label}: speed-up {ratio(by_rate[0][first], by_rate[0][label])} at a common learning rate, "
-        f"{ratio(by_rate[1][first], by_rate[1][label])} at the best learning rate for each model."
+        f"{label}: the speed-up over {first} is {ratio(by_rate[0][first], by_rate[0][label])} at a common learning "
+        f"rate, and {ratio(by_rate[1][first], by_rate[1][label])} at the best learning rate for each model."
         for label in list(schemes)[1:]
     ]
     return Made(
@@ -210,7 +208,7 @@ def _converged(
 
 
 def _plain(outcome: TrainingOutcome) -> dict[str, object]:
-    """Return the numbers from an outcome for the JSON file."""
+    """Return the part of an outcome that is written to the JSON file."""
     run = outcome.run
     return {
         "label": run.label,
@@ -232,7 +230,7 @@ def _none(value: float) -> float | None:
 
 
 def figure_5(options: Options, tell: TellShare) -> Made:
-    """Compare naive waiting with delays of 0, 1, 3 and 5 s."""
+    """Compare the delays 0, 1, 3 and 5 s for naive waiting."""
     schemes = {"no delay": "asp"} | {f"{d} s": f"naive-waiting:delay_s={d}" for d in (1, 3, 5)}
     paper = {"no delay": "1", "1 s": "> 1", "3 s": "about 1", "5 s": "< 1"}
     return _converged(f"{PAPER}, Fig. 5: naive waiting", schemes, paper, options, tell)
@@ -240,11 +238,11 @@ def figure_5(options: Options, tell: TellShare) -> Made:
 
 SCHEMES = {"Original": "asp", "Adaptive": "spec-sync", "Cherrypick": ""}
 TRIALS = tuple((time_s, rate) for time_s in (1.0, 2.0, 4.0, 7.0) for rate in (0.05, 0.1, 0.2, 0.4))
-"""Pairs (ABORT_TIME in seconds, ABORT_RATE). Abort times are at most half of the time of an iteration."""
+"""Pairs (ABORT_TIME in seconds, ABORT_RATE). Abort times are at most half the time of an iteration."""
 
 
 def cherry_pick(options: Options, tell: TellShare) -> tuple[str, list[TrainingOutcome]]:
-    """Try fixed hyper-parameters for SpecSync. Return the model that converges first, and all outcomes."""
+    """Run SpecSync with each pair in `TRIALS`. Return the model that converges fastest, and all outcomes."""
     cluster = Cluster.preset("spec-sync-1")
     if options.quick:
         cluster = small(cluster, 8)
@@ -267,7 +265,7 @@ def cherry_pick(options: Options, tell: TellShare) -> tuple[str, list[TrainingOu
 
 
 def figure_8(options: Options, tell: TellShare) -> Made:
-    """Compare the loss over time and the time to convergence: Original, Cherrypick and Adaptive."""
+    """Compare the loss over time and the time to convergence under Original, Cherrypick and Adaptive."""
     picked, _ = cherry_pick(options, lambda what, share, slow=False: tell(what, share / 3))
     schemes = {**SCHEMES, "Cherrypick": picked}
     paper = {"Original": "1", "Adaptive": "2.25", "Cherrypick": "2.25 or more"}
@@ -288,7 +286,7 @@ def figure_8(options: Options, tell: TellShare) -> Made:
 
 
 def figure_9(options: Options, tell: TellShare) -> Made:
-    """Compare the loss over the accumulated iterations, which shows how much each gradient contributes."""
+    """Compare how the loss decreases with the total number of iterations of all workers, rather than with time."""
     schemes = {label: sync for label, sync in SCHEMES.items() if sync}
     _, outcomes, best = common_and_tuned(runs_of(schemes, options), grid_of(options), tell)
     needed = medians(outcomes, _gradients_to_target)
@@ -351,7 +349,7 @@ def table_2(options: Options, tell: TellShare) -> Made:
             ("420", f"{sum(hours):.1f}"),
         ]
     }
-    columns = ["trials of\nABORT_TIME", "trials of\nABORT_RATE", "hours\neach", "hours\nin all"]
+    columns = ["trials of\nABORT_TIME", "trials of\nABORT_RATE", "hours\neach", "hours\nin total"]
 
     def draw() -> Figure:
         from paceline.report.canvas import COLOURS, new_figure
@@ -361,7 +359,7 @@ def table_2(options: Options, tell: TellShare) -> Made:
         axes.bar(range(len(outcomes)), [hour * 60 for hour in hours], color=COLOURS[0])
         axes.set_xticks(range(len(outcomes)), [o.run.label for o in outcomes], rotation=60, fontsize=8)
         axes.set_ylabel("virtual minutes")
-        axes.set_title("SpecSync, Table II: every trial of ABORT_TIME, ABORT_RATE")
+        axes.set_title("SpecSync, Table II: all trials (ABORT_TIME, ABORT_RATE)")
         return figure
 
     return Made(
@@ -369,7 +367,7 @@ def table_2(options: Options, tell: TellShare) -> Made:
         figure=draw,
         data={outcome.run.label: hour for outcome, hour in zip(outcomes, hours, strict=True)},
         notes=[
-            f"Best trial: {picked}. The hours are in virtual time, until convergence or the end of the run."
+            f"Best trial: {picked}. The times are virtual, measured until convergence or the end of the run."
         ],
     )
 
@@ -384,7 +382,10 @@ KINDS = {
 
 
 def bytes_over_time(shard: Trace, size_bytes: int, every_s: float) -> list[tuple[float, float]]:
-    """Return points (seconds, bytes so far) that count pushes and answers to pulls in the trace of a shard."""
+    """Return points (seconds, bytes so far), one every `every_s` seconds, from the trace of a shard.
+
+    The bytes are those of pushes and of answers to pulls.
+    """
     total, points, due_s = 0.0, [], 0.0
     for entry in shard.entries:
         while entry.event.now_s >= due_s:
@@ -396,7 +397,7 @@ def bytes_over_time(shard: Trace, size_bytes: int, every_s: float) -> list[tuple
 
 
 def figures_12_and_13(options: Options, tell: TellShare) -> Made:
-    """Compare the bytes over time and by kind of message, under Original (ASP) and SpecSync-Adaptive."""
+    """Compare the bytes sent, over time and by kind of message, under Original (ASP) and SpecSync-Adaptive."""
     cluster = Cluster.preset("spec-sync-1")
     iterations = 10 if options.quick else 100
     found = {}
@@ -441,23 +442,24 @@ def figures_12_and_13(options: Options, tell: TellShare) -> Made:
         return figure
 
     return Made(
-        tables=[beside(f"{PAPER}, Figs 12 and 13: bytes sent", rows, columns)],
+        tables=[beside(f"{PAPER}, Figs. 12 and 13: bytes sent", rows, columns)],
         figure=draw,
         data={label: result.bytes_by_kind for label, (result, _) in found.items()},
         notes=[
             "The paper's totals until convergence on CIFAR-10 are 3.17 TB under Original and 2.00 TB under "
-            "SpecSync-Adaptive, which converges sooner there. specsync-fig8 shows whether it converges sooner here.",
+            "SpecSync-Adaptive, which converges sooner. specsync-fig8 compares the times to convergence.",
         ],
     )
 
 
 STAND_IN = (
     "DigitsNet (9,802 parameters) on scikit-learn's digits replaces ResNet-110 on CIFAR-10; its transfers are "
-    "simulated with the size of ResNet-110. The target is reached when the loss is below it in 5 consecutive "
-    "evaluations."
+    "simulated with the size of ResNet-110. A run has converged when the loss is below the target in 5 "
+    "consecutive evaluations."
 )
 TIMES = (
-    "Simulated timing without training. The jitter of +-10 % and the bandwidth of 750 Mbit/s are our choices."
+    "Only the timing is simulated, without training. The jitter (+-10 %) and the bandwidth (750 Mbit/s) are our "
+    "choices."
 )
 
 EXHIBITS = (
@@ -488,15 +490,15 @@ EXHIBITS = (
     Exhibit(
         name="specsync-fig9",
         source=f"{PAPER}, Fig. 9",
-        title="loss over accumulated iterations",
+        title="loss against the total number of iterations of all workers",
         differs=STAND_IN,
         minutes=4,
         make=figure_9,
     ),
     Exhibit(
         name="specsync-fig12",
-        source=f"{PAPER}, Figs 12 and 13",
-        title="bytes over time and by kind",
+        source=f"{PAPER}, Figs. 12 and 13",
+        title="bytes sent, over time and by kind of message",
         differs=TIMES,
         minutes=0.3,
         make=figures_12_and_13,

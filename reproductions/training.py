@@ -1,4 +1,4 @@
-"""Training runs for the papers' figures: digits on a simulated cluster, evaluated at regular virtual times.
+"""Training runs for the papers' figures, on simulated clusters, evaluated at regular intervals of virtual time.
 
 DigitsNet on scikit-learn's digits replaces the networks and data of the papers, which are not available here. Compute
 times, network bandwidth and message sizes are taken from the papers.
@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import nn
 
+from paceline.core.lease import BatchSizing
 from paceline.demo.digits import Digits, DigitsNet, Recipe, accuracy, load, train
 from paceline.rehearsal.process_pool import TellCount, on_all_cores
 from paceline.runtime.reader import WeightsSnapshot
@@ -34,11 +35,11 @@ __all__ = [
     "with_setting",
 ]
 
-FEW = 4  # up to this number of runs are made in this process, since starting a pool would take longer
+FEW = 4  # for this number of runs or fewer, starting a process pool takes longer than it saves
 
 LOSS_IMAGES = 256  # number of training images for evaluating the loss; using all of them would take too long
 
-NEVER_S = 1e6  # longer than any run here
+NEVER_S = 1e6  # used instead of an infinite time; longer than any run here
 
 Setting = tuple[float, float]
 """(learning rate, momentum)."""
@@ -58,11 +59,11 @@ class Target(msgspec.Struct, frozen=True):
     in_a_row: int
 
     def lack(self, value: float) -> float:
-        """Return the distance by which a value misses the target; 0 or less if the value meets the target."""
+        """Return how far a value is from meeting the target; 0 or less if the value meets it."""
         return self.value - value if self.measure == "accuracy" else value - self.value
 
     def reached_at(self, values: Sequence[float]) -> int | None:
-        """Return the index of the evaluation at which the target was reached; None if it was not reached."""
+        """Return the index of the evaluation at which the target was reached, or None."""
         row = 0
         for index, value in enumerate(values):
             row = row + 1 if self.lack(value) <= 0 else 0
@@ -79,7 +80,7 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
         cluster: cluster to simulate.
         sync: sync model.
         target: target of the run, which also defines what is evaluated.
-        learning_rate: learning rate for SGD; 0 if it has not been chosen yet.
+        learning_rate: learning rate for SGD; 0 before a learning rate is chosen.
         likely_rate: learning rate near which a search begins, or None to begin in the middle of the grid.
         momentum: momentum for SGD.
         batch_size: images per worker and iteration.
@@ -88,6 +89,7 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
         seed: random seed for weights, data and times.
         every_s: virtual seconds between two evaluations.
         until_target: True to end the run when it reaches the target.
+        batch: "equal" or "balanced": the sizes of the workers' batches.
     """
 
     label: str
@@ -103,6 +105,7 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     every_s: float = 1.0
     until_target: bool = True
+    batch: BatchSizing = "equal"
 
 
 class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,9 +114,9 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         run: parameters of the run.
         times_s: times of the evaluations.
-        values: accuracy or loss at these times.
+        values: accuracy or loss at each evaluation.
         time_s: time at which the last worker finished.
-        gradients: number of gradients that were applied.
+        gradients: number of pushes by all workers.
         updates: number of optimizer steps.
         restarts: number of computations that were aborted and restarted.
         mean_staleness: mean staleness of the gradients, in updates.
@@ -134,13 +137,13 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reached_s(self) -> float:
-        """Time at which the target was reached; infinity if it was not reached."""
+        """Virtual time at which the target was reached, in seconds; infinity if the target was missed."""
         index = self.run.target.reached_at(self.values)
         return math.inf if index is None else self.times_s[index]
 
     @property
     def slowness(self) -> float:
-        """Time to the target; if the target was missed, a far larger number that grows with the distance from it."""
+        """Time to the target; if it was missed, a far larger number that grows with the final distance from it."""
         lack = min(self.run.target.lack(self.values[-1]), NEVER_S)
         return min(self.reached_s, NEVER_S * (1 + max(0.0, lack)))
 
@@ -148,7 +151,7 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def run_all(
     runs: Sequence[TrainingRun], tell: TellCount = lambda done, of, what: None
 ) -> list[TrainingOutcome]:
-    """Make all runs, on all cores. Equal runs are computed once. Return the outcomes in the order of the runs."""
+    """Execute runs on all cores, but identical runs only once. Return the outcomes in the order of `runs`."""
     wanted = list(dict.fromkeys(map(_key, runs)))
     by_key = {_key(run): run for run in runs}
     digits = load()
@@ -172,8 +175,8 @@ def best_of_each(
 ) -> dict[str, Setting]:
     """For each label, find the setting with the smallest median time to the target. Ties go to the earlier setting.
 
-    If each label has only one run and the runs end at their target, the search begins at the likely setting and moves
-    outward. Each run then ends, at the latest, after the time in which the best setting so far reached the target.
+    If each label has only one run and `until_target` is set in all runs, the search begins near `likely_rate` and
+    moves outward. In this search, a run ends as soon as it has taken longer than the best run so far.
 
     Args:
         runs: for each label, one run per seed.
@@ -200,9 +203,9 @@ def common_and_tuned(
     grid: Sequence[Setting],
     tell: Callable[[str, float], None],
 ) -> tuple[list[TrainingOutcome], list[TrainingOutcome], dict[str, Setting]]:
-    """Make all runs with their given setting, as the papers do, and again with the best setting for each label.
+    """Execute all runs with the given settings, as in the papers, and again with the best setting for each label.
 
-    Only runs with the first seed decide which setting in the grid is the best.
+    Only the runs with seed 0 determine the best setting in the grid.
 
     Returns:
         The outcomes with the given settings, the outcomes with the best settings, and the best setting for each
@@ -218,9 +221,9 @@ def at_own_best(
     grid: Sequence[Setting],
     tell: Callable[[str, float], None],
 ) -> tuple[list[TrainingOutcome], dict[str, Setting]]:
-    """Make all runs with the best setting in a grid for each label.
+    """For each label, find the best setting in the grid, and execute all runs with it.
 
-    Only runs with the first seed decide which setting is the best.
+    Only the runs with seed 0 determine the best setting.
 
     Returns:
         The outcomes, and the best setting for each label.
@@ -238,14 +241,14 @@ def at_own_best(
 
 
 def with_setting(run: TrainingRun, setting: Setting) -> TrainingRun:
-    """Return a copy of the run with the learning rate and the momentum of the setting."""
+    """Return a copy of the run that uses the learning rate and the momentum of the setting."""
     return msgspec.structs.replace(run, learning_rate=setting[0], momentum=setting[1])
 
 
 def medians(
     outcomes: Sequence[TrainingOutcome], measure: Callable[[TrainingOutcome], float]
 ) -> dict[str, float]:
-    """Return, for each label, the median of a measure over its runs."""
+    """For each label, return the median of a measure over the runs with this label."""
     found: dict[str, list[float]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.run.label, []).append(measure(outcome))
@@ -253,7 +256,7 @@ def medians(
 
 
 def _key(run: TrainingRun) -> tuple[object, ...]:
-    """Return a key that is equal for runs with the same results."""
+    """Return a key. Runs with equal keys have equal results."""
     return (
         id(run.cluster),
         run.sync,
@@ -266,6 +269,7 @@ def _key(run: TrainingRun) -> tuple[object, ...]:
         run.every_s,
         run.target,
         run.until_target,
+        run.batch,
     )
 
 
@@ -278,7 +282,7 @@ def _prepare(digits: Digits) -> None:
 
 
 def _tune(task: tuple[TrainingRun, tuple[Setting, ...]]) -> Setting:
-    """Return the setting that reaches the target first or, if no setting does, that comes nearest to the target."""
+    """Return the setting that reaches the target soonest or, if none does, the one that comes nearest to it."""
     run, grid = task
     likely = len(grid) // 2
     if (rate := run.likely_rate) is not None:
@@ -318,6 +322,7 @@ def _run(run: TrainingRun) -> TrainingOutcome:
         train_fn=train,
         args=(_digits, recipe),
         on_nan="skip",
+        batch=run.batch,
         snapshot_every_s=run.every_s,
         on_snapshot=evaluate,
     )

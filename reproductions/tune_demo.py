@@ -1,7 +1,7 @@
-"""The search for the best learning rate and momentum of each sync model in the demo.
+"""The search for the best learning rate and momentum for each sync model in the demo.
 
-Each point is one whole run of the demo, which takes about half a minute. Measurements are appended to `tuning.jsonl`
-in the run directory. If the search is stopped and started again, it reuses these measurements.
+Each measurement is a complete training run, which takes about half a minute. Measurements are appended to
+`tuning.jsonl` in the run directory. If the search is stopped and started again, it reuses these measurements.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STARTS: dict[str, dict[float, int]] = {
 }
 """Sync model -> momentum -> step of the learning rate at which the search begins (see `grid_search`)."""
 
-# Always the same directory, so that the next search continues from the stored measurements.
+# The default directory is always the same, so that the next search continues from the stored measurements.
 DEFAULT_DIR = Path("runs", "tuning")
 
 
@@ -44,7 +44,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         problem: training task.
         setting: setting that was measured.
         seed: random seed for the run.
-        time_to_target_s: time to the target accuracy, or None if it was not reached.
+        time_to_target_s: seconds to the target accuracy, or None if the target was not reached.
         final_accuracy: accuracy at the end of the run.
     """
 
@@ -83,7 +83,8 @@ class Journal:
         for record in records:
             if record.problem != problem:
                 raise ConfigurationError(
-                    f"{path} contains measurements with other paces, batches, times or targets; move it elsewhere."
+                    f"{path} contains measurements for another training task ({record.problem}); move the file "
+                    "elsewhere, or use another run directory."
                 )
             self._done[record.setting, record.seed] = record
 
@@ -91,7 +92,7 @@ class Journal:
         return len(self._done)
 
     def get(self, setting: Setting, seed: int) -> Measured | None:
-        """Return the measurement of a setting with a seed, or None if there is none."""
+        """Return the stored measurement of a setting with a seed, or None."""
         return self._done.get((setting, seed))
 
     def add(self, record: Measured) -> None:
@@ -112,7 +113,7 @@ def tune(
     """For each sync model, find the setting with the smallest median time to the target.
 
     If times are equal, the higher final accuracy wins. The search takes about 25 runs of half a minute for each sync
-    model, 45 minutes in total. Run it on an otherwise idle machine.
+    model, about 45 minutes in total. Run it on an otherwise idle machine.
 
     Args:
         console: where results are printed.
@@ -135,12 +136,13 @@ def tune(
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
-            f"the run directory {run_dir} cannot be written: {error.strerror}."
+            f"the run directory {run_dir} cannot be created: {error.strerror}."
         ) from error
     journal = Journal(run_dir / "tuning.jsonl", problem)
     console.print(
-        f"Each point is a run of about {problem.duration_s:.0f} s plus its start. There are about 25 points for each "
-        f"of {len(starts)} sync models. {len(journal)} measurements are already in {run_dir / 'tuning.jsonl'}.",
+        f"Each measurement is a run of about {problem.duration_s:.0f} s, plus the time to start its processes. "
+        f"There are about 25 measurements for each of {len(starts)} sync models. "
+        f"{len(journal)} measurements are already in {run_dir / 'tuning.jsonl'}.",
         soft_wrap=True,
         highlight=False,
     )
@@ -150,7 +152,7 @@ def tune(
         finals = search(_measure(sync, problem, journal, run_dir, console), start, seeds)
         console.print(_finals_table(sync, finals, len(seeds), problem))
         best.append(_setting(sync, next(iter(finals))))
-    console.print(f"After {(time.monotonic() - begun_s) / 60:.0f} minutes, the best settings:")
+    console.print(f"After {(time.monotonic() - begun_s) / 60:.0f} minutes, these are the best settings:")
     for setting in best:
         console.print(f"    {setting!r},", soft_wrap=True, highlight=False)
     return best
@@ -185,14 +187,14 @@ def _setting(sync: str, point: Point) -> Setting:
 
 def _words(score: Score) -> str:
     time_s, error = score
-    return f"{f'{time_s:.2f} s' if math.isfinite(time_s) else 'never'}, {1 - error:.1%} at the end"
+    return f"{f'{time_s:.2f} s' if math.isfinite(time_s) else 'never'}, final accuracy {1 - error:.1%}"
 
 
 def _finals_table(sync: str, finals: Mapping[Point, Score], seeds: int, problem: Problem) -> Table:
     table = Table(title=f"{sync}: medians of {seeds} seeds", title_justify="left")
     table.add_column("learning rate", justify="right")
     table.add_column("momentum", justify="right")
-    table.add_column(f"to {problem.target_accuracy:.0%}, and at the end")
+    table.add_column(f"time to {problem.target_accuracy:.0%}, final accuracy")
     for point, score in finals.items():
         table.add_row(f"{learning_rate(point.step):g}", f"{point.momentum:g}", _words(score))
     return table

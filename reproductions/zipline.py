@@ -36,7 +36,7 @@ SEED = 4
 
 
 def predicted(workers: int, lookahead: int, seed: int = SEED) -> Floats:
-    """Return end times in ms, drawn and predicted as in the paper, with the shape (workers, lookahead)."""
+    """Return end times in ms with the shape (workers, lookahead), generated and predicted as in the paper."""
     last, interval = LastInterval()(generate_pushes(workers, np.random.default_rng(seed)))
     times: Floats = last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]
     return times
@@ -102,9 +102,9 @@ def _candidates(number: str, workers: int, lookahead: int, paper: tuple[str, str
     waits = candidate_waits(predicted(workers, lookahead))
     best = int(np.argmin(waits))
     rows = {
-        "candidates": [(paper[0], f"{len(waits):,}")],
-        "position of the best": [(paper[1], f"{best + 1:,}")],
-        "d_Z of the best, ms": [("599" if workers == 10 else "-", f"{waits[best]:.0f}")],
+        "number of candidates": [(paper[0], f"{len(waits):,}")],
+        "position of the smallest d_Z": [(paper[1], f"{best + 1:,}")],
+        "smallest d_Z, ms": [("599" if workers == 10 else "-", f"{waits[best]:.0f}")],
     }
 
     def draw() -> Figure:
@@ -114,7 +114,7 @@ def _candidates(number: str, workers: int, lookahead: int, paper: tuple[str, str
         axes = figure.subplots()
         axes.plot(np.arange(1, len(waits) + 1), waits, "." if len(waits) < 1000 else ",", color=COLOURS[0])
         axes.plot([best + 1], [waits[best]], "s", color=COLOURS[4], label=f"best: {waits[best]:.0f} ms")
-        axes.set_xlabel("candidate Z, in the order of the scan")
+        axes.set_xlabel("candidate Z, in scan order")
         axes.set_ylabel("d_Z, ms")
         axes.set_title(f"Fig. {number}: every d_Z that ZipLine evaluates, n = {workers:,}, R = {lookahead}")
         axes.legend(frameon=False)
@@ -149,7 +149,7 @@ _tell: list[TellShare] = []
 
 
 def _report(options: Options, tell: TellShare) -> measurement.ZiplineReport:
-    """Return the report of the benchmark, which runs only once for all exhibits."""
+    """Return the report of the benchmark. The benchmark runs only once for all exhibits."""
     _tell.append(tell)
     return _measured(options.quick)
 
@@ -172,7 +172,7 @@ VARIANTS = ("zipline", "zipline-opt", "zipline-opt-bs")
 
 
 def figure_10(options: Options, tell: TellShare) -> Made:
-    """Compare how the computation times of ZipLine and its variants grow."""
+    """Compare how the computation times of ZipLine and its variants grow with the number of workers and R."""
     report = _report(options, tell)
     rows = [row for row in report.times if row.method in (*VARIANTS, "auto")]
     shapes = list(dict.fromkeys((row.workers, row.lookahead) for row in rows))
@@ -193,7 +193,7 @@ def _ms(value: float | None) -> str:
 
 
 def _machine(report: measurement.ZiplineReport) -> list[str]:
-    return [f"Measured with Python {report.python} and NumPy {report.numpy}. The paper's code is C++11."]
+    return [f"Measured with Python {report.python} and NumPy {report.numpy}. The paper's code uses C++11."]
 
 
 def _draw_times(report: measurement.ZiplineReport) -> Figure:
@@ -222,13 +222,13 @@ def _draw_times(report: measurement.ZiplineReport) -> Figure:
     axes.set_yscale("log")
     axes.set_xlabel("workers")
     axes.set_ylabel("ms")
-    axes.set_title("computation time of one barrier, ours")
+    axes.set_title("our computation time for one barrier")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7.5, ncols=2)
     return figure
 
 
-GENERATED = "The workers are drawn with the paper's generator (section 6.1), but with another seed."
+GENERATED = "The push times are drawn with the paper's generator (section 6.1), but with another seed."
 MEASURED = "Measured with Python and NumPy on this machine, instead of C++ on a server with 24 cores."
 
 EXHIBITS = (
@@ -243,7 +243,7 @@ EXHIBITS = (
     Exhibit(
         name="zipline-fig6",
         source=f"{PAPER}, Fig. 6",
-        title="the waiting time d_Z for every candidate, 10 workers",
+        title="the waiting time d_Z for every candidate barrier, with 10 workers",
         differs=GENERATED,
         minutes=0.1,
         make=figure_6,
@@ -251,7 +251,7 @@ EXHIBITS = (
     Exhibit(
         name="zipline-fig7",
         source=f"{PAPER}, Fig. 7",
-        title="the waiting time d_Z for every candidate, 1,000 workers",
+        title="the waiting time d_Z for every candidate barrier, with 1,000 workers",
         differs=GENERATED,
         minutes=0.1,
         make=figure_7,

@@ -121,7 +121,7 @@ def test_tuning_goes_on_where_it_stopped(tmp_path: Path, fake_trials: FakeTrials
 def test_tuning_prints_the_settings_to_be_kept(tmp_path: Path, fake_trials: FakeTrials) -> None:
     text = io.StringIO()
     tune(console=Console(file=text, width=100), run_dir=tmp_path, starts={"asp": {0.0: 0}})
-    assert "Setting(sync='asp', learning_rate=0.2, momentum=0.0)" in text.getvalue()
+    assert "Setting(sync='asp', learning_rate=0.2, momentum=0.0, batch='equal')" in text.getvalue()
 
 
 def test_journal_of_another_problem_is_refused(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_journal_of_another_problem_is_refused(tmp_path: Path) -> None:
     )
     journal.add(record)
     assert Journal(path, Problem()).get(Setting("bsp", 0.1, 0.0), 0) == record
-    with pytest.raises(ConfigurationError, match="other paces"):
+    with pytest.raises(ConfigurationError, match="another training task"):
         Journal(path, Problem(target_accuracy=0.9))
 
 
