@@ -23,16 +23,24 @@ LOOKAHEADS = (5, 10, 20, 40, 80, 160, 320, 480)
 
 
 def quiet(done: int, of: int, what: str) -> None:
-    """Discard the progress of a simulation."""
+    """Ignore the progress reports of a simulation."""
 
 
 def main() -> int:
-    """Draw all pictures, with the functions that the commands on the page call. Return the exit code."""
+    """Draw all pictures, using the functions behind the commands on the page. Return the exit code."""
     cluster, console = load_cluster(str(CLUSTER)), Console(quiet=True)
     with TemporaryDirectory() as folder:
         out = Path(folder)
         compare(
-            cluster, EVERY_MODEL, iterations=100, seed=0, shards=None, out=out, console=console, tell=quiet
+            cluster,
+            EVERY_MODEL,
+            iterations=100,
+            seed=0,
+            shards=None,
+            data=None,
+            out=out,
+            console=console,
+            tell=quiet,
         )
         explore(
             cluster,

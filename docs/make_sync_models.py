@@ -58,11 +58,10 @@ The following terms are used for every model. c_p is the number of iterations th
 the smallest c_p of all live workers. *Progress* is c_p - 1, the index of the iteration that was just pushed. A
 *round* is complete when every live worker has pushed its gradient for this round (some models define this
 differently), and V_train is the number of complete rounds. A *delayed pull* is a pull that is not answered on
-arrival. Each picture shows a simulation in virtual time, which runs the same synchronization code as a live run.
-There are four workers, and one of them is three times slower than the others. The iteration times vary randomly by 10
-% around their mean.
+arrival. Each picture shows a simulation in virtual time, which runs the same synchronization code as a live run. One
+of the four simulated workers is three times slower than the others, and iteration times vary randomly by up to 10 %.
 
-Shards may run different models, and a run may change its model:
+Different shards may run different models, and the model may change during a run:
 
     paceline run --workers 4 --servers 2 --sync 'bsp|ssp:staleness=3' train.py    # shard 0, shard 1
     paceline run --workers 4 --sync bsp@0,elastic-bsp@epoch:5 train.py            # from the 6th epoch on
