@@ -7,7 +7,7 @@ weights in each answer must include all updates that precede the answer in the l
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -62,14 +62,14 @@ def server_peer(index: int) -> Peer:
     return Peer("server", index)
 
 
-class Send(NamedTuple):
+class Send(msgspec.Struct, frozen=True, gc=False):
     """Send a message. If it is an `Answer`, the host adds the current weights of the shard."""
 
     to: Peer
     message: Message
 
 
-class Timer(NamedTuple):
+class Timer(msgspec.Struct, frozen=True, order=True, gc=False):
     """Call the core's `fire` with this object when the timer is due.
 
     Attributes:
@@ -85,7 +85,7 @@ class Timer(NamedTuple):
     shard: int = -1
 
 
-class Apply(NamedTuple):
+class Apply(msgspec.Struct, frozen=True, gc=False):
     """Update a shard: sum the scaled gradients of the pushes in this order, and take one optimizer step.
 
     Attributes:
@@ -99,7 +99,7 @@ class Apply(NamedTuple):
     scales: tuple[float, ...]
 
 
-class Discard(NamedTuple):
+class Discard(msgspec.Struct, frozen=True, gc=False):
     """Discard the gradient of a push, if it has one."""
 
     shard: int
@@ -107,7 +107,7 @@ class Discard(NamedTuple):
     iteration: int
 
 
-class Preserve(NamedTuple):
+class Preserve(msgspec.Struct, frozen=True, gc=False):
     """Copy the gradient of a held push. The next request answers the worker, which then overwrites the gradient."""
 
     shard: int
@@ -115,26 +115,26 @@ class Preserve(NamedTuple):
     iteration: int
 
 
-class Proceed(NamedTuple):
+class Proceed(msgspec.Struct, frozen=True, gc=False):
     """Let the worker continue: everything that the worker waited for has arrived."""
 
 
 PROCEED = Proceed()
 
 
-class Abort(NamedTuple):
+class Abort(msgspec.Struct, frozen=True, gc=False):
     """Abort the computation of this iteration if possible, and pull again."""
 
     iteration: int
 
 
-class Warn(NamedTuple):
+class Warn(msgspec.Struct, frozen=True, gc=False):
     """Report a problem that does not end the run."""
 
     words: str
 
 
-class Fail(NamedTuple):
+class Fail(msgspec.Struct, frozen=True, gc=False):
     """End the run, because a part of it has failed.
 
     Attributes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from ..errors import InternalError, InvalidEventError
 from ..sync import SyncModel
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
-from ..sync.events import AnyEvent, PushReceived
+from ..sync.events import AnyEvent, PullRequested, PushReceived
 from .entry import Entry, EntryRecorder
 from .messages import Answer, FaultReported
 from .requests import COORDINATOR, Apply, Discard, Preserve, Request, Send, Timer, worker_peer
@@ -74,10 +74,11 @@ class Shard:
             self._record(Entry(event, [], str(error), self.version))
             raise
         versions, counts, index = self._versions, self.sync.counts, self.index
-        versions.note(event)
-        if type(event) is PushReceived and event.samples is not None:
-            self._samples[event.worker, event.iteration] = event.samples
-            self.samples += event.samples
+        if type(event) is not PullRequested:
+            versions.note(event)
+            if type(event) is PushReceived and event.samples is not None:
+                self._samples[event.worker, event.iteration] = event.samples
+                self.samples += event.samples
         requests: list[Request] = []
         staleness: list[tuple[int, int, int]] = []
         gap = 0
@@ -85,8 +86,9 @@ class Shard:
             if type(action) is AnswerPull:
                 worker, iteration = action.worker, action.iteration
                 versions.answered(worker)
-                gap = max(gap, counts.gap(worker))
-                if (worker, iteration) in self._held:
+                if (ahead := counts.gap(worker)) > gap:
+                    gap = ahead
+                if self._held and (worker, iteration) in self._held:
                     self._held.remove((worker, iteration))
                     requests.append(Preserve(index, worker, iteration))
                 requests.append(Send(worker_peer(worker), self._answer(worker, iteration, action.v_train)))

@@ -152,7 +152,7 @@ def _while_all_were_present(shard: Trace) -> tuple[float, Measures]:
     begun_s = now_s = shard.entries[0].event.now_s
     meter = Meter(1)
     for entry in shard.entries:
-        meter.record(0, entry)
+        meter.at_shard(0).record(entry)
         now_s = entry.event.now_s
         if isinstance(entry.event, WorkerFinished | WorkerLost) and now_s > begun_s:
             break

@@ -175,7 +175,7 @@ class Recorders:
                 emulated=self._emulated,
                 computed_by=computed_by,
             )
-            self.shards.append(_together([Metered(self.meter, index), *self._recorders(header)]))
+            self.shards.append(_together([self.meter.at_shard(index), *self._recorders(header)]))
         sync = notation(self._schedule.first)
         header = Header(
             sync=sync,
@@ -219,14 +219,3 @@ class Several:
     def record(self, entry: Entry) -> None:
         for recorder in self._recorders:
             recorder.record(entry)
-
-
-class Metered:
-    """A recorder that passes the entries of a shard to the meter."""
-
-    def __init__(self, meter: Meter, shard: int) -> None:
-        self._meter = meter
-        self._shard = shard
-
-    def record(self, entry: Entry) -> None:
-        self._meter.record(self._shard, entry)

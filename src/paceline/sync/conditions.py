@@ -71,7 +71,7 @@ class PushState:
     def __init__(self, counts: Counts, v_train: int, pushed: int) -> None:
         self._counts = counts
         self.v_train = v_train
-        self.live = counts.live_count
+        self.live = len(counts.count)
         self.pushed = pushed
 
     @property

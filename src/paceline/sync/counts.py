@@ -77,8 +77,10 @@ class Counts:
         count = (before if progress is None else max(before, progress)) + 1
         self._put(worker, count)
         self._take(before)
-        self.fastest = max(self.fastest, count)
-        self._raise_slowest()
+        if count > self.fastest:
+            self.fastest = count
+        if before == self.slowest:
+            self._raise_slowest()
         return before
 
     def validate(self) -> None:
@@ -98,7 +100,8 @@ class Counts:
 
     def _put(self, worker: int, count: int) -> None:
         self.count[worker] = count
-        self.furthest = max(self.furthest, count)
+        if count > self.furthest:
+            self.furthest = count
         self._at[count] = self._at.get(count, 0) + 1
 
     def _take(self, count: int) -> None:

@@ -739,9 +739,10 @@ class SmallJob:
             self._server_after[key] = self._server_takes(state.servers[index], index, call)
         at, sent = self._server_after[key]
         state = state._replace(servers=put(state.servers, index, at))
-        for to, message in sent:
+        for send in sent:
+            message = send.message
             if isinstance(message, Answer):
-                state = self._answer(state, index, to.index, message.v_train)
+                state = self._answer(state, index, send.to.index, message.v_train)
             elif isinstance(message, WorkerWelcomed):
                 chief = state.coordinator
                 welcomes = chief.welcomes | {(index, message.worker)}

@@ -407,7 +407,7 @@ class Renaming:
         """Return a message or a timer with the workers renamed."""
         match message:
             case Timer():
-                return message._replace(worker=self._names[message.worker])
+                return msgspec.structs.replace(message, worker=self._names[message.worker])
             case Commit():
                 return msgspec.structs.replace(
                     message, stop=self._flag(message.stop), change=self._flag(message.change)

@@ -29,8 +29,16 @@ from math import fsum
 import msgspec
 
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush
-from ..sync.events import PullRepeated, PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
-from .recording import Entry, Trace
+from ..sync.events import (
+    AnyEvent,
+    PullRepeated,
+    PullRequested,
+    PushReceived,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+)
+from .recording import Entry, EntryRecorder, Trace
 
 __all__ = ["Measures", "Meter", "PushCounts", "Wait", "measure", "waits"]
 
@@ -158,7 +166,7 @@ def measure(shards: Sequence[Trace]) -> Measures:
     meter = Meter(len(shards))
     for index, trace in enumerate(shards):
         for entry in trace.entries:
-            meter.record(index, entry)
+            meter.at_shard(index).record(entry)
     return meter.measures()
 
 
@@ -173,29 +181,12 @@ class Meter:
 
     def __init__(self, shards: int) -> None:
         self.staleness: dict[int, int] = defaultdict(int)
-        self._shards = [_ShardMeter() for _ in range(shards)]
-        # Worker -> total waiting time of the pulls that all shards have answered.
-        self._waiting_s: dict[int, float] = defaultdict(float)
-        # (worker, iteration) of a pull that only some shards have answered -> (number of these shards, longest wait).
-        self._waits: dict[tuple[int, int], tuple[int, float]] = {}
+        self._waiting = _Waiting(shards)
+        self._shards = [_ShardMeter(self._waiting, self.staleness) for _ in range(shards)]
 
-    def record(self, shard: int, entry: Entry) -> None:
-        """Process one entry of a shard's trace."""
-        if entry.refused is not None:
-            self._shards[shard].refused += type(entry.event) is PushReceived
-            return
-        for worker, iteration, wait_s in self._shards[shard].take(entry):
-            if len(self._shards) == 1:
-                self._waiting_s[worker] += wait_s
-                continue
-            answered, longest_s = self._waits.pop((worker, iteration), (0, 0.0))
-            longest_s = max(longest_s, wait_s)
-            if answered + 1 == len(self._shards):
-                self._waiting_s[worker] += longest_s
-            else:
-                self._waits[worker, iteration] = answered + 1, longest_s
-        for _, _, updates in entry.staleness:
-            self.staleness[updates] += 1
+    def at_shard(self, index: int) -> EntryRecorder:
+        """Return the recorder that processes the entries of one shard's trace."""
+        return self._shards[index]
 
     def measures(self, until_s: float | None = None) -> Measures:
         """Return the statistics of the entries recorded so far.
@@ -206,9 +197,7 @@ class Meter:
         """
         first = self._shards[0]
         end_s = first.now_s if until_s is None else until_s
-        waiting = defaultdict(float, self._waiting_s)
-        for (worker, _), (_, longest_s) in sorted(self._waits.items()):
-            waiting[worker] += longest_s
+        waiting = self._waiting.totals_s()
         memberships = [*first.past, *first.current.values()]
         present_s = sum(member.until(end_s) - member.joined_s for member in memberships)
         joined_s = min((member.joined_s for member in memberships), default=0.0)
@@ -307,10 +296,44 @@ class _Membership:
         return end_s if self.left_s is None else self.left_s
 
 
-class _ShardMeter:
-    """Computes the statistics of one shard."""
+class _Waiting:
+    """Adds up the waiting times of each worker. The waiting time of a pull is the longest one at any shard."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+        # Worker -> total waiting time of the pulls that all shards have answered.
+        self._total_s: dict[int, float] = defaultdict(float)
+        # (worker, iteration) of a pull that only some shards have answered -> (number of these shards, longest wait).
+        self._open: dict[tuple[int, int], tuple[int, float]] = {}
+
+    def answered(self, worker: int, iteration: int, wait_s: float) -> None:
+        """Record that a shard has answered a pull after this time."""
+        if self._shards == 1:
+            self._total_s[worker] += wait_s
+            return
+        key = worker, iteration
+        answered, longest_s = self._open.pop(key, (0, 0.0))
+        if wait_s < longest_s:
+            wait_s = longest_s
+        if answered + 1 == self._shards:
+            self._total_s[worker] += wait_s
+        else:
+            self._open[key] = answered + 1, wait_s
+
+    def totals_s(self) -> dict[int, float]:
+        """Return the total waiting time of each worker, in seconds; 0 for a worker that has not waited."""
+        totals_s = defaultdict(float, self._total_s)
+        for (worker, _), (_, longest_s) in sorted(self._open.items()):
+            totals_s[worker] += longest_s
+        return totals_s
+
+
+class _ShardMeter:
+    """Computes the statistics of one shard. It adds waiting times and staleness to those of the other shards."""
+
+    def __init__(self, waiting: _Waiting, staleness: dict[int, int]) -> None:
+        self._waiting = waiting
+        self._staleness = staleness
         self.now_s = 0.0
         self.updates = 0
         self.gradients = 0
@@ -321,9 +344,8 @@ class _ShardMeter:
         self.received = self.applied = self.averaged = self.refused = 0  # numbers of pushes
         self.samples = 0
         self.dropped_samples = 0
-        self._pending: dict[
-            tuple[int, int], int
-        ] = {}  # push that is neither applied nor dropped -> its samples
+        # (worker, iteration) of each push that is neither applied nor dropped -> its number of samples
+        self._pending: dict[tuple[int, int], int] = {}
         self.past: list[_Membership] = []
         self.current: dict[int, _Membership] = {}
 
@@ -337,27 +359,65 @@ class _ShardMeter:
             times[member.worker] += 1
         return found
 
-    def take(self, entry: Entry) -> list[tuple[int, int, float]]:
-        """Process one entry. Return (worker, iteration, waiting time in seconds) for each pull that was answered."""
+    def record(self, entry: Entry) -> None:
+        """Process one entry of the shard's trace."""
         event = entry.event
-        self.now_s = event.now_s
-        self.max_gap = max(self.max_gap, entry.gap)
+        kind = type(event)
+        if entry.refused is not None:
+            self.refused += kind is PushReceived
+            return
+        self.now_s = now_s = event.now_s
+        if entry.gap > self.max_gap:
+            self.max_gap = entry.gap
         if entry.version is not None:
             self.updates = entry.version
-        kind = type(event)
         if kind is PushReceived:
-            member = self.current[event.worker]
-            member.iterations += 1
-            member.iteration, member.fate = event.iteration, ""  # type: ignore[union-attr]
-            member.pushed_s = event.now_s
-            self.received += 1
-            self.gradients += 1  # decremented below if the push is dropped
-            if event.samples is not None:  # type: ignore[union-attr]
-                self._note_samples(event)  # type: ignore[arg-type]
+            self._receive(event)  # type: ignore[arg-type]
         elif kind is PullRequested:
-            self.current[event.worker].asked_s = event.now_s
+            self.current[event.worker].asked_s = now_s
             self.delayed_pulls += 1  # decremented below if the pull is answered by this entry
-        elif kind is PullRepeated:
+        else:
+            self._change(event)
+        for action in entry.actions:
+            if type(action) is AnswerPull:
+                if kind is not PullRepeated:
+                    worker = action.worker
+                    self._waiting.answered(worker, action.iteration, now_s - self.current[worker].asked_s)
+                    if worker == event.worker and kind is PullRequested:
+                        self.delayed_pulls -= 1
+            elif type(action) is ApplyPush:
+                self.applied += 1
+                self._decide((action.worker, action.iteration), "applied")
+            elif type(action) is ApplyMean:
+                fate = "averaged" if len(action.pushes) > 1 else "applied"
+                self.averaged += len(action.pushes) if len(action.pushes) > 1 else 0
+                self.applied += len(action.pushes) == 1
+                for push in action.pushes:
+                    self._decide(push, fate)
+            elif type(action) is DropPush:
+                self.dropped_pushes += 1
+                self.gradients -= 1
+                dropped = self._decide((action.worker, action.iteration), "dropped")
+                self.samples -= dropped
+                self.dropped_samples += dropped
+        for _, _, updates in entry.staleness:
+            self._staleness[updates] += 1
+
+    def _receive(self, push: PushReceived) -> None:
+        member = self.current[push.worker]
+        member.iterations += 1
+        member.iteration, member.fate = push.iteration, ""
+        member.pushed_s = push.now_s
+        self.received += 1
+        self.gradients += 1  # decremented in `record` if the push is dropped
+        if push.samples is not None:
+            self.samples += push.samples
+            self._pending[push.worker, push.iteration] = push.samples
+
+    def _change(self, event: AnyEvent) -> None:
+        """Process a restart, or the arrival or departure of a worker."""
+        kind = type(event)
+        if kind is PullRepeated:
             self.restarts += event.restart  # type: ignore[union-attr]
         elif kind is WorkerJoined:
             number = len(self.past) + len(self.current)
@@ -367,43 +427,16 @@ class _ShardMeter:
             member.left_s = event.now_s
             member.finished, member.lost = kind is WorkerFinished, kind is WorkerLost
             self.past.append(member)
-        answered = []
-        for action in entry.actions:
-            if type(action) is AnswerPull and kind is not PullRepeated:
-                asked_s = self.current[action.worker].asked_s
-                answered.append((action.worker, action.iteration, event.now_s - asked_s))
-                self.delayed_pulls -= kind is PullRequested and action.worker == event.worker
-            elif type(action) is ApplyPush:
-                self.applied += 1
-                self._decide(action.worker, action.iteration, "applied")
-                if self._pending:
-                    self._pending.pop((action.worker, action.iteration), None)
-            elif type(action) is ApplyMean:
-                fate = "averaged" if len(action.pushes) > 1 else "applied"
-                self.averaged += len(action.pushes) if len(action.pushes) > 1 else 0
-                self.applied += len(action.pushes) == 1
-                for worker, iteration in action.pushes:
-                    self._decide(worker, iteration, fate)
-                    if self._pending:
-                        self._pending.pop((worker, iteration), None)
-            elif type(action) is DropPush:
-                self.dropped_pushes += 1
-                self.gradients -= 1
-                self._decide(action.worker, action.iteration, "dropped")
-                dropped = self._pending.pop((action.worker, action.iteration), 0)
-                self.samples -= dropped
-                self.dropped_samples += dropped
-        return answered
 
-    def _decide(self, worker: int, iteration: int, fate: str) -> None:
-        """Record what became of a push. Only the last push of each membership matters."""
+    def _decide(self, push: tuple[int, int], fate: str) -> int:
+        """Record what became of a push, and return its number of samples; 0 if it is unknown.
+
+        Only the fate of the last push of each membership matters.
+        """
+        worker, iteration = push
         member = self.current.get(worker)
         if member is None:
             member = next((past for past in reversed(self.past) if past.worker == worker), None)
         if member is not None and member.iteration == iteration:
             member.fate = fate
-
-    def _note_samples(self, push: PushReceived) -> None:
-        assert push.samples is not None
-        self.samples += push.samples
-        self._pending[push.worker, push.iteration] = push.samples
+        return self._pending.pop(push, 0) if self._pending else 0
