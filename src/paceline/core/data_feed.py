@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from .lease import Batch, Lease, Order, first_batch, remove_first
+from .lease import Batch, Lease, Order, nth_batch
 from .messages import MOST_TIMES, DataGranted, DataRequested
 from .requests import COORDINATOR, Request, Send
 
@@ -152,7 +152,8 @@ class _LoaderFeed:
         self._epoch = -1
         self._name: str
         self._order: Order
-        self._leases: deque[Lease] = deque()
+        self._leases: deque[Lease] = deque()  # leases of which the worker has not taken all batches
+        self._taken = 0  # number of batches of the first of these leases that the worker has taken
         self._last = False  # True if the worker receives no more leases in this epoch
         # The batches that the script has drawn since its last push, and the number of their positions.
         self._unpushed = self._unpushed_positions = 0
@@ -174,7 +175,7 @@ class _LoaderFeed:
 
     def begin(self, name: str, epoch: int, order: Order) -> list[Request]:
         self._name, self._epoch, self._order = name, epoch, order
-        self._leases.clear()
+        self._clear()
         self._last = self.ended = self.requested = False
         return self.request()
 
@@ -198,20 +199,20 @@ class _LoaderFeed:
         if not self._leases:
             self.ended = last
             return None
-        lease = self._leases[0]
-        rest = remove_first(lease, 1)
-        if rest is None:
+        lease, number = self._leases[0], self._taken
+        if number + 1 == lease.count:
+            self._taken = 0
             self._leases.popleft()
         else:
-            self._leases[0] = rest
-        return first_batch(lease)
+            self._taken = number + 1
+        return nth_batch(lease, number)
 
     def request(self) -> list[Request]:
         return [] if self.requested or self._last else [self._request()]
 
     def exhaust(self, epoch: int, size: int) -> list[Request]:
         if epoch == self._epoch:
-            self._leases.clear()
+            self._clear()
         return [self._request((epoch, size))]
 
     def _request(self, end: tuple[int, int] | None = None) -> Send:
@@ -230,6 +231,10 @@ class _LoaderFeed:
             least if self._order.balanced else 1,
         )
         return Send(COORDINATOR, request)
+
+    def _clear(self) -> None:
+        self._leases.clear()
+        self._taken = 0
 
     def receive(self, message: DataGranted) -> None:
         if message.epoch != self._epoch:

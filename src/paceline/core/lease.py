@@ -24,7 +24,7 @@ __all__ = [
     "deal",
     "divide",
     "divide_evenly",
-    "first_batch",
+    "nth_batch",
     "order_difference",
     "positions",
     "remove_first",
@@ -112,12 +112,12 @@ def remove_first(lease: Lease, batches: int) -> Lease | None:
     )
 
 
-def first_batch(lease: Lease) -> Batch:
-    """Return the first batch of a lease."""
-    joint_stop = (lease.start // lease.stride + 1) * lease.stride
-    return Batch(
-        lease.epoch, lease.start, lease.batch, lease.start + 1 if lease.count is not None else joint_stop
-    )
+def nth_batch(lease: Lease, number: int) -> Batch:
+    """Return a batch of a lease; the batches are counted from 0."""
+    start = lease.start + number * lease.stride
+    if lease.count is not None:
+        return Batch(lease.epoch, start, lease.batch, start + 1)
+    return Batch(lease.epoch, start, lease.batch, (start // lease.stride + 1) * lease.stride)
 
 
 def single(epoch: int, start: int, size: int) -> Lease:

@@ -374,9 +374,13 @@ class Part:
                 f"{type(source.inner).__name__} can be iterated over only once. Give distribute() an object that can "
                 "produce the items again, such as a DataLoader or a list."
             )
-        size = order.ends_before(batch.start, max(batch.least_size, batch.start + batch.size))
+        items = order.items(batch.start, batch.size)
+        stop = batch.start + batch.size
+        if len(items) == batch.size and batch.least_size <= stop:
+            return items
+        size = order.ends_before(batch.start, max(batch.least_size, stop))
         if size is None:
-            return order.items(batch.start, batch.size)
+            return items
         if source.size is not None:
             raise ConfigurationError(
                 f"the sampler of the loader has yielded only {size} items, but its length is {source.size}. Its "
@@ -384,7 +388,7 @@ class Part:
             )
         self._session.exchange(lambda: self._session.data.exhaust(self.number, batch.epoch, size))
         exists = size >= batch.least_size and not source.drop_last
-        return order.items(batch.start, batch.size) if exists else []
+        return items if exists else []
 
     def _order(self, epoch: int) -> EpochOrder:
         """Return the order of the current epoch, or of an earlier one whose positions were returned."""

@@ -70,6 +70,8 @@ class EpochOrder:
 
     def _reach(self, start: int, stop: int) -> None:
         """Draw the items up to, but not including, position `stop`, and discard those before `start`."""
+        if self.start <= start and stop <= self.start + len(self._drawn):
+            return
         if start < self.start:
             self._restart()
         while self.start + len(self._drawn) < stop and not self._ended:
