@@ -146,16 +146,17 @@ def measure(
         seconds: time for which they ask, in each round.
     """
     settings = list(product(workers, processes))
+    parts = len(settings) + 3
     loaders = []
     for number, (count, helpers) in enumerate(settings):
-        tell(
-            f"live run: workers {count}, loader processes {helpers}", number / (len(settings) + 2), slow=True
-        )
+        tell(f"live run: workers {count}, loader processes {helpers}", number / parts, slow=True)
         loaders.append(_live(count, helpers, rounds))
-    tell(f"the coordinator's core, {asking:,} workers", len(settings) / (len(settings) + 2), slow=True)
+    tell(f"the coordinator's state machine, {asking:,} workers", len(settings) / parts, slow=True)
     core = data_requests.ask_core(asking, RATE)
-    tell(f"a coordinator with {asking:,} connections", (len(settings) + 1) / (len(settings) + 2), slow=True)
-    return DataReport(loaders, [core, data_requests.ask_host(asking, RATE, seconds)])
+    tell(f"system calls for {asking:,} connections", (len(settings) + 1) / parts, slow=True)
+    floor = data_requests.ask_floor(asking, RATE, seconds)
+    tell(f"a coordinator with {asking:,} connections", (len(settings) + 2) / parts, slow=True)
+    return DataReport(loaders, [core, floor, data_requests.ask_host(asking, RATE, seconds)])
 
 
 def _live(workers: int, processes: int, rounds: int) -> LoaderRow:

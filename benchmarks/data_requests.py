@@ -1,7 +1,8 @@
 """How much of its core a coordinator uses to answer workers that request data.
 
-The load is measured twice: for the coordinator's state machine with the decoding and encoding of its messages, and
-for a whole coordinator with one socket per worker.
+The load is measured for the coordinator's state machine with the decoding and encoding of its messages, for a whole
+coordinator with one socket per worker, and for a loop that receives the same requests and answers them with the same
+bytes every time. This loop is the floor: it shows what the system calls alone take.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import selectors
+import socket
+import threading
 import time
 from contextlib import ExitStack, closing
 from itertools import count
@@ -20,7 +23,7 @@ import msgspec
 
 from paceline.core.coordinator import Coordinator
 from paceline.core.data_feed import DataFeed
-from paceline.core.lease import Order
+from paceline.core.lease import Lease, Order
 from paceline.core.messages import (
     DataGranted,
     FromCoordinatorToWorker,
@@ -33,15 +36,16 @@ from paceline.errors import ConfigurationError
 from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import make_job
 from paceline.sync.schedule import read_schedule
-from paceline.wire.addresses import connect
-from paceline.wire.stream import Stream
+from paceline.wire.addresses import connect, listen_unix
+from paceline.wire.stream import BUFFER_BYTES, MAGIC, PREFIX, Stream
 
-__all__ = ["SECONDS", "RequestsRow", "ask_core", "ask_host", "estimate_s"]
+__all__ = ["SECONDS", "RequestsRow", "ask_core", "ask_floor", "ask_host", "estimate_s"]
 
 CLIENTS = 2  # number of processes, each of which takes the part of many workers
 ROUNDS = 5
 SECONDS = 5.0
 SPARE_DESCRIPTORS = 100
+GREETING_TIMEOUT_S = 60.0
 # The epoch is so long that it does not end during the measurement.
 ORDER = Order(2**50, 16, True, "dynamic", "0123456789abcdef")
 NAME = "train.py:35#0"
@@ -64,8 +68,8 @@ class RequestsRow(msgspec.Struct, frozen=True):
 
 
 def estimate_s() -> float:
-    """Estimate how long both measurements take, in seconds."""
-    return ROUNDS * (SECONDS + 1.0) + 10.0
+    """Estimate how long all measurements take, in seconds."""
+    return 2 * (ROUNDS * (SECONDS + 1.0) + 5.0)
 
 
 class Asker:
@@ -130,7 +134,6 @@ def ask_host(workers: int, rate: float, seconds: float = SECONDS) -> RequestsRow
         ConfigurationError: this process may not open enough sockets.
     """
     _allow_descriptors(workers + SPARE_DESCRIPTORS)
-    spawn = multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder, ExitStack() as stack:
         # No process trains, so the memory for the processes of so many workers is not needed.
         job = make_job(workers=1, servers=1, sync="asp", transport="unix", run_dir=f"{folder}/run")
@@ -138,20 +141,79 @@ def ask_host(workers: int, rate: float, seconds: float = SECONDS) -> RequestsRow
         coordinator = CoordinatorHost.listen(job)
         coordinator.start()
         stack.callback(coordinator.stop, 0.0)
+        request_us, reached = _load(
+            coordinator._thread, coordinator.address, job.token, workers, rate, seconds
+        )
+    return RequestsRow("whole coordinator, one socket per worker", workers, reached, request_us)
+
+
+def ask_floor(workers: int, rate: float, seconds: float = SECONDS) -> RequestsRow:
+    """Measure the processor time of a loop that receives the requests, ignores them, and sends a constant answer.
+
+    Raises:
+        ConfigurationError: this process may not open enough sockets.
+    """
+    _allow_descriptors(workers + SPARE_DESCRIPTORS)
+    listener, address = listen_unix()
+    stop, stopping = socket.socketpair()
+    thread = threading.Thread(target=_answer_all, args=(listener, workers, stopping))
+    thread.start()
+    try:
+        request_us, reached = _load(thread, address, "", workers, rate, seconds)
+    finally:
+        stop.close()
+        thread.join()
+        stopping.close()
+    return RequestsRow("system calls only, one socket per worker", workers, reached, request_us)
+
+
+def _answer_all(listener: socket.socket, workers: int, stopping: socket.socket) -> None:
+    """Accept connections, and then send the same bytes for each request, until the other end of `stopping` closes."""
+    answer = msgspec.msgpack.encode(DataGranted(0, 0, (Lease(0, 0, ORDER.batch, ORDER.batch, 1),), False))
+    frame = PREFIX.pack(MAGIC, len(answer), 0) + answer
+    buffer = bytearray(BUFFER_BYTES)
+    with ExitStack() as stack:
+        stack.enter_context(listener)
+        listener.setblocking(True)
+        selector = stack.enter_context(closing(selectors.DefaultSelector()))
+        selector.register(stopping, selectors.EVENT_READ)
+        for _ in range(workers):
+            sock = stack.enter_context(listener.accept()[0])
+            hello: Stream[Hello] = Stream(sock, Hello)
+            hello.wait(GREETING_TIMEOUT_S)
+            selector.register(sock, selectors.EVENT_READ, sock)
+        while True:
+            for key, _ in selector.select():
+                if key.data is None:
+                    return
+                if key.data.recv_into(buffer):
+                    key.data.send(frame)
+                else:
+                    selector.unregister(key.data)
+
+
+def _load(
+    thread: threading.Thread, address: str, token: str, workers: int, rate: float, seconds: float
+) -> tuple[float, float]:
+    """Let workers in other processes ask at an address, and measure the thread that answers them.
+
+    Returns:
+        The processor time per request in microseconds, and the number of answered requests per second.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
         shares = [range(first, workers, CLIENTS) for first in range(min(CLIENTS, workers))]
-        pipes, processes = [], []
+        pipes = []
         for share in shares:
             pipe, end = spawn.Pipe()
-            arguments = (coordinator.address, job.token, share, rate, end)
-            process = spawn.Process(target=_ask, args=arguments, daemon=True)
+            process = spawn.Process(target=_ask, args=(address, token, share, rate, end), daemon=True)
             process.start()
             end.close()
             stack.callback(process.join)
             stack.callback(pipe.close)
             pipes.append(pipe)
-            processes.append(process)
-        assert coordinator._thread.ident is not None
-        clock = time.pthread_getcpuclockid(coordinator._thread.ident)
+        assert thread.ident is not None
+        clock = time.pthread_getcpuclockid(thread.ident)
         for pipe in pipes:
             pipe.recv()  # the connections have been made
         for pipe in pipes:
@@ -166,9 +228,7 @@ def ask_host(workers: int, rate: float, seconds: float = SECONDS) -> RequestsRow
             answered = _answered(pipes) - answered
             requests_us.append(1e6 * used_s / max(answered, 1))
             rates.append(answered / (time.monotonic() - begun_s))
-    return RequestsRow(
-        "whole coordinator, one socket per worker", workers, median(rates), median(requests_us)
-    )
+    return median(requests_us), median(rates)
 
 
 def _answered(pipes: list[Any]) -> int:

@@ -64,6 +64,7 @@ class Caller:
         index: index of the worker or server.
         heard_s: time at which data was last received from the peer, on the monotonic clock.
         adopted: True if the host itself opened the connection.
+        writing: True while the selector also watches for room to send, because messages are queued.
     """
 
     def __init__(self, stream: Stream[Message]) -> None:
@@ -71,6 +72,7 @@ class Caller:
         self.role = ""
         self.index = -1
         self.adopted = False
+        self.writing = False
         self.heard_s = time.monotonic()
         # Time at which the end of the peer's process was reported while the connection was still open.
         self.ended_s = math.inf
@@ -376,6 +378,7 @@ class Hub(Generic[P]):
 
     def _watch_peer(self, peer: P) -> None:
         """Set the events for which the selector watches the peer's stream."""
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.stream.backlog else 0)
-        if self._selector.get_key(peer.stream).events != wanted:
-            self._selector.modify(peer.stream, wanted, peer)
+        if peer.stream.backlog != peer.writing:
+            peer.writing = not peer.writing
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.writing else 0)
+            self._selector.modify(peer.stream, events, peer)
