@@ -186,9 +186,10 @@ def _answer_all(listener: socket.socket, workers: int, stopping: socket.socket) 
             for key, _ in selector.select():
                 if key.data is None:
                     return
-                if key.data.recv_into(buffer):
+                try:
+                    key.data.recv_into(buffer)
                     key.data.send(frame)
-                else:
+                except ConnectionError:  # the workers leave at the end
                     selector.unregister(key.data)
 
 
