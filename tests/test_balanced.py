@@ -182,6 +182,11 @@ class Numbers(IterableDataset[int]):
             "max_batch is 7, expected an integer of at least 8",
         ),
         (DataLoader(examples(), batch_size=8), {"max_batch": "9"}, "max_batch is '9'"),
+        (
+            DataLoader(examples(), batch_size=8),
+            {"max_batch": 9, "batch": "equal"},
+            "omit max_batch, or use batch='balanced'",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(loader: Any, options: dict[str, Any], message: str) -> None:

@@ -539,6 +539,8 @@ def last(worker):
     assert processes(mark) == {}
     assert ended.stderr.splitlines()[-1].endswith("ed: all processes of the run have ended")
     assert "Traceback" not in ended.stderr
+    assert summary()["ended"] == "interrupted"
+    assert "ended         interrupted\n" in ended.stdout
 
 
 @pytest.mark.chaos

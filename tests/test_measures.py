@@ -414,6 +414,19 @@ def test_dropped_and_refused_pushes_are_counted() -> None:
     assert measure([shard.trace()]).pushes == counts(applied=1, dropped=1, refused=1)
 
 
+def test_samples_are_counted_for_each_worker_without_those_of_dropped_pushes() -> None:
+    shard = Shard(DropStragglers(quorum=1))
+    for worker in range(2):
+        shard.join(0.0, worker)
+    for iteration, size in enumerate([32, 16]):
+        push = PushReceived(now_s=1.0, worker=0, iteration=iteration, samples=size)
+        shard.note(push, ApplyPush(0, iteration))
+    shard.note(PushReceived(now_s=2.0, worker=1, iteration=0, samples=8), DropPush(1, 0))
+    measures = measure([shard.trace()])
+    assert measures.worker_samples == {0: 48, 1: 0}
+    assert (measures.samples, measures.dropped_samples) == (48, 8)
+
+
 def test_a_held_push_that_is_never_applied_is_lost() -> None:
     shard = Shard(BSP())
     for worker in range(2):

@@ -125,6 +125,7 @@ def test_runs_of_which_one_has_no_known_samples_are_compared_by_gradients() -> N
 
 
 SUMMARY = {
+    "ended": "finished",
     "sync": "bsp",
     "shards": 2,
     "emulated": "--pace 0.02,0.06 (minimum seconds per iteration)",
@@ -136,6 +137,7 @@ SUMMARY = {
     "gradients_per_s": 20.0,
     "samples": 6400,
     "samples_per_s": 640.0,
+    "worker_samples": {"0": 4800, "1": 1600},
     "waiting_share": 0.25,
     "idle_s": {"0": 0.01, "1": 0.0},
     "idle_share": 0.001,
@@ -153,6 +155,7 @@ def test_the_summary_gives_speed_in_samples_and_says_what_is_in_an_update() -> N
         "sync": "bsp",
         "duration": "10.0 s",
         "samples": "6400 (640.0 per second)",
+        "per worker": "4800, 1600 samples",
         "updates": "100 (2 gradients each, on average)",
         "waiting": "25.0% of the workers' time",
         "staleness": "mean 0.00, maximum 0 (in updates)",
@@ -162,10 +165,17 @@ def test_the_summary_gives_speed_in_samples_and_says_what_is_in_an_update() -> N
 
 
 def test_without_known_samples_the_summary_gives_speed_in_gradients() -> None:
-    rows = summary_rows({**SUMMARY, "samples": 0, "samples_per_s": 0.0, "updates": 200})
+    unknown = {"samples": 0, "samples_per_s": 0.0, "worker_samples": {"0": 0, "1": 0}}
+    rows = summary_rows({**SUMMARY, **unknown, "updates": 200})
     assert rows["gradients"] == "200 (20.0 per second)"
     assert rows["updates"] == "200 (1 gradient each, on average)"
     assert "samples" not in rows
+    assert "per worker" not in rows
+
+
+def test_the_samples_of_many_workers_are_summarized() -> None:
+    rows = summary_rows({**SUMMARY, "worker_samples": {str(worker): 10 * worker for worker in range(20)}})
+    assert rows["per worker"] == "0 to 190 samples, median 95"
 
 
 def test_the_summary_says_who_was_idle_and_what_was_dropped_or_restarted() -> None:
@@ -177,7 +187,9 @@ def test_the_summary_says_who_was_idle_and_what_was_dropped_or_restarted() -> No
 
 
 def test_a_summary_without_statistics_has_what_is_known() -> None:
-    assert summary_rows({"sync": "asp", "emulated": ""}) == {"sync": "asp"}
+    bare = {"sync": "asp", "emulated": "", "ended": "finished"}
+    assert summary_rows(bare) == {"sync": "asp"}
+    assert summary_rows({**bare, "ended": "interrupted"}) == {"sync": "asp", "ended": "interrupted"}
 
 
 def test_accuracy_picture_draws_each_curve_the_target_and_when_it_was_reached() -> None:

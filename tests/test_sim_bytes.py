@@ -51,6 +51,7 @@ NEWER = (
     "ledger",
     "samples",
     "samples_per_s",
+    "worker_samples",
     "dropped_samples",
 )
 """Statistics that the summary has had only since these digests were taken."""

@@ -138,8 +138,15 @@ def run(
             {**describe(job), "command": " ".join([sys.executable, str(script), *(arguments or [])])}
         )
         return
+    from ..launcher.interruption import Interrupted, Terminated
+
     with interruptible():
-        result = run_script(job, script, arguments or [], console=Console(stderr=True))
+        try:
+            result = run_script(job, script, arguments or [], console=Console(stderr=True))
+        except (Interrupted, Terminated) as end:
+            if end.summary:
+                _print_summary(end.summary)
+            raise
     _print_summary(result.summary)
     if Path(result.summary["weights"]).parent == result.run_dir:
         print(f"weights, traces and logs: {result.run_dir}")

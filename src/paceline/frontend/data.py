@@ -134,6 +134,11 @@ def _require_balanceable(source: Source, batch: str | None, max_batch: int | Non
         )
     if max_batch is None:
         return
+    if batch == "equal":
+        raise ConfigurationError(
+            f"max_batch is {max_batch!r}, but distribute() was called with batch='equal'. Only balanced batches have "
+            "a maximum size: omit max_batch, or use batch='balanced'."
+        )
     if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < source.batch:
         raise ConfigurationError(
             f"max_batch is {max_batch!r}, expected an integer of at least {source.batch}, the loader's batch size."

@@ -12,7 +12,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Interruption", "Terminated"]
+__all__ = ["Interrupted", "Interruption", "Terminated"]
 
 DEFAULTS: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
@@ -20,6 +20,20 @@ DEFAULTS: dict[signal.Signals, Any] = {
     signal.SIGHUP: signal.SIG_DFL,
 }
 """The signals that end a run, each with its default handler in Python."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised when a run was ended by Ctrl-C.
+
+    Attributes:
+        words: message that says which processes have ended.
+        summary: the summary of the run until then; {} if training had not begun.
+    """
+
+    def __init__(self, words: str, summary: dict[str, Any]) -> None:
+        super().__init__(words)
+        self.words = words
+        self.summary = summary
 
 
 class Terminated(SystemExit):
@@ -30,12 +44,14 @@ class Terminated(SystemExit):
     Attributes:
         number: number of the signal.
         words: message that says which processes have ended.
+        summary: the summary of the run until then; {} if training had not begun.
     """
 
-    def __init__(self, number: int, words: str) -> None:
+    def __init__(self, number: int, words: str, summary: dict[str, Any]) -> None:
         super().__init__(128 + number)
         self.number = number
         self.words = words
+        self.summary = summary
 
 
 class Interruption:
@@ -75,12 +91,11 @@ class Interruption:
         """Return True if the run must end immediately."""
         return self.count > 1
 
-    def exception(self, words: str) -> BaseException:
+    def exception(self, words: str, summary: dict[str, Any]) -> Interrupted | Terminated:
         """Return the exception for the first signal. `words` says which processes have ended."""
-        if self._number in (None, signal.SIGINT):
-            return KeyboardInterrupt(words)
-        assert self._number is not None
-        return Terminated(self._number, words)
+        if self._number is None or self._number == signal.SIGINT:
+            return Interrupted(words, summary)
+        return Terminated(self._number, words, summary)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1

@@ -111,7 +111,7 @@ def _reason(error: Exception) -> str:
 
 
 def summarize(
-    coordinator: CoordinatorHost, faults: Sequence[str], crashed: Sequence[int], weights: Path
+    coordinator: CoordinatorHost, faults: Sequence[str], crashed: Sequence[int], weights: Path, ended: str
 ) -> dict[str, Any]:
     """Return the settings, problems and statistics of a run. If the traces cannot be read, there are no statistics.
 
@@ -120,6 +120,7 @@ def summarize(
         faults: messages about problems that did not end the run.
         crashed: indices of the workers that have crashed.
         weights: path of the saved weights.
+        ended: "finished", or "interrupted" by a signal.
     """
     job = coordinator.job
     run_dir = Path(job.run_dir)
@@ -148,6 +149,7 @@ def summarize(
     except (ConfigurationError, OSError, msgspec.DecodeError) as error:
         faults.append(f"the run's traces cannot be read, so the summary has no statistics: {error}")
     return {
+        "ended": ended,
         "sync": job.sync,
         "workers": job.workers,
         "servers": job.servers,

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 from rich.console import Console
@@ -143,7 +144,7 @@ class LiveRun:
 
         Raises:
             RunFailedError: a process has failed.
-            KeyboardInterrupt: Ctrl-C was pressed.
+            Interrupted: Ctrl-C was pressed.
             Terminated: SIGTERM or SIGHUP was received.
         """
         engine, coordinator = self._engine, self._coordinator
@@ -287,16 +288,21 @@ class LiveRun:
             self._say(
                 f"worker {worker} was lost: {coordinator.ending(worker)}. The other workers continued without it."
             )
+        summary = self._summary(self._weights_path, "finished")
+        snapshots = self._sampler.taken if self._sampler is not None else []
+        return RunResult(weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes))
+
+    def _summary(self, weights: Path, ended: str) -> dict[str, Any]:
+        """Write the summary, and print the problems that it lists. Return the summary."""
         crashed = [index for index, process in enumerate(self._engine.workers) if process.crashed]
-        faults = [*coordinator.core.faults, *self._notes]
-        summary = summarize(coordinator, faults, crashed, self._weights_path)
+        faults = [*self._coordinator.core.faults, *self._notes]
+        summary = summarize(self._coordinator, faults, crashed, weights, ended)
         if problem := write_summary(summary, self._run_dir):
             self._notes.append(problem)
             summary["faults"].append(problem)
         for fault in summary["faults"]:
             self._say(f"note: {fault}")
-        snapshots = self._sampler.taken if self._sampler is not None else []
-        return RunResult(weights.state_dict, summary, self._run_dir, snapshots, tuple(self._notes))
+        return summary
 
     def _explained(self, failure: RunFailedError) -> RunFailedError:
         """Return the failure, with notes that state all problems and the paths of the log and the weights."""
@@ -311,9 +317,13 @@ class LiveRun:
         return failure
 
     def _interrupted(self) -> BaseException:
-        """Print the notes and the path of the weights; return the exception for the signal that ended the run."""
-        for note in self._notes:
-            self._say(f"note: {note}")
+        """Write the summary, and return the exception for the signal that ended the run."""
+        summary: dict[str, Any] = {}
+        if self._weights_path is not None and not self._interruption.hurried():
+            summary = self._summary(self._weights_path, "interrupted")
+        else:
+            for note in self._notes:
+                self._say(f"note: {note}")
         if self._weights_path is not None:
             self._say(f"the weights at the time of the signal were saved to {self._weights_path}")
         alive = [p for p in [*self._engine.workers, *self._engine.servers] if p.exit_code is None]
@@ -321,7 +331,7 @@ class LiveRun:
         if alive:
             names = ", ".join(f"{p.name} (process {p.id})" for p in alive)
             message = f"all processes of the run have ended, except for {names}"
-        return self._interruption.exception(message)
+        return self._interruption.exception(message, summary)
 
     def _say(self, line: str) -> None:
         """Print a line, or log it if the console is quiet."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from .speed import speed_unit
 
 __all__ = ["summary_rows"]
 
+MOST_SHOWN = 8  # maximum number of workers whose numbers of samples are shown separately
 LEAST_IDLE_S = 0.1  # the summary does not mention shorter idle times
 
 
@@ -19,6 +21,8 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         summary: the summary of a run, as in `RunResult.summary` and `summary.json`.
     """
     shown = {"sync": str(summary["sync"])}
+    if summary["ended"] != "finished":
+        shown["ended"] = str(summary["ended"])
     # There are no statistics if the traces of the run could not be read.
     if "duration_s" in summary:
         shown |= _figures(summary)
@@ -35,6 +39,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
     shown = {
         "duration": f"{summary['duration_s']:.1f} s",
         **_speed(summary),
+        "per worker": _per_worker(list(summary["worker_samples"].values())),
         "left out": f"{summary['dropped_pushes']} of {pushes} pushes{to_shards} (no usable gradient, or too late)",
         "waiting": f"{summary['waiting_share']:.1%} of the workers' time",
         "idle": _idle(summary),
@@ -59,6 +64,15 @@ def _speed(summary: Mapping[str, Any]) -> dict[str, str]:
         share = summary["gradients"] / summary["updates"]
         shown["updates"] = f"{summary['updates']} ({share:.3g} gradient{'s' * (share != 1)} each, on average)"
     return shown
+
+
+def _per_worker(samples: Sequence[int]) -> str:
+    """Say how many samples each worker has used; "" if that is unknown."""
+    if not any(samples):
+        return ""
+    if len(samples) <= MOST_SHOWN:
+        return f"{', '.join(map(str, samples))} samples"
+    return f"{min(samples)} to {max(samples)} samples, median {median(samples):.0f}"
 
 
 def _idle(summary: Mapping[str, Any]) -> str:

@@ -108,6 +108,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
             no entry for a worker that has not pushed.
         samples: number of samples in the pushes that shard 0 did not drop; 0 if this number is unknown.
         samples_per_s: number of these samples per second.
+        worker_samples: worker -> number of these samples that were in the worker's pushes.
         dropped_samples: number of samples in the pushes that shard 0 dropped.
         mean_staleness: mean staleness over all pairs (push, shard), in updates.
         max_staleness: maximum staleness over all pairs (push, shard), in updates.
@@ -133,6 +134,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     last_push_s: dict[int, float]
     samples: int
     samples_per_s: float
+    worker_samples: dict[int, int]
     dropped_samples: int
     mean_staleness: float
     max_staleness: int
@@ -232,6 +234,7 @@ class Meter:
             last_push_s=last_push_s,
             samples=first.samples,
             samples_per_s=first.samples / duration_s if duration_s else 0.0,
+            worker_samples={worker: first.worker_samples[worker] for worker in iterations},
             dropped_samples=first.dropped_samples,
             mean_staleness=total_staleness / applied if applied else 0.0,
             max_staleness=max(self.staleness, default=0),
@@ -343,6 +346,7 @@ class _ShardMeter:
         self.restarts = 0
         self.received = self.applied = self.averaged = self.refused = 0  # numbers of pushes
         self.samples = 0
+        self.worker_samples: dict[int, int] = defaultdict(int)
         self.dropped_samples = 0
         # (worker, iteration) of each push that is neither applied nor dropped -> its number of samples
         self._pending: dict[tuple[int, int], int] = {}
@@ -399,6 +403,7 @@ class _ShardMeter:
                 self.gradients -= 1
                 dropped = self._decide((action.worker, action.iteration), "dropped")
                 self.samples -= dropped
+                self.worker_samples[action.worker] -= dropped
                 self.dropped_samples += dropped
         for _, _, updates in entry.staleness:
             self._staleness[updates] += 1
@@ -412,6 +417,7 @@ class _ShardMeter:
         self.gradients += 1  # decremented in `record` if the push is dropped
         if push.samples is not None:
             self.samples += push.samples
+            self.worker_samples[push.worker] += push.samples
             self._pending[push.worker, push.iteration] = push.samples
 
     def _change(self, event: AnyEvent) -> None:
