@@ -3,12 +3,14 @@
     python -m reproductions map claim-elastic-bsp claim-pssp claim-lazy claim-spec-sync specsync-fig8 fluentps-fig6 \\
         --out DIR
 
-This command produces all results that the page needs. It takes more than an hour.
+This command produces all results that the page needs. It takes more than an hour. A section whose results are in none
+of the folders keeps its present text. So the results of a single exhibit are enough to renew its section.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -50,7 +52,9 @@ Each column of the map stands for one share of transfers and one number of worke
 of an iteration that transfers would take if all workers were equally fast. There is one server, and all transfers
 share its network interface. The target is an accuracy of 93 % in two consecutive evaluations. Each cell names the
 model that reached the target first, and its speed-up over BSP. `ssp` uses staleness 3, `elastic-bsp` uses lookahead
-15, and `spec-sync` is the adaptive variant.
+15, and `spec-sync` is the adaptive variant. `bsp balanced` is BSP with `--batch balanced`: the workers' batches are
+proportional to their speeds. In the column *half fixed*, half of the time that a worker takes for a batch of the
+usual size does not depend on the size of the batch. In all other columns, the whole time is proportional to the size.
 """
 
 
@@ -69,10 +73,8 @@ def found(folders: list[Path], name: str) -> dict[str, Any] | None:
     return None
 
 
-def section(title: str, text: str, kept: dict[str, Any] | None) -> str:
-    """Return one section of the page, or "" if `kept`, the stored results, is None."""
-    if kept is None:
-        return ""
+def section(title: str, text: str, kept: dict[str, Any]) -> str:
+    """Return one section of the page, from the stored results."""
     lines = [f"## {title}", "", textwrap.fill(text, 118)] if title else [text.rstrip()]
     for table in kept["tables"]:
         head = [heading or " " for heading in table["columns"]]
@@ -123,17 +125,30 @@ SECTIONS = {
 def main() -> int:
     """Write the page. Return the exit code."""
     folders = [Path(argument) for argument in sys.argv[1:]]
-    kept = {name: found(folders, name) for name in SECTIONS}
-    if kept["map"] is None:
+    results = {name: kept for name in SECTIONS if (kept := found(folders, name)) is not None}
+    if not results:
         print(
-            "No results of the map were found. Give the directories that `python -m reproductions map ... --out DIR` "
-            "has written.",
+            f"No results were found. Give the directories that `python -m reproductions {' '.join(SECTIONS)} --out "
+            "DIR` has written.",
             file=sys.stderr,
         )
         return 2
-    parts = [section(title, text, kept[name]) for name, (title, text) in SECTIONS.items()]
-    TARGET.write_text("\n\n".join(part for part in parts if part) + "\n")
+    parts = present_sections()
+    for name, kept in results.items():
+        parts[name] = section(*SECTIONS[name], kept)
+    TARGET.write_text("\n\n".join(f"{mark(name)}\n{parts[name]}" for name in SECTIONS) + "\n")
     return 0
+
+
+def mark(name: str) -> str:
+    """Return the invisible line above the section with the results of an exhibit."""
+    return f"<!-- results of {name} -->"
+
+
+def present_sections() -> dict[str, str]:
+    """Return the sections of the page as it is: name of the exhibit -> text."""
+    _, *parts = re.split(r"^<!-- results of (.+) -->$", TARGET.read_text(), flags=re.MULTILINE)
+    return {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
 if __name__ == "__main__":

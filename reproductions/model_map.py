@@ -265,8 +265,8 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
         first = sum(verdict.best == label for verdict in there)
         close = sum(verdict.lead(label) <= NEAR for verdict in there)
         found.append(
-            f"{label} is first in {first} of {len(verdicts)} clusters. It is first, or at most {NEAR - 1:.0%} slower "
-            f"than the fastest model, in {close} clusters."
+            f"{label} is first in {first} of {len(verdicts)} clusters, and at most {NEAR - 1:.0%} slower than the "
+            f"first one in {close - first} more."
             + (
                 f" It does not reach the target in {len(verdicts) - len(there)} of {len(verdicts)} clusters."
                 if there != verdicts
@@ -277,7 +277,9 @@ def findings(verdicts: Sequence[Verdict]) -> list[str]:
         mine = [verdict for verdict in verdicts if verdict.place[:2] == row]
         firsts = Counter(verdict.best for verdict in mine if verdict.seconds[verdict.best] is not None)
         models = ", ".join(
-            f"{label} is first in {count} clusters" if number == 0 else f"{label} in {count}"
+            f"{label} is first in {count} cluster{'s' * (count > 1)}"
+            if number == 0
+            else f"{label} in {count}"
             for number, (label, count) in enumerate(firsts.most_common())
         )
         factors = sorted(mine, key=lambda verdict: verdict.speed_up)
