@@ -48,8 +48,8 @@ Each row of the map stands for one kind and degree of inequality between the spe
 - *jitter*: the iteration times of all workers have a log-normal distribution with the given sigma.
 - *pauses*: each worker is 3 or 10 times slower for 10 s in every 100 s, at random times.
 
-Each column of the map stands for one share of transfers and one number of workers. The share of transfers is the part
-of an iteration that transfers would take if all workers were equally fast. There is one server, and all transfers
+Each column of the map stands for a share of transfers and a number of workers. The share of transfers is the part of
+an iteration that transfers would take if all workers were equally fast. There is one server, and all transfers
 share its network interface. The target is an accuracy of 93 % in two consecutive evaluations. Each cell names the
 model that reached the target first, and its speed-up over BSP. `ssp` uses staleness 3, `elastic-bsp` uses lookahead
 15, and `spec-sync` is the adaptive variant. `bsp balanced` is BSP with `--batch balanced`: the workers' batches are

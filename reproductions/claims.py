@@ -148,7 +148,7 @@ def elastic_bsp(options: Options, tell: TellShare) -> Made:
             f"Some best learning rates are on the edge of the grid, so rates outside the grid may be better: "
             f"{'; '.join(edge)}."
             if edge
-            else "No best learning rate is on the edge of the grid.",
+            else "None of the best learning rates is at the edge of the grid.",
         ],
     )
 

@@ -126,7 +126,7 @@ def single(epoch: int, start: int, size: int) -> Lease:
 
 
 def positions(leases: Iterable[Lease]) -> int:
-    """Return the number of positions in some leases. Leases without a count do not count."""
+    """Return the number of positions in some leases. Leases whose `count` is None are ignored."""
     return sum(lease.batch * lease.count for lease in leases if lease.count is not None)
 
 

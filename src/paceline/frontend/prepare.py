@@ -46,7 +46,7 @@ def prepare(
     This is the same as `DistributedOptimizer(optimizer, model=model)` and `distribute(loader)`. In addition, a
     scheduler that is stepped in every iteration follows the progress of the job in the data, instead of the number of
     iterations of one worker. So write the schedule for `len(loader)` steps per epoch, where `loader` is the given
-    loader. It then fits any number of workers, also if a fast one receives more batches than a slow one. In one
+    loader. It then fits any number of workers, even if a fast one receives more batches than a slow one. In one
     iteration, the schedule may advance by several steps or by none, and it stops quietly at its end. A scheduler that
     is stepped once per epoch works as usual. Outside a run, the loader and the scheduler are returned unchanged.
 
@@ -78,7 +78,7 @@ def prepare(
         )
     distributed = DistributedOptimizer(optimizer, model=model)
     length = _length(loader)
-    # The batches of a loader that was distributed before are those of one worker.
+    # If the loader is already distributed, its batches are those of one worker, not joint batches.
     joint = 1 if isinstance(loader, DistributedLoader) else worker_count()
     if not isinstance(loader, DistributedLoader):
         loader = distribute_at(call_site(sys._getframe(1)), loader)

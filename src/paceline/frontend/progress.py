@@ -1,6 +1,6 @@
 """The progress of training: the number of updates of the weights, and the number of samples that were used.
 
-In a run, the answers of shard 0 say how far all workers together have come. A script that runs by itself counts its
+In a run, the answers of shard 0 contain the progress of all workers together. A script that runs by itself counts its
 own steps here.
 """
 

@@ -212,7 +212,7 @@ def training_of(session: Session) -> WorkerTraining | None:
     return found() if found is not None else None
 
 
-# A strong reference to a training would keep its session, which is the key, from being freed.
+# The references are weak, because a `WorkerTraining` refers to its session, the key, which would never be freed.
 _trainings: WeakKeyDictionary[Session, ref[WorkerTraining]] = WeakKeyDictionary()
 
 

@@ -169,8 +169,8 @@ class SegmentRun:
         first, last = bounds.segments[segments[0]], bounds.segments[segments[-1]]
         self.segments = segments
         self.dtype, self.start = first.dtype, first.start
-        # Include the padding after the last segment. It is zero and stays zero. Without padding, kernels would round
-        # a run's last elements differently if these did not fill a SIMD vector: results would depend on the slicing.
+        # Include the padding after the last segment. It is zero and stays zero. Without it, kernels would round the
+        # last elements differently if they did not fill a SIMD vector, so results would depend on the slicing.
         self.stop = aligned(last.stop, first.dtype)
         self.group = group
         self.steps = steps

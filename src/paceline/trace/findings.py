@@ -16,9 +16,9 @@ __all__ = ["find"]
 
 LEAST_SHARE = 0.05
 LEAST_S = 1.0
-# The workers' numbers of iterations count as equal if the smallest is at least this fraction of the largest.
+# The workers' iteration counts are considered equal if the smallest is at least this fraction of the largest.
 EQUAL = 0.95
-# The workers' waiting times count as uneven if the shortest is at most this fraction of the mean.
+# The workers' waiting times are considered uneven if the shortest is at most this fraction of the mean.
 UNEVEN = 0.5
 
 OTHER_MODEL = (
