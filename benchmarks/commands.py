@@ -225,9 +225,9 @@ def simulator(as_json: AsJson = False) -> None:
 
 @app.command("unequal")
 def unequal(as_json: AsJson = False) -> None:
-    """Compare how long 10 epochs of an ordinary training loop take if one of four workers is 3 times slower.
+    """Compare the time of 10 epochs under several sync models if one of four workers is 3 times slower.
 
-    Each sync model is measured live and simulated. Takes about 5 minutes.
+    Each sync model is measured live and simulated. Takes about 6 minutes.
     """
     from . import unequal as benchmark
 
@@ -245,7 +245,7 @@ def unequal(as_json: AsJson = False) -> None:
 def data(as_json: AsJson = False) -> None:
     """Measure what it costs to hand out data: the time per batch, and the coordinator's load with 1,000 workers.
 
-    Takes about 2 minutes.
+    Takes about 3 minutes.
     """
     from . import data as benchmark
 

@@ -91,7 +91,8 @@ def rate_bps(rate: str) -> float:
     bps = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not SLOWEST_BPS <= bps <= FASTEST_BPS:
         raise ConfigurationError(
-            f"rate is {rate!r}, expected 1mbit to 100gbit: a number and kbit, mbit or gbit, for example 250mbit."
+            f"rate is {rate!r}, expected a rate from 1mbit to 100gbit: a number followed by kbit, mbit or gbit, for "
+            "example 250mbit."
         )
     return bps
 

@@ -21,12 +21,12 @@ __all__ = ["BatchSizes", "BatchTime", "divide_in_proportion"]
 WINDOW = 48  # number of observations of a worker that are kept
 RECENT = 4  # number of observations that show a change of speed, if they all differ from the earlier ones
 LEAST_SEEN = 3  # number of observations of every worker that are needed for a first change of the sizes
-LEAST_CHANGE = (
-    0.1  # relative change of a worker's time, beyond its usual variation, that is a change of speed
-)
-LEAST_GAIN = 0.05  # relative gain for which sizes are changed, beyond the uncertainty of the estimates
+# relative change of a worker's time, beyond its usual variation, that counts as a change of speed
+LEAST_CHANGE = 0.1
+# minimum relative gain, beyond the uncertainty of the estimates, for which the sizes are changed
+LEAST_GAIN = 0.05
 CERTAINTY = 3.0  # number of standard errors by which a gain must exceed `LEAST_GAIN`
-LEAST_PART = 0.01  # minimum part of the time that is taken to be proportional to the size
+LEAST_PART = 0.01  # minimum fraction of the time that is assumed to be proportional to the size
 PRIOR_WEIGHT = 0.05  # weight of the earlier estimate of the fixed part
 SIZES = 4  # number of sizes whose times are kept to estimate the fixed part
 BISECTIONS = 64  # enough to find a time between 1e-30 s and 1e30 s as exactly as a float can represent it
@@ -74,8 +74,9 @@ def divide_in_proportion(
     def size_within(time: BatchTime, limit_s: float) -> int:
         return int(min(max((limit_s - time.fixed_s) / time.sample_s, least), largest))
 
-    # The parts that take at most `low_s` seconds hold at most `total` samples; those up to `high_s` hold at least as
-    # many. The geometric mean keeps the relative error small, even if the speeds differ by many orders of magnitude.
+    # Invariant: the largest parts that fit into `low_s` seconds have at most `total` samples together, and those that
+    # fit into `high_s` seconds at least `total`. The geometric mean keeps the relative error small, even if the speeds
+    # differ by many orders of magnitude.
     low_s, high_s = min(time.of(least) for time in times), max(time.of(largest) for time in times)
     for _ in range(BISECTIONS):
         middle_s = sqrt(low_s * high_s)
@@ -84,7 +85,7 @@ def divide_in_proportion(
         else:
             high_s = middle_s
     sizes = [size_within(time, low_s) for time in times]
-    # Give the rest, one sample at a time, to the part that takes the least time with one sample more.
+    # Give the rest, one sample at a time, to the part that takes the least time with one more sample.
     growing = [(times[part].of(size + 1), part) for part, size in enumerate(sizes) if size < largest]
     heapify(growing)
     for _ in range(total - sum(sizes)):
@@ -109,7 +110,7 @@ class BatchSizes:
         self._observed: dict[int, _Observations] = {}
         self._sizes: dict[int, int] = {}
         self._limits: tuple[int, int, int | None] = (0, 0, None)
-        self._fresh = 0  # number of observations since the sizes were considered last
+        self._fresh = 0  # number of observations since the sizes were last considered
 
     @property
     def round_s(self) -> float | None:
@@ -120,7 +121,7 @@ class BatchSizes:
         return max(time.of(size) for time, size in zip(times, self._sizes.values(), strict=True))
 
     def observe(self, worker: int, samples: int, seconds: float) -> None:
-        """Record that a worker has taken some seconds for a batch."""
+        """Record the time that a worker took for a batch."""
         self._observed.setdefault(worker, _Observations()).add(samples, seconds)
         self._fresh += 1
 

@@ -93,7 +93,7 @@ MOST_LOADERS = 1024
 """Maximum number of loaders that a script may distribute at the same time."""
 
 MOST_TIMES = 64
-"""Maximum number of times that a request for data contains."""
+"""Maximum number of measured times in a request for data."""
 
 BatchTaken = tuple[
     Annotated[int, msgspec.Meta(ge=1, le=2**53)], Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]

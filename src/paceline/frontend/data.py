@@ -45,27 +45,27 @@ def distribute(
     """Return this worker's part of a loader.
 
     In each epoch, all workers use the same order of the items. If the loader shuffles, the order changes in every
-    epoch and depends on the run's seed, but not on the number of workers. In a script that runs by itself, the loader
-    is returned unchanged. Call this function once, or at the start of every epoch. Each pass over the result is one
-    epoch.
+    epoch and depends on the run's seed, but not on the number of workers. Outside a run, the loader is returned
+    unchanged. Call this function once, or at the start of every epoch. Each pass over the result is one epoch.
 
     Args:
         loader: a `DataLoader`, whose batch size is the batch size of each worker, or another iterable over batches. A
-            `DataLoader` over a dataset with a length is split by its sampler, so that each worker loads only its own
-            part. Any other iterable is split by what it yields: every worker produces all batches and skips those of
-            the other workers.
+            `DataLoader` over a dataset with a length is split at its sampler, so that each worker loads only its own
+            part. Any other iterable is split at its output: every worker produces all batches and skips those of the
+            other workers.
         split: "dynamic" hands out each batch when a worker needs it, so a fast worker receives more of them; "static"
-            gives all workers equal shares of every joint batch; "auto" chooses "static" for each epoch at whose start
-            the sync model keeps all workers in lockstep, as `bsp` does, and "dynamic" for any other epoch.
+            gives all workers equal shares of every joint batch; "auto" chooses "static" for an epoch if the sync
+            model keeps all workers in lockstep when the epoch begins, as `bsp` does, and "dynamic" otherwise.
         batch: "equal" gives all workers batches of the loader's size; "balanced" gives a faster worker larger batches
             and a slower worker smaller ones, so that all of them take the same time for a batch. The joint batch of
-            all workers has the same samples in both cases. Default: what the option `--batch` of the run says, which
-            is "equal" if it is not given.
+            all workers has the same samples in both cases. Default: the option `--batch` of the run, or "equal" if it
+            is not given.
         max_batch: maximum size of a balanced batch, for example because larger ones do not fit into memory. Default:
             no maximum.
 
     Returns:
-        An iterable over batches. Its length is the number of batches that each worker receives with equal shares.
+        An iterable over batches. Its length is the number of batches that each worker would receive if all shares
+        were equal.
 
     Raises:
         ConfigurationError: the loader cannot be split, or has fewer items than there are workers, or its batches
@@ -146,7 +146,7 @@ def _require_balanceable(source: Source, batch: str | None, max_batch: int | Non
 
 
 class DistributedLoader(Generic[T]):
-    """One worker's part of a loader. Attributes that this class does not have are those of the loader.
+    """One worker's part of a loader. All other attributes are those of the loader.
 
     Args:
         source: the data to split.
@@ -155,7 +155,7 @@ class DistributedLoader(Generic[T]):
         site: the place in the script at which `distribute` is called.
 
     Attributes:
-        position: how far the script has come with the data.
+        position: how far the script has progressed through the data.
     """
 
     def __init__(self, source: Source, session: Session, division: Division, site: str) -> None:
@@ -182,9 +182,9 @@ class DistributedLoader(Generic[T]):
                 yield loaded
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass over this loader be that of a later epoch, for example because a run is resumed.
+        """Set the epoch of the next pass over this loader, for example when a run is resumed.
 
-        All workers must call this method in the same way.
+        All workers must call this method at the same point of the script, with the same epoch.
 
         Args:
             epoch: number of the epoch, counted from 0. The order of the items depends on it.
@@ -195,7 +195,8 @@ class DistributedLoader(Generic[T]):
         self._part.set_epoch(epoch)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # among others, the attributes of this class while a copy of it is made
+        # An attribute of this class can be missing, for example while an instance is copied.
+        if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._source.inner, name)
 
@@ -230,7 +231,7 @@ class Stream:
 
     @property
     def free(self) -> bool:
-        """True if another source may take the stream: this one no longer exists, or that cannot be known."""
+        """True if another source may take over the stream: its source no longer exists, or this cannot be known."""
         return not self._weak or self._key() is None
 
     def adopt(self, key: object) -> None:
@@ -375,7 +376,7 @@ class Part:
         order, source = self._order(batch.epoch), self._source
         if source.once and (batch.epoch != self._epoch or batch.start < order.start):
             raise ConfigurationError(
-                "this worker must use items that another worker has received and not used, but a "
+                "this worker must use items that another worker received but did not use, but a "
                 f"{type(source.inner).__name__} can be iterated over only once. Give distribute() an object that can "
                 "produce the items again, such as a DataLoader or a list."
             )
@@ -411,7 +412,7 @@ class Part:
 
 
 def _seed_generators(sampler: object, seed: int) -> None:
-    """Seed the generators that a sampler, and the sampler in a batch sampler, were given by the script."""
+    """Seed the generators that the script passed to a sampler, or to the sampler in a batch sampler."""
     while sampler is not None:
         generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):

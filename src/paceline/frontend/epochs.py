@@ -30,10 +30,10 @@ def epochs(
     If several limits are given, the first one that is reached ends the loop. All limits count from the beginning of
     the loop. In a run, the first worker that finds that the time, the updates or the samples have reached their limit
     stops the loop in all workers: each worker finishes its current iteration, and its pass over a distributed loader
-    ends. In a script that runs by itself, the loop ends after the current epoch.
+    ends. Outside a run, the loop ends after the current epoch.
 
-    If a worker is lost in the last epochs and has not used all of its data, workers that end their last epoch later
-    make one more pass, over this data only. The number of the last epoch is then repeated.
+    If a worker is lost in the last epochs and has not used all of its data, the workers that have not finished their
+    last epoch by then make one more pass, over this data only. The number of the last epoch is then repeated.
 
     Args:
         count: number of epochs.
@@ -42,8 +42,8 @@ def epochs(
             the pushes of a round, each round is one update; under models that apply each push on arrival, such as
             `asp` and `ssp`, each push is one. Pushes that are not applied do not count.
         samples: number of samples that all workers together use. The samples of a push count if it is applied or held
-            to be averaged. In a script that runs by itself, each step counts as one full batch of the loader that
-            was given to `distribute` last, unless `step(samples=...)` says otherwise.
+            to be averaged. Outside a run, each step counts as one full batch of the loader that was given to
+            `distribute` last, unless `step(samples=...)` says otherwise.
 
     Returns:
         An iterator over 0, 1, ... It has the method `stop`, which stops the loop in all workers.
@@ -80,7 +80,7 @@ def epochs(
 
 
 class Limits(NamedTuple):
-    """The limits of a training loop, from its beginning on.
+    """The limits of a training loop, counted from its beginning.
 
     Attributes:
         epochs: number of epochs; None for no limit.
@@ -100,7 +100,7 @@ class Epochs:
 
     Args:
         limits: the limits of the loop.
-        session: the session of this worker; None in a script that runs by itself.
+        session: the session of this worker; None outside a run.
     """
 
     def __init__(self, limits: Limits, session: Session | None) -> None:
