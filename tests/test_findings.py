@@ -11,14 +11,23 @@ from paceline.trace.measures import Meter
 
 OTHER_MODEL = (
     "A sync model without barriers in every iteration hands out data as it is used: try --sync asp or "
-    "--sync elastic-bsp"
+    "--sync elastic-bsp."
 )
-BALANCED = "--batch balanced, which chooses each worker's batch in proportion to its speed"
+BALANCED = "Try --batch balanced, which chooses each worker's batch in proportion to its speed."
+BALANCED_LOCKSTEP = (
+    f"{BALANCED} The joint batch of all workers, and with it the result of the training, stays the same."
+)
 NOTHING = Meter(1).measures()
 
 
 def lost(
-    idle_s: dict[int, float], iterations: dict[int, int], *, duration_s: float = 30.0, pushed_s: float = 30.0
+    idle_s: dict[int, float],
+    iterations: dict[int, int],
+    *,
+    duration_s: float = 30.0,
+    pushed_s: float = 30.0,
+    lockstep: bool = False,
+    balanced: bool = False,
 ) -> list[str]:
     """What is found where workers were idle at the end of a run, and those who still worked pushed at `pushed_s`."""
     left_s = {worker: duration_s - idle_s.get(worker, 0.0) for worker in iterations}
@@ -30,7 +39,7 @@ def lost(
         left_s=left_s,
         last_push_s={worker: min(left_s[worker], pushed_s) for worker in iterations},
     )
-    return find(measures, lockstep=False)
+    return find(measures, lockstep=lockstep, balanced=balanced)
 
 
 def test_nothing_is_said_about_a_run_in_which_nothing_was_lost() -> None:
@@ -43,7 +52,10 @@ def test_idle_workers_are_counted_and_the_one_that_still_worked_is_named() -> No
     idle, shares, hint = lost({0: 8.0, 1: 8.0, 2: 8.0}, {0: 100, 1: 100, 2: 100, 3: 100})
     assert idle == "3 workers were idle for the last 8.0 s (27% of the run), because worker 3 still worked."
     assert shares == "All of them had equal shares (100 iterations each), although their speeds differ."
-    assert hint == "paceline.distribute(loader) without split='static' hands out data as it is used."
+    assert hint == (
+        "paceline.distribute(loader) without split='static' hands out data as it is used; with split='static', "
+        "--batch balanced makes the shares proportional to the workers' speeds."
+    )
 
 
 def test_who_was_idle_for_unequal_times_is_said_with_the_shortest_and_the_longest() -> None:
@@ -68,6 +80,16 @@ def test_unequal_shares_give_no_hint() -> None:
     assert len(lost({0: 8.0}, {0: 200, 1: 100})) == 1
 
 
+def test_idle_workers_with_equal_shares_under_lockstep_are_told_to_balance_their_batches() -> None:
+    *_, first, second = lost({0: 8.0}, {0: 100, 1: 100}, lockstep=True)
+    assert (first, second) == (BALANCED_LOCKSTEP, OTHER_MODEL)
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_balanced_batches_are_not_called_equal_shares(lockstep: bool) -> None:
+    assert len(lost({0: 8.0}, {0: 100, 1: 100}, lockstep=lockstep, balanced=True)) == 1
+
+
 def test_a_worker_that_no_longer_pushed_is_not_said_to_be_slow() -> None:
     _, only = lost({0: 8.0}, {0: 100, 1: 100}, pushed_s=22.0)
     assert only == (
@@ -85,15 +107,15 @@ def test_equal_shares_on_unequal_machines_leave_fast_workers_idle_without_barrie
 
 def test_waiting_at_barriers_is_said_with_what_helps() -> None:
     measures = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "bsp", iterations=10).measures
-    waiting, hint, command = find(measures, lockstep=True, run_dir="runs/1")
+    waiting, balance, other, command = find(measures, lockstep=True, run_dir="runs/1")
     assert waiting == (
         "Workers waited at the barrier of each iteration for 44% of their time (13.3 s each, on average); worker 2 "
         "waited least (0.0 s)."
     )
-    assert hint == f"{OTHER_MODEL}, or {BALANCED}."
+    assert (balance, other) == (BALANCED_LOCKSTEP, OTHER_MODEL)
     assert command == "To compare the sync models on these machines, run: paceline advise runs/1"
-    assert find(measures, lockstep=True) == [waiting, hint]
-    assert find(measures, lockstep=True, balanced=True) == [waiting, f"{OTHER_MODEL}."]
+    assert find(measures, lockstep=True) == [waiting, balance, other]
+    assert find(measures, lockstep=True, balanced=True) == [waiting, other]
 
 
 def test_balanced_batches_are_no_help_where_all_wait_alike() -> None:
@@ -102,15 +124,17 @@ def test_balanced_batches_are_no_help_where_all_wait_alike() -> None:
     )
     assert find(measures, lockstep=True) == [
         "Workers waited at the barrier of each iteration for 20% of their time (6.0 s each, on average).",
-        f"{OTHER_MODEL}.",
+        OTHER_MODEL,
     ]
 
 
-def test_waiting_under_another_model_names_only_the_command() -> None:
+def test_waiting_for_a_slow_worker_under_another_model_is_said_with_balanced_batches() -> None:
     measures = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "ssp:staleness=1", until_s=30.0).measures
-    waiting, command = find(measures, lockstep=False, run_dir="runs/1")
+    waiting, balance, command = find(measures, lockstep=False, run_dir="runs/1")
     assert waiting.startswith("Workers waited for the answers to their pulls for ")
+    assert balance == BALANCED
     assert command.endswith("paceline advise runs/1")
+    assert find(measures, lockstep=False, balanced=True, run_dir="runs/1") == [waiting, command]
 
 
 def test_a_lost_worker_is_neither_idle_nor_working() -> None:

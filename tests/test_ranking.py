@@ -219,6 +219,26 @@ def test_with_a_straggler_something_faster_is_advised_with_its_command(tmp_path:
     )
 
 
+def test_recommendations_are_called_rough_if_the_run_itself_is_not_simulated_well(tmp_path: Path) -> None:
+    accurate = advise(saved(tmp_path / "accurate", STRAGGLER), ["bsp"])
+    assert abs(accurate.deviation) < 0.02
+    assert accurate.caution == ""
+    # In the first half of the run, most workers are not there, which a simulation of the recorded times cannot know.
+    late = {worker: Presence(joins_at_s=30.0) for worker in range(1, 4)}
+    report = advise(saved(tmp_path / "rough", Cluster(compute_s=[1.0] * 4, presence=late), "asp"), ["bsp"])
+    assert report.deviation == pytest.approx(
+        report.simulated_gradients_per_s / report.measured_gradients_per_s - 1
+    )
+    assert report.caution.startswith(
+        f"A simulation of this run computes {report.deviation:.0%} more gradients per second than were measured, so "
+        "the recommendations are rough. Possible reasons: the run had few iterations (60 by the "
+        "worker with the fewest), "
+    )
+    console = Console(width=400, record=True)
+    show(report, EQUAL, console)
+    assert report.caution in console.export_text()
+
+
 def test_where_machines_are_equal_bsp_is_advised(tmp_path: Path) -> None:
     report = advise(saved(tmp_path, EQUAL))
     assert [advice.sync for advice in report.advice] == ["bsp"]

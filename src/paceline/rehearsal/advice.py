@@ -35,6 +35,7 @@ from .ranking import EVERY_MODEL, Figures, mark_front, rank
 __all__ = ["Advice", "MachineReport", "advise", "show"]
 
 WORTH_IT = 1.1  # only BSP is recommended if no model reaches this many times BSP's speed
+ROUGH = 0.1  # deviation of the simulation from the run above which the recommendations are called rough
 
 _ASSUMED = "compute times are assumed proportional to a batch's size, unless the run had balanced batches"
 
@@ -69,8 +70,10 @@ class MachineReport(msgspec.Struct, frozen=True):
         measured_updates_per_s: updates per second in the run while all workers were present.
         simulated_updates_per_s: updates per second in a simulation of the run.
         measured_gradients_per_s: gradients per second in the run while all workers were present.
-        simulated_gradients_per_s: gradients per second in a simulation of the run. The difference from the
-            measurement shows how accurate the other simulations are.
+        simulated_gradients_per_s: gradients per second in a simulation of the run.
+        deviation: relative difference of the simulated from the measured gradients per second, which shows how
+            accurate the other simulations are; 0.0 if nothing was measured.
+        caution: sentences about a large deviation, which makes the recommendations rough; "" if it is small.
         data: the data that was simulated; None if the run's data is unknown.
         rows: results for every model, sorted by speed, descending. If the data is known, there are rows for equal and
             for balanced batches.
@@ -84,6 +87,8 @@ class MachineReport(msgspec.Struct, frozen=True):
     simulated_updates_per_s: float
     measured_gradients_per_s: float
     simulated_gradients_per_s: float
+    deviation: float
+    caution: str
     data: Dataset | None
     rows: list[Figures]
     advice: list[Advice]
@@ -116,6 +121,8 @@ def advise(
         # Simulate no more epochs than are needed for a comparison.
         rounds = math.ceil(data.samples / (data.batch_size * cluster.workers))
         data = msgspec.structs.replace(data, epochs=min(data.epochs, math.ceil(iterations / rounds)))
+    measured_per_s, simulated_per_s = together.gradients / together_s, again.measures.gradients / together_s
+    deviation = simulated_per_s / measured_per_s - 1 if measured_per_s else 0.0
     rows = rank(cluster, _runnable(syncs, cluster, shards), iterations=iterations, data=data, tell=tell)
     return MachineReport(
         sync=own,
@@ -123,11 +130,25 @@ def advise(
         findings=find(measure(shard_traces), lockstep=lockstep, balanced=batch == "balanced"),
         measured_updates_per_s=together.updates / together_s,
         simulated_updates_per_s=again.updates / together_s,
-        measured_gradients_per_s=together.gradients / together_s,
-        simulated_gradients_per_s=again.measures.gradients / together_s,
+        measured_gradients_per_s=measured_per_s,
+        simulated_gradients_per_s=simulated_per_s,
+        deviation=deviation,
+        caution=_caution(deviation, summary["iterations"]),
         data=data,
         rows=rows,
         advice=_advice(rows, summary),
+    )
+
+
+def _caution(deviation: float, iterations: Mapping[str, int]) -> str:
+    if abs(deviation) <= ROUGH:
+        return ""
+    more = "more" if deviation > 0 else "fewer"
+    return (
+        f"A simulation of this run computes {abs(deviation):.0%} {more} gradients per second than were measured, so "
+        f"the recommendations are rough. Possible reasons: the run had few iterations ({min(iterations.values())} by "
+        "the worker with the fewest), its transfers did not always take the same time, or the machine was also busy "
+        "with other work. For better recommendations, repeat the run for longer on an idle machine."
     )
 
 
@@ -244,14 +265,9 @@ def _summary(run_dir: Path) -> dict[str, Any]:
 
 def show(report: MachineReport, cluster: Cluster, console: Console) -> None:
     """Print a report: the table of all models and the recommendations."""
-    off = (
-        report.simulated_gradients_per_s / report.measured_gradients_per_s - 1
-        if report.measured_gradients_per_s
-        else 0.0
-    )
     caption = (
         f"{describe(cluster)}\n{STAR}\nthe run itself ({report.sync}): {report.measured_gradients_per_s:.4g} "
-        f"gradients per s measured, {report.simulated_gradients_per_s:.4g} simulated ({off:+.1%})"
+        f"gradients per s measured, {report.simulated_gradients_per_s:.4g} simulated ({report.deviation:+.1%})"
     )
     if report.data is not None:
         caption += f"\n{describe_data(report.data)}; {_ASSUMED}"
@@ -266,6 +282,8 @@ def show(report: MachineReport, cluster: Cluster, console: Console) -> None:
             highlight=False,
             markup=False,
         )
+    if report.caution:
+        console.print(f"\n{report.caution}", highlight=False, markup=False)
     for advice in report.advice:
         name = run_name(advice.sync, advice.batch)
         console.print(f"\n[bold]{advice.wish}[/]: {name}", highlight=False)

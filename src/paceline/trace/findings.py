@@ -23,10 +23,16 @@ UNEVEN = 0.5
 
 OTHER_MODEL = (
     "A sync model without barriers in every iteration hands out data as it is used: try --sync asp or "
-    "--sync elastic-bsp"
+    "--sync elastic-bsp."
 )
-BALANCED = "--batch balanced, which chooses each worker's batch in proportion to its speed"
-DISTRIBUTE = "paceline.distribute(loader) without split='static' hands out data as it is used."
+BALANCED = "Try --batch balanced, which chooses each worker's batch in proportion to its speed."
+BALANCED_LOCKSTEP = (
+    f"{BALANCED} The joint batch of all workers, and with it the result of the training, stays the same."
+)
+DISTRIBUTE = (
+    "paceline.distribute(loader) without split='static' hands out data as it is used; with split='static', --batch "
+    "balanced makes the shares proportional to the workers' speeds."
+)
 
 
 def find(
@@ -75,10 +81,11 @@ def _idle(measures: Measures, lockstep: bool, balanced: bool) -> tuple[list[str]
             "something other than training, such as evaluating the model.",
         ], []
     counts = [measures.iterations[worker] for worker in [*idle_s, *working]]
-    if min(counts) < EQUAL * max(counts):
+    # Balanced batches are unequal shares, even if the numbers of iterations are equal.
+    if balanced or min(counts) < EQUAL * max(counts):
         return [sentence], []
     equal = f"All of them had equal shares ({_range(counts, '{}')} iterations each), although their speeds differ."
-    return [sentence, equal], [_remedy(balanced) if lockstep else DISTRIBUTE]
+    return [sentence, equal], [BALANCED_LOCKSTEP, OTHER_MODEL] if lockstep else [DISTRIBUTE]
 
 
 def _waiting(measures: Measures, lockstep: bool, balanced: bool) -> tuple[list[str], list[str]]:
@@ -92,11 +99,13 @@ def _waiting(measures: Measures, lockstep: bool, balanced: bool) -> tuple[list[s
     uneven = measures.waiting_s[shortest] <= UNEVEN * mean_s
     if uneven:
         share += f"; worker {shortest} waited least ({measures.waiting_s[shortest]:.1f} s)"
-    return [f"{share}."], [_remedy(balanced or not uneven)] if lockstep else []
-
-
-def _remedy(only_other_model: bool) -> str:
-    return f"{OTHER_MODEL}." if only_other_model else f"{OTHER_MODEL}, or {BALANCED}."
+    hints = []
+    # Balanced batches help if the same workers always wait for the same others.
+    if uneven and not balanced:
+        hints.append(BALANCED_LOCKSTEP if lockstep else BALANCED)
+    if lockstep:
+        hints.append(OTHER_MODEL)
+    return [f"{share}."], hints
 
 
 def _range(numbers: Collection[float], form: str) -> str:
