@@ -3,6 +3,10 @@
 A worker draws the order from the loader's own sampler, with random generators that are seeded from the run's seed and
 the number of the epoch. So all workers see the same order. The order is drawn lazily: it may be much longer than the
 part of it that is used.
+
+Several threads may draw orders; they take turns, because the samplers draw from the generators of the process. A
+script that draws random numbers on one thread while another thread iterates over a distributed loader must give the
+loader a generator of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .generators import GeneratorStates
+from .generators import GeneratorStates, generators_lock
 
 __all__ = ["EpochOrder"]
 
@@ -82,22 +86,26 @@ class EpochOrder:
 
     def _restart(self) -> None:
         self._iterator: Iterator[Any] | None = None
-        self._generators = GeneratorStates.seeded(self._seed)  # the states with which the iteration continues
+        with generators_lock:
+            self._generators = GeneratorStates.seeded(
+                self._seed
+            )  # the states with which the iteration continues
         self.start = 0  # position of the first item in `_drawn`
         self._drawn: list[Any] = []
         self._ended = False
 
     def _draw(self) -> None:
         """Draw the next chunk of items, using the saved generator states of this order."""
-        outside = GeneratorStates()
-        self._generators.give_back()
-        try:
-            if self._iterator is None:
-                self._iterator = iter(self._begin())
-            drawn = list(itertools.islice(self._iterator, self._chunk))
-            self._generators = GeneratorStates()
-        finally:
-            outside.give_back()
+        with generators_lock:
+            outside = GeneratorStates()
+            self._generators.give_back()
+            try:
+                if self._iterator is None:
+                    self._iterator = iter(self._begin())
+                drawn = list(itertools.islice(self._iterator, self._chunk))
+                self._generators = GeneratorStates()
+            finally:
+                outside.give_back()
         self._drawn += drawn
         self._ended = len(drawn) < self._chunk
 

@@ -16,11 +16,16 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["GeneratorStates"]
+__all__ = ["GeneratorStates", "generators_lock"]
+
+# The generators belong to the whole process. A thread holds this lock while it saves or replaces their states, and as
+# long as it draws from states that it will exchange again. A thread may hold it twice: a sampler may use another one.
+generators_lock = RLock()
 
 _KEY_BYTES = 624 * 4
 _RAW_BYTES = _KEY_BYTES + 4  # the generator's key, followed by the position in the key as an int

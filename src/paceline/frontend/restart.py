@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .generators import GeneratorStates
+from .generators import GeneratorStates, generators_lock
 from .hooks import remove_after, weakly
 from .session import Session
 
@@ -105,7 +105,8 @@ class _Before:
         ]
         self._parameters = parameters
         self._gradients: list[torch.Tensor | None] = [None] * len(parameters)
-        self._generators = GeneratorStates()
+        with generators_lock:
+            self._generators = GeneratorStates()
         self.has_gradients = all(parameter.grad is None for parameter in parameters)
 
     def keep_gradients(self) -> None:
@@ -122,4 +123,5 @@ class _Before:
                 setattr(module, name, buffer)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        self._generators.give_back()
+        with generators_lock:
+            self._generators.give_back()
