@@ -10,10 +10,10 @@ from paceline.trace.findings import find
 from paceline.trace.measures import Meter
 
 OTHER_MODEL = (
-    "A sync model without barriers in every iteration hands out data as it is used: try --sync asp or "
+    "Under a sync model without a barrier in every iteration, data is handed out on demand: try --sync asp or "
     "--sync elastic-bsp."
 )
-BALANCED = "Try --batch balanced, which chooses each worker's batch in proportion to its speed."
+BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
 BALANCED_LOCKSTEP = (
     f"{BALANCED} The joint batch of all workers, and with it the result of the training, stays the same."
 )
@@ -29,7 +29,7 @@ def lost(
     lockstep: bool = False,
     balanced: bool = False,
 ) -> list[str]:
-    """What is found where workers were idle at the end of a run, and those who still worked pushed at `pushed_s`."""
+    """What is found if workers were idle at the end of a run, and the others pushed at `pushed_s`."""
     left_s = {worker: duration_s - idle_s.get(worker, 0.0) for worker in iterations}
     measures = msgspec.structs.replace(
         NOTHING,
@@ -50,22 +50,25 @@ def test_nothing_is_said_about_a_run_in_which_nothing_was_lost() -> None:
 
 def test_idle_workers_are_counted_and_the_one_that_still_worked_is_named() -> None:
     idle, shares, hint = lost({0: 8.0, 1: 8.0, 2: 8.0}, {0: 100, 1: 100, 2: 100, 3: 100})
-    assert idle == "3 workers were idle for the last 8.0 s (27% of the run), because worker 3 still worked."
+    assert (
+        idle == "3 workers were idle for the last 8.0 s (27% of the run), because worker 3 was still working."
+    )
     assert shares == "All of them had equal shares (100 iterations each), although their speeds differ."
     assert hint == (
-        "paceline.distribute(loader) without split='static' hands out data as it is used; with split='static', "
-        "--batch balanced makes the shares proportional to the workers' speeds."
+        "Omit split='static' in paceline.distribute(loader), so that data is handed out on demand, or try "
+        "--batch balanced, which makes the shares proportional to the workers' speeds."
     )
 
 
 def test_who_was_idle_for_unequal_times_is_said_with_the_shortest_and_the_longest() -> None:
     first, *_ = lost({0: 3.0, 1: 8.0}, {0: 100, 1: 100, 2: 100, 3: 100})
     assert first == (
-        "2 workers were idle for the last 3.0 to 8.0 s (10% to 27% of the run), because workers 2 and 3 still worked."
+        "2 workers were idle for the last 3.0 to 8.0 s (10% to 27% of the run), because workers 2 and 3 were still "
+        "working."
     )
     first, *_ = lost({1: 8.0}, {0: 100, 1: 100, 2: 100, 3: 100})
     assert first == (
-        "Worker 1 was idle for the last 8.0 s (27% of the run), because workers 0, 2 and 3 still worked."
+        "Worker 1 was idle for the last 8.0 s (27% of the run), because workers 0, 2 and 3 were still working."
     )
 
 
@@ -101,7 +104,10 @@ def test_a_worker_that_no_longer_pushed_is_not_said_to_be_slow() -> None:
 def test_equal_shares_on_unequal_machines_leave_fast_workers_idle_without_barriers() -> None:
     measures = simulate(Cluster(compute_s=[1.0, 1.0, 3.0]), "asp", iterations=10).measures
     idle, shares, _ = find(measures, lockstep=False, run_dir="runs/1")
-    assert idle == "2 workers were idle for the last 20.0 s (67% of the run), because worker 2 still worked."
+    assert (
+        idle
+        == "2 workers were idle for the last 20.0 s (67% of the run), because worker 2 was still working."
+    )
     assert "equal shares (10 iterations each)" in shares
 
 
@@ -140,4 +146,6 @@ def test_waiting_for_a_slow_worker_under_another_model_is_said_with_balanced_bat
 def test_a_lost_worker_is_neither_idle_nor_working() -> None:
     cluster = Cluster(compute_s=[1.0, 1.0, 3.0], presence={0: Presence(lost_at_s=2.5)})
     first, *_ = find(simulate(cluster, "asp", iterations=10).measures, lockstep=False)
-    assert first == "Worker 1 was idle for the last 20.0 s (67% of the run), because worker 2 still worked."
+    assert (
+        first == "Worker 1 was idle for the last 20.0 s (67% of the run), because worker 2 was still working."
+    )

@@ -183,7 +183,7 @@ def await_that(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("rate", ["", "fast", "1", "1gb", "1 gbit", "-1gbit", "0gbit", "0.1kbit", "1000gbit"])
 def test_a_rate_that_no_link_can_have_is_refused(rate: str) -> None:
-    with pytest.raises(ConfigurationError, match="expected 1mbit to 100gbit"):
+    with pytest.raises(ConfigurationError, match="expected a rate from 1mbit to 100gbit"):
         rate_bps(rate)
     with pytest.raises(ConfigurationError, match="rate is"), network(1, NetworkLink(rate)):
         pass

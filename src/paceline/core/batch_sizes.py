@@ -75,7 +75,7 @@ def divide_in_proportion(
         return int(min(max((limit_s - time.fixed_s) / time.sample_s, least), largest))
 
     # Invariant: the largest parts that fit into `low_s` seconds have at most `total` samples together, and those that
-    # fit into `high_s` seconds at least `total`. The geometric mean keeps the relative error small, even if the speeds
+    # fit into `high_s` seconds at least `total`. The geometric mean keeps the relative error small, even if speeds
     # differ by many orders of magnitude.
     low_s, high_s = min(time.of(least) for time in times), max(time.of(largest) for time in times)
     for _ in range(BISECTIONS):

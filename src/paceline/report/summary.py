@@ -76,7 +76,7 @@ def _per_worker(samples: Sequence[int]) -> str:
 
 
 def _idle(summary: Mapping[str, Any]) -> str:
-    """Say how many workers had nothing left to do while others still worked, and for how long; "" if none had."""
+    """Say how many workers were idle while others were still working, and for how long; "" if none were idle."""
     idle_s = [seconds for seconds in summary["idle_s"].values() if seconds >= LEAST_IDLE_S]
     if not idle_s:
         return ""

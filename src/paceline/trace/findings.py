@@ -1,4 +1,4 @@
-"""Says in sentences how much time the workers of a run lost, why, and what would help.
+"""Describes in sentences how much time the workers of a run lost, why, and what would help.
 
 A sentence appears only if the statistics support it: the lost time must be at least 5 % of the run and at least one
 second.
@@ -22,16 +22,16 @@ EQUAL = 0.95
 UNEVEN = 0.5
 
 OTHER_MODEL = (
-    "A sync model without barriers in every iteration hands out data as it is used: try --sync asp or "
+    "Under a sync model without a barrier in every iteration, data is handed out on demand: try --sync asp or "
     "--sync elastic-bsp."
 )
-BALANCED = "Try --batch balanced, which chooses each worker's batch in proportion to its speed."
+BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
 BALANCED_LOCKSTEP = (
     f"{BALANCED} The joint batch of all workers, and with it the result of the training, stays the same."
 )
 DISTRIBUTE = (
-    "paceline.distribute(loader) without split='static' hands out data as it is used; with split='static', --batch "
-    "balanced makes the shares proportional to the workers' speeds."
+    "Omit split='static' in paceline.distribute(loader), so that data is handed out on demand, or try "
+    "--batch balanced, which makes the shares proportional to the workers' speeds."
 )
 
 
@@ -59,7 +59,7 @@ def find(
 
 
 def _idle(measures: Measures, lockstep: bool, balanced: bool) -> tuple[list[str], list[str]]:
-    """Return sentences about workers that had finished while others still worked, and hints."""
+    """Return sentences about workers that had finished while others were still working, and hints."""
     least_s = max(LEAST_S, LEAST_SHARE * measures.duration_s)
     idle_s = {worker: time_s for worker, time_s in measures.idle_s.items() if time_s >= least_s}
     if not idle_s:
@@ -69,9 +69,9 @@ def _idle(measures: Measures, lockstep: bool, balanced: bool) -> tuple[list[str]
     sentence = (
         f"{who} idle for the last {_range(idle_s.values(), '{:.1f}')} s "
         f"({_range([time_s / measures.duration_s for time_s in idle_s.values()], '{:.0%}')} of the run), because "
-        f"{_names(working)} still worked."
+        f"{_names(working)} {'were' if len(working) > 1 else 'was'} still working."
     )
-    # If those who were left hardly pushed any more, their scripts did something other than training.
+    # If the remaining workers hardly pushed toward the end, their scripts did something other than training.
     pushed_s = max((measures.last_push_s.get(worker, 0.0) for worker in working), default=0.0)
     if measures.duration_s - pushed_s > max(idle_s.values()) / 2:
         others = "Their last pushes" if len(working) > 1 else "Its last push"
@@ -81,7 +81,7 @@ def _idle(measures: Measures, lockstep: bool, balanced: bool) -> tuple[list[str]
             "something other than training, such as evaluating the model.",
         ], []
     counts = [measures.iterations[worker] for worker in [*idle_s, *working]]
-    # Balanced batches are unequal shares, even if the numbers of iterations are equal.
+    # Balanced batches are unequal shares, even if the iteration counts are equal.
     if balanced or min(counts) < EQUAL * max(counts):
         return [sentence], []
     equal = f"All of them had equal shares ({_range(counts, '{}')} iterations each), although their speeds differ."

@@ -8,7 +8,7 @@
                 numbers: workers may join at any time, `drop-stragglers` advances the counts of slow workers, and a
                 change of the sync model makes all counts equal
     waiting     time from the arrival of a pull to its answer, not including transfers; the maximum over the shards
-    idle        time for which a worker had finished while other workers still worked
+    idle        time for which a worker had finished while other workers were still working
     updates     number of optimizer steps of a shard. An update contains one gradient under some sync models and one
                 gradient of each worker under others, so updates per second are not a measure of speed
     gradients   number of pushes that a shard applied or held
@@ -100,7 +100,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
         iterations: worker -> number of iterations in which the worker pushed.
         waiting_s: worker -> total waiting time of the worker, in seconds.
         waiting_share: total waiting time of all workers, divided by `present_s`.
-        idle_s: worker -> time for which the worker had finished while others still worked, in seconds.
+        idle_s: worker -> time for which the worker had finished while others were still working, in seconds.
         idle_share: total idle time of all workers, divided by the sum of idle time and `present_s`.
         left_s: worker -> time at which the worker left for the last time, in seconds since the first worker joined;
             `duration_s` if it has not left.
