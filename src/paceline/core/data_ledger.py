@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from ..errors import InternalError, ProtocolError
+from .epoch_split import Grant
 from .lease import Order
-from .loader_ledger import Grant, LoaderLedger, PositionCounts
+from .loader_ledger import LoaderLedger, PositionCounts
 
 __all__ = ["DataLedger"]
 
