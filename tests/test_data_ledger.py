@@ -319,6 +319,28 @@ def test_an_epoch_of_astronomic_size_is_returned_and_dealt_without_listing_it() 
     assert counts.leased > 10**10
 
 
+def test_the_end_of_an_order_may_be_found_in_a_returned_batch_of_an_epoch_that_has_ended() -> None:
+    order = Order(None, 5, True, "dynamic", "")
+    job = Job([1.0, 1.0])
+    first, second = job.lives.values()
+    job.begin(first, 0, order)
+    for _ in range(2):
+        job.take(first, order, 13)
+        job.now_s += 1.0
+        job.push(first)
+    job.begin(second, 0, order)
+    assert job.take(second, order, 13) is None
+    job.leave(first, (2, 2), lost=True)  # returns the batch of positions 10 to 14
+    job.begin(second, 1, order)
+    assert job.take(second, order, 13) == Batch(1, 0, 5, 1)
+    job.now_s += 1.0
+    job.push(second)
+    assert job.take(second, order, 13) == Batch(1, 5, 5, 6)
+    job.leave(second, (2, 2), lost=False)
+    counts = job.ledger.counts()["loader"]
+    assert (counts.total - counts.left, counts.used, counts.left_out) == (23, 20, 3)
+
+
 def test_returned_batches_that_are_too_small_for_a_worker_are_left_out_at_once() -> None:
     job = Job([1.0, 1.0])
     job.begin(job.lives[0], 0, Order(10**10, 2, True, "static", ""))

@@ -72,7 +72,7 @@ class DataLedger:
         ledger.observe(worker, times, least)
         ledger.begin(worker, epoch, order, drawn, live, lockstep)
         if end is not None:
-            ledger.trim(worker, *end)
+            ledger.trim(worker, *end, drop_last=order.drop_last)
         return ledger.grant(worker, epoch, order, now_s, live)
 
     def leave(self, worker: int, drawn: Sequence[tuple[int, int]], live: Set[int], *, lost: bool) -> None:

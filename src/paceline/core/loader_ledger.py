@@ -125,12 +125,15 @@ class LoaderLedger:
             self._end(worker, epoch, split, live)
         return grant
 
-    def trim(self, worker: int, epoch: int, size: int) -> None:
-        """Remove the positions that do not exist, because the order of an epoch has only `size` positions."""
+    def trim(self, worker: int, epoch: int, size: int, *, drop_last: bool) -> None:
+        """Remove the positions that do not exist, because the order of an epoch has only `size` positions.
+
+        If `drop_last` is True, also remove a batch that is incomplete without these positions. The epoch may be one
+        that all workers have ended, because a worker may use positions of it that another worker has returned.
+        """
         split = self._splits.get(epoch)
         if split is not None and split.order.size is None:
             split.end_at(size)
-        drop_last = split is not None and split.order.drop_last
         for leases in (self._held.get(worker), self._returned):
             if leases:
                 nonexistent, left_out = trim(leases, epoch, size, drop_last=drop_last)
