@@ -73,7 +73,7 @@ class DataLedger:
         ledger.begin(worker, epoch, order, drawn, live, lockstep)
         if end is not None:
             ledger.trim(worker, *end, drop_last=order.drop_last)
-        return ledger.grant(worker, epoch, order, now_s, live)
+        return ledger.grant(worker, epoch, order, drawn, now_s, live)
 
     def leave(self, worker: int, drawn: Sequence[tuple[int, int]], live: Set[int], *, lost: bool) -> None:
         """Take back the unused positions of a worker that has left.

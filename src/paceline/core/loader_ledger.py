@@ -3,7 +3,8 @@
 The coordinator hands out the batches of each epoch (see `paceline.core.epoch_split`) and keeps account of every
 position. A position is in exactly one of these states:
 
-    left        no worker has it: it has not been handed out, or a script has ended the epoch without using it
+    left        no worker has it: it has not been handed out, a script has ended the epoch without using it, or a lost
+                worker had drawn it without a push, and the ledger had forgotten it (see below)
     leased      a worker has received it, and no push that contains it is known to be complete
     used        it was part of a push that every shard has received
     torn        it was part of a push that only some shards received before the worker was lost
@@ -12,11 +13,16 @@ position. A position is in exactly one of these states:
 
 Returned positions are handed out again before any others: in the same epoch if its split is dynamic and a worker
 still draws from the epoch, else in a later one. What a script has not used is handed out again in the same epoch.
+
+A script may draw from a loader and never push, for example to evaluate a model. Then no lease is ever settled. So, of
+the oldest ones, the ledger forgets the positions and keeps only the number and the sizes of the batches. They are
+enough to count exactly what a later push has used. No lease is forgotten in a script that pushes at least once in
+`MOST_LEASES` batches.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Set
 
 import msgspec
@@ -27,6 +33,8 @@ from .lease import Lease, Order, order_difference, positions, remove_first, trim
 from .lease_sizes import LeaseSizes
 
 __all__ = ["LoaderLedger", "PositionCounts"]
+
+MOST_LEASES = 1024  # maximum number of leases that a worker has drawn and whose positions are known
 
 
 class PositionCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +49,36 @@ class PositionCounts(msgspec.Struct, frozen=True, kw_only=True):
     left_out: int
 
 
+class _Account:
+    """What one worker has of a loader.
+
+    Attributes:
+        epoch: the epoch that the worker has begun last; -1 before the first one.
+        settled: number of batches that are settled.
+        first: number of the first batch in `leases`, counted from 0; the batches in `forgotten` come before it.
+        leases: leases that are not settled, in order.
+        forgotten: earlier leases that are not settled, in order. Their epochs and first positions are not valid.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.settled = self.first = 0
+        self.leases: deque[Lease] = deque()
+        self.forgotten: deque[Lease] = deque()
+
+    def forget(self, drawn: int) -> None:
+        """Forget the positions of the oldest leases, but only of those among the worker's first `drawn` batches."""
+        while len(self.leases) > MOST_LEASES:
+            count = self.leases[0].count
+            if count is None or self.first + count > drawn:
+                return
+            self.first += count
+            lease = self.leases.popleft()
+            if self.forgotten and self.forgotten[-1].batch == lease.batch:
+                lease = msgspec.structs.replace(lease, count=count + (self.forgotten.pop().count or 0))
+            self.forgotten.append(lease)
+
+
 class LoaderLedger:
     """The ledger of one loader."""
 
@@ -48,10 +86,8 @@ class LoaderLedger:
         self._splits: dict[int, EpochSplit] = {}  # epochs that some workers have begun and not all have ended
         self._opened = 0  # number of the last epoch that was opened, plus 1
         self._order: Order | None = None  # the order of this epoch
-        self._current: dict[int, int] = {}  # worker -> the epoch that it has begun last
+        self._accounts: defaultdict[int, _Account] = defaultdict(_Account)  # worker -> its account
         self._returned: deque[Lease] = deque()  # each lease has a count
-        self._held: dict[int, deque[Lease]] = {}  # worker -> its leases that are not settled, in order
-        self._settled: dict[int, int] = {}  # worker -> number of batches that are settled
         self._sizes = LeaseSizes()
         self._used = self._torn = 0
         # numbers of positions, in addition to those that the splits count
@@ -63,29 +99,33 @@ class LoaderLedger:
         return self._order, self._opened
 
     def has_leases(self, worker: int) -> bool:
-        return bool(self._held.get(worker)) or any(worker in split.shares for split in self._splits.values())
+        account = self._accounts[worker]
+        if account.leases or account.forgotten:
+            return True
+        return any(worker in split.shares for split in self._splits.values())
 
     def require_plausible(
         self, worker: int, epoch: int, order: Order, drawn: int, committed: int, end: tuple[int, int] | None
     ) -> None:
         """Raise `ProtocolError` if a request contradicts the worker's earlier requests, or itself."""
-        current, settled = self._current.get(worker, -1), self._settled.get(worker, 0)
-        if epoch < current:
+        account = self._accounts[worker]
+        if epoch < account.epoch:
             raise ProtocolError(
-                f"worker {worker} requests data of epoch {epoch}, after data of epoch {current}"
+                f"worker {worker} requests data of epoch {epoch}, after data of epoch {account.epoch}"
             )
-        if not settled <= committed <= drawn:
+        if not account.settled <= committed <= drawn:
             raise ProtocolError(
-                f"worker {worker} has drawn {drawn} batches and pushed {committed}, expected at least {settled} "
-                "pushed batches, and no more than it has drawn"
+                f"worker {worker} has drawn {drawn} batches and pushed {committed}, expected at least "
+                f"{account.settled} pushed batches, and no more than it has drawn"
             )
         if end is not None and order.size is not None:
             raise ProtocolError(f"worker {worker} reports the end of an order whose size is known")
 
     def settle(self, worker: int, least: int, most: int) -> None:
         """Record that a worker's batches before number `least` are used, and those from there to `most` are torn."""
-        self._used += self._remove(worker, least)
-        self._torn += self._remove(worker, most)
+        account = self._accounts[worker]
+        self._used += self._remove(account, least)
+        self._torn += self._remove(account, most)
 
     def observe(self, worker: int, times: Iterable[tuple[int, float]], least: int) -> None:
         """Record the times of a worker's latest batches, and the minimum size of its next batches."""
@@ -95,9 +135,10 @@ class LoaderLedger:
         self, worker: int, epoch: int, order: Order, drawn: int, live: Set[int], lockstep: bool
     ) -> None:
         """Let a worker begin an epoch, if it has not begun it already."""
-        if epoch > self._current.get(worker, -1):
-            self._end_current(worker, drawn - self._settled.get(worker, 0), live)
-            self._current[worker] = epoch
+        account = self._accounts[worker]
+        if epoch > account.epoch:
+            self._end_current(worker, account, drawn, live)
+            account.epoch = epoch
             if epoch >= self._opened:
                 self._open(epoch, order, worker, live, lockstep)
         split = self._splits.get(epoch)
@@ -109,8 +150,8 @@ class LoaderLedger:
                 f"{difference}."
             )
 
-    def grant(self, worker: int, epoch: int, order: Order, now_s: float, live: Set[int]) -> Grant:
-        """Hand out a worker's next leases."""
+    def grant(self, worker: int, epoch: int, order: Order, drawn: int, now_s: float, live: Set[int]) -> Grant:
+        """Hand out the next leases of a worker whose script has drawn `drawn` batches."""
         split = self._splits.get(epoch)
         if split is None or worker in split.ended:
             # The worker asks again for returned positions, or has joined late.
@@ -120,7 +161,10 @@ class LoaderLedger:
             grant = Grant(tuple(leases), not leases)
         else:
             grant = split.grant(worker, self._returned, now_s, live)
-        self._held.setdefault(worker, deque()).extend(grant.leases)
+        account = self._accounts[worker]
+        account.leases.extend(grant.leases)
+        if len(account.leases) > MOST_LEASES:
+            account.forget(drawn)
         if grant.last and split is not None:
             self._end(worker, epoch, split, live)
         return grant
@@ -134,15 +178,16 @@ class LoaderLedger:
         split = self._splits.get(epoch)
         if split is not None and split.order.size is None:
             split.end_at(size)
-        for leases in (self._held.get(worker), self._returned):
-            if leases:
-                nonexistent, left_out = trim(leases, epoch, size, drop_last=drop_last)
-                self._total -= nonexistent
-                self._left_out += left_out
+        for leases in (self._accounts[worker].leases, self._returned):
+            nonexistent, left_out = trim(leases, epoch, size, drop_last=drop_last)
+            self._total -= nonexistent
+            self._left_out += left_out
 
     def leave(self, worker: int, live: Set[int], *, lost: bool) -> None:
         """Take back everything that a worker has and has not used, and forget the worker."""
-        unused = list(self._held.pop(worker, ()))
+        account = self._accounts.pop(worker, _Account())
+        self._left += positions(account.forgotten)
+        unused = [*account.leases]
         unused += [lease for split in self._splits.values() for lease in split.shares.pop(worker, [])]
         if lost:
             # A lease without a count cannot be returned, because its size is not known.
@@ -152,15 +197,13 @@ class LoaderLedger:
         for epoch, split in list(self._splits.items()):
             self._end(worker, epoch, split, live)
         self._sizes.forget(worker)
-        self._current.pop(worker, None)
-        self._settled.pop(worker, None)
 
     def counts(self) -> PositionCounts:
         splits = self._splits.values()
         return PositionCounts(
             total=self._total + sum(split.total for split in splits),
             left=self._left + sum(split.left for split in splits),
-            leased=sum(map(positions, self._held.values())),
+            leased=sum(positions(a.leases) + positions(a.forgotten) for a in self._accounts.values()),
             used=self._used,
             torn=self._torn,
             returned=positions(self._returned),
@@ -169,30 +212,35 @@ class LoaderLedger:
 
     # -- leases of a worker -------------------------------------------------------------------------------
 
-    def _remove(self, worker: int, until: int) -> int:
+    def _remove(self, account: _Account, until: int) -> int:
         """Remove a worker's batches before number `until` from its leases. Return their number of positions."""
-        settled, held = self._settled.get(worker, 0), self._held.get(worker)
+        if until <= account.settled:
+            return 0
         removed = 0
-        while held and settled < until:
-            lease = held[0]
-            batches = until - settled if lease.count is None else min(until - settled, lease.count)
-            removed += batches * lease.batch
-            if lease.count is None:  # positions of an epoch of unknown size are counted when they are used
+        while account.settled < until and (leases := account.forgotten or account.leases):
+            lease = leases[0]
+            batches = until - account.settled
+            if lease.count is not None:
+                batches = min(batches, lease.count)
+            else:  # positions of an epoch of unknown size are counted when they are used
                 self._total += batches * lease.batch
+            removed += batches * lease.batch
             rest = remove_first(lease, batches)
             if rest is None:
-                held.popleft()
+                leases.popleft()
             else:
-                held[0] = rest
-            settled += batches
-        self._settled[worker] = max(settled, until)
+                leases[0] = rest
+            account.settled += batches
+        account.settled = until
+        account.first = max(account.first, until)
         return removed
 
-    def _take_back(self, worker: int, keep: int) -> list[Lease]:
-        """Take back a worker's leases except for its next `keep` batches. Return what was taken back."""
+    def _take_back(self, account: _Account, drawn: int) -> list[Lease]:
+        """Take back a worker's leases from batch number `drawn` on. Return what was taken back."""
         kept: deque[Lease] = deque()
         taken_back: list[Lease] = []
-        for lease in self._held.get(worker, ()):
+        keep = max(drawn - account.first, 0)
+        for lease in account.leases:
             batches = keep if lease.count is None else min(keep, lease.count)
             if batches:
                 kept.append(msgspec.structs.replace(lease, count=batches))
@@ -202,7 +250,7 @@ class LoaderLedger:
             rest = remove_first(lease, batches)
             if rest is not None:
                 taken_back.append(rest)
-        self._held[worker] = kept
+        account.leases = kept
         return taken_back
 
     def _put_back(self, unused: Iterable[Lease]) -> None:
@@ -226,13 +274,12 @@ class LoaderLedger:
         )
         self._opened, self._order = epoch + 1, order
 
-    def _end_current(self, worker: int, keep: int, live: Set[int]) -> None:
-        """End the current epoch of a worker that begins a later one. The worker keeps its next `keep` batches."""
-        self._put_back(self._take_back(worker, keep))
+    def _end_current(self, worker: int, account: _Account, drawn: int, live: Set[int]) -> None:
+        """End the current epoch of a worker that begins a later one. It keeps what its script has drawn."""
+        self._put_back(self._take_back(account, drawn))
         self._sizes.pause(worker)
-        epoch = self._current.get(worker, -1)
-        if (split := self._splits.get(epoch)) is not None:
-            self._end(worker, epoch, split, live)
+        if (split := self._splits.get(account.epoch)) is not None:
+            self._end(worker, account.epoch, split, live)
 
     def _end(self, worker: int, epoch: int, split: EpochSplit, live: Set[int]) -> None:
         """Record that a worker receives no more batches of an epoch. Close the epoch if it was the last one."""
