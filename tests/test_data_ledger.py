@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core import loader_ledger
 from paceline.core.coordinator import Coordinator
 from paceline.core.data_feed import DataFeed
 from paceline.core.data_ledger import DataLedger
@@ -217,6 +218,55 @@ def test_in_random_lives_every_position_is_used_once_or_torn_or_returned(seed: i
         assert used.total() + torn.total() == counts.total
 
 
+@pytest.mark.parametrize("seed", range(200))
+def test_accounts_are_exact_although_the_positions_of_all_batches_that_were_drawn_are_forgotten(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_ledger, "MOST_LEASES", 0)
+    test_in_random_lives_every_position_is_used_once_or_torn_or_returned(seed)
+
+
+def leases_kept(job: Job) -> int:
+    """Return the number of leases in the ledger of the only loader."""
+    [ledger] = job.ledger._loaders.values()
+    return sum(len(account.leases) + len(account.forgotten) for account in ledger._accounts.values())
+
+
+def test_the_ledger_of_a_script_that_never_pushes_stays_small_and_a_late_push_is_counted_exactly() -> None:
+    draw = random.Random(0)
+    epochs, size = 5, 60_001
+    order = Order(size, 3, False, "dynamic", "")
+    job = Job([1.0, 1.7])
+    first, second = job.lives.values()
+    sizes: dict[int, list[int]] = {0: [], 1: []}  # worker -> sizes of the batches that it has drawn
+    for epoch in range(epochs):
+        for life in job.lives.values():
+            job.begin(life, epoch, order)
+        drawing = list(job.lives.values())
+        while drawing:
+            life = draw.choice(drawing)
+            job.now_s += 0.001
+            if (batch := job.take(life, order, size)) is None:
+                drawing.remove(life)
+            else:
+                sizes[life.index].append(batch.size)
+    assert first.drawn + second.drawn > 100_000
+    assert leases_kept(job) < 2 * (loader_ledger.MOST_LEASES + 2 * epochs + 5)
+    counts = job.ledger.counts()["loader"]
+    assert (counts.total, counts.leased, counts.used) == (epochs * size, epochs * size, 0)
+    before = first.drawn // 3  # in the middle of the batches whose positions are forgotten
+    job.leave(first, (before, before + 1000), lost=True)
+    counts = job.ledger.counts()["loader"]
+    assert counts.used == sum(sizes[0][:before])
+    assert counts.torn == sum(sizes[0][before : before + 1000])
+    assert counts.leased == sum(sizes[1])
+    assert counts.returned + counts.left == sum(sizes[0][before + 1000 :])
+    assert counts.returned >= loader_ledger.MOST_LEASES  # the last ones are returned
+    job.leave(second, (second.drawn, second.drawn), lost=False)
+    assert job.ledger.counts()["loader"].used == sum(sizes[0][:before]) + sum(sizes[1])
+    assert leases_kept(job) == 0
+
+
 def test_orders_that_differ_are_refused() -> None:
     job = Job([1.0, 1.0])
     job.begin(job.lives[0], 0, Order(10, 2, False, "auto", "a"))
@@ -317,6 +367,28 @@ def test_an_epoch_of_astronomic_size_is_returned_and_dealt_without_listing_it() 
     counts = job.ledger.counts()["loader"]
     assert counts.returned < 2
     assert counts.leased > 10**10
+
+
+def test_the_end_of_an_order_may_be_found_in_a_returned_batch_of_an_epoch_that_has_ended() -> None:
+    order = Order(None, 5, True, "dynamic", "")
+    job = Job([1.0, 1.0])
+    first, second = job.lives.values()
+    job.begin(first, 0, order)
+    for _ in range(2):
+        job.take(first, order, 13)
+        job.now_s += 1.0
+        job.push(first)
+    job.begin(second, 0, order)
+    assert job.take(second, order, 13) is None
+    job.leave(first, (2, 2), lost=True)  # returns the batch of positions 10 to 14
+    job.begin(second, 1, order)
+    assert job.take(second, order, 13) == Batch(1, 0, 5, 1)
+    job.now_s += 1.0
+    job.push(second)
+    assert job.take(second, order, 13) == Batch(1, 5, 5, 6)
+    job.leave(second, (2, 2), lost=False)
+    counts = job.ledger.counts()["loader"]
+    assert (counts.total - counts.left, counts.used, counts.left_out) == (23, 20, 3)
 
 
 def test_returned_batches_that_are_too_small_for_a_worker_are_left_out_at_once() -> None:

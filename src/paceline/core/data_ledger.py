@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from ..errors import InternalError, ProtocolError
+from .epoch_split import Grant
 from .lease import Order
-from .loader_ledger import Grant, LoaderLedger, PositionCounts
+from .loader_ledger import LoaderLedger, PositionCounts
 
 __all__ = ["DataLedger"]
 
@@ -71,8 +72,8 @@ class DataLedger:
         ledger.observe(worker, times, least)
         ledger.begin(worker, epoch, order, drawn, live, lockstep)
         if end is not None:
-            ledger.trim(worker, *end)
-        return ledger.grant(worker, epoch, order, now_s, live)
+            ledger.trim(worker, *end, drop_last=order.drop_last)
+        return ledger.grant(worker, epoch, order, drawn, now_s, live)
 
     def leave(self, worker: int, drawn: Sequence[tuple[int, int]], live: Set[int], *, lost: bool) -> None:
         """Take back the unused positions of a worker that has left.

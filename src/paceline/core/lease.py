@@ -6,6 +6,7 @@ the number of the epoch. So the coordinator and the workers exchange *positions*
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from itertools import accumulate
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -29,6 +30,7 @@ __all__ = [
     "positions",
     "remove_first",
     "single",
+    "trim",
 ]
 
 Split = Literal["auto", "dynamic", "static"]
@@ -128,6 +130,33 @@ def single(epoch: int, start: int, size: int) -> Lease:
 def positions(leases: Iterable[Lease]) -> int:
     """Return the number of positions in some leases. Leases whose `count` is None are ignored."""
     return sum(lease.batch * lease.count for lease in leases if lease.count is not None)
+
+
+def trim(leases: deque[Lease], epoch: int, size: int, *, drop_last: bool) -> tuple[int, int]:
+    """Remove the positions of an epoch from `size` on from some leases, because its order has no such positions.
+
+    If `drop_last` is True, also remove a batch that is incomplete without these positions. Shares of a static split
+    stay as they are, because the worker itself ends them.
+
+    Returns:
+        The number of removed positions that do not exist, and the number of removed positions that do.
+    """
+    nonexistent = left_out = 0
+    for _ in range(len(leases)):
+        lease = leases.popleft()
+        if lease.epoch != epoch or lease.count is None or lease.stride != lease.batch:
+            leases.append(lease)
+            continue
+        existing = min(max(size - lease.start, 0), lease.batch * lease.count)
+        nonexistent += lease.batch * lease.count - existing
+        full, rest = divmod(existing, lease.batch)
+        if full:
+            leases.append(msgspec.structs.replace(lease, count=full))
+        if drop_last:
+            left_out += rest
+        elif rest:
+            leases.append(single(epoch, lease.start + full * lease.batch, rest))
+    return nonexistent, left_out
 
 
 def deal(lease: Lease, parts: int) -> tuple[list[Lease], list[Lease]]:
