@@ -18,6 +18,7 @@ from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..errors import ConfigurationError
 from ..report.names import run_name
 from ..sim import Cluster, Dataset, SimResult, simulate
+from ..sim.clockwork import require_enough_data
 from ..sync import MODELS
 from ..sync.schedule import read_schedule
 from .process_pool import TellCount, on_all_cores
@@ -214,13 +215,15 @@ def rank(
         The results, sorted by samples per second, or by gradients per second without data, descending.
 
     Raises:
-        ConfigurationError: a model cannot run on this cluster, or BSP completes no iteration on it.
+        ConfigurationError: a model cannot run on this cluster or with this data, or BSP completes no iteration on it.
     """
     require_runnable(cluster, syncs, shards)
     if data is None:
         horizon_s = horizon(cluster, iterations, seed, shards)
         tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for sync in syncs]
     else:
+        for sync in syncs:
+            require_enough_data(data, cluster, read_schedule(sync))
         tasks = [
             Task(cluster, sync, None, math.inf, seed, shards, data, batch)
             for sync in syncs
