@@ -124,6 +124,14 @@ def test_an_epoch_without_a_full_batch_is_refused_if_the_last_batch_is_dropped()
         (lambda: simulate(UNEQUAL, data=DATA, train_fn=print), "data and train_fn are both given"),
         (lambda: simulate(UNEQUAL, batch="half"), "unknown batch 'half'"),  # type: ignore[arg-type]
         (
+            lambda: simulate(UNEQUAL, batch="balaned"),  # type: ignore[arg-type]
+            "unknown batch 'balaned'; did you mean 'balanced'? Choices: balanced, equal.",
+        ),
+        (
+            lambda: simulate(UNEQUAL, batch=None),  # type: ignore[arg-type]
+            "unknown batch None. Choices: balanced, equal.",
+        ),
+        (
             lambda: Cluster(compute_s=[1.0], fixed_share=1.5),
             "fixed_share is 1.5, expected a number from 0 to 1",
         ),
