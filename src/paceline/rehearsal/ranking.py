@@ -91,8 +91,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         gradients_per_s: number of applied pushes of all workers per virtual second.
         updates_per_s: optimizer steps per virtual second. Under BSP, one step applies all gradients of a round, so
             compare models by `speed` instead.
-        samples_per_s: number of samples per virtual second from which applied gradients were computed; 0.0 if the
-            simulation had no data.
+        samples_per_s: number of samples per virtual second from which applied gradients were computed; 0.0 if it is
+            unknown, because the simulation had no data.
         epoch_s: virtual time per epoch, in seconds; None if the simulation had no data.
         mean_staleness: mean staleness of the gradients, in updates.
         max_staleness: largest staleness of a gradient, in updates.
@@ -133,7 +133,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speed(self) -> float:
-        """Samples per second if the simulation had data, else gradients per second."""
+        """Samples per second if they are known, else gradients per second."""
         return self.samples_per_s or self.gradients_per_s
 
     @property
@@ -157,7 +157,7 @@ def figures_of(
         finished_s=fmean(result.finished_s),
         gradients_per_s=(pushes - measures.dropped_pushes / result.shards) / duration_s,
         updates_per_s=measures.updates_per_s,
-        samples_per_s=measures.samples_per_s if data is not None else 0.0,
+        samples_per_s=measures.samples_per_s,
         epoch_s=duration_s / data.epochs if data is not None else None,
         mean_staleness=measures.mean_staleness,
         max_staleness=measures.max_staleness,
