@@ -118,7 +118,13 @@ def _score(outcome: TrialOutcome) -> tuple[float, float]:
 def _table(found: Search, problem: Problem) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("abort time and rate", no_wrap=True)
-    for heading in (f"s to {problem.target_accuracy:.0%}", "final", "staleness", "aborts", "wasted"):
+    for heading in (
+        f"s to {problem.target_accuracy:.0%}",
+        "final",
+        "staleness\n(updates)\nmean",
+        "aborts",
+        "wasted",
+    ):
         table.add_column(heading, justify="right")
     for outcome in found.outcomes:
         picked = outcome.sync.partition("abort_time_s=")[2].replace(",abort_rate=", " s, ")

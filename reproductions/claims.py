@@ -261,7 +261,13 @@ def lazy(options: Options, tell: TellShare) -> Made:
             ("-", f"{figures.gradients_per_s:.2f}"),
             ("-", f"{seconds(median(o.reached_s for o in mine))} (rate {best[run.label][0]:g})"),
         ]
-    columns = ["delayed", "waiting", "staleness", "gradients\nper s", f"s to {TARGET.value:.0%}"]
+    columns = [
+        "delayed",
+        "waiting",
+        "staleness\n(updates)\nmean",
+        "gradients\nper s",
+        f"s to {TARGET.value:.0%}",
+    ]
     return Made(
         tables=[beside(f"SSP(3), {workers} workers: soft barrier and lazy execution", rows, columns)],
         figure=lambda: _accuracies("SSP(3): soft barrier and lazy execution", outcomes),
@@ -352,7 +358,7 @@ def spec_sync(options: Options, tell: TellShare) -> Made:
             ("-", ratio(times[1][base], times[1][label])),
         ]
     columns = [
-        "staleness",
+        "staleness\n(updates)\nmean",
         "restarted",
         f"s to {TARGET.value:.0%},\nrate {ONE_RATE:g}",
         "speed-up",

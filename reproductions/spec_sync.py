@@ -190,7 +190,14 @@ def _converged(
             ("-", mine[1][1]),
             ("-", f"{staleness[label]:.1f}"),
         ]
-    columns = [f"s, rate\n{COMMON_RATE:g}", "speed-up", "own\nrate", "s", "speed-up", "staleness"]
+    columns = [
+        f"s, rate\n{COMMON_RATE:g}",
+        "speed-up",
+        "own\nrate",
+        "s",
+        "speed-up",
+        "staleness\n(updates)\nmean",
+    ]
     notes = [
         f"{label}: the speed-up over {first} is {ratio(by_rate[0][first], by_rate[0][label])} at a common learning "
         f"rate, and {ratio(by_rate[1][first], by_rate[1][label])} at the best learning rate for each model."

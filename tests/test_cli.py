@@ -388,11 +388,11 @@ BAD_INPUT = {
     ),
     "an unknown transport": (
         ["--transport", "udp", "train.py"],
-        "'udp' is not one of 'auto', 'shm', 'unix', 'tcp'",
+        "error: unknown transport 'udp'. Choices: auto, shm, tcp, unix.",
     ),
     "an unknown slicing": (
         ["--slicing", "random", "train.py"],
-        "'random' is not one of 'even', 'by-parameter'",
+        "error: unknown slicing 'random'. Choices: by-parameter, even.",
     ),
     "fewer shards than servers": (
         ["--servers", "3", "--shards", "2", "train.py"],
@@ -406,7 +406,18 @@ BAD_INPUT = {
         ["--stall-timeout", "0", "train.py"],
         "error: stall_timeout is 0.0, expected a number of seconds > 0",
     ),
-    "an unknown way with NaN": (["--on-nan", "ignore", "train.py"], "'ignore' is not one of 'stop', 'skip'"),
+    "an unknown way with NaN": (
+        ["--on-nan", "ignore", "train.py"],
+        "error: unknown on_nan 'ignore'. Choices: skip, stop.",
+    ),
+    "an unknown overlap": (
+        ["--overlap", "of", "train.py"],
+        "error: unknown overlap 'of'; did you mean 'off'? Choices: off, shards.",
+    ),
+    "unknown sizes of batches": (
+        ["--batch", "balaned", "train.py"],
+        "error: unknown batch 'balaned'; did you mean 'balanced'? Choices: balanced, equal.",
+    ),
     "workers that are no number": (["--workers", "two", "train.py"], "Invalid value for '--workers'"),
     "an unknown option": (["--worker", "3", "train.py"], "--workers"),
 }

@@ -446,7 +446,9 @@ def test_simulate_trains_a_script_under_each_model(
     out = tmp_path / "out"
     arguments = ["--script", f"{tmp_path / 'train.py'} 30", "--sync", "bsp,asp", "--out", str(out)]
     assert run(monkeypatch, "simulate", str(tmp_path / "mine.toml"), *arguments) == 0
-    assert "bsp's last loss" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "bsp's" in printed
+    assert "gradients" in printed.partition("──")[0]  # this script does not say how many samples it uses
     assert {"training.json", "training.png", "script-0.log", "script-1.log"} == {
         path.name for path in out.iterdir()
     }
@@ -454,6 +456,22 @@ def test_simulate_trains_a_script_under_each_model(
     bsp, asp = json.loads((out / "training.json").read_text())
     assert bsp["final_loss"] < 0.3 * bsp["curve"][0][1]
     assert asp["figures"]["mean_staleness"] > 0 == bsp["figures"]["mean_staleness"]
+
+
+def test_a_script_that_distributes_its_data_is_compared_in_samples_per_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text(FILE)
+    loop = "for batch in paceline.distribute(torch.utils.data.DataLoader(torch.arange(960), batch_size=8)):"
+    (tmp_path / "train.py").write_text(SCRIPT.replace("for _ in range(int(sys.argv[1])):", loop))
+    arguments = ["--script", str(tmp_path / "train.py"), "--sync", "bsp,asp", "--out", str(tmp_path / "out")]
+    assert run(monkeypatch, "simulate", str(tmp_path / "mine.toml"), *arguments) == 0
+    heading = capsys.readouterr().out.partition("──")[0]
+    assert "samples" in heading
+    assert "gradients" not in heading
+    bsp, asp = (found["figures"] for found in json.loads((tmp_path / "out" / "training.json").read_text()))
+    assert bsp["samples_per_s"] == pytest.approx(32 / 3, rel=0.01)
+    assert asp["samples_per_s"] == pytest.approx(8 * (3 + 1 / 3), rel=0.1)
 
 
 def test_a_script_that_fails_is_shown_with_its_own_traceback(

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.core.lease import BATCH_SIZINGS
 from paceline.errors import ConfigurationError
+from paceline.rehearsal.clusters import describe_data
 from paceline.rehearsal.ranking import rank
 from paceline.sim import Cluster, Dataset, LogNormal, Occasional, Presence, Uniform, simulate
 
@@ -91,6 +92,26 @@ def test_models_are_ranked_by_the_time_per_epoch() -> None:
     assert all(row.speed == row.samples_per_s for row in rows)
 
 
+@pytest.mark.parametrize("split", ["static", "dynamic"])
+def test_an_epoch_smaller_than_one_batch_for_each_worker_is_used_up_in_smaller_batches(split: Any) -> None:
+    data = Dataset(samples=10, batch_size=32, epochs=3, split=split)
+    assert simulate(UNEQUAL, "asp", data=data).measures.samples == 30
+    assert [row.samples_per_s > 0.0 for row in rank(UNEQUAL, ["bsp"], data=data)] == [True, True]
+    assert "in batches of 32, or smaller ones, because" in describe_data(data, UNEQUAL.workers)
+
+
+def test_an_epoch_without_a_full_batch_is_refused_if_the_last_batch_is_dropped() -> None:
+    data = Dataset(samples=100, batch_size=32, drop_last=True)
+    with pytest.raises(ConfigurationError, match="a full batch for each of 4 workers takes 128 samples"):
+        simulate(UNEQUAL, "bsp", data=data)
+    with pytest.raises(ConfigurationError, match="so nothing would be computed"):
+        rank(UNEQUAL, ["asp", "bsp"], data=data)
+    assert simulate(UNEQUAL, "asp", data=data).measures.samples == 96
+    assert simulate(Cluster(compute_s=[1.0] * 3), "bsp", data=data).measures.samples == 96
+    with pytest.raises(ConfigurationError, match="a full batch takes 32 samples"):
+        simulate(UNEQUAL, "asp", data=Dataset(samples=31, batch_size=32, drop_last=True))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -99,8 +120,17 @@ def test_models_are_ranked_by_the_time_per_epoch() -> None:
         (lambda: Dataset(samples=8, batch_size=2, epochs=-1), "epochs is -1"),
         (lambda: Dataset(samples=8, batch_size=2, split="half"), "unknown split 'half'"),  # type: ignore[arg-type]
         (lambda: simulate(UNEQUAL, data=Dataset(samples=3, batch_size=1)), "3 samples for 4 workers"),
+        (lambda: rank(UNEQUAL, ["bsp"], data=Dataset(samples=3, batch_size=1)), "3 samples for 4 workers"),
         (lambda: simulate(UNEQUAL, data=DATA, train_fn=print), "data and train_fn are both given"),
         (lambda: simulate(UNEQUAL, batch="half"), "unknown batch 'half'"),  # type: ignore[arg-type]
+        (
+            lambda: simulate(UNEQUAL, batch="balaned"),  # type: ignore[arg-type]
+            "unknown batch 'balaned'; did you mean 'balanced'? Choices: balanced, equal.",
+        ),
+        (
+            lambda: simulate(UNEQUAL, batch=None),  # type: ignore[arg-type]
+            "unknown batch None. Choices: balanced, equal.",
+        ),
         (
             lambda: Cluster(compute_s=[1.0], fixed_share=1.5),
             "fixed_share is 1.5, expected a number from 0 to 1",

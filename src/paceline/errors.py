@@ -147,9 +147,9 @@ def first_line(error: BaseException) -> str:
     return f"{name}: {message}" if message else name
 
 
-def unknown_name(kind: str, name: str, choices: Iterable[str]) -> ConfigurationError:
+def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ConfigurationError:
     """Return the error for a name that is not in `choices`. The message lists the choices and may suggest one."""
     known = sorted(choices)
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    near = get_close_matches(str(name), known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return ConfigurationError(f"unknown {kind} {name!r}{hint or '.'} Choices: {', '.join(known)}.")

@@ -1,50 +1,15 @@
-"""The command-line options and the values that they accept."""
+"""The command-line options.
+
+An option whose value is one of a few names accepts any text here. The library checks the name, so that an unknown one
+is refused in the same words as in Python.
+"""
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-
-class Transport(enum.StrEnum):
-    """Ways to send messages between processes."""
-
-    AUTO = "auto"
-    SHM = "shm"
-    UNIX = "unix"
-    TCP = "tcp"
-
-
-class Slicing(enum.StrEnum):
-    """Ways to slice the parameters into shards."""
-
-    EVEN = "even"
-    BY_PARAMETER = "by-parameter"
-
-
-class Overlap(enum.StrEnum):
-    """Whether shards answer pulls independently of each other."""
-
-    SHARDS = "shards"
-    OFF = "off"
-
-
-class OnNan(enum.StrEnum):
-    """What to do with a gradient that contains NaN or inf."""
-
-    STOP = "stop"
-    SKIP = "skip"
-
-
-class Batch(enum.StrEnum):
-    """Sizes of the workers' batches."""
-
-    EQUAL = "equal"
-    BALANCED = "balanced"
-
 
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers.", rich_help_panel="Run")]
 Servers = Annotated[
@@ -99,27 +64,30 @@ Shards = Annotated[
     ),
 ]
 SlicingOption = Annotated[
-    Slicing,
+    str,
     typer.Option(
         "--slicing",
+        metavar="<even|by-parameter>",
         help="even: slice the parameters into equal parts, as in FluentPS. by-parameter: keep each parameter "
         "whole, as in PS-Lite.",
         rich_help_panel="Run",
     ),
 ]
 OverlapOption = Annotated[
-    Overlap,
+    str,
     typer.Option(
         "--overlap",
+        metavar="<shards|off>",
         help="shards: each shard answers pulls independently. off: workers pull only after all workers have pushed "
         "to all shards, as in PS-Lite; this requires bsp.",
         rich_help_panel="Run",
     ),
 ]
 TransportOption = Annotated[
-    Transport,
+    str,
     typer.Option(
         "--transport",
+        metavar="<auto|shm|unix|tcp>",
         help="How processes exchange messages: shared memory (shm), Unix sockets (unix) or TCP (tcp). auto uses "
         "shared memory if the system supports it, otherwise Unix sockets.",
         rich_help_panel="Run",
@@ -138,9 +106,10 @@ Seed = Annotated[
     ),
 ]
 OnNanOption = Annotated[
-    OnNan,
+    str,
     typer.Option(
         "--on-nan",
+        metavar="<stop|skip>",
         help="If a gradient contains NaN or inf, stop the run or skip the push.",
         rich_help_panel="Run",
     ),
@@ -200,9 +169,10 @@ Jitter = Annotated[
     ),
 ]
 BatchOption = Annotated[
-    Batch,
+    str,
     typer.Option(
         "--batch",
+        metavar="<equal|balanced>",
         help="Sizes of the batches that paceline.distribute hands out: equal for all workers, or balanced: in "
         "proportion to each worker's speed. The joint batch of all workers stays the same.",
         rich_help_panel="Run",

@@ -270,7 +270,7 @@ def show(report: MachineReport, cluster: Cluster, console: Console) -> None:
         f"gradients per s measured, {report.simulated_gradients_per_s:.4g} simulated ({report.deviation:+.1%})"
     )
     if report.data is not None:
-        caption += f"\n{describe_data(report.data)}; {_ASSUMED}"
+        caption += f"\n{describe_data(report.data, cluster.workers)}; {_ASSUMED}"
     for finding in report.findings:
         console.print(finding, highlight=False, markup=False)
     console.print(ranking_table(f"{cluster.name}, simulated under each model", report.rows, caption))

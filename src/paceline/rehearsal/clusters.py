@@ -20,12 +20,17 @@ def load_cluster(source: str) -> Cluster:
     return Cluster.preset(source) if by_name else Cluster.from_toml(source)
 
 
-def describe_data(data: Dataset) -> str:
-    """Return a one-line description of the data that the workers use up."""
+def describe_data(data: Dataset, workers: int) -> str:
+    """Return a one-line description of the data that a number of workers use up."""
     epochs = f"{data.epochs} epochs" if data.epochs > 1 else "1 epoch"
+    smaller = (
+        f", or smaller ones, because an epoch has less than one such batch for each of {workers} workers"
+        if data.samples < data.batch_size * workers
+        else ""
+    )
     return (
-        f"{epochs} of {data.samples:,} samples, in batches of {data.batch_size}; balanced batches only where a "
-        "worker may have to wait for others"
+        f"{epochs} of {data.samples:,} samples, in batches of {data.batch_size}{smaller}; balanced batches only "
+        "where a worker may have to wait for others"
     )
 
 

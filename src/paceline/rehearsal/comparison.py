@@ -46,7 +46,7 @@ def compare(
     """Rank sync models. Print a table, and save the results as JSON and as pictures (ranking, timelines)."""
     rows = rank(cluster, syncs, iterations=iterations, seed=seed, shards=shards, data=data, tell=tell)
     note = f"{describe(cluster)}; " + (
-        describe_data(data)
+        describe_data(data, cluster.workers)
         if data is not None
         else f"{rows[0].until_s:.4g} virtual seconds, in which bsp completes {iterations} iterations"
     )

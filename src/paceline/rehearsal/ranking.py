@@ -18,6 +18,7 @@ from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..errors import ConfigurationError
 from ..report.names import run_name
 from ..sim import Cluster, Dataset, SimResult, simulate
+from ..sim.clockwork import require_enough_data
 from ..sync import MODELS
 from ..sync.schedule import read_schedule
 from .process_pool import TellCount, on_all_cores
@@ -90,8 +91,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         gradients_per_s: number of applied pushes of all workers per virtual second.
         updates_per_s: optimizer steps per virtual second. Under BSP, one step applies all gradients of a round, so
             compare models by `speed` instead.
-        samples_per_s: number of samples per virtual second from which applied gradients were computed; 0.0 if the
-            simulation had no data.
+        samples_per_s: number of samples per virtual second from which applied gradients were computed; 0.0 if it is
+            unknown, because the simulation had no data.
         epoch_s: virtual time per epoch, in seconds; None if the simulation had no data.
         mean_staleness: mean staleness of the gradients, in updates.
         max_staleness: largest staleness of a gradient, in updates.
@@ -132,7 +133,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speed(self) -> float:
-        """Samples per second if the simulation had data, else gradients per second."""
+        """Samples per second if they are known, else gradients per second."""
         return self.samples_per_s or self.gradients_per_s
 
     @property
@@ -156,7 +157,7 @@ def figures_of(
         finished_s=fmean(result.finished_s),
         gradients_per_s=(pushes - measures.dropped_pushes / result.shards) / duration_s,
         updates_per_s=measures.updates_per_s,
-        samples_per_s=measures.samples_per_s if data is not None else 0.0,
+        samples_per_s=measures.samples_per_s,
         epoch_s=duration_s / data.epochs if data is not None else None,
         mean_staleness=measures.mean_staleness,
         max_staleness=measures.max_staleness,
@@ -214,13 +215,15 @@ def rank(
         The results, sorted by samples per second, or by gradients per second without data, descending.
 
     Raises:
-        ConfigurationError: a model cannot run on this cluster, or BSP completes no iteration on it.
+        ConfigurationError: a model cannot run on this cluster or with this data, or BSP completes no iteration on it.
     """
     require_runnable(cluster, syncs, shards)
     if data is None:
         horizon_s = horizon(cluster, iterations, seed, shards)
         tasks = [Task(cluster, sync, None, horizon_s, seed, shards) for sync in syncs]
     else:
+        for sync in syncs:
+            require_enough_data(data, cluster, read_schedule(sync))
         tasks = [
             Task(cluster, sync, None, math.inf, seed, shards, data, batch)
             for sync in syncs

@@ -21,6 +21,7 @@ from rich.table import Table
 from ..errors import UsageError
 from ..report.canvas import save
 from ..report.loss import LossCurve, loss_picture
+from ..report.speed import speed_unit
 from ..sim import Cluster, Loss, simulate
 from .clusters import describe
 from .comparison import show_faults
@@ -136,14 +137,18 @@ def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str)
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
         caption=f"{escape(describe(cluster))}; smoothed losses on the training batches. All models "
         "use the script's learning rate, but models that average gradients, such as bsp, tolerate a larger rate.",
         caption_justify="left",
     )
-    table.add_column("sync", overflow="fold")
+    table.add_column("sync", overflow="fold", vertical="bottom", min_width=20)
+    unit = speed_unit(row.figures.samples_per_s for row in rows)
     for heading in (
         "virtual s\nin total",
-        f"s to {target:.4g},\n{first}'s last loss",
+        f"{unit}\nper s",
+        f"s to {target:.4g},\n{first}'s\nlast loss",
         "last\nloss",
         "staleness\n(updates)\nmean",
         "time\nwaited",
@@ -154,6 +159,7 @@ def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str)
         table.add_row(
             row.figures.sync,
             f"{row.figures.until_s:.4g}",
+            f"{row.figures.samples_per_s if unit == 'samples' else row.figures.gradients_per_s:.4g}",
             "never" if reached_s is None else f"{reached_s:.4g}",
             f"{row.final_loss:.4g}",
             f"{row.figures.mean_staleness:.1f}",

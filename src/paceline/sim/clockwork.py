@@ -6,9 +6,11 @@ import msgspec
 
 from ..core.lease import BatchSizing, Order, Split
 from ..errors import ConfigurationError, unknown_name
+from ..sync.schedule import Schedule
+from .cluster import Cluster
 from .job import VirtualJob
 
-__all__ = ["Clockwork", "Dataset", "DatasetClockwork"]
+__all__ = ["Clockwork", "Dataset", "DatasetClockwork", "require_enough_data"]
 
 SPLITS = ("auto", "dynamic", "static")
 LOADER = 0  # the workers' number for their only loader
@@ -45,6 +47,27 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(f"{name} is {value!r}, expected a whole number >= 1.")
         if self.split not in SPLITS:
             raise unknown_name("split", self.split, SPLITS)
+
+
+def require_enough_data(data: Dataset, cluster: Cluster, schedule: Schedule) -> None:
+    """Raise `ConfigurationError` if the data cannot be split between the workers, or no epoch has a full batch."""
+    if data.samples < cluster.workers:
+        raise ConfigurationError(
+            f"data has {data.samples} samples for {cluster.workers} workers, but each worker needs at least one."
+        )
+    if not data.drop_last:
+        return
+    lockstep = all(model.lockstep for model in schedule.models)
+    static = data.split == "static" or (data.split == "auto" and lockstep)
+    # Workers that are absent when an epoch begins have no part in its joint batches.
+    parts = cluster.workers if static and not cluster.presence else 1
+    if data.samples < data.batch_size * parts:
+        each = f" for each of {parts} workers" if parts > 1 else ""
+        raise ConfigurationError(
+            f"data has {data.samples} samples and drop_last=True, but a full batch{each} takes "
+            f"{data.batch_size * parts} samples, so nothing would be computed. Omit drop_last, or use smaller "
+            "batches."
+        )
 
 
 class Clockwork:

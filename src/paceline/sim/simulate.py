@@ -17,7 +17,7 @@ from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
 from ..sync import SyncModel
 from ..sync.schedule import Schedule, read_schedule
 from ..trace.records import IterationRecord
-from .clockwork import Clockwork, Dataset, DatasetClockwork
+from .clockwork import Clockwork, Dataset, DatasetClockwork, require_enough_data
 from .cluster import Cluster, require_whole
 from .job import NullStore, VirtualJob
 from .kernel import SECOND_NS, nanoseconds
@@ -110,7 +110,7 @@ def simulate(
         batch,
         ends=data is not None,
     )
-    _require_compatible(cluster, train_fn, shard_bytes, snapshot_every_s, on_snapshot, data)
+    _require_compatible(cluster, schedule, train_fn, shard_bytes, snapshot_every_s, on_snapshot, data)
     first = [worker for worker in range(cluster.workers) if not cluster.joins_late(worker)]
     history: list[Loss] = []
     snapshots: list[tuple[float, WeightsSnapshot]] = []
@@ -240,6 +240,7 @@ def _take_snapshots(
 
 def _require_compatible(
     cluster: Cluster,
+    schedule: Schedule,
     train_fn: object,
     shard_bytes: object,
     snapshot_every_s: float | None,
@@ -253,10 +254,7 @@ def _require_compatible(
                 "data and train_fn are both given, but a training function distributes its own data. Omit one of "
                 "them."
             )
-        if data.samples < cluster.workers:
-            raise ConfigurationError(
-                f"data has {data.samples} samples for {cluster.workers} workers, but each worker needs at least one."
-            )
+        require_enough_data(data, cluster, schedule)
     if train_fn is None:
         if snapshot_every_s is not None or on_snapshot is not None:
             raise ConfigurationError(
