@@ -17,7 +17,7 @@ __all__ = ["LeaseSizes"]
 LEASE_S = 0.25  # maximum time for which a lease of several batches lasts
 MOST_ROUNDS = 4  # maximum number of rounds of a balanced, static split that are dealt at a time
 MOST_BATCHES = 16  # maximum number of batches in a lease
-PART = 0.5  # maximum part of the remaining time of the epoch for which a lease of several batches lasts
+PART = 0.5  # maximum fraction of the epoch's remaining time for which a lease of several batches lasts
 PACE_WEIGHT = 0.25  # weight of the latest observation in a worker's mean time per batch
 
 
@@ -88,7 +88,7 @@ class LeaseSizes:
 
 
 class _Pace:
-    """The mean time for which a worker uses a batch."""
+    """The mean time that a worker takes for a batch."""
 
     __slots__ = ("asked_s", "batch_s", "batches")
 

@@ -1,6 +1,6 @@
 """The ledger of one loader: the state of every position of its epochs, without I/O.
 
-The coordinator hands out the batches of each epoch (see `paceline.core.epoch_split`) and keeps account of every
+The coordinator hands out the batches of each epoch (see `paceline.core.epoch_split`) and keeps track of every
 position. A position is in exactly one of these states:
 
     left        no worker has it: it has not been handed out, a script has ended the epoch without using it, or a lost
@@ -8,16 +8,17 @@ position. A position is in exactly one of these states:
     leased      a worker has received it, and no push that contains it is known to be complete
     used        it was part of a push that every shard has received
     torn        it was part of a push that only some shards received before the worker was lost
-    returned    a lost worker had received it and has not used it
+    returned    a worker had received it, but was lost before using it
     left out    it belongs to an incomplete batch at the end of the epoch, which is not handed out
 
 Returned positions are handed out again before any others: in the same epoch if its split is dynamic and a worker
-still draws from the epoch, else in a later one. What a script has not used is handed out again in the same epoch.
+still draws from the epoch, else in a later one. With a dynamic split, positions that a worker gives back because its
+script has ended the epoch early are handed out again in the same epoch only.
 
-A script may draw from a loader and never push, for example to evaluate a model. Then no lease is ever settled. So, of
-the oldest ones, the ledger forgets the positions and keeps only the number and the sizes of the batches. They are
-enough to count exactly what a later push has used. No lease is forgotten in a script that pushes at least once in
-`MOST_LEASES` batches.
+A script may draw from a loader and never push, for example to evaluate a model. Then no lease is ever settled.
+Therefore, the ledger forgets the positions of the oldest leases and keeps only the number and the sizes of their
+batches, which are enough to count exactly what a later push has used. No lease is forgotten if a script pushes at
+least once in `MOST_LEASES` batches.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Account:
     """What one worker has of a loader.
 
     Attributes:
-        epoch: the epoch that the worker has begun last; -1 before the first one.
+        epoch: the last epoch that the worker has begun; -1 before the first one.
         settled: number of batches that are settled.
         first: number of the first batch in `leases`, counted from 0; the batches in `forgotten` come before it.
         leases: leases that are not settled, in order.
@@ -282,7 +283,7 @@ class LoaderLedger:
             self._end(worker, account.epoch, split, live)
 
     def _end(self, worker: int, epoch: int, split: EpochSplit, live: Set[int]) -> None:
-        """Record that a worker receives no more batches of an epoch. Close the epoch if it was the last one."""
+        """Record that a worker receives no more batches of an epoch. Close the epoch if this was the last worker."""
         split.ended.add(worker)
         self._left += positions(split.shares.pop(worker, ()))
         if len(split.ended) >= len(live) and live <= split.ended:
