@@ -6,7 +6,7 @@ __all__ = ["run_name"]
 
 
 def run_name(sync: str, batch: str) -> str:
-    """Return the sync model of a run, and whether its batches were balanced.
+    """Return the name of a run: its sync model, with a note if the batches were balanced.
 
     >>> run_name("bsp", "equal"), run_name("bsp", "balanced")
     ('bsp', 'bsp, balanced batches')

@@ -84,7 +84,7 @@ def _draw_strips(strips: Sequence[Axes], timelines: Mapping[str, Timeline], unti
 
 
 def _explain(strip: Axes) -> None:
-    """Draw a legend of the colors above a timeline."""
+    """Draw a legend above a timeline."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -51,7 +51,7 @@ class Ranked(Protocol):
 
 
 EPOCHS: dict[str, Callable[[Ranked], str]] = {"s per\nepoch": lambda row: f"{row.epoch_s:.4g}"}
-"""Columns of the table if the simulations had data."""
+"""Additional columns of the table if the simulations had data."""
 
 COLUMNS: dict[str, Callable[[Ranked], str]] = {
     "staleness\n(updates)\nmean, max": lambda row: f"{row.mean_staleness:.1f}, {row.max_staleness}",
@@ -61,7 +61,7 @@ COLUMNS: dict[str, Callable[[Ranked], str]] = {
 }
 
 PULLS: dict[str, Callable[[Ranked], str]] = {"pulls\ndelayed": lambda row: f"{row.delayed_share:.1%}"}
-"""Columns of the table if the simulations had no data."""
+"""Additional columns of the table if the simulations had no data."""
 
 
 def ranking_table(title: str, rows: Sequence[Ranked], caption: str) -> Table:

@@ -10,7 +10,7 @@ from .speed import speed_unit
 
 __all__ = ["summary_rows"]
 
-MOST_SHOWN = 8  # maximum number of workers whose numbers of samples are shown separately
+MOST_SHOWN = 8  # maximum number of workers whose sample counts are shown separately
 LEAST_IDLE_S = 0.1  # the summary does not mention shorter idle times
 
 
@@ -53,7 +53,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _speed(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Show the samples per second, or the gradients per second if the number of samples is unknown.
+    """Return the rows for the speed: in samples, or in gradients if the number of samples is unknown.
 
     Updates per second are not shown, because updates under different sync models contain different numbers of
     gradients.
@@ -67,7 +67,7 @@ def _speed(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _per_worker(samples: Sequence[int]) -> str:
-    """Say how many samples each worker has used; "" if that is unknown."""
+    """Return a text about the number of samples that each worker used; "" if these numbers are unknown."""
     if not any(samples):
         return ""
     if len(samples) <= MOST_SHOWN:
@@ -76,7 +76,7 @@ def _per_worker(samples: Sequence[int]) -> str:
 
 
 def _idle(summary: Mapping[str, Any]) -> str:
-    """Say how many workers were idle while others were still working, and for how long; "" if none were idle."""
+    """Return a text that says how many workers finished early, and how early; "" if none did."""
     idle_s = [seconds for seconds in summary["idle_s"].values() if seconds >= LEAST_IDLE_S]
     if not idle_s:
         return ""

@@ -141,7 +141,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def scale_gradients(self) -> None:
-        """Replace each gradient by the scaled gradient d, in place. A worker calls this method before each push."""
+        """Replace each gradient with the scaled gradient d, in place. A worker calls this method before each push."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

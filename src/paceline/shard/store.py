@@ -26,8 +26,8 @@ class Push(msgspec.Struct, frozen=True):
     """The part of a push that is for one shard.
 
     Attributes:
-        gradient: the shard's slice of the gradient. The store does not modify the slice, and its memory must not
-            change until the push is applied, discarded or preserved.
+        gradient: the shard's slice of the gradient. The store does not modify the slice. The memory of the slice
+            must not change until the push is applied, discarded or preserved.
         present: one byte per parameter of the layout: 1 if the parameter has a gradient, 0 if not.
         groups: the hyper-parameters of the parameter groups at the time of the push.
     """
@@ -95,5 +95,5 @@ class Store:
         return self._optimizer.state()
 
     def load_optimizer_state(self, state: Vectors) -> None:
-        """Restore a result of `optimizer_state()`. Raise `ProtocolError` if the state does not fit this shard."""
+        """Restore a state returned by `optimizer_state()`. Raise `ProtocolError` if it does not fit this shard."""
         self._optimizer.load_state(state)

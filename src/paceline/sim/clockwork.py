@@ -13,18 +13,18 @@ from .job import VirtualJob
 __all__ = ["Clockwork", "Dataset", "DatasetClockwork", "require_enough_data"]
 
 SPLITS = ("auto", "dynamic", "static")
-LOADER = 0  # the workers' number for their only loader
+LOADER = 0  # number of each worker's only loader
 
 
 class Dataset(msgspec.Struct, frozen=True, kw_only=True):
-    """Data that simulated workers use up, as a script does that distributes a loader in each epoch.
+    """Data that simulated workers use up, as if they ran a script that distributes a loader in each epoch.
 
     Attributes:
         samples: number of samples in an epoch.
         batch_size: usual number of samples in a worker's batch.
         epochs: number of epochs.
         split: as for `paceline.distribute`.
-        drop_last: True to leave out a last batch that is not full.
+        drop_last: True to leave out an incomplete last batch.
 
     Raises:
         ConfigurationError: a number is not positive, or the split is unknown.
@@ -122,9 +122,9 @@ class DatasetClockwork(Clockwork):
         self._order = Order(
             dataset.samples, dataset.batch_size, dataset.drop_last, dataset.split, "", batch == "balanced"
         )
-        self._epoch = 0  # the last epoch that a worker has begun
+        self._epoch = 0  # the latest epoch that any worker has begun
         self._next: dict[int, int] = {}  # worker -> the epoch that it begins next
-        self._computes: set[int] = set()  # workers that have a batch, which they may have to compute again
+        self._computes: set[int] = set()  # workers whose current batch is not computed yet
         self._waiting: set[int] = set()  # workers that wait for data
 
     def joined(self, worker: int) -> None:
@@ -148,7 +148,7 @@ class DatasetClockwork(Clockwork):
             self._continue(worker)
 
     def _begin(self, worker: int) -> None:
-        """Begin the worker's next epoch. After the last one, pass over what other workers have returned."""
+        """Begin the worker's next epoch. After the last one, request the data that other workers have returned."""
         core, epoch = self._job.workers[worker].core, self._next[worker]
         self._next[worker] = epoch + 1
         if epoch > self._epochs:

@@ -23,8 +23,8 @@ class Cluster:
     Args:
         compute_s: for each worker, the time to compute a gradient for a batch of the usual size, as a number of
             seconds, a distribution (`paceline.sim.Uniform`, ...), or a list of recorded times.
-        fixed_share: part of each worker's compute time that does not depend on the size of the batch, from 0 to 1:
-            one number for each worker, or one for all of them.
+        fixed_share: fraction of each worker's compute time that does not depend on the size of the batch, from 0 to
+            1: one number for each worker, or one for all of them.
         servers: number of servers.
         latency_s: latency of every message, as a number of seconds or a distribution.
         bandwidth_bps: bandwidth of each machine's network interface, in bits per second in each direction. Default:
@@ -101,7 +101,7 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
-        """Return a cluster from one of the papers, given its name, such as "elastic-bsp". `PRESETS` lists all names.
+        """Return the cluster `name`, such as "elastic-bsp", from a paper on sync models. See also `PRESETS`.
 
         Raises:
             ConfigurationError: there is no preset with that name.
@@ -118,7 +118,7 @@ class Cluster:
         return times_of(self.compute_s[worker])
 
     def factor(self, worker: int, work: Work) -> float:
-        """Return the factor by which an amount of data changes a worker's compute time for one full batch."""
+        """Return the ratio of a worker's compute time for an amount of data to its time for one full batch."""
         assert isinstance(self.fixed_share, tuple)
         fixed: float = self.fixed_share[worker]
         return fixed * work.batches + (1.0 - fixed) * work.full_batches

@@ -1,4 +1,4 @@
-"""Cluster files, which describe a cluster in TOML. The clusters from the papers are stored in the same format.
+"""Cluster files, which describe a cluster in TOML. Clusters from papers on sync models are stored in the same format.
 
     servers = 4
     bandwidth = "10 Gbit/s"

@@ -50,7 +50,7 @@ def cluster_of(
     name: str = "",
     batch_size: int | None = None,
 ) -> Cluster:
-    """Return a cluster that describes the machines of a run, without the workers that finished no iteration.
+    """Return a cluster that describes the machines of a run. Workers that finished no iteration are omitted.
 
     Args:
         records: the iterations of each worker.
@@ -114,11 +114,11 @@ def cluster_of(
 
 
 def _computed(observed: Sequence[tuple[int, float]], batch_size: int | None) -> tuple[Recorded, float]:
-    """Return the compute times of a worker for batches of the usual size, and the part that is the same for any size.
+    """Return a worker's compute times for batches of the usual size, and its fixed share (see `Cluster`).
 
     Args:
         observed: the number of samples in each iteration, and its compute time in seconds.
-        batch_size: usual number of samples in a batch; None if all batches count as equal.
+        batch_size: usual number of samples in a batch; None if all batches are treated as equal.
     """
     if batch_size is None:
         return Recorded(seconds=tuple(seconds for _, seconds in observed)), 0.0

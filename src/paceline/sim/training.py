@@ -289,7 +289,7 @@ class VirtualSession:
         self.strand: Strand
         self.model: ModelSpec | None = None
         self.joined = False  # True once the worker takes part in the job
-        self.awaits_data = False  # True while the function waits for its requests for data to be answered
+        self.awaits_data = False  # True while the function waits for answers to its requests for data
         self.generators: GeneratorStates | None = None
         self.generator_seed = generator_seed
         self.main = sys.modules["__main__"]  # another module if the function runs a script

@@ -8,7 +8,7 @@
                 numbers: workers may join at any time, `drop-stragglers` advances the counts of slow workers, and a
                 change of the sync model makes all counts equal
     waiting     time from the arrival of a pull to its answer, not including transfers; the maximum over the shards
-    idle        time for which a worker had finished while other workers were still working
+    idle        time from when a worker finished until the last worker left
     updates     number of optimizer steps of a shard. An update contains one gradient under some sync models and one
                 gradient of each worker under others, so updates per second are not a measure of speed
     gradients   number of pushes that a shard applied or held
@@ -67,10 +67,10 @@ class Wait(msgspec.Struct, frozen=True):
 class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the pushes. Each push, identified by its worker and iteration, is in exactly one category.
 
-    If the shards have treated a push differently, the category is that of shard 0, except for lost pushes.
+    If the shards treated a push differently, the category is that of shard 0, except for lost pushes.
 
     Attributes:
-        applied: number of pushes that were applied by themselves.
+        applied: number of pushes that were applied individually.
         averaged: number of pushes that were applied as part of the mean of several pushes.
         dropped: number of pushes that had no gradient, or that the sync model dropped, for example because they were
             late.
@@ -100,7 +100,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
         iterations: worker -> number of iterations in which the worker pushed.
         waiting_s: worker -> total waiting time of the worker, in seconds.
         waiting_share: total waiting time of all workers, divided by `present_s`.
-        idle_s: worker -> time for which the worker had finished while others were still working, in seconds.
+        idle_s: worker -> time in seconds from when the worker finished until the last worker left.
         idle_share: total idle time of all workers, divided by the sum of idle time and `present_s`.
         left_s: worker -> time at which the worker left for the last time, in seconds since the first worker joined;
             `duration_s` if it has not left.
@@ -246,7 +246,7 @@ class Meter:
         )
 
     def _pushes(self) -> PushCounts:
-        """Return what became of the pushes, at shard 0."""
+        """Return what became of the pushes."""
         first = self._shards[0]
         counts = {"applied": first.applied, "averaged": first.averaged, "dropped": first.dropped_pushes}
         lost = first.received - sum(counts.values())  # the pushes that shard 0 holds
@@ -255,8 +255,8 @@ class Meter:
             received = [shard[key].iterations if key in shard else 0 for shard in shards]
             if not member.lost or min(received) == max(received):
                 continue
-            # A worker pushes its next iteration only when every shard has answered the last one. So the shards differ
-            # by one push at most.
+            # A worker pushes its next iteration only when every shard has answered the previous one. So the shards
+            # differ by at most one push.
             if member.iterations == min(received):
                 lost += 1
             elif member.fate in counts:
@@ -300,7 +300,7 @@ class _Membership:
 
 
 class _Waiting:
-    """Adds up the waiting times of each worker. The waiting time of a pull is the longest one at any shard."""
+    """Adds up the waiting times of each worker. For each pull, only the longest waiting time at any shard counts."""
 
     def __init__(self, shards: int) -> None:
         self._shards = shards
@@ -310,7 +310,7 @@ class _Waiting:
         self._open: dict[tuple[int, int], tuple[int, float]] = {}
 
     def answered(self, worker: int, iteration: int, wait_s: float) -> None:
-        """Record that a shard has answered a pull after this time."""
+        """Record that a shard has answered a pull after `wait_s` seconds."""
         if self._shards == 1:
             self._total_s[worker] += wait_s
             return
@@ -344,7 +344,7 @@ class _ShardMeter:
         self.delayed_pulls = 0
         self.dropped_pushes = 0
         self.restarts = 0
-        self.received = self.applied = self.averaged = self.refused = 0  # numbers of pushes
+        self.received = self.applied = self.averaged = self.refused = 0  # push counts
         self.samples = 0
         self.worker_samples: dict[int, int] = defaultdict(int)
         self.dropped_samples = 0
@@ -355,7 +355,7 @@ class _ShardMeter:
 
     @property
     def memberships(self) -> dict[tuple[int, int], _Membership]:
-        """(worker, how often this worker had joined before) -> membership."""
+        """(worker, number of times that the worker had joined before) -> membership."""
         found: dict[tuple[int, int], _Membership] = {}
         times: dict[int, int] = defaultdict(int)
         for member in [*self.past, *self.current.values()]:  # a worker's memberships are in order
@@ -435,7 +435,7 @@ class _ShardMeter:
             self.past.append(member)
 
     def _decide(self, push: tuple[int, int], fate: str) -> int:
-        """Record what became of a push, and return its number of samples; 0 if it is unknown.
+        """Record what became of a push, and return its number of samples; 0 if this number is unknown.
 
         Only the fate of the last push of each membership matters.
         """

@@ -1,11 +1,11 @@
 """Recording and reading traces: the events and actions of the state machines of a run.
 
 A trace is a text file of JSON lines. A run has one trace per shard, and one for the coordinator. The first line is
-the header, with the version of the format, the initial sync model, and whether the trace belongs to a shard or to the
-coordinator. Each further line is an entry; the entries are in the order in which their events were processed. An
-entry contains the event with its exact time, the resulting actions, the reason if the event was refused, and the
-effects of the actions: the version that the shard reached, the staleness of each push that the shard applied, and the
-largest gap among the workers whose pulls the shard answered.
+the header, which states the version of the format, the initial sync model, and whether the trace belongs to a shard
+or to the coordinator. Each further line is an entry; the entries are in the order in which their events were
+processed. An entry contains the event with its exact time, the resulting actions, the reason if the event was
+refused, and the effects of the actions: the version that the shard reached, the staleness of each push that the shard
+applied, and the largest gap (see `measures`) among the workers whose pulls the shard answered.
 
 Traces in other versions of the format are rejected. For example, version 2 does not contain the gaps of the workers,
 which only the state machine can compute. Statistics that depend on these gaps would be wrong without any warning.
@@ -44,7 +44,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sync: initial sync model, in the notation of the command line. For the coordinator of a run whose shards have
-            different models, it lists one model per shard. Changes of the model are recorded as events.
+            different models, the notation lists one model per shard. Changes of the model are recorded as events.
         host: "shard" or "coordinator", depending on which of them recorded the trace.
         index: index of the shard; 0 for the coordinator.
         seed: random seed for the run, from which the sync model's random numbers are derived.

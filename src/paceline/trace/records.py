@@ -14,7 +14,7 @@ class IterationRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         iteration: number of the iteration, from 0.
-        begun_s: time at which the weights had arrived and the computation began.
+        begun_s: time at which the computation began, after the weights had arrived.
         computed_s: time at which the gradient was ready. If the worker emulates a slower machine, it slept from this
             time until `pushed_s`.
         pushed_s: time at which the push began.

@@ -1,6 +1,7 @@
 """Replays a trace: passes the recorded events to a new core, which must return the recorded actions.
 
-Live runs use the same cores. The decisions of a core depend only on its events, so a replay is exact.
+Live runs use the same cores (see `paceline.core`). The decisions of a core depend only on its events, so a replay is
+exact.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Replay:
         header: header of the trace.
 
     Raises:
-        ConfigurationError: the sync model is unknown. If the model is defined in your own module, import it first.
+        ConfigurationError: the sync model is unknown. If the model is defined in your own module, import that module
+            first.
     """
 
     def __init__(self, header: Header) -> None:
