@@ -65,8 +65,9 @@ class DataLedger:
             raise ProtocolError(
                 f"worker {worker} requests data for loader {loader} under another name: {name!r}"
             )
-        ledger = self._loaders.setdefault(name, LoaderLedger())
+        ledger = self._loaders.get(name) or LoaderLedger()
         ledger.require_plausible(worker, epoch, order, drawn, committed, end)
+        self._loaders[name] = ledger
         self._names.setdefault(worker, {})[loader] = name
         ledger.settle(worker, committed, committed)
         ledger.observe(worker, times, least)
