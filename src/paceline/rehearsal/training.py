@@ -139,16 +139,18 @@ def _table(cluster: Cluster, rows: Sequence[Trained], target: float, first: str)
         show_edge=False,
         pad_edge=False,
         collapse_padding=True,
-        caption=f"{escape(describe(cluster))}; smoothed losses on the training batches. All models "
-        "use the script's learning rate, but models that average gradients, such as bsp, tolerate a larger rate.",
+        caption=f"{escape(describe(cluster))}; smoothed losses on the training batches. The last loss of "
+        f"{escape(first)} is {target:.4g}. All models use the script's learning rate, but models that average "
+        "gradients, such as bsp, tolerate a larger rate.",
         caption_justify="left",
     )
-    table.add_column("sync", overflow="fold", vertical="bottom", min_width=20)
+    # The table must fit into 80 columns.
+    table.add_column("sync", overflow="fold", vertical="bottom", min_width=18)
     unit = speed_unit(row.figures.samples_per_s for row in rows)
     for heading in (
-        "virtual s\nin total",
+        "virtual\ns in\ntotal",
         f"{unit}\nper s",
-        f"s to {target:.4g},\n{first}'s\nlast loss",
+        f"s to\nloss\n{target:.4g}",
         "last\nloss",
         "staleness\n(updates)\nmean",
         "time\nwaited",
