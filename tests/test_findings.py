@@ -14,9 +14,7 @@ OTHER_MODEL = (
     "--sync elastic-bsp."
 )
 BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
-BALANCED_LOCKSTEP = (
-    f"{BALANCED} The joint batch of all workers, and with it the result of the training, stays the same."
-)
+BALANCED_LOCKSTEP = f"{BALANCED} The joint batch of all workers stays the same."
 NOTHING = Meter(1).measures()
 
 
