@@ -125,7 +125,7 @@ def require_named(models: Iterable[object], launched: Iterable[object], imports:
 
 
 class UserMachine(ConditionMachine):
-    """Runs Algorithm 1 with the user's conditions. After one fails, sets `fault` and does not call them again."""
+    """Runs Algorithm 1 with the user's conditions. If one fails, sets `fault` and calls none of them again."""
 
     def __init__(self, model: Conditions) -> None:
         super().__init__(

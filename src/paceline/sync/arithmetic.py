@@ -13,7 +13,7 @@ import math
 __all__ = ["exp", "log", "normal_quantile"]
 
 LN2_HIGH = (
-    0.693147180369123816490  # the leading 32 bits of ln 2, so that its product with a small integer is exact
+    0.693147180369123816490  # the leading 32 bits of ln 2, so that the product with a small integer is exact
 )
 LN2_LOW = 1.90821492927058770002e-10  # ln 2 - LN2_HIGH
 SQRT_HALF = 0.7071067811865476

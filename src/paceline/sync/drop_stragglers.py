@@ -5,8 +5,8 @@ Admission: A pull is answered if and only if progress < V_train. The round V_tra
 N_t, where Count[V_train] is the number of workers that have pushed for that round, and N_t is the quorum.
 State: The pushes of the current round, and the pulls that wait for the end of the round.
 Guarantee: Every gradient that is applied was computed on the newest weights (staleness 0). The run makes progress as
-long as N_t workers make progress, or all live workers if fewer than N_t are left. If N_t is the number of workers,
-the model is BSP.
+long as N_t workers make progress or, if fewer than N_t are left, as long as all of them do. If N_t is the number of
+workers, the model is BSP.
 Use: When some workers are occasionally very late and training tolerates discarding their late gradients.
 Deviations: The push of a late worker is dropped. If the worker's next push would also be late, the answer to the
 worker's pull contains V_train: the worker continues from this round, as if it had pushed the rounds in between. If

@@ -1,7 +1,7 @@
 """DSPS, the dynamic SSP of FluentPS's Table III: SSP with a bound on the gap that adapts to the workers' speeds.
 
 Reference: FluentPS, Table III, row DSPS, after Fan et al. ("adaptive asynchronous parallelization", 2018). The paper
-of Fan et al. was not available, so the rule for s is this project's interpretation of the row.
+of Fan et al. was not available, so the rule for the bound s is this project's interpretation of the row.
 Admission: As in SSP(s), a pull is answered if and only if progress < V_train + s. Each time V_train advances, s is
 set to the number of iterations that the fastest worker completes while the slowest completes one, that is,
 ceil(longest interval / shortest interval), clamped to [lower, upper].
@@ -87,7 +87,7 @@ class AdaptiveMachine(ConditionMachine):
         return state.progress < state.v_train + self.staleness
 
     def _adapt(self) -> None:
-        """Update the bound on the gap once per round, not once per push, because the update scans all workers."""
+        """Update the bound on the gap. This scans all workers, so it is done once per round, not once per push."""
         intervals_s = self._intervals.interval_s
         if intervals_s and len(intervals_s) == self.counts.live_count and min(intervals_s.values()) > 0:
             ratio = max(intervals_s.values()) / min(intervals_s.values())

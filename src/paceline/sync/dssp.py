@@ -11,7 +11,8 @@ slowest worker's next push is shortest, or the smallest such number if there are
 is delayed until the gap is at most `lower`. For the prediction, let t be the time of a worker's last push and I its
 last interval between pushes. The fastest worker p finishes r more iterations at t_p + r I_p, and the slowest worker q
 pushes at t_q + k I_q for k = 1, 2, ... The wait is the smallest value of t_q + k I_q - (t_p + r I_p) that is >= 0.
-State: The state of SSP. For each worker, its last interval between pushes and how many extra iterations it has left.
+State: The state of SSP and, for each worker, its last interval between pushes and the number of extra iterations that
+it has left.
 Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker.
 The run makes progress as long as the slowest live worker does. DSSP(s, s) is SSP(s).
 Use: When the workers' speeds change and no single bound on the gap fits. The allowed gap of a worker varies between
@@ -108,7 +109,7 @@ class SpendingMachine(ConditionMachine):
     def _choose(self, worker: int) -> int:
         """Return r, the number of extra iterations granted to a worker.
 
-        This scans all workers, so it is not called for every pull.
+        This method scans all workers, so it is not called for every pull.
         """
         last_s, interval_s = self._intervals.last_s, self._intervals.interval_s
         slowest = [w for w, count in self.counts.count.items() if count == self.counts.slowest]

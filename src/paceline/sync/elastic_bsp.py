@@ -260,7 +260,7 @@ class Planner(JobMachine):
         if event.superstep != self._superstep or event.worker not in (self._remaining or ()):
             raise InvalidEventError(
                 f"worker {event.worker} stopped for superstep {event.superstep}, which does not wait for it "
-                f"(the current one is {self._superstep})"
+                f"(the current superstep is {self._superstep})"
             )
 
     def finished(self, event: IterationFinished) -> list[AnyAction]:

@@ -76,7 +76,7 @@ class Handover(NamedTuple):
     """The state that a shard's machine passes on to the machine of the next model.
 
     Attributes:
-        counts: c_p of the live workers. The new machine takes ownership of this object.
+        counts: c_p of each live worker (see `Counts`). The new machine takes ownership of this object.
         held: (worker, iteration) of each held push.
         delayed: worker -> iteration of the worker's delayed pull.
         significance: worker -> |g| / |w| of the worker's last push, if measured.
@@ -139,7 +139,7 @@ class ShardMachine:
         return []
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
-        """Handle the event that a worker has joined."""
+        """Handle a worker that has joined."""
         return []
 
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
@@ -206,15 +206,15 @@ class JobMachine:
         return []
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
-        """Handle a timer. An earlier model may have set the timer, or the worker may have continued or left."""
+        """Handle a timer. An earlier model may have set it, or the worker may since have continued or left."""
         return []
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
-        """Handle the event that a worker has joined."""
+        """Handle a worker that has joined."""
         return []
 
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
-        """Handle the event that a worker has left."""
+        """Handle a worker that has left."""
         return []
 
     def validate(self) -> None:

@@ -28,9 +28,9 @@ def register(model: type[M]) -> type[M]:
     """Register a class of sync models under its `name`. Can be used as a class decorator.
 
     A registered model can be used like the models of this package: on the command line, in live runs, in simulations,
-    in traces, for individual shards, and in changes during a run. Every process that uses the model must import its
-    module. To have the module imported, list it in `--import` or `launch(imports=[...])`, or install it with an entry
-    point in the group `paceline.sync`.
+    in traces, for individual shards, and as the new model when the model changes during a run. Every process that
+    uses the model must import its module. To have the module imported, list it in `--import` or
+    `launch(imports=[...])`, or install it with an entry point in the group `paceline.sync`.
 
     Raises:
         ConfigurationError: the name is invalid or already taken, or `parse(str(model()))` differs from `model()`.

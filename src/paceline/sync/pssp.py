@@ -65,7 +65,7 @@ class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
 
 
 class DynamicPSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
-    """Dynamic PSSP: the further a worker is ahead, the more likely its pull is delayed.
+    """Dynamic PSSP: the further a worker is ahead, the more likely its pull is to be delayed.
 
     Attributes:
         staleness: s, the bound on the gap, in iterations; an integer >= 0.

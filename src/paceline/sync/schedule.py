@@ -67,7 +67,7 @@ class Schedule(msgspec.Struct, frozen=True):
         return self.first[shard if len(self.first) > 1 else 0]
 
     def require_runnable(self, workers: int, shards: int) -> None:
-        """Raise `ConfigurationError` if a step cannot run with these numbers of workers and shards."""
+        """Raise `ConfigurationError` if a step cannot run with this many workers and shards."""
         for step in self.steps:
             require_shards(step.models, shards)
             for model in step.models:

@@ -461,7 +461,7 @@ class SmallJob:
     def _steps(self, state: State, patient: bool = False) -> Iterator[Step]:
         """Yield all steps other than losses.
 
-        If `patient`, leave out the pushes of workers from which a message to the coordinator is still in flight.
+        If `patient`, leave out the pushes of workers that still have a message to the coordinator in flight.
         """
         for w, its in enumerate(state.workers):
             if its.phase == "absent":
@@ -843,7 +843,7 @@ class SmallJob:
         its = state.workers[w]
         iteration = self._iteration(its)
         if isinstance(message, RestartOrdered) and (its.phase, iteration) != ("computing", message.iteration):
-            return state  # the worker ignores it
+            return state  # the worker would ignore the message
         if isinstance(message, PlanPublished):
             # After a change, the coordinator processes the events that it kept during the change. These events may
             # cause a plan whose iteration the worker has already passed. The worker then stops later than planned.

@@ -285,7 +285,7 @@ class Interned(Generic[Core]):
             call: function that returns the replacement of a call.
             known: cache of the results: number of a state -> number of the new state.
 
-        The first state must be the same for all names of workers.
+        The initial state must not depend on the names of the workers.
         """
         way = []
         while number not in known:

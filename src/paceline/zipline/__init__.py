@@ -8,7 +8,7 @@ the set Z with the smallest d_Z, so that the barrier causes as little waiting as
 This package has no side effects and no hidden inputs: it uses NumPy, but no clock, no environment variables and no
 global random source. All times passed to one call must be in the same unit; any unit works.
 
-- `solve` and `solve_periodic` return a `Solution`, computed by the fast exact search. `solve` can also use the
+- `solve` and `solve_periodic` return a `Solution`, computed by a fast exact search. `solve` can also use the
   paper's methods.
 - `LastInterval`, `MeanInterval` and `MedianInterval` compute the input of `solve_periodic` from the times of pushes.
 - `candidate_waits` returns the values of d_Z in the order in which ZipLine computes them (Figs. 6 and 7).

@@ -1,9 +1,9 @@
 """GridScan and FullGridScan: heuristics that look for end times near the end times of one worker.
 
-For each end time e of a designated worker, the scan forms a set of e and, for every other worker, the end time
-nearest to e. The scan returns the narrowest of these sets. GridScan designates the worker with the earliest end time
-and evaluates R sets in O(R^2 n) time. FullGridScan designates each worker in turn and evaluates R n sets, which takes
-O(R^2 n^2) time.
+For each end time e of a designated worker, the scan forms a set that contains e and, for every other worker, the end
+time nearest to e. The scan returns the narrowest of these sets. GridScan designates the worker with the earliest end
+time and evaluates R sets in O(R^2 n) time. FullGridScan designates each worker in turn and evaluates R n sets, which
+takes O(R^2 n^2) time.
 
 Neither scan is exact: an end time of the narrowest set may be farther from e than another end time of the same worker
 on the other side of e. Example: for workers with the end times (5, 105), (15, 205), (0, 15) and (7, 22), the
