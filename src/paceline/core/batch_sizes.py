@@ -85,7 +85,7 @@ def divide_in_proportion(
         else:
             high_s = middle_s
     sizes = [size_within(time, low_s) for time in times]
-    # Give the rest, one sample at a time, to the part that takes the least time with one more sample.
+    # Distribute the remaining samples one at a time, each to the part that takes the least time with one more sample.
     growing = [(times[part].of(size + 1), part) for part, size in enumerate(sizes) if size < largest]
     heapify(growing)
     for _ in range(total - sum(sizes)):
@@ -227,7 +227,7 @@ class _Observations:
         if self._estimate is None:
             size = self._latest[-1][0]
             fixed = self._fit()
-            # what the latest batches would have taken with the present size
+            # the times that the latest batches would have taken at the present size
             times_s = [seconds * ((fixed + size) / (fixed + samples)) for samples, seconds in self._latest]
             usual_s = median(times_s)
             sample_s = usual_s / (fixed + size)

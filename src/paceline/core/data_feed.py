@@ -5,9 +5,9 @@ A batch is *taken* when the sampler of the loader receives it, *drawn* when the 
 long before they are drawn.
 
 A script may iterate over its loader on a thread of its own. So one thread may take batches while another one draws,
-pushes or receives leases. Each of these has its own fields, except for the queue of leases: `take` removes from one
-end what `handle` has appended at the other. Only one thread at a time may call the methods that return requests, and
-`handle`; see `Session.exchange`.
+pushes or receives leases. Each of these operations has its own fields, except for the queue of leases: `take` removes
+from one end what `handle` has appended at the other. Only one thread at a time may call `handle` and the methods that
+return requests; see `Session.exchange`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Work(NamedTuple):
 
     Attributes:
         batches: number of batches; more than one if a script accumulates gradients.
-        full_batches: number of full batches of the loader that together have the same size.
+        full_batches: the same amount of data, expressed as a number of the loader's full batches.
     """
 
     batches: int
@@ -42,10 +42,11 @@ class DataFeed:
 
     Attributes:
         used: True if the script has set `samples`, or has begun an epoch of a distributed loader.
-        samples: number of samples in the next push: those that the script has drawn since its last push, from the
-            loader from which it has drawn last. None if the number is unknown or the script has drawn nothing. May be
-            set, if the script knows the number.
-        again: True while the script makes one more pass over its loaders, for returned positions only.
+        samples: number of samples in the next push. These are the samples that the script has drawn, since its last
+            push, from the loader that it has used most recently. None if the number is unknown or the script has
+            drawn nothing. May be set if the script knows the number.
+        again: True while the script makes one more pass over its loaders, in which it receives only positions that
+            lost workers had not used.
         stopped: numbers of the training loops that a worker has stopped. See `paceline.epochs`.
         pushed: for each loader, the number of batches that the script had drawn before its last push.
         least: minimum size of a batch of a balanced order. May be set.
@@ -63,12 +64,12 @@ class DataFeed:
 
     @property
     def waiting(self) -> bool:
-        """True while a request is not answered."""
+        """True while a request has not been answered."""
         return any(loader.requested for loader in self._loaders)
 
     @property
     def has_batches(self) -> bool:
-        """True if the worker has batches of any loader that it has not taken."""
+        """True if the worker has batches, from any loader, that it has not taken yet."""
         return any(loader.has_batches for loader in self._loaders)
 
     @property
@@ -96,11 +97,11 @@ class DataFeed:
         return self._loaders[loader].ended
 
     def request(self, loader: int) -> list[Request]:
-        """Request more batches of the current epoch, unless a request is on its way."""
+        """Request more batches of the current epoch, unless a request is pending."""
         return self._loaders[loader].request()
 
     def exhaust(self, loader: int, epoch: int, size: int) -> list[Request]:
-        """Report that the order of an epoch has ended after `size` positions, which was not known in advance."""
+        """Report that an order whose size was not known in advance has ended after `size` positions."""
         return self._loaders[loader].exhaust(epoch, size)
 
     def draw(self, loader: int, positions: int, samples: int | None) -> None:
@@ -121,7 +122,8 @@ class DataFeed:
         """Record a push, and request the next batches of the loader from which the script has drawn last.
 
         Args:
-            busy_s: time that the worker took for the iteration, without waiting for others; None if it is unknown.
+            busy_s: time that the worker took for the iteration, not including the time that it waited for others;
+                None if it is unknown.
         """
         self.pushed = tuple(loader.drawn for loader in self._loaders)
         feed, self._last, self.samples = self._last, None, None
@@ -144,9 +146,9 @@ class _LoaderFeed:
     """The data of one worker from one loader."""
 
     def __init__(self, feed: DataFeed, number: int) -> None:
-        self.drawn = self.committed = 0  # numbers of batches
+        self.drawn = self.committed = 0  # batch counts
         self.ended = False
-        self.requested = False  # True while a request is not answered
+        self.requested = False  # True while a request has not been answered
         self._feed = feed
         self._number = number
         self._epoch = -1

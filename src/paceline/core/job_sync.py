@@ -134,7 +134,7 @@ class JobSync:
         elif worker in self._passed:
             if isinstance(event, IterationFinished) and event.superstep is not None:
                 raise InvalidEventError(
-                    f"worker {worker} stopped for superstep {event.superstep}, before there is a plan"
+                    f"worker {worker} stopped for superstep {event.superstep}, before there was a plan"
                 )
         elif self._machine is not None:
             self._machine.check(event)
@@ -143,8 +143,8 @@ class JobSync:
         seen = self._seen[event.source]
         if event.number > seen + 1 or (event.number > seen and len(self._requested) >= MOST_REQUESTED):
             raise InvalidEventError(
-                f"worker {event.worker} asks for change {event.number} of the {event.source}, expected {seen + 1} at "
-                f"most, and no more than {MOST_REQUESTED} that have yet to be made"
+                f"worker {event.worker} asks for change {event.number} of the {event.source}, expected at most "
+                f"{seen + 1}, and at most {MOST_REQUESTED} changes that have not been published yet"
             )
 
     def _finish(self, event: IterationFinished) -> list[AnyAction]:
@@ -206,7 +206,7 @@ class JobSync:
         self._change = Change(number=self.changes, members=tuple(sorted(live)), sync=sync)
         self._remaining = set(live)
         self._certain = False
-        self._machine = None  # a further plan of the old model would reach the workers too late
+        self._machine = None  # another plan from the old model would reach the workers too late
         return [PublishChange(self._change)]
 
     def _pass(self, event: IterationFinished) -> list[AnyAction]:

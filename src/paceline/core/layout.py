@@ -175,7 +175,7 @@ class Layout(msgspec.Struct, frozen=True):
         return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
 
     def slice_by_parameter(self, shards: int) -> tuple[ShardSlice, ...]:
-        """Return slices of whole, adjacent parameters. The numbers of parameters in the slices differ by at most one.
+        """Return slices of whole, adjacent parameters. The parameter counts of the slices differ by at most one.
 
         By default, PS-Lite slices in this way: it divides the range of parameter keys equally. The shard with the
         largest layer then holds most of the model (FluentPS, section III). This slicing is provided for comparison.

@@ -36,7 +36,7 @@ __all__ = [
 Split = Literal["auto", "dynamic", "static"]
 BatchSizing = Literal["equal", "balanced"]
 BATCH_SIZINGS: tuple[BatchSizing, ...] = get_args(BatchSizing)
-"""Whether all workers have batches of the same size, or the sizes follow the workers' speeds."""
+"""The ways to size batches: all workers have batches of the same size, or the sizes follow the workers' speeds."""
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
@@ -50,8 +50,8 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
             workers equal shares, and "auto" is "static" if the sync model keeps all workers in lockstep, else
             "dynamic".
         digest: hash of the first items of the order, to detect workers with different orders.
-        balanced: True if the sizes of the workers' batches follow the workers' speeds. With equal shares, a joint
-            batch has `batch` positions for each worker; it keeps this size.
+        balanced: True if the sizes of the workers' batches follow the workers' speeds. With equal shares, the size
+            of a joint batch is fixed: `batch` positions for each worker.
         most: maximum size of a worker's batch if `balanced` is True; None for no maximum.
     """
 
@@ -160,7 +160,10 @@ def trim(leases: deque[Lease], epoch: int, size: int, *, drop_last: bool) -> tup
 
 
 def deal(lease: Lease, parts: int) -> tuple[list[Lease], list[Lease]]:
-    """Deal the batches of a lease in rounds. Return one lease for each part ([] without a round), and the rest."""
+    """Deal the batches of a lease in rounds.
+
+    Return one lease for each part ([] if there is no full round), and one lease for each remaining batch.
+    """
     assert lease.count is not None
     rounds, more = divmod(lease.count, parts)
     stride = lease.stride

@@ -27,12 +27,13 @@ class Shard:
         readers: the workers that can read the weights directly from the server's memory.
         recorder: receives each event and its actions; None to record nothing.
         usual_samples: usual number of samples in a push. A push that is applied on arrival is scaled by its number of
-            samples divided by this number. None to scale no push in this way.
+            samples divided by this number. None to disable this scaling.
 
     Attributes:
         index: index of the shard.
         sync: runs the sync model, and replaces it when the model changes.
-        samples: number of samples in all pushes that were received and not dropped, as far as it is known.
+        samples: number of samples in all pushes that were received and not dropped; pushes with an unknown number
+            of samples are not counted.
     """
 
     def __init__(
@@ -131,7 +132,10 @@ class Shard:
         return samples / usual if samples is not None and usual else 1.0
 
     def _mean_scales(self, pushes: Sequence[tuple[int, int]]) -> tuple[float, ...]:
-        """Return each push's factor in the mean: its share of all samples, or equal shares if a number is unknown."""
+        """Return each push's factor in the mean: its share of all samples.
+
+        If the number of samples of any push is unknown, all factors are equal.
+        """
         samples = [self._samples.pop(push, None) for push in pushes]
         counts = [count for count in samples if count is not None]
         if len(counts) < len(samples) or min(counts) == max(counts):

@@ -1,10 +1,11 @@
 """Runs the sync model of one shard, and replaces the model during the run.
 
-All shards must change at the same boundary. If two shards counted the progress of the workers from different
-iterations, the workers could block each other: worker 0 could wait for worker 1 at one shard, and worker 1 for
-worker 0 at another. Therefore the workers determine the boundary. The coordinator publishes a change to all workers
-that are live at this time, the change's *members*. Each member flags its next push with the change, in the same way
-for all shards. This push is the worker's last one under the old model. Every live worker is in one of three states:
+All shards must change the model at the same boundary. If two shards counted the progress of the workers from
+different iterations, the workers could block each other: worker 0 could wait for worker 1 at one shard, and worker 1
+for worker 0 at another. Therefore the workers determine the boundary. The coordinator publishes a change to all
+workers that are live at this time, the change's *members*. Each member flags its next push with the change, in the
+same way for all shards. This push is the worker's last one under the old model. Every live worker is in one of three
+states:
 
     in the model     the usual state
     passed           the worker has sent its flagged push. The old model has processed that push and was then told
@@ -145,7 +146,7 @@ class ShardSync:
         if push.worker not in change.members:
             raise InvalidEventError(f"{ended}, whose members are {change.members}")
         if self._change is not None and change.number < self._change.number:
-            raise InvalidEventError(f"{ended} during {self._change.number}")
+            raise InvalidEventError(f"{ended} during change {self._change.number}")
 
     def _take(self, event: AnyEvent) -> list[AnyAction]:
         match event:

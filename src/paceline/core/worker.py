@@ -75,8 +75,9 @@ class Worker:
         data: the leases that the worker has received, and what its script has drawn from them.
         may_restart: True if the sync model may order the worker to abort and restart an iteration.
         lockstep: True if the sync model keeps all workers in lockstep.
-        updates: number of updates that shard 0 had applied when it answered last; 0 before its first answer.
-        samples: number of samples in all workers' pushes that shard 0 had received, and not dropped, by then.
+        updates: number of updates that shard 0 had applied when it last answered; 0 before its first answer.
+        samples: number of samples in all workers' pushes that shard 0 had received, and not dropped, when it last
+            answered; 0 before its first answer.
     """
 
     def __init__(
@@ -158,8 +159,9 @@ class Worker:
             contents: content of the push for each shard; None in virtual time.
             empty: True to skip the iteration, that is, to push no gradient.
             significance: |g| / |w|, if `needs_significance` is True.
-            busy_s: time that the worker took for the iteration, without waiting for others; None if it is unknown.
-            idle: True if the script does not train at the moment. Data that it has drawn belongs to a later push.
+            busy_s: time that the worker took for the iteration, not including the time that it waited for others;
+                None if it is unknown.
+            idle: True if the script is not training at the moment. Data that it has drawn belongs to a later push.
         """
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan

@@ -10,10 +10,11 @@ vectors that the optimizer stores for each vector of weights. A run needs
                                              to P for answers that are still being sent when the weights change
 
 plus `PROCESS_BYTES` for each process (launcher, servers and workers). When training begins, the weights in the
-regions, n P in total, replace the weights of the workers' models, which are then freed. All processes run by then,
-so the memory *still to be allocated* at that time is the size in the table minus n P: besides its model, each worker
-needs P over shared memory and up to 3 P over streams. With shared memory and a sync model that keeps all workers in
-lockstep, they need even less: they read the servers' weights, and use the weights in their regions only at the end.
+regions, n P in total, replace the weights of the workers' models, which are then freed. All processes are running by
+then, so the memory *still to be allocated* at that time is the size in the table minus n P: besides its model, each
+worker needs P over shared memory and up to 3 P over streams. With shared memory and a sync model that keeps all
+workers in lockstep, the workers need even less: they read the servers' weights, and use the weights in their regions
+only at the end.
 
 The 3 P for reading the weights consist of a copy that is queued at the servers, the vectors into which the launcher
 receives this copy, and the named tensors that it creates from these vectors. The launcher reads the weights when the

@@ -68,7 +68,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         workers: number of workers.
         servers: number of servers. Server i holds the shards whose index modulo `servers` is i.
         shards: number of slices into which the parameters are divided.
-        slicing: "even" for slices of equal size, or "by-parameter" for slices of about equally many whole parameters.
+        slicing: "even" for slices of equal size, or "by-parameter" for slices that contain about the same number of
+            whole parameters.
         overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
             have pushed to all shards.
         sync: the sync model, or one model per shard, and any planned changes, in the notation of the command line.
@@ -144,8 +145,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return models
 
     def require_runnable(self, models: Sequence[SyncModel]) -> None:
-        """Check that this run can switch to the given sync models. User-defined conditions must be in modules
-        that were named at launch.
+        """Check that this run can switch to the given sync models.
+
+        User-defined conditions must be in modules that were named at launch.
 
         Raises:
             ConfigurationError: the run cannot change to these models; the message says why.

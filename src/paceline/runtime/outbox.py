@@ -1,4 +1,4 @@
-"""Sends a worker's gradient over streams in pieces, some of which are sent while the backward pass still runs.
+"""Sends a worker's gradient over streams in pieces, some of them while the backward pass is still running.
 
 FluentPS overlaps communication with computation (section III): while the gradients of the first layers are still
 being computed, the gradients of the last layers are already being sent. Until the iteration is committed, the servers
@@ -138,7 +138,7 @@ class Outbox:
 def _checksum(piece: memoryview) -> tuple[int, int]:
     """Return two checksums of a piece. Each checksum detects changes that the other may miss.
 
-    This function processes 5 GB/s. The size of a piece is always a multiple of 64 bytes, so the piece
-    can be read as 64-bit integers.
+    This function processes 5 GB/s. The size of a piece is always a multiple of 64 bytes, so the piece can be read as
+    64-bit integers.
     """
     return zlib.crc32(piece), int(np.add.reduce(np.frombuffer(piece, dtype=np.uint64)))

@@ -11,8 +11,8 @@ __all__ = ["Repeating"]
 class Repeating:
     """A context in which a background thread calls a function repeatedly.
 
-    The end of the context waits for a call that is in progress. If a call raises an exception, there are no further
-    calls, and the exception is raised at the end of the context, unless the context ends with another exception.
+    On exit, the context waits for the end of a call that is in progress. If a call raises an exception, there are no
+    further calls, and the exception is raised on exit, unless the context ends with another exception.
 
     Args:
         function: the function to call.

@@ -79,7 +79,7 @@ class ServerMemory:
         return Region.attach(self._model.layout, descriptor, channels=channels)
 
     def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
-        """Return shard -> (inbox for a worker's pushes, its gradient as tensors), in `region` or in new memory."""
+        """Return, for each shard, an inbox in `region` or in new memory, and its gradient as tensors."""
         inboxes = {}
         for index, shard in self._slices.items():
             inbox: Inbox = SharedInbox(region, shard) if region is not None else StreamedInbox(shard)

@@ -73,7 +73,7 @@ STATUS_INTERVAL_S = 0.1
 HEARING_INTERVAL_S = 200e-6
 GOODBYE_TIMEOUT_S = 5.0
 USUAL_ITERATIONS = 15  # number of iterations whose median is the usual computing time
-LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script does not train
+LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script is not training
 
 # The payload of a commit need not be copied, because it does not change until the commit is answered.
 LENT: Final = "until the answer"
@@ -382,7 +382,7 @@ class WorkerSession:
 
     @_exclusive
     def _stand_in(self) -> None:
-        """While the script does not train, push without a gradient, if other workers may wait for a push."""
+        """While the script is not training, push without a gradient if other workers may be waiting for a push."""
         self._hear_coordinator()
         if not self._core.is_awaited:
             return

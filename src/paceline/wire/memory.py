@@ -12,9 +12,9 @@ slices are sent as the payload of messages.
 
 If all workers run in lockstep, even the weights need not be copied. With shared memory, there is another region, the
 *master*, which contains the weights that the servers update. The coordinator creates the master, and all processes
-map it. As long as no update is applied while a worker could be computing with the weights, pulls
-are answered *in place*: the workers read the weights in the master. Workers map the master privately (see `follow`).
-So if a script edits its weights, which is an error, it changes only its own copy.
+map it. As long as no update is applied while a worker could be computing with the weights, pulls are answered *in
+place*: the workers read the weights in the master. Workers map the master privately (see `follow`). So if a script
+edits its weights, which is an error, it changes only its own copy.
 
 A `Region` is one block of memory, divided into vectors. An `Inbox` is the server's view of a worker's region. There
 is one inbox for each pair of worker and shard: a `SharedInbox` over shared memory, or a `StreamedInbox` over a
@@ -258,7 +258,7 @@ class StreamedInbox:
     def places(self, pieces: Sequence[int]) -> list[memoryview]:
         if not all(0 <= piece < len(self.pieces) for piece in pieces):
             raise ProtocolError(
-                f"the gradient has {len(self.pieces)} pieces, numbered from 0, got the numbers {pieces[:8]}"
+                f"the gradient has {len(self.pieces)} pieces, numbered from 0, but the message names {pieces[:8]}"
             )
         return cut_pieces(self.gradient, [self.pieces[piece] for piece in pieces])
 

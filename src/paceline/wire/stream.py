@@ -17,8 +17,9 @@ memory for a payload only after it has reached the position of the message in th
 messages.
 
 One call of `receive` does a bounded amount of work, no matter how much a peer sends: it receives from the socket at
-most `FILLS` times, and before and after each time reads the data that the ring contains at that moment. No complete
-message is left in the buffer, so a level-triggered selector reports reliably whether there is more to receive.
+most `FILLS` times. Each time, both before and afterwards, it also reads the data that the ring contains at that
+moment. No complete message is left in the buffer, so a level-triggered selector reports reliably whether there is
+more to receive.
 """
 
 from __future__ import annotations
@@ -353,7 +354,7 @@ class Stream(Generic[T]):
     def _fill(self) -> bool:
         """Receive available data with one call: first into the current payload, then into the buffer.
 
-        Return False if less data was received than there is room for, which means that no more data is available.
+        Return False if less data was received than there was room for, which means that no more data is available.
         """
         if self._start == self._end:
             self._start = self._end = 0
