@@ -144,9 +144,8 @@ class Coordinator:
         self._first = notation(schedule.first)
         self._sync = JobSync(self._first, seed)
         self._connected: set[int] = set()  # workers
-        self._registered: dict[
-            int, Register
-        ] = {}  # worker that has registered and has not left -> its message
+        # Worker that has registered and has not left -> its message.
+        self._registered: dict[int, Register] = {}
         self._addresses: dict[int, str] = {}  # connected server -> its address
         self._ready: set[int] = set()  # servers that have received their shards
         self._left = set(late)  # workers that have finished, were lost, or will be admitted later
