@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from typer.core import TyperCommand
 
 from paceline.cli.options import AsJson
-from paceline.cli.progress import shown_progress
+from paceline.cli.progress import TellShare, shown_progress
 from paceline.cli.terminal import interruptible, print_json, read_numbers, read_whole, run_app
 from paceline.errors import ConfigurationError
 
 __all__ = ["NOTHING_LEFT", "app", "main"]
+
+Result = TypeVar("Result")
 
 NOTHING_LEFT = "there are no results, and all processes have been stopped"
 
@@ -85,15 +89,8 @@ def transport(
         systems=tuple(systems.split(",")),
     )
     plan.require_sound()
-    console = Console(stderr=True)
-    _announce(console, benchmark.estimate_s(plan))
-    with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
-        rows = benchmark.measure(plan, tell)
-    if as_json:
-        print_json(rows)
-        return
-    for table in benchmark.tables(rows, rounds):
-        Console().print(table, "")
+    rows = _measured(benchmark.estimate_s(plan), lambda tell: benchmark.measure(plan, tell))
+    _show(rows, benchmark.tables(rows, rounds), as_json=as_json)
 
 
 @app.command("overlap")
@@ -137,14 +134,8 @@ def overlap(
             raise ConfigurationError(
                 f"cannot save the picture as {str(picture)!r}: the folder does not exist. Create it first."
             )
-    console = Console(stderr=True)
-    _announce(console, benchmark.estimate_s(plan))
-    with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
-        report = benchmark.measure(plan, tell)
-    if as_json:
-        print_json(report)
-    else:
-        Console().print(benchmark.table(report))
+    report = _measured(benchmark.estimate_s(plan), lambda tell: benchmark.measure(plan, tell))
+    _show(report, [benchmark.table(report)], as_json=as_json)
     if picture is not None:
         save(benchmark.picture(report), picture)
 
@@ -212,15 +203,8 @@ def simulator(as_json: AsJson = False) -> None:
     """
     from . import simulator as benchmark
 
-    console = Console(stderr=True)
-    _announce(console, benchmark.estimate_s())
-    with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
-        report = benchmark.measure(tell)
-    if as_json:
-        print_json(report)
-        return
-    for table in benchmark.tables(report):
-        Console().print(table, "")
+    report = _measured(benchmark.estimate_s(), benchmark.measure)
+    _show(report, benchmark.tables(report), as_json=as_json)
 
 
 @app.command("unequal")
@@ -231,14 +215,8 @@ def unequal(as_json: AsJson = False) -> None:
     """
     from . import unequal as benchmark
 
-    console = Console(stderr=True)
-    _announce(console, benchmark.estimate_s())
-    with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
-        rows = benchmark.measure(tell)
-    if as_json:
-        print_json(rows)
-    else:
-        Console().print(benchmark.table(rows))
+    rows = _measured(benchmark.estimate_s(), benchmark.measure)
+    _show(rows, [benchmark.table(rows)], as_json=as_json)
 
 
 @app.command("data")
@@ -249,18 +227,24 @@ def data(as_json: AsJson = False) -> None:
     """
     from . import data as benchmark
 
+    report = _measured(benchmark.estimate_s(), benchmark.measure)
+    _show(report, benchmark.tables(report), as_json=as_json)
+
+
+def _measured(estimate_s: float, measure: Callable[[TellShare], Result]) -> Result:
+    """Announce how long a measurement takes, carry it out while its progress is shown, and return its result."""
     console = Console(stderr=True)
-    _announce(console, benchmark.estimate_s())
-    with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
-        report = benchmark.measure(tell)
-    if as_json:
-        print_json(report)
-        return
-    for table in benchmark.tables(report):
-        Console().print(table, "")
-
-
-def _announce(console: Console, estimate_s: float) -> None:
     minutes = estimate_s / 60
     estimate = f"about {minutes:.0f} min on two cores" if minutes >= 1 else "a minute or less"
     console.print(f"This takes {estimate}.")
+    with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
+        return measure(tell)
+
+
+def _show(result: object, tables: Iterable[Table], *, as_json: bool) -> None:
+    """Print a result as JSON or as tables."""
+    if as_json:
+        print_json(result)
+        return
+    for table in tables:
+        Console().print(table, "")
