@@ -321,6 +321,25 @@ def test_a_request_that_contradicts_an_earlier_one_is_refused(second: dict[str, 
     assert ledger.counts() == counts
 
 
+def test_a_refused_request_opens_no_account() -> None:
+    ledger = DataLedger()
+    with pytest.raises(ProtocolError, match="no more than it has drawn"):
+        ledger.request(
+            0,
+            0,
+            "a",
+            0,
+            Order(100, 2, False, "dynamic", ""),
+            drawn=1,
+            committed=2,
+            now_s=0.0,
+            live={0},
+            lockstep=False,
+        )
+    assert ledger.counts() == {}
+    assert not ledger.has_leases(0)
+
+
 class Office:
     """A coordinator of two workers that train with ASP and one server."""
 

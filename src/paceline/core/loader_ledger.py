@@ -100,8 +100,8 @@ class LoaderLedger:
         return self._order, self._opened
 
     def has_leases(self, worker: int) -> bool:
-        account = self._accounts[worker]
-        if account.leases or account.forgotten:
+        account = self._accounts.get(worker)
+        if account is not None and (account.leases or account.forgotten):
             return True
         return any(worker in split.shares for split in self._splits.values())
 
@@ -109,7 +109,7 @@ class LoaderLedger:
         self, worker: int, epoch: int, order: Order, drawn: int, committed: int, end: tuple[int, int] | None
     ) -> None:
         """Raise `ProtocolError` if a request contradicts the worker's earlier requests, or itself."""
-        account = self._accounts[worker]
+        account = self._accounts.get(worker) or _Account()  # a refused request must not open an account
         if epoch < account.epoch:
             raise ProtocolError(
                 f"worker {worker} requests data of epoch {epoch}, after data of epoch {account.epoch}"
