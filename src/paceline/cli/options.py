@@ -1,7 +1,7 @@
 """The command-line options.
 
-An option whose value is one of a few names accepts any text here. The library checks the name, so that an unknown one
-is refused in the same words as in Python.
+An option whose value is one of a few names accepts any text here. The library checks the name, so that an unknown
+name is rejected with the same message as in Python.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ Pace = Annotated[
         "--pace",
         metavar="S,S,...",
         help="Minimum duration of an iteration in seconds, one number per worker. A worker that finishes an "
-        "iteration earlier sleeps until this time has passed. The number is for a batch of the loader's size and is "
-        "proportional to the size; .02+.03 stands for a fixed part of .02 and a proportional part of .03.",
+        "iteration earlier sleeps until this time has passed. The number applies to a batch of the loader's size; "
+        "for other sizes, the duration changes in proportion. .02+.03 stands for a fixed part of .02 and a "
+        "proportional part of .03.",
         show_default=False,
         rich_help_panel="Emulating unequal machines",
     ),
@@ -153,7 +154,7 @@ Slowdown = Annotated[
         "--slowdown",
         metavar="X,X,...",
         help="Factors >= 1 by which the workers' compute times are multiplied, one factor per worker. The times are "
-        "measured, so they depend on the size of a batch as on the real machine.",
+        "measured, so they depend on the batch size just as they do on the real machine.",
         show_default=False,
         rich_help_panel="Emulating unequal machines",
     ),
@@ -173,8 +174,8 @@ BatchOption = Annotated[
     typer.Option(
         "--batch",
         metavar="<equal|balanced>",
-        help="Sizes of the batches that paceline.distribute hands out: equal for all workers, or balanced: in "
-        "proportion to each worker's speed. The joint batch of all workers stays the same.",
+        help="Sizes of the batches that paceline.distribute hands out. equal: the same size for all workers. "
+        "balanced: sizes in proportion to the workers' speeds. The joint batch of all workers stays the same.",
         rich_help_panel="Run",
     ),
 ]

@@ -58,8 +58,8 @@ def simulate(
         typer.Option(
             "--samples",
             min=1,
-            help="Number of samples in an epoch. Every model then runs for whole epochs instead of for a time, with "
-            "equal and with balanced batches, and the models are ranked by the time per epoch.",
+            help="Number of samples in an epoch. Every model then runs for whole epochs instead of a fixed time, "
+            "with equal and with balanced batches, and the models are ranked by the time per epoch.",
             show_default=False,
         ),
     ] = None,
@@ -99,7 +99,9 @@ def simulate(
     from ..sim import Dataset
 
     if samples is not None and (sweep is not None or script is not None):
-        raise ConfigurationError("--samples cannot be combined with --sweep or --script; omit it.")
+        raise ConfigurationError(
+            "--samples cannot be combined with --sweep or --script; give only one of them."
+        )
     if sweep is not None and script is not None:
         raise ConfigurationError("--sweep and --script cannot be combined; give one of them.")
     try:

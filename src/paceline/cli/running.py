@@ -62,7 +62,10 @@ class RunCommand(TyperCommand):
 
 
 def _strays(arguments: list[str], options: set[str]) -> list[str]:
-    """Return the `options` that occur in `arguments` before any lone --, as --name, --name=value, -n or -n4."""
+    """Return the `options` that occur in `arguments` before any lone --.
+
+    An option may have the form --name, --name=value, -n or -n4.
+    """
     named = []
     for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
         name = argument.partition("=")[0]

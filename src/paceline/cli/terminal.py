@@ -103,10 +103,10 @@ def read_numbers(name: str, text: str | None) -> list[float] | None:
 def read_paces(text: str | None) -> list[tuple[float, float]] | None:
     """Parse the paces of the workers, for example .05,.02+.03.
 
-    Each pace is returned as a pair: its fixed part and its part that is proportional to the batch size, in seconds.
+    Each pace is returned as a pair, in seconds: the fixed part, and the part that is proportional to the batch size.
 
     Raises:
-        ConfigurationError: the text has another form.
+        ConfigurationError: the text does not have this form.
     """
     if text is None:
         return None
@@ -135,7 +135,10 @@ def read_whole(name: str, number: float) -> int:
 
 
 def load_named_models(sync: str, imports: Sequence[str] | None) -> None:
-    """Import the installed models named in `sync` and the modules in `imports`, also from the current directory."""
+    """Import the installed models named in `sync`, and the modules in `imports`.
+
+    The modules may be in the current directory.
+    """
     from ..plugins import load_models
 
     if imports and os.getcwd() not in sys.path:

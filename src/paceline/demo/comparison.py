@@ -1,4 +1,4 @@
-"""Compares sync models, and equal with balanced batches, for the demo.
+"""Compares sync models for the demo, and equal batches with balanced ones.
 
 Four workers train on handwritten digits, and one of them is three times slower than the others. A table and a picture
 show how much time is lost by waiting for the slowest worker, and how much of it is saved by an elastic barrier or by

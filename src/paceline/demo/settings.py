@@ -51,7 +51,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The sync model, and the sizes of the batches if they are balanced."""
+        """The name of the sync model, marked if the batches are balanced."""
         return run_name(self.sync, self.batch)
 
     def __str__(self) -> str:
@@ -72,7 +72,8 @@ SETTINGS = (
 )
 """The settings of the demo, each with the best learning rate and momentum that a search found.
 
-BSP learns the same with equal and with balanced batches, so both have the same learning rate and momentum.
+BSP makes the same updates with equal and with balanced batches, so both settings have the same learning rate and
+momentum.
 
 The search (`make tune`) tries momentum 0 and 0.9, each with a grid of learning rates that is extended until the best
 point lies inside the grid. All points are measured with one seed. The best few and their neighbors are measured with

@@ -54,8 +54,9 @@ def distribute(
             part. Any other iterable is split at its output: every worker produces all batches and skips those of the
             other workers.
         split: "dynamic" hands out each batch when a worker needs it, so a fast worker receives more of them; "static"
-            gives all workers equal shares of every joint batch; "auto" chooses "static" for an epoch if the sync
-            model keeps all workers in lockstep when the epoch begins, as `bsp` does, and "dynamic" otherwise.
+            gives all workers equal shares of every joint batch (one batch of each worker); "auto" chooses "static"
+            for an epoch if the sync model keeps all workers in lockstep when the epoch begins, as `bsp` does, and
+            "dynamic" otherwise.
         batch: "equal" gives all workers batches of the loader's size; "balanced" gives a faster worker larger batches
             and a slower worker smaller ones, so that all of them take the same time for a batch. The joint batch of
             all workers has the same samples in both cases. Default: the option `--batch` of the run, or "equal" if it
@@ -90,7 +91,7 @@ def distribute_at(
     batch: BatchSizing | None = None,
     max_batch: int | None = None,
 ) -> Iterable[T]:
-    """Distribute a loader, as if the script called `distribute` at this place. See `call_site`."""
+    """Distribute a loader as if the script had called `distribute` at `site`. See `call_site`."""
     if split not in get_args(Split):
         raise unknown_name("split", split, get_args(Split))
     if batch is not None and batch not in BATCH_SIZINGS:
@@ -231,7 +232,7 @@ class Stream:
 
     @property
     def free(self) -> bool:
-        """True if another source may take over the stream: its source no longer exists, or this cannot be known."""
+        """True if another source may take over the stream: its source no longer exists, or cannot be tracked."""
         return not self._weak or self._key() is None
 
     def adopt(self, key: object) -> None:
@@ -299,7 +300,7 @@ class Part:
 
     Attributes:
         number: this worker's number for the stream of the source.
-        taken: the batches that were taken and not yet drawn by the script.
+        taken: the batches that were taken but have not been drawn by the script yet.
     """
 
     def __init__(self, source: Source, session: Session, stream: Stream, division: Division) -> None:
@@ -376,7 +377,7 @@ class Part:
         order, source = self._order(batch.epoch), self._source
         if source.once and (batch.epoch != self._epoch or batch.start < order.start):
             raise ConfigurationError(
-                "this worker must use items that another worker received but did not use, but a "
+                "this worker must use items that another worker received but did not use. However, a "
                 f"{type(source.inner).__name__} can be iterated over only once. Give distribute() an object that can "
                 "produce the items again, such as a DataLoader or a list."
             )

@@ -26,7 +26,7 @@ __all__ = ["EpochOrder"]
 # Items are drawn in chunks of this size, because saving the states of the generators takes time.
 CHUNK = 1024
 DIGESTED = 256  # number of items at the beginning of the order that `digest` covers
-MOST_DIGESTED_BYTES = 1 << 16  # of each tensor
+MOST_DIGESTED_BYTES = 1 << 16  # maximum number of bytes of each tensor that `digest` covers
 
 
 class EpochOrder:

@@ -28,9 +28,9 @@ def epochs(
     """Return the numbers of the epochs to train, for a `for` loop.
 
     If several limits are given, the first one that is reached ends the loop. All limits count from the beginning of
-    the loop. In a run, the first worker that finds that the time, the updates or the samples have reached their limit
-    stops the loop in all workers: each worker finishes its current iteration, and its pass over a distributed loader
-    ends. Outside a run, the loop ends after the current epoch.
+    the loop. In a run, the first worker to notice that the limit on time, updates or samples has been reached stops
+    the loop in all workers: each worker finishes its current iteration, and its pass over a distributed loader ends.
+    Outside a run, the loop ends after the current epoch.
 
     If a worker is lost in the last epochs and has not used all of its data, the workers that have not finished their
     last epoch by then make one more pass, over this data only. The number of the last epoch is then repeated.
@@ -108,8 +108,8 @@ class Epochs:
         self._session = session
         self._number = -1  # set when the loop begins
         self._begun_s = math.inf
-        # The progress at the beginning of the loop. None if it is not known yet, because this worker has joined the
-        # run while the others were in a later loop of the script.
+        # The progress at the beginning of the loop. None if it is not known yet, because this worker joined the run
+        # while the others were in a later loop of the script.
         self._begun: Progress | None = None
         self._stopped = False
 

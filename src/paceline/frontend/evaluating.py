@@ -40,7 +40,7 @@ def evaluating(model: Model) -> Iterator[Model]:
     Raises:
         UsageError: `model` is not a module, or `step()` or `evaluating()` was called inside the context.
         WeightsChangedError: weights have been changed since the last step.
-        PeerLostError: the run has ended during the evaluation. Raised at the end of the context.
+        PeerLostError: the run ended during the evaluation. Raised at the end of the context.
 
     Example:
         >>> import paceline, torch

@@ -23,8 +23,9 @@ import torch
 
 __all__ = ["GeneratorStates", "generators_lock"]
 
-# The generators belong to the whole process. A thread holds this lock while it saves or replaces their states, and as
-# long as it draws from states that it will exchange again. A thread may hold it twice: a sampler may use another one.
+# The generators belong to the whole process. A thread holds this lock while it saves or replaces their states, and
+# while it draws from states that are set only temporarily. A thread may acquire the lock again while it holds it,
+# because a sampler may use another sampler.
 generators_lock = RLock()
 
 _KEY_BYTES = 624 * 4

@@ -87,10 +87,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             closure: a function that clears the gradients, computes the loss, calls `backward()` and returns the
                 loss. SpecSync can abort and restart a computation only if it runs in a closure. Without a closure,
                 the current gradients of the parameters are pushed.
-            samples: number of samples of which the gradient is the mean. When pushes are averaged, each of them is
-                weighted by this number. Default: the number of samples that were drawn from the distributed loader
-                since the last step. Give the number if the loss is a mean over something else, such as tokens, and 1
-                if it is a sum.
+            samples: number of samples over which the gradient is averaged. When pushes are averaged, each of them is
+                weighted by this number. Default: the number of samples that have been drawn from the distributed
+                loader since the last step. If the loss is a mean over something else, such as tokens, give their
+                number; if the loss is a sum, give 1.
 
         Returns:
             The result of the closure; None if there is no closure. If the result is a number or a tensor of one

@@ -1,7 +1,8 @@
 """How far a script has come with the data of a distributed loader.
 
-With a dynamic split, a worker's own number of iterations says little about the progress of the job: a fast worker
-makes more of them than a slow one. The position of a batch in the order of its epoch says it exactly.
+With a dynamic split, a worker's own iteration count says little about the progress of the job, because a fast
+worker performs more iterations than a slow one. The position of a batch in the order of its epoch shows the progress
+exactly.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class Position:
 
     Attributes:
         drawn: number of batches that the script of this worker has drawn.
-        epoch: the epoch to which the batches belong that the job hands out, as far as the drawn batches show.
+        epoch: the epoch whose batches the job is handing out, as far as the drawn batches show.
         joint_batches: number of joint batches of this epoch that the job has begun, as far as the drawn batches show.
         passes: number of passes over the loader that have begun.
-        in_pass: True while the script makes a pass.
+        in_pass: True while the script is making a pass.
         dynamic: True if the data of the current pass is handed out dynamically.
     """
 
@@ -47,19 +48,20 @@ class Position:
         try:
             yield
         finally:
-            # The iterator of an earlier pass may exist for longer than that of this one.
+            # The iterator of an earlier pass may outlive that of a later one. Only the end of the latest pass clears
+            # `in_pass`.
             self.in_pass = self.in_pass and self.passes != number
 
     def draw(self, batch: Batch) -> None:
         """Record that the script has drawn a batch."""
         self.drawn += 1
-        # A batch that was returned by a lost worker may come before the others, even in an earlier epoch.
+        # A batch that was returned by a lost worker may precede the others, and may even belong to an earlier epoch.
         begun = batch.epoch, batch.start // self._joint + 1
         self.epoch, self.joint_batches = max(begun, (self.epoch, self.joint_batches))
 
 
 def current_position(session: Session) -> Position | None:
-    """Return the position in the loader over which a worker makes a pass; None if it makes no pass."""
+    """Return the position in the loader over which a worker is making a pass; None if it is not making a pass."""
     found = _positions.get(session)
     position = found() if found is not None else None
     return position if position is not None and position.in_pass else None

@@ -44,9 +44,9 @@ def prepare(
     """Make a model, its optimizer, a loader and a scheduler ready for a run.
 
     This is the same as `DistributedOptimizer(optimizer, model=model)` and `distribute(loader)`. In addition, a
-    scheduler that is stepped in every iteration follows the progress of the job in the data, instead of the number of
-    iterations of one worker. So write the schedule for `len(loader)` steps per epoch, where `loader` is the given
-    loader. It then fits any number of workers, even if a fast one receives more batches than a slow one. In one
+    scheduler that is stepped in every iteration follows the job's progress through the data, instead of the iteration
+    count of one worker. So write the schedule for `len(loader)` steps per epoch, where `loader` is the given loader.
+    The schedule then fits any number of workers, even if a fast one receives more batches than a slow one. In one
     iteration, the schedule may advance by several steps or by none, and it stops quietly at its end. A scheduler that
     is stepped once per epoch works as usual. Outside a run, the loader and the scheduler are returned unchanged.
 

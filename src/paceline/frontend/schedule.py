@@ -1,8 +1,8 @@
-"""Learning-rate schedules that follow the progress of the job instead of the number of iterations of one worker.
+"""Learning-rate schedules that follow the progress of the job instead of the iteration count of one worker.
 
 A schedule that is stepped once per iteration, such as `OneCycleLR(total_steps=epochs * len(loader))`, assumes that
-the script makes `len(loader)` iterations in each epoch. In a run, the workers share them. With a dynamic split, a
-fast worker makes more of them than a slow one.
+the script performs `len(loader)` iterations in each epoch. In a run, the workers share these iterations. With a
+dynamic split, a fast worker performs more of them than a slow one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ log = logging.getLogger("paceline.frontend.schedule")
 
 
 class JobScheduler:
-    """Wraps a scheduler, so that it follows the progress of the job if it is stepped in every iteration.
+    """Wraps a scheduler, so that it follows the progress of the job if the script steps it in every iteration.
 
-    A call of `step()` is one of these if it happens during a pass over the loader, and the optimizer has made at most
-    one step since the last call. The wrapped scheduler is then stepped as often as is needed to reach the number of
-    steps that belongs to the position of the job: `length` steps per epoch, or fewer if the script steps the
-    scheduler only once in several batches. Any other call steps the wrapped scheduler once. All other attributes are
-    those of the wrapped scheduler.
+    A call of `step()` belongs to an iteration if it happens during a pass over the loader, and the optimizer has made
+    at most one step since the last call. Such a call steps the wrapped scheduler as often as necessary to reach the
+    number of steps that corresponds to the position of the job: `length` steps per epoch, or fewer if the script
+    steps the scheduler only once every few batches. Any other call steps the wrapped scheduler once. All other
+    attributes are those of the wrapped scheduler.
 
     Args:
         scheduler: the scheduler to wrap.
         optimizer: the distributed optimizer.
         position: how far the script has come with the data.
-        length: number of batches in an epoch for which the schedule was written; None if it is not known. Each call
-            then steps the wrapped scheduler once.
+        length: number of batches per epoch for which the schedule was written. If this number is not known (None),
+            each call steps the wrapped scheduler once.
         joint: number of these batches in a joint batch of all workers.
     """
 
@@ -55,15 +55,15 @@ class JobScheduler:
         self._length = length
         self._joint = joint
         self._optimizer_steps = 0  # since the last call of `step`
-        self._calls = 0  # number of calls in an iteration
-        self._target = 0  # number of steps that follow from these calls
+        self._calls = 0  # number of calls that belonged to an iteration
+        self._target = 0  # number of steps that the scheduler should have made in them
         optimizer.register_step_post_hook(self._count)
 
     def step(self, *arguments: Any, **options: Any) -> None:
         """Step the wrapped scheduler. See the description of this class."""
         optimizer_steps, self._optimizer_steps = self._optimizer_steps, 0
         scheduler, position, length = self._scheduler, self._position, self._length
-        # In a run, the wrapped optimizer makes no steps. Without this, the scheduler would warn of that.
+        # In a run, the wrapped optimizer makes no steps. Without this flag, the scheduler would warn about that.
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
         in_iteration = position.in_pass and optimizer_steps <= 1
         if length is None or arguments or options or not in_iteration:
@@ -89,7 +89,7 @@ class JobScheduler:
 
 
 class ScheduleWatch:
-    """Warns once if the learning rate follows a worker's own number of iterations, but the data does not.
+    """Warns once if the learning rate follows a worker's own iteration count, but the data is split dynamically.
 
     Args:
         session: this worker's session.
@@ -115,8 +115,8 @@ class ScheduleWatch:
         if last is not None and last[:2] == self._last[:2] and last[2] != rates:
             self._warned = True
             log.warning(
-                "The learning rate changes within an epoch, but workers make different numbers of iterations in an "
-                "epoch, because each batch is handed out when a worker needs it. Let the schedule follow the "
+                "The learning rate changes within an epoch, but the number of iterations per epoch differs between "
+                "workers, because each batch is handed out when a worker needs it. Let the schedule follow the "
                 "progress of the job: model, optimizer, loader, scheduler = paceline.prepare(model, optimizer, "
                 "loader, scheduler)."
             )

@@ -44,8 +44,8 @@ class Session(Protocol):
         lockstep: True if the sync model keeps all workers in lockstep. May change between iterations.
         skips_nan: True if gradients with NaN or inf are not pushed, False if such gradients stop the run.
         iteration: number of iterations that this worker has committed.
-        updates: number of updates of the weights since training began, when the last pull was answered.
-        samples: number of samples that all workers together had used by then, as far as it is known.
+        updates: number of updates of the weights from the beginning of training to the answer to the last pull.
+        samples: number of samples that all workers together had used by that answer, as far as it is known.
         weights: dtype -> flat vector of the weights. Filled by `begin`.
         gradients: dtype -> flat vector of the gradients. Filled by `begin`.
         on_moved: function that the session calls after it has moved `weights` to other memory.
@@ -135,7 +135,7 @@ class Session(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Pull the current weights between two iterations, without a push. This waits for no other worker."""
+        """Pull the current weights between two iterations, without a push. This does not wait for other workers."""
         ...
 
     def idle(self) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
 """What `distribute` splits: the items of a loader or another iterable, and how batches are made from them.
 
 A `DataLoader` is split by the indices that its sampler yields, so that each worker loads only its own part. Any other
-iterable is split by the objects that it yields: every worker must produce all of them, and keeps its own part.
+iterable is split by the objects that it yields: every worker must produce all of them, and keeps only its own part.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Source(Protocol):
         batch: number of items in a batch.
         drop_last: True if an incomplete last batch is left out.
         chunk: number of items that are drawn at a time from the order of an epoch.
-        once: True if the items can be iterated over only once, as those of a generator.
+        once: True if the items can be iterated over only once, like those of a generator.
         counts_samples: True if each item is one sample.
         inner: the object whose attributes the distributed loader exposes.
-        divisible: True if batches of other sizes than `batch` can be made.
+        divisible: True if batches of sizes other than `batch` can be made.
         warnings: sentences about how the data is split, for the user.
     """
 
@@ -148,7 +148,7 @@ class IndexSource:
         return len(items[0]) if isinstance(items[0], Sized) else None
 
     def _plain(self, sampler: Iterable[Any]) -> Iterable[Any]:
-        """Return the sampler itself, or for a `DistributedSampler` a sampler over the whole dataset."""
+        """Return the sampler itself or, for a `DistributedSampler`, a sampler over the whole dataset."""
         if isinstance(sampler, BatchSampler) and isinstance(sampler.sampler, DistributedSampler):
             return BatchSampler(self._plain(sampler.sampler), sampler.batch_size, sampler.drop_last)
         if not isinstance(sampler, DistributedSampler):

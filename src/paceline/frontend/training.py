@@ -97,8 +97,8 @@ class WorkerTraining:
         """Raise `UsageError` if the script evaluates the model."""
         if self._idle:
             raise UsageError(
-                f"{call} was called inside `with paceline.evaluating(...)`. End the evaluation first: in it, other "
-                "workers continue without this one."
+                f"{call} was called inside `with paceline.evaluating(...)`. End the evaluation first: while it "
+                "lasts, other workers continue without this one."
             )
 
     def require_same(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -212,7 +212,8 @@ def training_of(session: Session) -> WorkerTraining | None:
     return found() if found is not None else None
 
 
-# The references are weak, because a `WorkerTraining` refers to its session, the key, which would never be freed.
+# The references are weak: a `WorkerTraining` refers to its session, which is the key, so with a strong reference the
+# session would never be freed.
 _trainings: WeakKeyDictionary[Session, ref[WorkerTraining]] = WeakKeyDictionary()
 
 

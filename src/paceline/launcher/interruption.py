@@ -27,7 +27,7 @@ class Interrupted(KeyboardInterrupt):
 
     Attributes:
         words: message that says which processes have ended.
-        summary: the summary of the run until then; {} if training had not begun.
+        summary: the summary of the run up to that point; {} if training had not begun.
     """
 
     def __init__(self, words: str, summary: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class Terminated(SystemExit):
     Attributes:
         number: number of the signal.
         words: message that says which processes have ended.
-        summary: the summary of the run until then; {} if training had not begun.
+        summary: the summary of the run up to that point; {} if training had not begun.
     """
 
     def __init__(self, number: int, words: str, summary: dict[str, Any]) -> None:

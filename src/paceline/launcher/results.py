@@ -1,7 +1,7 @@
 """The results of a run: the weights and the summary.
 
-The weights are saved first, so that they are not lost if a later step fails. A failure to write
-another file does not make the run fail.
+The weights are saved first, so that they are not lost if a later step fails. A failure to write another file does not
+make the run fail.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def summarize(
         faults: messages about problems that did not end the run.
         crashed: indices of the workers that have crashed.
         weights: path of the saved weights.
-        ended: "finished", or "interrupted" by a signal.
+        ended: "finished", or "interrupted" if a signal ended the run.
     """
     job = coordinator.job
     run_dir = Path(job.run_dir)
@@ -174,7 +174,7 @@ def summarize(
 
 
 def _epochs(data: DataLedger, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known about the epochs of the loader of which most samples were used.
+    """Return what is known about the epochs of the loader from which the most samples were used.
 
     `batches_per_push` is larger than 1 if the script accumulated gradients over several batches.
     """

@@ -108,7 +108,7 @@ class LiveRun:
         coordinator: the run's coordinator, which has not been started yet.
         placement: the machines of the processes.
         console: console for the progress display.
-        interruption: counts the signals that ask the run to end.
+        interruption: counter of the signals that ask the run to end.
         snapshot_every_s: see `launch`.
     """
 
