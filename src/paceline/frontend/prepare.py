@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable
 from typing import Any, TypeVar, overload
 
 import torch
@@ -15,6 +15,7 @@ from .data import DistributedLoader, call_site, distribute_at
 from .optimizer import DistributedOptimizer
 from .schedule import JobScheduler
 from .session import worker_count
+from .sources import length_of
 
 __all__ = ["prepare"]
 
@@ -77,7 +78,7 @@ def prepare(
             "Create it with this optimizer, before prepare()."
         )
     distributed = DistributedOptimizer(optimizer, model=model)
-    length = _length(loader)
+    length = length_of(loader)
     # If the loader is already distributed, its batches are those of one worker, not joint batches.
     joint = 1 if isinstance(loader, DistributedLoader) else worker_count()
     if not isinstance(loader, DistributedLoader):
@@ -88,10 +89,3 @@ def prepare(
         return model, distributed, loader, scheduler
     distributed.schedule_watch = None
     return model, distributed, loader, JobScheduler(scheduler, distributed, loader.position, length, joint)
-
-
-def _length(loader: Iterable[Any]) -> int | None:
-    try:
-        return len(loader) if isinstance(loader, Sized) else None
-    except TypeError:  # a loader over data without a length
-        return None

@@ -36,7 +36,7 @@ class JobScheduler:
     Args:
         scheduler: the scheduler to wrap.
         optimizer: the distributed optimizer.
-        position: how far the script has come with the data.
+        position: how far the script has progressed through the data.
         length: number of batches per epoch for which the schedule was written. If this number is not known (None),
             each call steps the wrapped scheduler once.
         joint: number of these batches in a joint batch of all workers.
@@ -98,9 +98,8 @@ class ScheduleWatch:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._warned = session.workers == 1
-        self._last: tuple[Position, int, list[object]] | None = (
-            None  # position, number of the pass, learning rates
-        )
+        # position, number of the pass, and learning rates at the last step
+        self._last: tuple[Position, int, list[object]] | None = None
 
     def look(self, groups: Sequence[HyperParameters]) -> None:
         """Compare the learning rates of a step with those of the step before."""

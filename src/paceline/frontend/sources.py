@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from ..errors import ConfigurationError
 
-__all__ = ["Source", "source_of"]
+__all__ = ["Source", "length_of", "source_of"]
 
 
 L = TypeVar("L", bound=Iterable[Any])
@@ -119,7 +119,7 @@ class IndexSource:
         sampler: Iterable[Any] = loader.batch_sampler if self._whole_batches else loader.sampler  # type: ignore[assignment]
         self._sampler = self._plain(sampler)
         self.counts_samples = not self._whole_batches
-        self.size = _length(self._sampler)
+        self.size = length_of(self._sampler)
         self.batch = 1 if self._whole_batches else loader.batch_size or 1
         self.drop_last = bool(loader.drop_last) and not self._whole_batches
         self.divisible = loader.batch_size is not None and self.size is not None
@@ -176,7 +176,7 @@ class ItemSource:
         self.key: object = items
         self.inner: object = items
         self.warnings: list[str] = []
-        self.size: int | None = _length(items)
+        self.size: int | None = length_of(items)
         # Some loaders are their own iterators and begin anew with each pass. Such loaders usually have a length.
         self.once = isinstance(items, Iterator) and self.size is None
         self._items = items
@@ -247,7 +247,8 @@ def _described(items: Iterable[Any]) -> str:
     return f"{name} over an IterableDataset" if over_stream else name
 
 
-def _length(items: Iterable[Any]) -> int | None:
+def length_of(items: Iterable[Any]) -> int | None:
+    """Return the length of an iterable; None if it is unknown."""
     try:
         return len(items) if isinstance(items, Sized) else None
     except (TypeError, NotImplementedError):
