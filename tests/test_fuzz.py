@@ -498,21 +498,21 @@ class Attacker:
 
     def to_coordinator(self, puppet: Puppet) -> list[tuple[Message, int]]:
         """What a worker may tell the coordinator now, and what it never may."""
-        choice, model, its = self.choice, puppet.bench.model, puppet.core.iteration
+        choice, model, iteration = self.choice, puppet.bench.model, puppet.core.iteration
         token = puppet.bench.job.token
         words: list[Message] = [
             Hello(token, choice.choice(("worker", "server", "reader")), choice.randrange(30)),
             Register(model),
-            IterationFinished(its),
-            IterationFinished(its, choice.randrange(3), None),
-            IterationFinished(its, None, choice.randrange(1, 3)),
-            IterationStarted(its),
-            IterationStarted(its + 1),
-            AllCommitted(its),
+            IterationFinished(iteration),
+            IterationFinished(iteration, choice.randrange(3), None),
+            IterationFinished(iteration, None, choice.randrange(1, 3)),
+            IterationStarted(iteration),
+            IterationStarted(iteration + 1),
+            AllCommitted(iteration),
             SyncRequested("script", choice.randrange(2), choice.choice(SYNCS)),
             SyncRequested("schedule", 0, choice.choice(SYNCS + BAD_SYNCS)),
             SyncRequested("script", choice.randrange(3), choice.choice(BAD_SYNCS)),
-            Status(its, choice.choice((None, 0.5, math.nan)), "computing"),
+            Status(iteration, choice.choice((None, 0.5, math.nan)), "computing"),
             WorkerFinished(),
             Ready(),
             Failed("reason", "traceback"),
@@ -521,14 +521,14 @@ class Attacker:
             CreateShards(model, puppet.shards, "asp", (0,), 0),
             Shutdown(),
             WorkerLost(0),
-            PullAllowed(its),
+            PullAllowed(iteration),
             Bell(),
         ]
         return [(word, 0) for word in words]
 
     def to_server(self, puppet: Puppet) -> list[tuple[Message, int]]:
         """The same for a server, with the sizes of the payloads."""
-        choice, its = self.choice, puppet.core.iteration
+        choice, iteration = self.choice, puppet.core.iteration
         shard = choice.choice(puppet.shards)
         commit, parts = puppet.commit_of(shard)
         content = commit.content
@@ -557,9 +557,9 @@ class Attacker:
             (replace(commit, content=replace(content, groups=self.groups(puppet))), size_bytes),
             (Stage(shard.index, content.pieces), size_bytes),
             (Stage(shard.index, content.pieces * choice.randrange(4)), size_bytes),
-            (PullRequested(shard.index, its), 0),
-            (PullRequested(shard.index, its - 1 if its else 0), 0),
-            (PullRepeated(shard.index, its), 0),
+            (PullRequested(shard.index, iteration), 0),
+            (PullRequested(shard.index, iteration - 1 if iteration else 0), 0),
+            (PullRepeated(shard.index, iteration), 0),
             (FetchOptimizerState(shard.index), 0),
             (FetchSnapshot(shard.index), 0),
             (FetchWaits(), 0),
@@ -568,8 +568,8 @@ class Attacker:
             (WorkerFinished(), 0),
             (Bell(), 0),
             (Hello(puppet.bench.job.token, "worker", puppet.index), 0),
-            (Answer(shard.index, its, 0), 0),
-            (Committed(shard.index, its), 0),
+            (Answer(shard.index, iteration, 0), 0),
+            (Committed(shard.index, iteration), 0),
             (OptimizerState(shard.index), 0),
         ]
 

@@ -334,18 +334,19 @@ class SmallJob:
                 if queue and isinstance(queue[0], IterationFinished):
                     return list(self._steps_at_coordinator(state, w)), []
         if self._is_quiet(state):
-            for w, its in enumerate(state.workers):
-                if its.phase == "computing" and not its.orders:
+            for w, worker_state in enumerate(state.workers):
+                if worker_state.phase == "computing" and not worker_state.orders:
                     return list(self._pushes(state, w))[:1], []
         if not state.losses:
             for index, at in enumerate(state.servers):
                 if all(
-                    its.phase in ("finished", "lost") or w in at.owes for w, its in enumerate(state.workers)
+                    worker_state.phase in ("finished", "lost") or w in at.owes
+                    for w, worker_state in enumerate(state.workers)
                 ):
                     steps = list(self._steps_at(state, index))
                     if steps:
                         return steps, []
-        waiting = [w for w, its in enumerate(state.workers) if its.phase == "waiting"]
+        waiting = [w for w, worker_state in enumerate(state.workers) if worker_state.phase == "waiting"]
         return list(self._steps(state, self._apart)), [step for w in waiting for step in self._loss(state, w)]
 
     def plain(self, state: State) -> State:
@@ -379,7 +380,7 @@ class SmallJob:
         best: list[tuple[tuple[WorkerState, ...], Renaming]] = []
         for renaming in self._renamings:
             workers = renaming.workers(state.workers)
-            numbers = [number[its] for its in workers]
+            numbers = [number[worker_state] for worker_state in workers]
             if not best or numbers < least:
                 least, best = numbers, [(workers, renaming)]
             elif numbers == least:
@@ -406,7 +407,15 @@ class SmallJob:
         least = min((renaming.coordinator_core(core) for renaming in self._renamings), default=core)
         return {
             least,
-            *((its.phase, self._iteration(its), its.restarted, its.changed) for its in state.workers),
+            *(
+                (
+                    worker_state.phase,
+                    self._iteration(worker_state),
+                    worker_state.restarted,
+                    worker_state.changed,
+                )
+                for worker_state in state.workers
+            ),
         }
 
     def coordinator_differs(self) -> str:
@@ -429,16 +438,19 @@ class SmallJob:
 
     def check_end(self, state: State) -> None:
         """Check a terminal state: all work is done and, if `agree`, the shards have averaged the same pushes."""
-        for w, its in enumerate(state.workers):
-            assert its.phase in ("finished", "lost"), (
-                f"deadlock: worker {w} is {its.phase} at iteration {self._iteration(its)}; "
+        for w, worker_state in enumerate(state.workers):
+            assert worker_state.phase in ("finished", "lost"), (
+                f"deadlock: worker {w} is {worker_state.phase} at iteration {self._iteration(worker_state)}; "
                 + "; ".join(
                     f"shard {s}: {shard.sync.waits()}"
                     for s, at in enumerate(state.servers)
                     for shard in self._servers[at.core].shards.values()
                 )
             )
-        changed = max((its.changed for its in state.workers if its.phase == "finished"), default=0)
+        changed = max(
+            (worker_state.changed for worker_state in state.workers if worker_state.phase == "finished"),
+            default=0,
+        )
         for at in state.servers:
             assert not at.held, f"all workers have left, but the pushes {at.held} have not been applied"
             assert at.view.changed >= changed, (
@@ -446,15 +458,15 @@ class SmallJob:
             )
         if not self._agree:
             return
-        survivors = {w for w, its in enumerate(state.workers) if its.phase == "finished"}
+        survivors = {w for w, worker_state in enumerate(state.workers) if worker_state.phase == "finished"}
         joint = []
         for at in state.servers:
             kept = (tuple(key for key in mean if key[0] in survivors) for mean in at.means)
             joint.append({mean for mean in kept if mean})
         assert all(groups == joint[0] for groups in joint), f"shards have averaged different pushes: {joint}"
 
-    def _iteration(self, its: WorkerState) -> int:
-        return self._workers[its.core].iteration
+    def _iteration(self, worker_state: WorkerState) -> int:
+        return self._workers[worker_state.core].iteration
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -463,10 +475,10 @@ class SmallJob:
 
         If `patient`, leave out the pushes of workers that still have a message to the coordinator in flight.
         """
-        for w, its in enumerate(state.workers):
-            if its.phase == "absent":
+        for w, worker_state in enumerate(state.workers):
+            if worker_state.phase == "absent":
                 yield f"worker {w} joins", lambda w=w: self._join(state, w)  # type: ignore[misc]
-            elif its.phase == "computing" and not (patient and state.coordinator.queues[w]):
+            elif worker_state.phase == "computing" and not (patient and state.coordinator.queues[w]):
                 yield from self._pushes(state, w)
                 if self._may_request(state):
                     label = f"worker {w} requests {self._changes[state.requested]}"
@@ -533,22 +545,22 @@ class SmallJob:
 
     def _pushes(self, state: State, w: int) -> Iterator[Step]:
         """Yield the steps in which a worker receives messages, then pushes or restarts its iteration."""
-        its = state.workers[w]
+        worker_state = state.workers[w]
         while True:
-            core = self._workers[its.core]
+            core = self._workers[worker_state.core]
             what = "pushes iteration"
             if core._change is not None:
                 what = f"sends its last push before change {core._change.number}, for iteration"
             elif core._plan is not None and core.iteration >= core._plan[1]:
                 what = "stops after iteration"
             label = f"worker {w} {what} {core.iteration}"
-            yield label, lambda its=its: self._push(state, w, its)  # type: ignore[misc]
-            if not its.orders:
+            yield label, lambda worker_state=worker_state: self._push(state, w, worker_state)  # type: ignore[misc]
+            if not worker_state.orders:
                 return
-            order = its.orders[0]
+            order = worker_state.orders[0]
             match order:
                 case RestartOrdered():
-                    assert not its.restarted, (
+                    assert not worker_state.restarted, (
                         f"worker {w} is told twice to restart iteration {core.iteration}"
                     )
                 case ChangePublished():
@@ -561,11 +573,13 @@ class SmallJob:
                     )
                 case _:
                     raise AssertionError(f"a worker cannot receive {order}")
-            number, _ = self._workers.after(its.core, Call("handle", message=order))
-            its = self._worker_pool(its._replace(core=number, orders=its.orders[1:]))
+            number, _ = self._workers.after(worker_state.core, Call("handle", message=order))
+            worker_state = self._worker_pool(
+                worker_state._replace(core=number, orders=worker_state.orders[1:])
+            )
             if self._workers[number].restart_ordered:
                 label = f"worker {w} restarts iteration {core.iteration}"
-                yield label, lambda its=its: self._restart(state, w, its)  # type: ignore[misc]
+                yield label, lambda worker_state=worker_state: self._restart(state, w, worker_state)  # type: ignore[misc]
                 return
 
     def _loss(self, state: State, w: int) -> Iterator[Step]:
@@ -594,13 +608,13 @@ class SmallJob:
 
     def _request(self, state: State, w: int) -> State:
         """Let a worker request the next change. The worker first repeats the earlier requests by other workers."""
-        its = state.workers[w]
-        number, sent = its.core, its.core
+        worker_state = state.workers[w]
+        number, sent = worker_state.core, worker_state.core
         for sync in self._changes[self._workers[sent]._asked : state.requested + 1]:
             number, outcome = self._workers.after(number, Call("request_sync", models=parse_shards(sync)))
         [request] = outcome.requests
         assert isinstance(request, Send)
-        state = self._with_worker(state, w, its._replace(core=number))
+        state = self._with_worker(state, w, worker_state._replace(core=number))
         state = self._to_coordinator(state, w, request.message)
         return state._replace(requested=state.requested + 1)
 
@@ -627,40 +641,42 @@ class SmallJob:
 
     def _start(self, state: State, w: int, started: Started) -> State:
         """Let a joining worker connect to every server and receive its first weights."""
-        its = state.workers[w]
-        if its.phase != "joining":
+        worker_state = state.workers[w]
+        if worker_state.phase != "joining":
             return state
         started = msgspec.structs.replace(started, shards=())  # slices are not hashable
-        number, _ = self._workers.after(its.core, Call("handle", message=started))
+        number, _ = self._workers.after(worker_state.core, Call("handle", message=started))
         for index, at in enumerate(state.servers):
             core, _ = self._servers.after(at.core, Call("connected", w))
             state = state._replace(
                 servers=put(state.servers, index, self._server_pool(at._replace(core=core)))
             )
             number, _ = self._workers.after(number, Call("handle", message=Answer(index, -1, 0)))
-        return self._with_worker(state, w, its._replace(phase="computing", core=number))
+        return self._with_worker(state, w, worker_state._replace(phase="computing", core=number))
 
-    def _push(self, state: State, w: int, its: WorkerState) -> State:
-        number, outcome = self._workers.after(its.core, Call("push"))
+    def _push(self, state: State, w: int, worker_state: WorkerState) -> State:
+        number, outcome = self._workers.after(worker_state.core, Call("push"))
         commit = self._workers[number].last_commit
         assert commit is not None
-        its = its._replace(
+        worker_state = worker_state._replace(
             phase="waiting",
             core=number,
             restarted=False,
-            changed=commit.change.number if commit.change is not None else its.changed,
-            orders=tuple(order for order in its.orders if not isinstance(order, RestartOrdered)),
+            changed=commit.change.number if commit.change is not None else worker_state.changed,
+            orders=tuple(order for order in worker_state.orders if not isinstance(order, RestartOrdered)),
         )
-        state = self._with_worker(state, w, its)
+        state = self._with_worker(state, w, worker_state)
         return self._send_all(state, w, outcome.requests)
 
-    def _restart(self, state: State, w: int, its: WorkerState) -> State:
-        number, outcome = self._workers.after(its.core, Call("pull_again"))
-        state = self._with_worker(state, w, its._replace(phase="waiting", core=number, restarted=True))
+    def _restart(self, state: State, w: int, worker_state: WorkerState) -> State:
+        number, outcome = self._workers.after(worker_state.core, Call("pull_again"))
+        state = self._with_worker(
+            state, w, worker_state._replace(phase="waiting", core=number, restarted=True)
+        )
         return self._send_all(state, w, outcome.requests)
 
-    def _with_worker(self, state: State, w: int, its: WorkerState) -> State:
-        return state._replace(workers=put(state.workers, w, self._worker_pool(its)))
+    def _with_worker(self, state: State, w: int, worker_state: WorkerState) -> State:
+        return state._replace(workers=put(state.workers, w, self._worker_pool(worker_state)))
 
     # -- messages in flight ------------------------------------------------------------------------------
 
@@ -770,29 +786,29 @@ class SmallJob:
 
     def _answer(self, state: State, index: int, w: int, v_train: int | None) -> State:
         """Record a shard's answer to a worker. When the last answer arrives, pass all answers to the core."""
-        its = state.workers[w]
-        if its.phase != "waiting":
+        worker_state = state.workers[w]
+        if worker_state.phase != "waiting":
             return state
         if v_train is not None:
-            its = its._replace(v_train=max(v_train, its.v_train or 0))
+            worker_state = worker_state._replace(v_train=max(v_train, worker_state.v_train or 0))
         if any(w in at.owes for at in state.servers):
-            return self._with_worker(state, w, its)
-        number = its.core
+            return self._with_worker(state, w, worker_state)
+        number = worker_state.core
         requests: tuple[Request, ...] = ()
         for shard in range(len(state.servers)):
-            answer = Answer(shard, self._workers[number].iteration, 0, its.v_train)
+            answer = Answer(shard, self._workers[number].iteration, 0, worker_state.v_train)
             number, outcome = self._workers.after(number, Call("handle", message=answer))
             requests += outcome.requests
-        return self._go_on(state, w, its._replace(core=number, v_train=None), requests)
+        return self._go_on(state, w, worker_state._replace(core=number, v_train=None), requests)
 
-    def _go_on(self, state: State, w: int, its: WorkerState, requests: Sequence[Request]) -> State:
+    def _go_on(self, state: State, w: int, worker_state: WorkerState, requests: Sequence[Request]) -> State:
         """Let a worker that has received all answers compute its next iteration, or finish."""
-        its = its._replace(phase="computing")
-        state = self._send_all(self._with_worker(state, w, its), w, requests)
-        if self._iteration(its) < self._iterations:
+        worker_state = worker_state._replace(phase="computing")
+        state = self._send_all(self._with_worker(state, w, worker_state), w, requests)
+        if self._iteration(worker_state) < self._iterations:
             return state
-        _, outcome = self._workers.after(its.core, Call("finish"))
-        state = self._with_worker(state, w, WorkerState("finished", changed=its.changed))
+        _, outcome = self._workers.after(worker_state.core, Call("finish"))
+        state = self._with_worker(state, w, WorkerState("finished", changed=worker_state.changed))
         return self._send_all(state, w, outcome.requests)
 
     # -- at the coordinator -------------------------------------------------------------------------------
@@ -840,9 +856,12 @@ class SmallJob:
 
     def _order(self, state: State, w: int, core: int, message: Message) -> State:
         """Send a message from the coordinator to a worker, unless the message comes too late to have an effect."""
-        its = state.workers[w]
-        iteration = self._iteration(its)
-        if isinstance(message, RestartOrdered) and (its.phase, iteration) != ("computing", message.iteration):
+        worker_state = state.workers[w]
+        iteration = self._iteration(worker_state)
+        if isinstance(message, RestartOrdered) and (worker_state.phase, iteration) != (
+            "computing",
+            message.iteration,
+        ):
             return state  # the worker would ignore the message
         if isinstance(message, PlanPublished):
             # After a change, the coordinator processes the events that it kept during the change. These events may
@@ -853,10 +872,12 @@ class SmallJob:
             )
             if self._any_plan:
                 message = PlanPublished(message.stop, 0)
-        done = iteration + (its.phase == "waiting" and not self._workers[its.core]._pulls_again)
-        if its.phase not in ("computing", "waiting", "joining") or done >= self._iterations:
+        done = iteration + (
+            worker_state.phase == "waiting" and not self._workers[worker_state.core]._pulls_again
+        )
+        if worker_state.phase not in ("computing", "waiting", "joining") or done >= self._iterations:
             return state
-        return self._with_worker(state, w, its._replace(orders=(*its.orders, message)))
+        return self._with_worker(state, w, worker_state._replace(orders=(*worker_state.orders, message)))
 
 
 def _in_any_order(model: SyncModel) -> bool:
