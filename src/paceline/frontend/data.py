@@ -268,8 +268,8 @@ class Streams:
         else:
             if self._count == MOST_LOADERS:
                 raise ConfigurationError(
-                    f"distribute() was called for more than {MOST_LOADERS} data sets that still exist. Delete the "
-                    "data sets that are no longer used."
+                    f"distribute() was called for more than {MOST_LOADERS} datasets that still exist. Delete the "
+                    "datasets that are no longer used."
                 )
             stream = Stream(self._count, f"{site}#{len(streams)}")
             self._count += 1
