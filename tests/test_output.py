@@ -200,10 +200,10 @@ def test_a_run_whose_logs_cannot_be_written_says_so_once_for_each_and_goes_on_to
 
     notes = sorted(line for line in stderr.splitlines() if not line.startswith("bsp, 2 workers"))
     assert len(notes) == 2
+    assert re.fullmatch(r"the log \S+/worker-1.log cannot be written: No such file or directory", notes[0])
     assert re.fullmatch(
-        r"the output for the log \S+/worker-0.log can no longer be written: .*No space left.*", notes[0]
+        r"the output for the log \S+/worker-0.log can no longer be written: .*No space left.*", notes[1]
     )
-    assert re.fullmatch(r"the log \S+/worker-1.log cannot be written: No such file or directory", notes[1])
     assert LAST_LINE in stdout.splitlines()
     assert (folder / "run" / "weights.safetensors").exists()
 
