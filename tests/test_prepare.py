@@ -233,7 +233,7 @@ def test_a_scheduler_with_a_metric_works_as_usual(run_on_threads: RunOnThreads) 
         for _ in range(EPOCHS):
             for _ in script.loader:
                 script.step()
-            script.scheduler.step(1.0)  # type: ignore[arg-type]
+            script.scheduler.step(1.0)
         return script.last
 
     assert run_on_threads(train, workers=2, sync="asp").results == {0: 0.25, 1: 0.25}
@@ -263,7 +263,7 @@ def test_the_data_is_named_by_the_place_that_calls_prepare(run_on_threads: RunOn
         model = nn.Linear(1, 1)
         _, _, first = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
         _, _, second = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-        numbers = first._part.number, second._part.number  # type: ignore[attr-defined]
+        numbers = first._part.number, second._part.number
         for _ in first:
             pass
         return numbers
@@ -281,6 +281,36 @@ def test_the_state_of_the_scheduler_is_that_of_the_wrapped_one(run_on_threads: R
         assert script.scheduler.last_epoch == 7
 
     run_on_threads(train, workers=2, sync="bsp")
+
+
+def test_parts_are_returned_in_the_order_in_which_they_were_given() -> None:
+    one, other, loader = nn.Linear(1, 1), nn.Linear(1, 2), examples()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other))
+    schedule = StepLR(second, step_size=1)
+    parts = paceline.prepare(loader, None, second, other, first, one, schedule)
+    assert parts[:2] == (loader, None)
+    assert parts[3] is other
+    assert parts[5] is one
+    assert parts[6] is schedule
+    assert [part.param_groups for part in (parts[2], parts[4])] == [second.param_groups, first.param_groups]
+    assert all(isinstance(part, paceline.DistributedOptimizer) for part in (parts[2], parts[4]))
+
+
+def test_a_single_part_is_returned_alone() -> None:
+    assert isinstance(paceline.prepare(nn.Linear(1, 1)), nn.Linear)
+
+
+def test_an_optimizer_of_none_of_the_models_is_refused() -> None:
+    one, other, third = (nn.Linear(1, 1) for _ in range(3))
+    with pytest.raises(
+        ConfigurationError, match="2 models, but none of them contains all parameters of the SGD"
+    ):
+        paceline.prepare(one, other, torch.optim.SGD(third.parameters(), lr=0.1))
+
+
+def test_a_part_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="got 3; expected modules, optimizers, loaders"):
+        paceline.prepare(nn.Linear(1, 1), 3)
 
 
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:
@@ -349,7 +379,7 @@ def test_an_iterator_that_is_kept_does_not_end_a_later_pass() -> None:
             script.step()
             script.scheduler.step()
             if not index:
-                kept.close()  # type: ignore[attr-defined]
+                kept.close()
         return script
 
     script = run(Cluster(compute_s=[1.0]), "asp", body)[0]

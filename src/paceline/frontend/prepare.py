@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -26,43 +26,50 @@ T = TypeVar("T")
 
 @overload
 def prepare(
-    model: Model, optimizer: torch.optim.Optimizer, loader: Iterable[T], scheduler: None = None
+    model: Model, optimizer: torch.optim.Optimizer, loader: Iterable[T], scheduler: None = None, /
 ) -> tuple[Model, DistributedOptimizer, Iterable[T]]: ...
 
 
 @overload
 def prepare(
-    model: Model, optimizer: torch.optim.Optimizer, loader: Iterable[T], scheduler: Scheduler
+    model: Model, optimizer: torch.optim.Optimizer, loader: Iterable[T], scheduler: Scheduler, /
 ) -> tuple[Model, DistributedOptimizer, Iterable[T], Scheduler]: ...
 
 
-def prepare(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: Iterable[Any],
-    scheduler: LRScheduler | None = None,
-) -> Any:
-    """Make a model, its optimizer, a loader and a scheduler ready for a run.
+@overload
+def prepare(model: Model, optimizer: torch.optim.Optimizer, /) -> tuple[Model, DistributedOptimizer]: ...
 
-    This is the same as `DistributedOptimizer(optimizer, model=model)` and `distribute(loader)`. In addition, a
-    scheduler that is stepped in every iteration follows the job's progress through the data, instead of the iteration
-    count of one worker. So write the schedule for `len(loader)` steps per epoch, where `loader` is the given loader.
-    The schedule then fits any number of workers, even if a fast one receives more batches than a slow one. In one
-    iteration, the schedule may advance by several steps or by none, and it stops quietly at its end. A scheduler that
-    is stepped once per epoch works as usual. Outside a run, the loader and the scheduler are returned unchanged.
+
+@overload
+def prepare(*parts: Any, scheduler: LRScheduler | None = None) -> Any: ...
+
+
+def prepare(*parts: Any, scheduler: LRScheduler | None = None) -> Any:
+    """Make the parts of a training script ready for a run: models, optimizers, loaders and schedulers.
+
+    This is the same as `DistributedOptimizer(optimizer, model=model)` for each optimizer and `distribute(loader)` for
+    each loader. In addition, a scheduler that is stepped in every iteration follows the job's progress through the
+    data, instead of the iteration count of one worker. So write the schedule for `len(loader)` steps per epoch, where
+    `loader` is the first of the given loaders. The schedule then fits any number of workers, even if a fast one
+    receives more batches than a slow one. In one iteration, the schedule may advance by several steps or by none, and
+    it stops quietly at its end. A scheduler that is stepped once per epoch works as usual. Outside a run, the loaders
+    and the schedulers are returned unchanged.
+
+    Do not pass a loader for evaluation, unless each worker is meant to evaluate on a part of the data.
 
     Args:
-        model: the module to train.
-        optimizer: the optimizer to wrap. See `DistributedOptimizer`.
-        loader: the loader to split, or one that `distribute` has returned.
-        scheduler: a scheduler from `torch.optim.lr_scheduler` that was created for `optimizer`.
+        parts: modules to train, optimizers to wrap (see `DistributedOptimizer`), loaders to split (or loaders that
+            `distribute` has returned), and schedulers from `torch.optim.lr_scheduler` that were created for one of
+            the optimizers; in any order and number. None is returned as None.
+        scheduler: a scheduler, as the last of the parts.
 
     Returns:
-        (model, optimizer, loader), or (model, optimizer, loader, scheduler) if a scheduler is given.
+        The parts in the same order, as a tuple; if there is only one part, this part alone.
 
     Raises:
-        ConfigurationError: the scheduler was created for another optimizer, or an argument cannot be used in a run.
-        UsageError: `optimizer` is a `DistributedOptimizer`, or this worker already trains with such an optimizer.
+        ConfigurationError: a part is none of these things, a scheduler was created for another optimizer, no model
+            contains all parameters of an optimizer, or a part cannot be used in a run.
+        UsageError: an optimizer is a `DistributedOptimizer`.
 
     Example:
         >>> import paceline, torch
@@ -72,20 +79,67 @@ def prepare(
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer, loader = paceline.prepare(model, optimizer, loader)
     """
-    if scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer:
-        raise ConfigurationError(
-            f"prepare() got the scheduler {type(scheduler).__name__}, which was not created for the given optimizer. "
-            "Create it with this optimizer, before prepare()."
-        )
-    distributed = DistributedOptimizer(optimizer, model=model)
-    length = length_of(loader)
-    # If the loader is already distributed, its batches are those of one worker, not joint batches.
-    joint = 1 if isinstance(loader, DistributedLoader) else worker_count()
-    if not isinstance(loader, DistributedLoader):
-        loader = distribute_at(call_site(sys._getframe(1)), loader)
-    if scheduler is None:
-        return model, distributed, loader
-    if not isinstance(loader, DistributedLoader):  # outside a run
-        return model, distributed, loader, scheduler
-    distributed.schedule_watch = None
-    return model, distributed, loader, JobScheduler(scheduler, distributed, loader.position, length, joint)
+    if scheduler is not None:
+        parts = (*parts, scheduler)
+    for part in parts:
+        if not (part is None or isinstance(part, nn.Module | torch.optim.Optimizer | LRScheduler | Iterable)):
+            raise ConfigurationError(
+                f"prepare() got {part!r}; expected modules, optimizers, loaders and learning-rate schedulers."
+            )
+    models = [part for part in parts if isinstance(part, nn.Module)]
+    optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+    loaders = [part for part in parts if _is_loader(part)]
+    for part in parts:
+        if isinstance(part, LRScheduler) and not any(part.optimizer is optimizer for optimizer in optimizers):
+            raise ConfigurationError(
+                f"prepare() got the scheduler {type(part).__name__}, which was not created for the given optimizer. "
+                "Create it with this optimizer, before prepare()."
+            )
+    wrapped = {id(each): DistributedOptimizer(each, model=_model_of(each, models)) for each in optimizers}
+    site = call_site(sys._getframe(1))
+    split = {
+        id(each): each if isinstance(each, DistributedLoader) else distribute_at(site, each)
+        for each in loaders
+    }
+
+    def prepared(part: Any) -> Any:
+        if isinstance(part, LRScheduler):
+            follow = loaders[0] if loaders else None
+            return _following(part, wrapped[id(part.optimizer)], follow, split.get(id(follow)))
+        return wrapped.get(id(part), split.get(id(part), part))
+
+    ready = tuple(map(prepared, parts))
+    return ready[0] if len(ready) == 1 else ready
+
+
+def _is_loader(part: Any) -> bool:
+    return isinstance(part, Iterable) and not isinstance(part, nn.Module)
+
+
+def _model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
+    """Return the first model that contains all parameters of an optimizer; None if no models are given.
+
+    Raises:
+        ConfigurationError: several models are given, and none of them contains all parameters.
+    """
+    if len(models) < 2:
+        return models[0] if models else None
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in models:
+        if trained <= {id(parameter) for parameter in model.parameters()}:
+            return model
+    raise ConfigurationError(
+        f"prepare() got {len(models)} models, but none of them contains all parameters of the "
+        f"{type(optimizer).__name__} optimizer. Pass one module that contains them, for example a "
+        "torch.nn.ModuleList([...])."
+    )
+
+
+def _following(scheduler: LRScheduler, optimizer: DistributedOptimizer, given: Any, loader: Any) -> Any:
+    """Return a scheduler that follows the progress through `loader`, into which `given` was made."""
+    if not isinstance(loader, DistributedLoader):  # outside a run, or without a loader
+        return scheduler
+    # If the loader was already distributed, its batches are those of one worker, not joint batches.
+    joint = 1 if given is loader else worker_count()
+    optimizer.schedule_watch = None
+    return JobScheduler(scheduler, optimizer, loader.position, length_of(given), joint)
