@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -348,7 +348,7 @@ def test_the_largest_gap_of_a_live_run_is_that_of_the_models_own_ledger(
 def test_refused_events_change_no_figure_but_the_number_of_refused_pushes() -> None:
     honest, pestered = bsp_with_two_workers(), Shard(BSP())
     for entry in honest.trace().entries:
-        event = entry.event
+        event: Any = entry.event
         if isinstance(event, WorkerFinished):
             pestered.join(event.now_s, 0, refused="worker 0 joined, but it is live already")
         pestered.note(event, *entry.actions, staleness=tuple(entry.staleness))

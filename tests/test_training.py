@@ -1187,7 +1187,7 @@ def test_ssp_with_staleness_0_waits_exactly_where_bsp_waits(
     other: SyncModel = SSP(staleness=0) if isinstance(recorded, BSP) else BSP()
     delayed = 0
     for trace in run.shards:
-        machine = other.at_shard()
+        machine: Any = other.at_shard()
         replayed = [[a for a in machine.handle(e.event) if isinstance(a, AnswerPull)] for e in trace.entries]
         assert replayed == answers(trace)
         delayed += sum(

@@ -36,6 +36,7 @@ from . import messages
 from .data_ledger import DataLedger
 from .entry import Entry, EntryRecorder
 from .job_sync import JobSync
+from .joint_norms import JointNorms
 from .layout import ShardSlice
 from .messages import (
     AllCommitted,
@@ -45,6 +46,8 @@ from .messages import (
     DataRequested,
     Failed,
     FaultReported,
+    MeanMeasured,
+    MeanMissing,
     Message,
     PlanPublished,
     PullAllowed,
@@ -138,6 +141,7 @@ class Coordinator:
         self._shards = shards
         self._slicing = slicing
         self._overlap = overlap
+        self._norms = JointNorms(shards, servers)
         self._read_sync = read_sync
         self._shortage = shortage
         self._recorder = recorder
@@ -319,6 +323,10 @@ class Coordinator:
             case PushesReported() if message.worker in self._reports:
                 self._report(sender.index, message)
                 return []
+            case MeanMeasured():
+                return self._norms.measured(message, self.lost)
+            case MeanMissing():
+                return self._norms.missing(message)
             case FaultReported():
                 self.faults.append(fault_report(message))
                 return [Warn(self.faults[-1])]
@@ -450,6 +458,7 @@ class Coordinator:
                 self.data.leave(worker, (), self._live, lost=True)
             lost = messages.WorkerLost(worker, report)
             requests += [Send(server_peer(server), lost) for server in sorted(self._addresses)]
+            requests += self._norms.lost(worker)
         else:
             self.finished.append(worker)
             self.data.leave(worker, [(batches, batches) for batches in drawn], self._live, lost=False)

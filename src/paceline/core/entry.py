@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from ..sync.actions import AnyAction
-from ..sync.events import AnyEvent
+from ..sync.events import RecordedEvent
 
 __all__ = ["Entry", "EntryRecorder"]
 
@@ -27,7 +27,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             model in force; 0 at the coordinator.
     """
 
-    event: AnyEvent
+    event: RecordedEvent
     actions: list[AnyAction] = []
     refused: str | None = None
     version: int | None = None

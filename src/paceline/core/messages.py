@@ -12,9 +12,10 @@ a push event and, if it includes a pull, a pull event.
                             DataRequested, StopRequested, Status, Warned, WorkerFinished, Failed
     coordinator -> worker   Started, Refused, PlanPublished, RestartOrdered, ChangePublished, PullAllowed,
                             DataGranted, TrainingStopped
-    server -> coordinator   Hello, Ready, WorkerWelcomed, PushesReported, FaultReported, Warned, Failed, Snapshot,
-                            Waits
-    coordinator -> server   CreateShards, WorkerJoined, WorkerLost, FetchSnapshot, FetchWaits, Shutdown
+    server -> coordinator   Hello, Ready, WorkerWelcomed, PushesReported, MeanMeasured, MeanMissing, FaultReported,
+                            Warned, Failed, Snapshot, Waits
+    coordinator -> server   CreateShards, WorkerJoined, WorkerLost, MeanClipped, MeanAwaited, FetchSnapshot,
+                            FetchWaits, Shutdown
     worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, PullRequested, PullRepeated,
                             FetchOptimizerState, WorkerFinished
     server -> worker        Committed, Answer, OptimizerState
@@ -28,7 +29,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..sync.events import Change, Number, Stop
+from ..sync.events import Change, Clip, Number, Stop
 from .layout import ShardSlice
 from .lease import Lease, Order
 from .model_spec import ModelSpec
@@ -60,6 +61,10 @@ __all__ = [
     "InitialWeights",
     "IterationFinished",
     "IterationStarted",
+    "MeanAwaited",
+    "MeanClipped",
+    "MeanMeasured",
+    "MeanMissing",
     "Message",
     "OptimizerState",
     "PlanPublished",
@@ -263,7 +268,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
     buffers: tuple[Number, ...] = ()
 
 
-class Commit(Message, frozen=True, tag=True):
+class Commit(Message, frozen=True, tag=True, omit_defaults=True):
     """A worker's finished iteration, sent to one shard: a push and, usually, the pull that follows it.
 
     The payload contains the pieces of the gradient that were not staged, followed by the buffers. With shared memory,
@@ -283,6 +288,7 @@ class Commit(Message, frozen=True, tag=True):
         pulls: False if the worker pulls later, with a `PullRequested`.
         samples: number of samples of which the gradient is the mean; None if it is unknown.
         drawn: for each distributed loader, the number of batches that the worker's script has drawn before the push.
+        clip: set if the script clips the gradient that is applied; else None.
     """
 
     shard: Number
@@ -296,6 +302,7 @@ class Commit(Message, frozen=True, tag=True):
     pulls: bool = True
     samples: Number | None = None
     drawn: tuple[Number, ...] = ()
+    clip: Clip | None = None
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -420,6 +427,50 @@ class FaultReported(Message, frozen=True, tag=True):
     reason: str
     traceback: str
     sync: str
+
+
+# -- clipping of a mean ------------------------------------------------------------------------------------
+
+
+class MeanMeasured(Message, frozen=True, tag=True):
+    """A shard has computed a mean that must be clipped, and waits for the factor. See `core.joint_norms`.
+
+    Attributes:
+        shard: index of the shard.
+        pushes: (worker, iteration) of each push in the mean.
+        max_norm: largest norm of the joint gradient, according to the most advanced worker that clips.
+        square: squared L2 norm of the shard's slice of the mean.
+    """
+
+    shard: int
+    pushes: tuple[tuple[int, int], ...]
+    max_norm: float
+    square: float
+
+
+class MeanClipped(Message, frozen=True, tag=True):
+    """The factor by which a shard must multiply a mean before it applies the mean. See the event of the same name."""
+
+    shard: int
+    pushes: tuple[tuple[int, int], ...]
+    factor: float
+
+
+class MeanAwaited(Message, frozen=True, tag=True):
+    """A worker was lost whose push is in a mean that another shard has measured.
+
+    If the shard will not measure a mean with any of these pushes, it must send a `MeanMissing`.
+    """
+
+    shard: int
+    pushes: tuple[tuple[int, int], ...]
+
+
+class MeanMissing(Message, frozen=True, tag=True):
+    """A shard will never measure a mean with any of the pushes that a `MeanAwaited` has named."""
+
+    shard: int
+    pushes: tuple[tuple[int, int], ...]
 
 
 # -- data -------------------------------------------------------------------------------------------------
@@ -629,6 +680,8 @@ FromPeerToCoordinator = (
     | DataRequested
     | StopRequested
     | PushesReported
+    | MeanMeasured
+    | MeanMissing
     | FaultReported
     | WorkerWelcomed
     | Status
@@ -648,7 +701,16 @@ FromCoordinatorToWorker = (
     | DataGranted
     | TrainingStopped
 )
-FromCoordinatorToServer = CreateShards | WorkerJoined | WorkerLost | FetchSnapshot | FetchWaits | Shutdown
+FromCoordinatorToServer = (
+    CreateShards
+    | WorkerJoined
+    | WorkerLost
+    | MeanClipped
+    | MeanAwaited
+    | FetchSnapshot
+    | FetchWaits
+    | Shutdown
+)
 FromPeerToServer = (
     Hello
     | InitialState

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from .messages import Message
+from .messages import MeanMeasured, Message
 
 __all__ = [
     "COORDINATOR",
@@ -20,6 +20,7 @@ __all__ = [
     "Apply",
     "Discard",
     "Fail",
+    "Measure",
     "Peer",
     "Preserve",
     "Proceed",
@@ -99,6 +100,28 @@ class Apply(msgspec.Struct, frozen=True, gc=False):
     scales: tuple[float, ...]
 
 
+class Measure(msgspec.Struct, frozen=True, gc=False):
+    """Compute the squared L2 norm of the sum of scaled gradients that `Apply` would use, then send `report(square)`.
+
+    The pushes remain unchanged: a later `Apply` lists them again.
+
+    Attributes:
+        shard: index of the shard.
+        pushes: (worker, iteration) of each push.
+        scales: for each push, the factor by which its gradient is multiplied.
+        max_norm: largest norm of the joint gradient.
+    """
+
+    shard: int
+    pushes: tuple[tuple[int, int], ...]
+    scales: tuple[float, ...]
+    max_norm: float
+
+    def report(self, square: float) -> Send:
+        """Return the request that sends the squared norm to the coordinator."""
+        return Send(COORDINATOR, MeanMeasured(self.shard, self.pushes, self.max_norm, square))
+
+
 class Discard(msgspec.Struct, frozen=True, gc=False):
     """Discard the gradient of a push, if it has one."""
 
@@ -148,4 +171,4 @@ class Fail(msgspec.Struct, frozen=True, gc=False):
     traceback: str = ""
 
 
-Request = Send | Timer | Apply | Discard | Preserve | Proceed | Abort | Warn | Fail
+Request = Send | Timer | Apply | Measure | Discard | Preserve | Proceed | Abort | Warn | Fail

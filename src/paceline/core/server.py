@@ -18,6 +18,7 @@ from ..errors import ConfigurationError, InternalError, ProtocolError
 from ..sync import SyncModel
 from ..sync.events import (
     AnyEvent,
+    MeanClipped,
     PullRepeated,
     PullRequested,
     PushReceived,
@@ -34,6 +35,7 @@ from .messages import (
     Committed,
     CreateShards,
     InitialWeights,
+    MeanAwaited,
     Message,
     PushesReported,
     Ready,
@@ -139,6 +141,11 @@ class Server:
                     now_s=now_s, worker=worker, iteration=message.iteration, restart=message.restart
                 )
                 return self.shard(message.shard).handle(repeat)
+            case messages.MeanClipped():
+                clipped = MeanClipped(now_s=now_s, pushes=message.pushes, factor=message.factor)
+                return self.shard(message.shard).handle(clipped)
+            case MeanAwaited():
+                return self.shard(message.shard).ask(message.pushes)
             case messages.WorkerFinished():
                 return self._leave(worker, WorkerFinished, now_s)
             case messages.WorkerLost():
@@ -161,7 +168,7 @@ class Server:
         """Return the workers that wait at each shard. `timers` must be True if the host has a pending timer."""
         described = []
         for index, shard in sorted(self.shards.items()):
-            reasons = dict(sorted(shard.sync.waits().items()))
+            reasons = dict(sorted(shard.waits().items()))
             pulls = tuple((worker, shard.sync.last_iteration(worker)) for worker in reasons)
             described.append(ShardWaits(index, str(shard.sync.sync), pulls, tuple(reasons.values())))
         return Waits(tuple(described), timers)
@@ -212,6 +219,10 @@ class Server:
                 raise ProtocolError(
                     f"its push announces a change to a sync model that cannot be used in this run: {error}"
                 ) from error
+        if commit.clip is not None and not shard.may_clip(worker):
+            raise ProtocolError(
+                f"its push clips the joint gradient, whose norm is not known under {shard.sync.sync}"
+            )
         requests = shard.handle(
             PushReceived(
                 now_s=now_s,
@@ -223,6 +234,7 @@ class Server:
                 significance=commit.significance,
                 progress=commit.progress,
                 samples=commit.samples,
+                clip=commit.clip,
             )
         )
         if commit.drawn:

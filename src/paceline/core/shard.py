@@ -7,9 +7,19 @@ from collections.abc import Sequence, Set
 from ..errors import InternalError, InvalidEventError
 from ..sync import SyncModel
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
-from ..sync.events import AnyEvent, PullRequested, PushReceived
+from ..sync.events import (
+    Clip,
+    MeanClipped,
+    PullRequested,
+    PushReceived,
+    RecordedEvent,
+    WorkerFinished,
+    WorkerLost,
+)
+from ..sync.model import agree_on_means
+from .clipped_means import ClippedMeans
 from .entry import Entry, EntryRecorder
-from .messages import Answer, FaultReported
+from .messages import Answer, FaultReported, MeanMissing
 from .requests import COORDINATOR, Apply, Discard, Preserve, Request, Send, Timer, worker_peer
 from .shard_sync import ShardSync
 from .versions import Versions
@@ -57,18 +67,30 @@ class Shard:
         self._usual_samples = usual_samples
         # (worker, iteration) of each push that is neither applied nor dropped yet -> its number of samples, if known
         self._samples: dict[tuple[int, int], int] = {}
+        # (worker, iteration) of each push that is neither applied nor dropped yet -> its flag, if the script clips
+        self._clips: dict[tuple[int, int], Clip] = {}
+        self._clipped = ClippedMeans()
+        # pushes that other shards have measured in a mean, of which the coordinator asks whether they are in one here
+        self._asked: list[tuple[tuple[int, int], ...]] = []
 
     @property
     def version(self) -> int:
-        """The number of updates that have been applied."""
-        return self._versions.version
+        """The number of updates that have been applied, not counting means that have yet to be clipped."""
+        return self._versions.version - self._clipped.kept_updates
 
-    def handle(self, event: AnyEvent) -> list[Request]:
+    def waits(self) -> dict[int, str]:
+        """Return, for each worker that waits for an answer, a description of what the answer waits for."""
+        norm = "the norms that the other shards compute in order to clip the joint gradient"
+        return dict.fromkeys(self._clipped.kept_answers, norm) | self.sync.waits()
+
+    def handle(self, event: RecordedEvent) -> list[Request]:
         """Process one event and return the requests to the host.
 
         Raises:
             InvalidEventError: the event is not allowed. The state is unchanged, and the refusal is recorded.
         """
+        if isinstance(event, MeanClipped):
+            return self._clip_mean(event)
         try:
             actions = self.sync.handle(event)
         except InvalidEventError as error:
@@ -80,6 +102,8 @@ class Shard:
             if type(event) is PushReceived and event.samples is not None:
                 self._samples[event.worker, event.iteration] = event.samples
                 self.samples += event.samples
+            if type(event) is PushReceived and event.clip is not None:
+                self._clips[event.worker, event.iteration] = event.clip
         requests: list[Request] = []
         staleness: list[tuple[int, int, int]] = []
         gap = 0
@@ -97,16 +121,21 @@ class Shard:
                 key = action.worker, action.iteration
                 staleness.append(versions.apply_one(key))
                 scale = action.scale * self._weight(key) if self._samples else action.scale
+                if self._clips and (clip := self._clips.pop(key, None)) is not None:
+                    scale *= clip.factor
                 requests.append(Apply(index, (key,), (scale,)))
             elif type(action) is ApplyMean:
                 staleness += versions.apply(action.pushes)
                 self._held.difference_update(action.pushes)
-                requests.append(Apply(index, action.pushes, self._mean_scales(action.pushes)))
+                update = Apply(index, action.pushes, self._mean_scales(action.pushes))
+                max_norm = self._max_norm(action.pushes) if self._clips else None
+                requests += [update] if max_norm is None else self._clipped.measure(update, max_norm)
             elif type(action) is HoldPush:
                 self._held.add((action.worker, action.iteration))
             elif type(action) is DropPush:
                 versions.drop(action.worker, action.iteration)
                 self.samples -= self._samples.pop((action.worker, action.iteration), 0)
+                self._clips.pop((action.worker, action.iteration), None)
                 requests.append(Discard(index, action.worker, action.iteration))
             elif type(action) is SetTimer:
                 requests.append(Timer(action.due_s, action.worker, action.iteration, index))
@@ -116,7 +145,21 @@ class Shard:
             else:
                 raise InternalError(f"a shard cannot carry out {action}", (event,))
         self._record(Entry(event, actions, None, versions.version, staleness, gap))
-        return requests
+        if self._clipped.measured:
+            if type(event) is WorkerLost or type(event) is WorkerFinished:
+                self._clipped.leave(event.worker)
+            requests = self._clipped.pass_on(requests)
+        return requests + self._replies() if self._asked else requests
+
+    def ask(self, pushes: tuple[tuple[int, int], ...]) -> list[Request]:
+        """Reply with a `MeanMissing`, now or later, if this shard will not measure a mean with any of the pushes."""
+        self._asked.append(pushes)
+        return self._replies()
+
+    def may_clip(self, worker: int) -> bool:
+        """Return True if a worker may clip the gradient that is applied (see `SyncModel.agrees_on_means`)."""
+        in_model = worker in self.sync.counts.count
+        return not in_model or agree_on_means(self.sync.changed_to or self._first)
 
     def welcome(self, worker: int) -> Send:
         """Return the request that sends a worker its first weights."""
@@ -141,6 +184,46 @@ class Shard:
         if len(counts) < len(samples) or min(counts) == max(counts):
             return (1.0 / len(pushes),) * len(pushes)
         return tuple(count / sum(counts) for count in counts)
+
+    def _max_norm(self, pushes: Sequence[tuple[int, int]]) -> float | None:
+        """Return the largest norm of a mean; None if the mean is not clipped.
+
+        The mean is clipped if any of its workers clips. If they pass different norms, the norm from the most advanced
+        worker is used, as for hyper-parameters.
+        """
+        clips = [(push, clip) for push in pushes if (clip := self._clips.pop(push, None)) is not None]
+        if not clips:
+            return None
+        _, clip = max(clips, key=lambda each: (each[0][1], -each[0][0]))
+        return clip.max_norm
+
+    def _clip_mean(self, event: MeanClipped) -> list[Request]:
+        try:
+            requests = self._clipped.clip(event.pushes, event.factor)
+        except InvalidEventError as error:
+            self._record(Entry(event, [], str(error), self._versions.version))
+            raise
+        self._record(Entry(event, version=self._versions.version))
+        return requests
+
+    def _replies(self) -> list[Request]:
+        """Return a reply for each mean that is certain to be missing here, and forget those that need no reply."""
+        missing = [pushes for pushes in self._asked if not any(map(self._may_average, pushes))]
+        self._asked = [
+            pushes for pushes in self._asked if pushes not in missing and not self._clipped.contain(pushes)
+        ]
+        return [
+            Send(COORDINATOR, MeanMissing(self.index, pushes))
+            for pushes in missing
+            if not self._clipped.contain(pushes)
+        ]
+
+    def _may_average(self, push: tuple[int, int]) -> bool:
+        """Return True if a push has been received and not applied yet, or may still be received."""
+        worker, iteration = push
+        return (
+            self._versions.is_unapplied(push) or self.sync.order.label.get(worker, iteration + 1) <= iteration
+        )
 
     @property
     def _lockstep(self) -> bool:

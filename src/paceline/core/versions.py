@@ -38,6 +38,10 @@ class Versions:
         """Record that a worker receives the current weights."""
         self._pulled[worker] = self.version
 
+    def is_unapplied(self, push: Key) -> bool:
+        """Return True if a push has been received, and is neither applied nor dropped yet."""
+        return push in self._computed_on
+
     def drop(self, worker: int, iteration: int) -> None:
         """Record that a push is dropped."""
         del self._computed_on[worker, iteration]

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import ConfigurationError, ProtocolError
-from ..sync.events import Change, Stop
-from ..sync.model import SyncModel
+from ..sync.events import Change, Clip, Stop
+from ..sync.model import SyncModel, agree_on_means
 from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
 from .data_feed import DataFeed
@@ -112,6 +112,7 @@ class Worker:
         self._plan: tuple[Stop, int] | None = None
         self._restart = -1  # the iteration that must be restarted
         self._progress: int | None = None  # if the worker is late: the round from which it must continue
+        self._clips = False  # True if the script clips the gradient that is applied
         self._follow(schedule.first)
 
     @property
@@ -152,6 +153,7 @@ class Worker:
         significance: float | None = None,
         busy_s: float | None = None,
         idle: bool = False,
+        clip: Clip | None = None,
     ) -> list[Request]:
         """Commit the current iteration to every shard.
 
@@ -162,6 +164,7 @@ class Worker:
             busy_s: time that the worker took for the iteration, not including the time that it waited for others;
                 None if it is unknown.
             idle: True if the script is not training at the moment. Data that it has drawn belongs to a later push.
+            clip: set if the script clips the gradient that is applied.
         """
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
@@ -187,6 +190,7 @@ class Worker:
                 self._overlap,
                 samples,
                 data.pushed,
+                clip,
             )
             requests.append(Send(server, commit))
         if self._notifies or self._flagged is not None:
@@ -222,6 +226,17 @@ class Worker:
         """Record that the script begins an epoch (one pass over the worker's part of the data), counted from 0."""
         self._epoch = max(self._epoch, epoch)
 
+    def require_clippable(self) -> None:
+        """Handle the script's wish to clip the gradient that is applied.
+
+        Raises:
+            ConfigurationError: the norm of this gradient is not known under the sync model in force, or under a model
+                that the schedule or the script has requested.
+        """
+        for models in (self._models, self._wanted, *(step.models for _, step in self._steps)):
+            _require_clippable(models)
+        self._clips = True
+
     def request_sync(self, models: Sequence[SyncModel], shard: int | None = None) -> list[Request]:
         """Handle the script's request to change all shards, or one shard, to another sync model.
 
@@ -245,6 +260,8 @@ class Worker:
                     f"{model} cannot be sent to the servers during the run. Put its conditions into a module that "
                     "the servers can import."
                 )
+        if self._clips:
+            _require_clippable(models)
         self._wanted = tuple(models)
         self._asked += 1
         request = Send(COORDINATOR, SyncRequested("script", self._asked - 1, notation(models)))
@@ -358,8 +375,20 @@ class Worker:
 
     def _follow(self, models: Sequence[SyncModel]) -> None:
         """Store what these models require of workers."""
+        self._models = tuple(models)
         self.needs_significance = any(model.needs_significance for model in models)
         self.may_restart = any(model.needs_starts for model in models)
         self._notifies = models[0].at_coordinator() is not None
         self.lockstep = all(model.lockstep for model in models)
         self._independent = all(model.independent for model in models)
+
+
+def _require_clippable(models: Sequence[SyncModel]) -> None:
+    """Raise `ConfigurationError` if the shards may disagree about the pushes in a mean under these models."""
+    if not agree_on_means(models):
+        raise ConfigurationError(
+            f"clip_grad_norm() needs the norm of the mean of the workers' gradients, but under {notation(models)}, "
+            "the shards may average the gradients of different workers, so this norm is not known. Use bsp, "
+            "elastic-bsp or a model that applies each gradient on arrival, such as asp, for all shards; or clip each "
+            "worker's own gradient with torch.nn.utils.clip_grad_norm_()."
+        )

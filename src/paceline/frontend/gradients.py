@@ -112,6 +112,11 @@ class Gradients:
                 return parameter.names[0]
         return None
 
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients by a factor, in place."""
+        for vector in self._vectors.values():
+            vector.mul_(factor)
+
     def _accumulated(self, index: int, notified: ref[Session] | None, parameter: torch.Tensor) -> None:
         self.adopt(index)
         session = notified() if notified is not None else None

@@ -8,6 +8,7 @@ hyper-parameters on its slice of the parameters. Outside a run, `step()` only ca
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -15,10 +16,13 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from ..core.joint_norms import clip_factor
 from ..core.model_spec import OptimizerSpec
 from ..errors import UsageError
 from ..shard.lars import LARS
 from ..shard.optimizers import read_groups, require_elementwise
+from ..sync.events import Clip
+from .clipping import gradient_norm
 from .model import find_model
 from .progress import count_step
 from .schedule import ScheduleWatch
@@ -70,6 +74,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._model = model
         self._session = current()
         self._training: WorkerTraining | None = None  # created by the first step of a run
+        self._clip: Clip | None = None  # how the gradient of the next step is clipped
         self.schedule_watch = ScheduleWatch(self._session) if self._session is not None else None
         if self._session is not None:
             _require_first(self._session)
@@ -121,7 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         stale = False
         if self._training is not None:
             self._training.require_not_idle("step()")
-            self._training.require_same([p for group in self.param_groups for p in group["params"]])
+            self._training.require_same(self._parameters())
         else:
             self._training = self._begin(self._session)
             # If the weights have just been replaced, gradients that were computed without a closure are stale.
@@ -136,8 +141,68 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups = read_groups(self._wrapped)
         if self.schedule_watch is not None:
             self.schedule_watch.look(groups)
-        self._training.commit(groups, _as_number(loss), leave_out_gradient=stale)
+        clip, self._clip = self._clip, None
+        self._training.commit(groups, _as_number(loss), leave_out_gradient=stale, clip=clip)
         return loss
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """Limit the norm of the gradient that the next step applies, over all parameters of this optimizer.
+
+        Call this method between `backward()` and `step()`, or in the closure of `step()`, after `backward()`. In a
+        run, each worker sees only its own gradient, but the servers may apply the mean of several. This method clips
+        what is applied: the mean if the synchronization model averages, else the worker's gradient. So under BSP, a
+        run with clipping equals a single process on the joint batch. `torch.nn.utils.clip_grad_norm_` would clip each
+        worker's gradient before the mean, which is not the same. Outside a run, the two are the same.
+
+        The method does not change `p.grad` in a run. If it is called several times before a step, the smallest
+        `max_norm` counts; if workers pass different values, the value of the most advanced worker counts. `LARS`
+        scales gradients before they are averaged, so with `LARS`, each worker's gradient is clipped.
+
+        Args:
+            max_norm: largest L2 norm; a number >= 0. Infinity only computes the norm.
+
+        Returns:
+            The L2 norm of this worker's own gradient.
+
+        Raises:
+            ConfigurationError: under the run's synchronization model, shards may average different gradients, so the
+                norm of their mean is not known.
+            UsageError: `max_norm` is not a number >= 0.
+
+        Example:
+            >>> import paceline, torch
+            >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+            >>> optimizer = paceline.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+            >>> weight.square().sum().backward()
+            >>> optimizer.clip_grad_norm(1.0)  # the gradient is [6, 8]
+            tensor(10.)
+            >>> optimizer.step()
+            >>> [round(number, 4) for number in weight.tolist()]
+            [2.4, 3.2]
+        """
+        if isinstance(max_norm, bool) or not isinstance(max_norm, numbers.Real) or not max_norm >= 0:
+            raise UsageError(f"max_norm is {max_norm!r}, expected a number >= 0.")
+        parameters = self._parameters()
+        if self._session is None:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        self._session.require_clippable()
+        norm = gradient_norm(parameters)
+        largest = min(float(max_norm), self._clip.max_norm if self._clip is not None else math.inf)
+        if math.isfinite(largest):
+            self._clip = Clip(max_norm=largest, factor=clip_factor(largest, norm))
+        return torch.tensor(norm)
+
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Clamp each element of this worker's own gradients to [-clip_value, clip_value], in place.
+
+        This is `torch.nn.utils.clip_grad_value_` over all parameters of this optimizer. In a run, each worker clamps
+        its gradients before the servers average them, which differs from clamping their mean.
+
+        Args:
+            clip_value: largest absolute value of an element.
+        """
+        torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state in the format of the wrapped optimizer's own `state_dict()`.
@@ -184,6 +249,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._require_not_begun("add_param_group()", f" Not added: {names}.")
         self._wrapped.add_param_group(param_group)
 
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
     def _share_groups(self) -> None:
         self.param_groups = self._wrapped.param_groups
         self.state = self._wrapped.state
@@ -197,7 +265,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _begin(self, session: Session) -> WorkerTraining:
         _require_first(session)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = self._parameters()
         group_of = tuple(index for index, group in enumerate(self.param_groups) for _ in group["params"])
         return WorkerTraining(
             session,

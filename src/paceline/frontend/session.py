@@ -20,6 +20,7 @@ from ..core.model_spec import ModelSpec
 from ..core.requests import Request
 from ..shard.vectors import Vectors
 from ..sync import SyncModel
+from ..sync.events import Clip
 from ..sync.schedule import read_schedule
 
 __all__ = ["Session", "current", "install", "set_sync", "worker_count", "worker_index"]
@@ -113,6 +114,14 @@ class Session(Protocol):
         """Tell the session that `gradients` contains a parameter's gradient, which may change until `commit`."""
         ...
 
+    def require_clippable(self) -> None:
+        """Tell the session that the script clips the gradient that is applied.
+
+        Raises:
+            ConfigurationError: the norm of this gradient is not known under the run's sync model.
+        """
+        ...
+
     def restart_ordered(self) -> bool:
         """Return True if the current computation must be aborted. Called repeatedly during a computation."""
         ...
@@ -182,6 +191,7 @@ class Session(Protocol):
         significance: float | None,
         buffers: Mapping[int, torch.Tensor],
         loss: float | None,
+        clip: Clip | None = None,
     ) -> None:
         """Push `gradients` to every shard and pull the new weights. On return, `weights` holds the new weights.
 
@@ -193,6 +203,7 @@ class Session(Protocol):
                 which it was computed; None if it is not needed.
             buffers: index -> buffer, for the buffers that have changed since the last call.
             loss: the loss to show and record, if known.
+            clip: set if the script clips the gradient that is applied.
         """
         ...
 

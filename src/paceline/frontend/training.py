@@ -18,6 +18,7 @@ from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 from ..errors import NonFiniteGradientError, UsageError
 from ..shard.optimizer_state import join_state, slice_state
 from ..shard.vectors import Vectors
+from ..sync.events import Clip
 from .buffers import Buffers
 from .gradients import Gradients
 from .model import describe_parameter, layout_of
@@ -138,7 +139,12 @@ class WorkerTraining:
         return self._restartable.run(closure)
 
     def commit(
-        self, groups: tuple[HyperParameters, ...], loss: float | None, *, leave_out_gradient: bool
+        self,
+        groups: tuple[HyperParameters, ...],
+        loss: float | None,
+        *,
+        leave_out_gradient: bool,
+        clip: Clip | None = None,
     ) -> None:
         """Push the current gradients of the parameters and pull the new weights.
 
@@ -146,6 +152,7 @@ class WorkerTraining:
             groups: the hyper-parameters of each parameter group.
             loss: the loss to record, if known.
             leave_out_gradient: True to push without a gradient. The iteration still counts as progress.
+            clip: set if the script clips the gradient that is applied.
 
         Raises:
             NonFiniteGradientError: a gradient contains NaN or inf, and the run does not skip such gradients.
@@ -167,7 +174,13 @@ class WorkerTraining:
         significance = None
         if session.needs_significance and not empty:
             significance = _norm(session.gradients) / max(_norm(session.weights), LEAST_NORM)
-        if self._scale_gradients is not None and not empty:
+        if empty:
+            clip = None
+        elif self._scale_gradients is not None:
+            if clip is not None:
+                # The norm of the scaled gradients is another one, so the clipping precedes the scaling.
+                self._gradients.scale(clip.factor)
+                clip = None
             self._scale_gradients()
         session.commit(
             present,
@@ -176,6 +189,7 @@ class WorkerTraining:
             significance=significance,
             buffers=self._buffers.changed(),
             loss=loss,
+            clip=clip,
         )
         self._weights.mark_pulled()
 

@@ -83,6 +83,12 @@ class Conditions(ConditionModel, frozen=True, repr_omit_defaults=True):
         return self.significance == "on"
 
     @property
+    def agrees_on_means(self) -> bool:
+        # A push condition may depend on the order of arrival, which differs between shards. And if a condition fails,
+        # one shard alone falls back to another model.
+        return False
+
+    @property
     def whole_job(self) -> bool:
         return self.pushes == "average"
 

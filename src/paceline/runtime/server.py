@@ -31,6 +31,8 @@ from ..core.messages import (
     Hello,
     InitialState,
     InitialWeights,
+    MeanAwaited,
+    MeanClipped,
     Message,
     OptimizerState,
     PullRepeated,
@@ -46,6 +48,7 @@ from ..core.requests import (
     COORDINATOR,
     Apply,
     Discard,
+    Measure,
     Preserve,
     Request,
     Send,
@@ -253,7 +256,7 @@ class ServerHost:
                 self._pass_on(self._coordinator, message)
             case WorkerLost() if message.worker in self._workers:
                 self._hub.expect_end(self._workers[message.worker])
-            case WorkerLost():
+            case WorkerLost() | MeanClipped() | MeanAwaited():
                 self._pass_on(self._coordinator, message)
             case FetchSnapshot():
                 self._send_snapshot(self._coordinator, message.shard)
@@ -289,6 +292,9 @@ class ServerHost:
                         self._hub.send(peer, message)
                 case Apply(shard, pushes, scales):
                     self._require_memory().stores[shard].apply(pushes, scales)
+                case Measure(shard, pushes, scales):
+                    square = self._require_memory().stores[shard].squared_norm(pushes, scales)
+                    self._perform([request.report(square)])
                 case Discard(shard, worker, iteration):
                     self._require_memory().stores[shard].discard(worker, iteration)
                 case Preserve(shard, worker, iteration):

@@ -51,6 +51,7 @@ from ..errors import PeerLostError, ProtocolError
 from ..shard.buffers import pack
 from ..shard.store import Vectors
 from ..sync import SyncModel
+from ..sync.events import Clip
 from ..sync.schedule import read_schedule
 from ..trace.records import IterationRecord
 from ..wire.addresses import connect, is_local
@@ -261,6 +262,9 @@ class WorkerSession:
     def lockstep(self) -> bool:
         return self._core.lockstep
 
+    def require_clippable(self) -> None:
+        self._core.require_clippable()
+
     @_exclusive
     def restart_ordered(self) -> bool:
         self._hear_coordinator()
@@ -349,6 +353,7 @@ class WorkerSession:
         significance: float | None,
         buffers: Mapping[int, torch.Tensor],
         loss: float | None,
+        clip: Clip | None = None,
     ) -> None:
         assert self._region is not None
         assert self._begun_s is not None
@@ -373,7 +378,7 @@ class WorkerSession:
         first = self._core.last_commit is None
         busy_s = None if first else max(0.0, pushed_s - begun_s - self._supply_s)
         self._supply_s = 0.0
-        requests = self._core.push(contents, empty=empty, significance=significance, busy_s=busy_s)
+        requests = self._core.push(contents, empty=empty, significance=significance, busy_s=busy_s, clip=clip)
         self._perform(requests, payloads)
         self._await_answers(loss)
         if self._outbox is not None:

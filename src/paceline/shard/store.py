@@ -14,7 +14,7 @@ import msgspec
 from ..core.layout import ShardSlice
 from ..core.model_spec import HyperParameters, OptimizerSpec
 from .slice_optimizers import optimizer_of_slice
-from .vectors import Vectors
+from .vectors import Vectors, squared_norm
 
 __all__ = ["Push", "Store", "Vectors"]
 
@@ -79,6 +79,11 @@ class Store:
             lambda parameter: any(push.present[parameter] for push in taken),
             taken[newest].groups,
         )
+
+    def squared_norm(self, pushes: Sequence[Key], scales: Sequence[float]) -> float:
+        """Return the squared L2 norm of the gradient with which `apply` would take a step, in double precision."""
+        gradients = [self._pushes[key].gradient for key in pushes]
+        return sum(squared_norm([each[dtype] for each in gradients], scales) for dtype in self.weights)
 
     def discard(self, worker: int, iteration: int) -> None:
         """Discard a push if it is stored."""

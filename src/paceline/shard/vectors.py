@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..core.layout import Layout, ShardSlice
 
-__all__ = ["Vectors", "dtype_name", "parameter_views", "segment_views", "torch_dtype"]
+__all__ = ["Vectors", "dtype_name", "parameter_views", "segment_views", "squared_norm", "torch_dtype"]
+
+CHUNK = 128 * 1024
+"""Number of elements that are converted to double precision at a time: few enough for the CPU cache."""
 
 Vectors = dict[str, torch.Tensor]
 """Mapping from dtype to flat vector: the weights or the gradients of a whole model or of one shard."""
@@ -35,3 +40,20 @@ def parameter_views(layout: Layout, vectors: Vectors) -> list[torch.Tensor]:
 def segment_views(bounds: ShardSlice, vectors: Vectors) -> list[torch.Tensor]:
     """Return, for each segment of a shard, a flat view of its part of the shard's vectors."""
     return [vectors[s.dtype][s.start : s.stop] for s in bounds.segments]
+
+
+def squared_norm(vectors: Sequence[torch.Tensor], scales: Sequence[float] = (1.0,)) -> float:
+    """Return the squared L2 norm of the sum of some flat vectors of equal length, each multiplied by its scale.
+
+    The sum has the dtype of the vectors, and its squares are added in double precision.
+
+    >>> squared_norm([torch.tensor([2.0, 6.0]), torch.tensor([4.0, 2.0])], [0.5, 0.5])
+    25.0
+    """
+    square = 0.0
+    for first, *others in zip(*(vector.split(CHUNK) for vector in vectors), strict=True):
+        total = first if not others and scales[0] == 1.0 else first * scales[0]
+        for other, scale in zip(others, scales[1:], strict=True):
+            total.add_(other, alpha=scale)
+        square += float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
+    return square

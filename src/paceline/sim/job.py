@@ -20,6 +20,7 @@ from ..core.requests import (
     Apply,
     Discard,
     Fail,
+    Measure,
     Peer,
     Preserve,
     Proceed,
@@ -37,6 +38,7 @@ from ..errors import InternalError, RunFailedError
 from ..sync import SyncModel
 from ..sync.arithmetic import log as ln
 from ..sync.draws import uniform
+from ..sync.events import Clip
 from ..sync.schedule import Schedule
 from .cluster import Cluster
 from .kernel import SECOND_NS, STILL, TIMER, Kernel, nanoseconds
@@ -91,6 +93,8 @@ class ShardStore(Protocol):
 
     def apply(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> None: ...
 
+    def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float: ...
+
     def discard(self, worker: int, iteration: int) -> None: ...
 
     def preserve(self, worker: int, iteration: int) -> None: ...
@@ -104,6 +108,9 @@ class NullStore:
 
     def apply(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> None:
         pass
+
+    def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float:
+        return 0.0
 
     def discard(self, worker: int, iteration: int) -> None:
         pass
@@ -268,6 +275,7 @@ class VirtualJob:
         empty: bool = False,
         significance: float | None = None,
         loss: float | None = None,
+        clip: Clip | None = None,
     ) -> None:
         """Push to every shard, then pull. `Driver.answered` is called when every shard has answered the pull.
 
@@ -277,12 +285,13 @@ class VirtualJob:
             empty: True to push without a gradient.
             significance: |g| / |w|, the ratio of the gradient's norm to the weights' norm; None if it is not needed.
             loss: loss of the iteration, which is recorded; None if it is unknown.
+            clip: set if the script clips the gradient that is applied.
         """
         state = self.workers[worker]
         state.pushed_s = self.kernel.now_s
         state.loss = loss
         busy_s = (self.kernel.now_ns - state.started_ns) / SECOND_NS
-        requests = state.core.push(empty=empty, significance=significance, busy_s=busy_s)
+        requests = state.core.push(empty=empty, significance=significance, busy_s=busy_s, clip=clip)
         self._from_worker(worker, requests, pushes)
 
     def pull_again(self, worker: int) -> None:
@@ -529,6 +538,9 @@ class VirtualJob:
                     self._to_worker(server, request.to.index, "control", 0, request.message)
             elif type(request) is Apply:
                 self._stores[request.shard].apply(request.pushes, request.scales)
+            elif type(request) is Measure:
+                square = self._stores[request.shard].squared_norm(request.pushes, request.scales)
+                self._from_server(server, [request.report(square)])
             elif type(request) is Discard:
                 self._stores[request.shard].discard(request.worker, request.iteration)
             elif type(request) is Preserve:
@@ -556,7 +568,9 @@ class VirtualJob:
                     self.bytes_sent["control"] += HEADER_BYTES
                     state = self.workers[to.index]
                     state.from_coordinator.send(0, self._at_worker, to.index, state.life, message)
-                case Send(to, message):  # a report that a worker was lost; the servers already know this
+                case Send(
+                    to, message
+                ):  # a lost worker, which the servers already know, or a factor of a mean
                     self._from_server(
                         to.index, self._servers[to.index].handle(COORDINATOR, message, self.kernel.now_s)
                     )

@@ -33,6 +33,7 @@ from ..shard.store import Push, Store, Vectors
 from ..shard.vectors import torch_dtype
 from ..sync import SyncModel
 from ..sync.draws import uniform
+from ..sync.events import Clip
 from ..sync.schedule import Schedule, read_schedule
 from .job import VirtualJob
 from .strand import Strand
@@ -360,6 +361,9 @@ class VirtualSession:
     def lockstep(self) -> bool:
         return self._core.lockstep
 
+    def require_clippable(self) -> None:
+        self._core.require_clippable()
+
     def restart_ordered(self) -> bool:
         """Return True if the current computation must be aborted.
 
@@ -433,6 +437,7 @@ class VirtualSession:
         significance: float | None,
         buffers: Mapping[int, torch.Tensor],
         loss: float | None,
+        clip: Clip | None = None,
     ) -> None:
         training = self._training
         pushes: list[Push] = []
@@ -452,7 +457,9 @@ class VirtualSession:
             self.commit_waits = None
             if buffers:
                 training.keep_buffers(self.worker, buffers)
-            training.job.push(self.worker, pushes, empty=empty, significance=significance, loss=loss)
+            training.job.push(
+                self.worker, pushes, empty=empty, significance=significance, loss=loss, clip=clip
+            )
 
         if self._passed:
             send()

@@ -38,5 +38,9 @@ class BSP(SyncModel, frozen=True, repr_omit_defaults=True):
     def lockstep(self) -> bool:
         return True
 
+    @property
+    def agrees_on_means(self) -> bool:
+        return True
+
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
         return ConditionMachine(lambda state: state.progress < state.v_train, average=True)

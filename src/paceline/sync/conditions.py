@@ -154,6 +154,10 @@ class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=Tru
         if self.push_scale not in PUSH_SCALES:
             raise unknown_name(f"push_scale of {self.name}", self.push_scale, PUSH_SCALES)
 
+    @property
+    def agrees_on_means(self) -> bool:
+        return True
+
 
 class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Base class for models that apply each push on arrival and may delay pulls.

@@ -56,6 +56,10 @@ class DSSP(SyncModel, frozen=True, repr_omit_defaults=True):
         require_count(self.name, "lower", self.lower, 0)
         require_order(self.name, "lower", self.lower, "upper", self.upper)
 
+    @property
+    def agrees_on_means(self) -> bool:
+        return True
+
     def require_runnable(self, workers: int) -> None:
         # The range is limited, because the server processes no pushes while it tries every r in [0, upper - lower].
         require_within(self.name, "upper", self.upper, 0, self.lower + MOST_TO_SPEND)

@@ -83,6 +83,10 @@ class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True):
         return True
 
     @property
+    def agrees_on_means(self) -> bool:
+        return True
+
+    @property
     def needs_plans(self) -> bool:
         return True
 

@@ -17,13 +17,16 @@ import msgspec
 __all__ = [
     "AnyEvent",
     "Change",
+    "Clip",
     "Event",
     "IterationFinished",
     "IterationStarted",
+    "MeanClipped",
     "Number",
     "PullRepeated",
     "PullRequested",
     "PushReceived",
+    "RecordedEvent",
     "Stop",
     "SyncRequested",
     "TimerFired",
@@ -60,6 +63,19 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     number: Number
     members: tuple[Number, ...]
     sync: str
+
+
+class Clip(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The flag on a push of which the script clips the gradient: the norm of what is applied is bounded.
+
+    Attributes:
+        max_norm: largest L2 norm of the mean that contains this push.
+        factor: factor by which the gradient is multiplied if the push is applied on arrival. The worker computes it
+            from the norm of its own gradient.
+    """
+
+    max_norm: Annotated[float, msgspec.Meta(ge=0)]
+    factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -115,6 +131,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
         progress: set by a worker that was told to continue from a later round. The push is for that round, and c_p
             becomes at least `progress` + 1.
         samples: number of samples over which the gradient is averaged; None if it is unknown.
+        clip: set if the script clips the gradient that is applied. No model depends on it.
     """
 
     worker: int
@@ -125,6 +142,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
     significance: float | None = None
     progress: int | None = None
     samples: int | None = None
+    clip: Clip | None = None
 
 
 class PullRequested(Event, frozen=True, kw_only=True, tag=True):
@@ -205,6 +223,18 @@ class SyncRequested(Event, frozen=True, kw_only=True, tag=True):
     sync: str
 
 
+class MeanClipped(Event, frozen=True, kw_only=True, tag=True):
+    """All shards have reported the norm of their part of a mean. The shard itself handles this event, not the model.
+
+    Attributes:
+        pushes: (worker, iteration) of each push in this shard's part of the mean.
+        factor: the factor by which the mean is multiplied, which is the same at all shards.
+    """
+
+    pushes: tuple[tuple[int, int], ...]
+    factor: float
+
+
 AnyEvent = (
     WorkerJoined
     | WorkerLost
@@ -217,4 +247,7 @@ AnyEvent = (
     | IterationStarted
     | SyncRequested
 )
-"""Any event. Traces contain only events of these types."""
+"""Any event that a host of a sync model can receive."""
+
+RecordedEvent = AnyEvent | MeanClipped
+"""Any event of a trace."""

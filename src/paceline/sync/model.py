@@ -13,6 +13,7 @@ forbids some legal events as well, the machine rejects them in its method `check
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
@@ -39,6 +40,7 @@ __all__ = [
     "Machine",
     "ShardMachine",
     "SyncModel",
+    "agree_on_means",
     "require_count",
     "require_order",
     "require_within",
@@ -250,6 +252,15 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         return False
 
     @property
+    def agrees_on_means(self) -> bool:
+        """True if every mean contains the same pushes at all shards, apart from pushes of lost workers.
+
+        Also True if the model applies every push on arrival. Only under such a model can the norm of a whole mean be
+        computed, which is necessary to clip the joint gradient.
+        """
+        return False
+
+    @property
     def independent(self) -> bool:
         """True if no worker ever waits for another worker."""
         return False
@@ -291,6 +302,15 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
             if value != field.default or isinstance(value, int | float)
         ]
         return f"{self.name}:{','.join(shown)}" if shown else self.name
+
+
+def agree_on_means(models: Sequence[SyncModel]) -> bool:
+    """Return True if shards with these models agree on means (see `SyncModel.agrees_on_means`).
+
+    Args:
+        models: one model for all shards, or one for each shard.
+    """
+    return len(set(models)) == 1 and models[0].agrees_on_means
 
 
 def _plain(value: object) -> object:

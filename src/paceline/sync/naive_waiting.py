@@ -44,6 +44,10 @@ class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
     delay_s: float
 
     @property
+    def agrees_on_means(self) -> bool:
+        return True
+
+    @property
     def independent(self) -> bool:
         return True
 

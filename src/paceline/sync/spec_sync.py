@@ -96,6 +96,10 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
         return True
 
     @property
+    def agrees_on_means(self) -> bool:
+        return True
+
+    @property
     def independent(self) -> bool:
         return self.base.independent
 

@@ -28,6 +28,11 @@ class ShardChecks:
     def record(self, at: ServerState, entry: Entry, index: int) -> ServerState:
         """Check the actions that one event caused at a server's shard, and return the new state of the server."""
         assert entry.refused is None, entry.refused
+        if isinstance(entry.event, events.MeanClipped):
+            assert not entry.actions, (
+                f"{entry.event} caused {entry.actions}, expected no actions of the model"
+            )
+            return at
         view = _seen(at.view, entry.event)
         if isinstance(entry.event, events.PushReceived | events.WorkerLost | events.WorkerFinished):
             view = self._advanced(view, index)  # only these events can close a round

@@ -31,6 +31,7 @@ import msgspec
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush
 from ..sync.events import (
     AnyEvent,
+    MeanClipped,
     PullRepeated,
     PullRequested,
     PushReceived,
@@ -375,6 +376,8 @@ class _ShardMeter:
             self.max_gap = entry.gap
         if entry.version is not None:
             self.updates = entry.version
+        if isinstance(event, MeanClipped):
+            return
         if kind is PushReceived:
             self._receive(event)  # type: ignore[arg-type]
         elif kind is PullRequested:

@@ -7,13 +7,15 @@ exact.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 from ..core.coordinator import Coordinator
 from ..core.entry import Entry
 from ..core.shard import Shard
 from ..errors import InvalidEventError
 from ..plugins import load_models
-from ..sync.events import AnyEvent
+from ..sync.events import RecordedEvent
 from ..sync.schedule import read_schedule
 from .recording import Header, Memory, Trace
 
@@ -37,14 +39,14 @@ class Replay:
         self._memory = Memory(header)
         if header.host == "shard":
             shard = Shard(header.index, schedule.first, header.seed, recorder=self._memory)
-            self._take = shard.handle
+            self._take: Callable[[Any], object] = shard.handle
         else:
             coordinator = Coordinator(
                 schedule, workers=0, servers=0, shards=0, seed=header.seed, recorder=self._memory
             )
             self._take = coordinator.take
 
-    def take(self, event: AnyEvent) -> Entry:
+    def take(self, event: RecordedEvent) -> Entry:
         """Pass an event to the core and return the entry that the core records."""
         with contextlib.suppress(InvalidEventError):  # the refusal is recorded
             self._take(event)
