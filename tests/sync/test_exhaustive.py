@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
+from paceline.core.joint_norms import JointNorms
 from paceline.core.messages import Answer, Commit, IterationFinished, Message, PlanPublished
 from paceline.core.requests import Request, Send
 from paceline.core.shard_sync import ShardSync
@@ -328,6 +329,53 @@ def test_no_interleaving_with_a_change_of_model_deadlocks_or_breaks_a_bound(
         agree=not any(word in " ".join([name, *changes]) for word in each_its_own),
     )
     assert explore(cluster) > 1_000
+
+
+# -- clipping ------------------------------------------------------------------------------------------------
+
+
+CLIPPED: list[tuple[str, list[str], str]] = [
+    ("bsp", [], "2,2,2,2"),
+    ("bsp", [], "3,2,2,1"),
+    ("bsp", [], "2,3,2,1"),
+    ("elastic-bsp", [], "2,2,3,1"),
+    ("elastic-bsp", [], "3,2,2,0"),
+    ("bsp", ["asp"], "2,2,2,1"),
+    ("bsp", ["elastic-bsp"], "2,2,3,0"),
+    ("asp", ["bsp"], "2,2,3,0"),
+]
+"""A model, the changes that are asked for, and workers, shards, iterations and losses."""
+
+
+@pytest.mark.parametrize(("name", "changes", "size"), CLIPPED)
+def test_no_interleaving_with_clipping_deadlocks_and_all_shards_clip_by_the_same_factor(
+    name: str, changes: list[str], size: str
+) -> None:
+    assert explore(clipped_cluster(name, changes, size)) > 1_000
+
+
+def test_without_questions_about_torn_means_the_search_finds_that_a_shard_waits_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that is lost between two shards leaves a mean that exists at only one of them."""
+    monkeypatch.setattr(JointNorms, "_ask", lambda self, mean: [])
+    with pytest.raises(AssertionError, match="have not been applied"):
+        explore(clipped_cluster("elastic-bsp", [], "2,2,3,1"))
+
+
+def clipped_cluster(name: str, changes: list[str], size: str) -> SmallJob:
+    workers, shards, iterations, losses = map(int, size.split(","))
+    return SmallJob(
+        MODELS[name],
+        workers=workers,
+        shards=shards,
+        iterations=iterations,
+        losses=losses,
+        changes=changes,
+        commits=True,
+        any_plan=True,
+        clips=True,
+    )
 
 
 # -- the search itself --------------------------------------------------------------------------------------

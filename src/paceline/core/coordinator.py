@@ -324,7 +324,7 @@ class Coordinator:
                 self._report(sender.index, message)
                 return []
             case MeanMeasured():
-                return self._norms.measured(message, self.lost)
+                return self._norms.measured(message)
             case MeanMissing():
                 return self._norms.missing(message)
             case FaultReported():

@@ -19,9 +19,6 @@ shard waits forever, and all shards that apply the mean use the same factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-
-import msgspec
 
 from .messages import MeanAwaited, MeanClipped, MeanMeasured, MeanMissing
 from .requests import Request, Send, server_peer
@@ -41,20 +38,14 @@ def clip_factor(max_norm: float, norm: float) -> float:
     return min(1.0, max_norm / (norm + LEAST_DIVISOR))
 
 
-class JointMean(msgspec.Struct):
-    """The parts of one mean that have been reported so far.
+class JointMean:
+    """The parts of one mean that have been reported so far."""
 
-    Attributes:
-        pushes: all pushes in the reported parts.
-        reports: the reports of the shards.
-        missing: shards that have no part of this mean.
-        asked: True if the shards that have not reported were asked whether they will.
-    """
-
-    pushes: set[tuple[int, int]]
-    reports: list[MeanMeasured]
-    missing: set[int]
-    asked: bool = False
+    def __init__(self, report: MeanMeasured) -> None:
+        self.pushes = set(report.pushes)  # all pushes in the reported parts
+        self.reports = [report]
+        self.missing: set[int] = set()  # shards that have no part of this mean
+        self.asked = False  # True if the shards that have not reported were asked whether they will
 
 
 class JointNorms:
@@ -69,10 +60,11 @@ class JointNorms:
         self._shards = shards
         self._servers = servers
         self._open: list[JointMean] = []
+        self._lost: set[int] = set()  # all workers that have ever been lost
 
-    def measured(self, report: MeanMeasured, lost: Collection[int]) -> list[Request]:
-        """Process a shard's report. `lost` contains all workers that have ever been lost."""
-        mean = JointMean(set(report.pushes), [report], set())
+    def measured(self, report: MeanMeasured) -> list[Request]:
+        """Process a shard's report."""
+        mean = JointMean(report)
         for other in [other for other in self._open if not mean.pushes.isdisjoint(other.pushes)]:
             self._open.remove(other)
             mean.pushes |= other.pushes
@@ -80,7 +72,7 @@ class JointNorms:
             mean.missing |= other.missing
             mean.asked |= other.asked
         self._open.append(mean)
-        return self._complete(mean) or self._ask(mean, lost)
+        return self._complete(mean) or self._ask(mean)
 
     def missing(self, report: MeanMissing) -> list[Request]:
         """Process a shard's report that it has no part of a mean."""
@@ -92,10 +84,11 @@ class JointNorms:
 
     def lost(self, worker: int) -> list[Request]:
         """Handle a lost worker: ask the shards that have not reported a mean with a push of this worker."""
-        return [request for mean in self._open for request in self._ask(mean, (worker,))]
+        self._lost.add(worker)
+        return [request for mean in self._open for request in self._ask(mean)]
 
-    def _ask(self, mean: JointMean, lost: Collection[int]) -> list[Request]:
-        if mean.asked or not any(worker in lost for worker, _ in mean.pushes):
+    def _ask(self, mean: JointMean) -> list[Request]:
+        if mean.asked or not any(worker in self._lost for worker, _ in mean.pushes):
             return []
         mean.asked = True
         pushes = tuple(sorted(mean.pushes))

@@ -44,6 +44,7 @@ class Shard:
         sync: runs the sync model, and replaces it when the model changes.
         samples: number of samples in all pushes that were received and not dropped; pushes with an unknown number
             of samples are not counted.
+        clipped: holds back requests until means can be clipped.
     """
 
     def __init__(
@@ -69,19 +70,19 @@ class Shard:
         self._samples: dict[tuple[int, int], int] = {}
         # (worker, iteration) of each push that is neither applied nor dropped yet -> its flag, if the script clips
         self._clips: dict[tuple[int, int], Clip] = {}
-        self._clipped = ClippedMeans()
+        self.clipped = ClippedMeans()
         # pushes that other shards have measured in a mean, of which the coordinator asks whether they are in one here
         self._asked: list[tuple[tuple[int, int], ...]] = []
 
     @property
     def version(self) -> int:
         """The number of updates that have been applied, not counting means that have yet to be clipped."""
-        return self._versions.version - self._clipped.kept_updates
+        return self._versions.version - self.clipped.kept_updates
 
     def waits(self) -> dict[int, str]:
         """Return, for each worker that waits for an answer, a description of what the answer waits for."""
         norm = "the norms that the other shards compute in order to clip the joint gradient"
-        return dict.fromkeys(self._clipped.kept_answers, norm) | self.sync.waits()
+        return dict.fromkeys(self.clipped.kept_answers, norm) | self.sync.waits()
 
     def handle(self, event: RecordedEvent) -> list[Request]:
         """Process one event and return the requests to the host.
@@ -129,7 +130,7 @@ class Shard:
                 self._held.difference_update(action.pushes)
                 update = Apply(index, action.pushes, self._mean_scales(action.pushes))
                 max_norm = self._max_norm(action.pushes) if self._clips else None
-                requests += [update] if max_norm is None else self._clipped.measure(update, max_norm)
+                requests += [update] if max_norm is None else self.clipped.measure(update, max_norm)
             elif type(action) is HoldPush:
                 self._held.add((action.worker, action.iteration))
             elif type(action) is DropPush:
@@ -145,10 +146,10 @@ class Shard:
             else:
                 raise InternalError(f"a shard cannot carry out {action}", (event,))
         self._record(Entry(event, actions, None, versions.version, staleness, gap))
-        if self._clipped.measured:
+        if self.clipped.measured:
             if type(event) is WorkerLost or type(event) is WorkerFinished:
-                self._clipped.leave(event.worker)
-            requests = self._clipped.pass_on(requests)
+                self.clipped.leave(event.worker)
+            requests = self.clipped.pass_on(requests)
         return requests + self._replies() if self._asked else requests
 
     def ask(self, pushes: tuple[tuple[int, int], ...]) -> list[Request]:
@@ -199,7 +200,7 @@ class Shard:
 
     def _clip_mean(self, event: MeanClipped) -> list[Request]:
         try:
-            requests = self._clipped.clip(event.pushes, event.factor)
+            requests = self.clipped.clip(event.pushes, event.factor)
         except InvalidEventError as error:
             self._record(Entry(event, [], str(error), self._versions.version))
             raise
@@ -210,12 +211,12 @@ class Shard:
         """Return a reply for each mean that is certain to be missing here, and forget those that need no reply."""
         missing = [pushes for pushes in self._asked if not any(map(self._may_average, pushes))]
         self._asked = [
-            pushes for pushes in self._asked if pushes not in missing and not self._clipped.contain(pushes)
+            pushes for pushes in self._asked if pushes not in missing and not self.clipped.contain(pushes)
         ]
         return [
             Send(COORDINATOR, MeanMissing(self.index, pushes))
             for pushes in missing
-            if not self._clipped.contain(pushes)
+            if not self.clipped.contain(pushes)
         ]
 
     def _may_average(self, push: tuple[int, int]) -> bool:

@@ -52,7 +52,8 @@ def check(
     First, the state machines of the model receive random legal and illegal events. Then all interleavings of four
     small jobs are searched for failures. In one job, a worker may be lost at any time. In another, a worker may join
     at any time. One of the other two may change from the model to BSP at any time, and the other one from BSP to the
-    model. The jobs run the same code as a live run.
+    model. If the model says that it agrees on means (`SyncModel.agrees_on_means`), there is a fifth job, whose script
+    clips the gradient that is applied, and in which a worker may be lost. The jobs run the same code as a live run.
 
     Args:
         sync: the model. It must be registered (see `paceline.sync.register`).
@@ -60,8 +61,9 @@ def check(
             models of this package have their own rules (see `admission`), and under other models, any worker may wait
             as long as there is no deadlock.
         oracle: if given, the model is also compared with this oracle while it receives random events.
-        agree: True to check also that all shards have averaged the same groups of pushes. Do not use this for models
-            that drop pushes by their order of arrival, because the order differs between shards.
+        agree: True to check also that all shards have averaged the same groups of pushes, as is always checked if the
+            model says that it agrees on means. Do not use this for models that drop pushes by their order of arrival,
+            because the order differs between shards.
         workers: number of workers in each small job.
         shards: number of shards in each small job.
         iterations: number of iterations of each worker in the first small job; one fewer in the other jobs, but at
@@ -72,7 +74,7 @@ def check(
 
     >>> from paceline.sync import ASP
     >>> print(check(ASP(), iterations=1))
-    asp keeps 10 promises under random events, and has no deadlock in 1,309 states of small jobs
+    asp keeps 10 promises under random events, and has no deadlock in 1,984 states of small jobs
     """
     for promise in PROMISES:
         with _named(sync, promise.__name__.replace("_", " ")):
@@ -104,6 +106,7 @@ def _small_jobs(
         late: int = 0,
         losses: int = 0,
         changes: tuple[str, ...] = (),
+        clips: bool = False,
     ) -> SmallJob:
         return SmallJob(
             parse(first) if isinstance(first, str) else first,
@@ -116,8 +119,9 @@ def _small_jobs(
             changes=changes,
             commits=True,
             any_plan=ours,
-            agree=agree and not late,
+            agree=(agree or sync.agrees_on_means) and not late,
             symmetric=ours,
+            clips=clips,
         )
 
     fewer = max(1, iterations - 1)
@@ -129,6 +133,8 @@ def _small_jobs(
     )
     yield "a job that changes from the model to BSP", job(sync, changes=("bsp",), iterations=fewer)
     yield "a job that changes from BSP to the model", job("bsp", changes=(str(sync),), iterations=fewer)
+    if sync.agrees_on_means:
+        yield "a job whose script clips the gradient", job(sync, losses=1, iterations=fewer, clips=True)
 
 
 @contextmanager

@@ -93,11 +93,22 @@ from ..core.messages import (
     WorkerWelcomed,
 )
 from ..core.model_spec import ModelSpec, OptimizerSpec
-from ..core.requests import COORDINATOR, Peer, Proceed, Request, Send, Timer, server_peer, worker_peer
+from ..core.requests import (
+    COORDINATOR,
+    Measure,
+    Peer,
+    Proceed,
+    Request,
+    Send,
+    Timer,
+    server_peer,
+    worker_peer,
+)
 from ..core.server import Server
 from ..core.shard_sync import ShardSync
 from ..core.worker import Worker
 from ..sync import ASP, BSP, SSP, ElasticBSP, SpecSync, SyncModel, events, parse
+from ..sync.events import Clip
 from ..sync.schedule import Schedule
 from ..sync.schedule import Step as ScheduleStep
 from .admission import Admission, ShardView, WorkerView
@@ -146,6 +157,7 @@ class SmallJob:
         shard_host: class that hosts the state machine of the model at a shard.
         worker_core: class of the workers' cores.
         watch: True to check at each shard which workers wait and which model is in force.
+        clips: True if all scripts clip the gradient that is applied.
     """
 
     def __init__(
@@ -167,6 +179,7 @@ class SmallJob:
         shard_host: Callable[[SyncModel, int, int], ShardSync] = ShardSync,
         worker_core: type[Worker] = Worker,
         watch: bool = True,
+        clips: bool = False,
     ) -> None:
         self.now_s = 0.0
         self._agree = agree
@@ -174,6 +187,7 @@ class SmallJob:
         self._iterations = iterations
         self._commits = commits
         self._any_plan = any_plan
+        self._clip = Clip(max_norm=1.0, factor=0.5) if clips else None
         self._changes = tuple(changes)
         models: tuple[SyncModel, ...]
         if isinstance(sync, SyncModel):
@@ -188,6 +202,7 @@ class SmallJob:
         self._alike = (
             symmetric
             and not late
+            and not clips
             and all(
                 len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
             )
@@ -197,6 +212,7 @@ class SmallJob:
         namesakes = (
             symmetric
             and not late
+            and not clips
             and not any(
                 hasattr(model, "draws") or (isinstance(model, ElasticBSP) and not any_plan)
                 for step in all_models
@@ -229,7 +245,7 @@ class SmallJob:
             models, range(workers), len(everybody), seed, shard_host, worker_core, tape
         )
         newcomer = worker_core(self._schedule, workers=len(everybody), shards=shards, servers=shards)
-        self._hosted = chief._sync._machine is not None or bool(changes)
+        self._hosted = chief._sync._machine is not None or bool(changes) or clips
         views = tuple(WorkerView("live" if w < workers else "unknown") for w in everybody)
         computing = WorkerState("computing", self._workers.add(first))
         absent = WorkerState("absent", self._workers.add(newcomer))
@@ -337,7 +353,7 @@ class SmallJob:
             for w, worker_state in enumerate(state.workers):
                 if worker_state.phase == "computing" and not worker_state.orders:
                     return list(self._pushes(state, w))[:1], []
-        if not state.losses:
+        if not state.losses and self._clip is None:
             for index, at in enumerate(state.servers):
                 if all(
                     worker_state.phase in ("finished", "lost") or w in at.owes
@@ -353,6 +369,9 @@ class SmallJob:
         """Remove the means that all shards have applied, reset shards without live workers, and return the state."""
         if self._agree and (common := frozenset.intersection(*(at.means for at in state.servers))):
             servers = (self._server_pool(at._replace(means=at.means - common)) for at in state.servers)
+            state = state._replace(servers=tuple(servers))
+        if shared := frozenset.intersection(*(at.factors for at in state.servers)):
+            servers = (self._server_pool(at._replace(factors=at.factors - shared)) for at in state.servers)
             state = state._replace(servers=tuple(servers))
         if self._unordered:
             for index, at in enumerate(state.servers):
@@ -456,6 +475,16 @@ class SmallJob:
             assert at.view.changed >= changed, (
                 f"the last change that a shard completed is {at.view.changed}, expected at least {changed}"
             )
+            for shard in self._servers[at.core].shards.values():
+                assert not shard.clipped.measured, (
+                    f"all workers have left, but the means {shard.clipped.measured} have not been applied"
+                )
+        factors: dict[tuple[int, int], float] = {}
+        for pushes, factor in {clipped for at in state.servers for clipped in at.factors}:
+            for push in pushes:
+                assert factors.setdefault(push, factor) == factor, (
+                    f"{push} was clipped by {factor} at one shard and by {factors[push]} at another"
+                )
         if not self._agree:
             return
         survivors = {w for w, worker_state in enumerate(state.workers) if worker_state.phase == "finished"}
@@ -486,6 +515,10 @@ class SmallJob:
             yield from self._steps_at_coordinator(state, w)
         for index in range(len(state.servers)):
             yield from self._steps_at(state, index)
+        for index, at in enumerate(state.servers):
+            if at.reports:
+                label = f"the coordinator receives {_text(at.reports[0])} from shard {index}"
+                yield label, lambda i=index: self._deliver_report(state, i)  # type: ignore[misc]
         for timer in sorted(state.coordinator.timers):
             label = f"the coordinator's timer fires for iteration {timer.iteration} of worker {timer.worker}"
             yield label, lambda t=timer: self._fire_at_coordinator(state, t)  # type: ignore[misc]
@@ -528,6 +561,9 @@ class SmallJob:
                 yield label, lambda t=timer: self._fire_at_server(state, t, index)  # type: ignore[misc]
         for w in range(len(state.workers)):
             yield from self._end_of(state, index, w)
+        if at.replies:
+            label = f"shard {index} receives {_text(at.replies[0])} from the coordinator"
+            yield label, lambda: self._deliver_reply(state, index)
 
     def steps_of(self, state: State, index: int, w: int) -> Iterator[Step]:
         """Yield the steps in which a shard receives a worker's next message, or notices that the worker is lost."""
@@ -655,7 +691,7 @@ class SmallJob:
         return self._with_worker(state, w, worker_state._replace(phase="computing", core=number))
 
     def _push(self, state: State, w: int, worker_state: WorkerState) -> State:
-        number, outcome = self._workers.after(worker_state.core, Call("push"))
+        number, outcome = self._workers.after(worker_state.core, Call("push", clip=self._clip))
         commit = self._workers[number].last_commit
         assert commit is not None
         worker_state = worker_state._replace(
@@ -743,6 +779,22 @@ class SmallJob:
         sender = -1 if isinstance(message, messages.WorkerJoined) else w
         return self._at_server(state, index, Call("handle", sender, message, self.now_s))
 
+    def _deliver_reply(self, state: State, index: int) -> State:
+        at = state.servers[index]
+        message, factors = at.replies[0], at.factors
+        if isinstance(message, messages.MeanClipped):
+            factors |= {(message.pushes, message.factor)}
+        at = self._server_pool(at._replace(replies=at.replies[1:], factors=factors))
+        state = state._replace(servers=put(state.servers, index, at))
+        return self._at_server(state, index, Call("handle", -1, message, self.now_s))
+
+    def _deliver_report(self, state: State, index: int) -> State:
+        at = state.servers[index]
+        message = at.reports[0]
+        at = self._server_pool(at._replace(reports=at.reports[1:]))
+        state = state._replace(servers=put(state.servers, index, at))
+        return self._at_coordinator(state, Call("report", index, message, self.now_s))
+
     def _fire_at_server(self, state: State, timer: Timer, index: int) -> State:
         at = state.servers[index]
         at = self._server_pool(at._replace(timers=at.timers - {timer}))
@@ -781,7 +833,14 @@ class SmallJob:
         timers = frozenset(request for request in outcome.requests if isinstance(request, Timer))
         sent = tuple(request for request in outcome.requests if isinstance(request, Send))
         answered = {send.to.index for send in sent if isinstance(send.message, Answer)}
+        assert not answered & {w for mean in shard.clipped.measured for w, _ in mean}, (
+            f"workers {answered} were answered, but the means {shard.clipped.measured} have not been applied"
+        )
+        # The norms do not matter, but they differ between shards and between means.
+        reports = [r.report(index + len(r.pushes)) for r in outcome.requests if isinstance(r, Measure)]
+        reports += [send for send in sent if isinstance(send.message, messages.MeanMissing)]
         at = at._replace(timers=at.timers | timers, owes=at.owes - answered)
+        at = at._replace(reports=(*at.reports, *(report.message for report in reports)))
         return self._server_pool(at), sent
 
     def _answer(self, state: State, index: int, w: int, v_train: int | None) -> State:
@@ -838,6 +897,10 @@ class SmallJob:
                     state = self._start(state, to.index, message)
                 case Send(to, messages.WorkerJoined() as message):
                     state = self._to_server(state, message.worker, to.index, message)
+                case Send(to, messages.MeanClipped() | messages.MeanAwaited() as message):
+                    reached = state.servers[to.index]
+                    reached = self._server_pool(reached._replace(replies=(*reached.replies, message)))
+                    state = state._replace(servers=put(state.servers, to.index, reached))
                 case Send(Peer(role="server"), messages.WorkerLost()):
                     pass  # in a separate step, the server notices the loss
                 case Send(to, message):

@@ -21,7 +21,7 @@ from ..core.shard_sync import ShardSync
 from ..core.worker import Worker
 from ..errors import InternalError
 from ..plugins.conditions import UserMachine
-from ..sync.events import Change, Stop
+from ..sync.events import Change, Clip, Stop
 from ..sync.notation import parse_shards as read_shards
 from ..sync.spec_sync import Speculator
 from .admission import ShardView
@@ -80,6 +80,9 @@ class ServerState(NamedTuple):
         timers: timers that are set.
         held: pushes that are held for a mean.
         means: the means that the shard has applied; each mean is given as the pushes that it contains.
+        reports: messages about clipped means that are in flight to the coordinator, in order.
+        replies: messages about clipped means that are in flight from the coordinator, in order.
+        factors: (pushes, factor) of each clipped mean.
     """
 
     core: int
@@ -89,6 +92,9 @@ class ServerState(NamedTuple):
     timers: frozenset[Timer] = frozenset()
     held: frozenset[Key] = frozenset()
     means: frozenset[tuple[Key, ...]] = frozenset()
+    reports: tuple[Message, ...] = ()
+    replies: tuple[Message, ...] = ()
+    factors: frozenset[tuple[tuple[Key, ...], float]] = frozenset()
 
 
 @pooled
@@ -179,6 +185,7 @@ class Call(NamedTuple):
         message: the message or timer that is passed to the core.
         now_s: current time, in seconds.
         models: the sync models that a worker requests.
+        clip: the flag of a push, if the script clips.
     """
 
     method: str
@@ -186,6 +193,7 @@ class Call(NamedTuple):
     message: Message | Timer | None = None
     now_s: float = 0.0
     models: tuple[object, ...] = ()
+    clip: Clip | None = None
 
 
 class Outcome(NamedTuple):
@@ -322,6 +330,8 @@ def _call(core: Core, call: Call) -> Sequence[Request]:
                 return core.handle(message)
             case "request_sync":
                 return core.request_sync(call.models)  # type: ignore[arg-type]
+            case "push":
+                return core.push(clip=call.clip)
             case _:
                 result: Sequence[Request] = getattr(core, call.method)()
                 return result
@@ -342,6 +352,9 @@ def _call(core: Core, call: Call) -> Sequence[Request]:
         case "admit" if isinstance(core, Coordinator):
             assert isinstance(message, messages.WorkerJoined)
             return core.admit(call.worker, message.iteration, message.count, call.now_s)
+        case "report" if isinstance(core, Coordinator):
+            assert isinstance(message, messages.MeanMeasured | messages.MeanMissing)
+            return core.handle(Peer("server", call.worker), message, call.now_s)
         case "welcome" if isinstance(core, Coordinator):
             assert isinstance(message, messages.WorkerWelcomed)
             return core.handle(Peer("server", call.worker), message, call.now_s)
