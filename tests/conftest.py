@@ -29,6 +29,8 @@ from .live import mark
 
 __all__ = ["mark"]  # a fixture
 
+collect_ignore_glob = ["checked_scripts/*"]  # run by test_check.py only
+
 LONG_FILES = (
     "test_ends.py",
     "test_live.py",

@@ -190,6 +190,7 @@ def test_the_commands_are_those_that_users_need(call: Call) -> None:
 
     assert re.findall(r"^\W*([a-z]+)  ", listed, re.MULTILINE) == [
         "run",
+        "check",
         "demo",
         "simulate",
         "advise",

@@ -29,6 +29,7 @@ ROOMS = [
     "runtime",
     "sim",
     "launcher",
+    "inspection",
     "report",
     "demo",
     "rehearsal",

@@ -1,9 +1,9 @@
-"""The command-line interface: `paceline run`, `demo`, `simulate`, `advise` and `sync`.
+"""The command-line interface: `paceline run`, `check`, `demo`, `simulate`, `advise` and `sync`.
 
 The commands parse options, call the library and print results. Exit codes:
 
 - 0: success.
-- 1: a run failed. The traceback of the process that failed is printed once.
+- 1: a run failed, and the traceback of the process that failed is printed once; or `check` has found a mistake.
 - 2: invalid input. An error message is printed to standard error before any process is started.
 - 3: the run finished, but a worker crashed or some results could not be saved in the run directory.
 - 130: the command was interrupted by Ctrl-C, and all processes have ended.
@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from .. import __version__
+from .checking import check
 from .options import ModelImports
 from .rehearsing import advise, simulate
 from .running import RunCommand, demo, run
@@ -75,9 +76,10 @@ def sync(
 
 
 # The help text lists the commands in the order below. Arguments after the script's name are passed to the script.
-app.command(
-    cls=RunCommand, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
-)(run)
+for command in (run, check):
+    app.command(
+        cls=RunCommand, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
+    )(command)
 app.command()(demo)
 app.command()(simulate)
 app.command()(advise)

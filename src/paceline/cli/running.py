@@ -51,11 +51,11 @@ class RunCommand(TyperCommand):
         strays = _strays(arguments, options)
         separated = given[: len(given) - len(arguments) - 1][-1:] == ["--"]
         if strays and not separated:
-            names = " ".join(strays)
+            names, command = " ".join(strays), f"paceline {ctx.info_name}"
             print(
                 f"warning: options after {script} are passed to the script: {', '.join(strays)}. Options for "
-                f"paceline must come before the script: paceline run {names} ... {script}. To silence this warning, "
-                f"write -- before the script: paceline run -- {script} {names} ...",
+                f"paceline must come before the script: {command} {names} ... {script}. To silence this warning, "
+                f"write -- before the script: {command} -- {script} {names} ...",
                 file=sys.stderr,
             )
         return rest

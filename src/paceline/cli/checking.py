@@ -1,0 +1,87 @@
+"""`paceline check`: what would go wrong if a script ran with several workers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from .options import AsJson
+from .terminal import EXIT_FAILED, interruptible, print_json
+
+if TYPE_CHECKING:
+    from ..inspection.mistakes import Mistake
+
+__all__ = ["check"]
+
+COLORS = {"error": "bold red", "wrong": "bold yellow", "note": "bold cyan"}
+
+
+def check(
+    script: Annotated[Path, typer.Argument(help="Python script that uses paceline.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers, at least 2.")] = 2,
+    iterations: Annotated[
+        int, typer.Option("--iterations", help="Number of optimizer steps after which the script is ended.")
+    ] = 5,
+    sync: Annotated[
+        str, typer.Option("--sync", metavar="NAME:KEY=VALUE,...", help="Synchronization model.")
+    ] = "bsp",
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout", metavar="SECONDS", help="Time after which the script is ended in any case."
+        ),
+    ] = 120.0,
+    as_json: AsJson = False,
+) -> None:
+    """Check whether a script is ready for several workers.
+
+    The script runs for a few iterations, first in one process and then with several workers. Listed are the places
+    where workers would do the same work, write the same file, use the wrong length of an epoch, or fail. The script
+    runs in the current directory, so files that it writes in its first iterations are written.
+
+    Exit code: 0 if there is nothing but notes, 1 otherwise.
+
+    paceline check train.py --epochs 10
+    """
+    with interruptible():
+        from ..inspection.check import check_script
+
+        console = Console(stderr=True)
+        with console.status("") if console.is_terminal and not as_json else open(os.devnull):
+
+            def tell(text: str) -> None:
+                if not as_json:
+                    console.print(text, style="dim", highlight=False, markup=False)
+
+            found = check_script(
+                script,
+                arguments or (),
+                workers=workers,
+                iterations=iterations,
+                sync=sync,
+                timeout_s=timeout,
+                tell=tell,
+            )
+    if as_json:
+        print_json(found)
+    else:
+        _print(found, workers, script)
+    if any(mistake.severity != "note" for mistake in found):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _print(found: list[Mistake], workers: int, script: Path) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    for mistake in found:
+        place = f"{os.path.relpath(mistake.file)}:{mistake.line}: " if mistake.file else ""
+        console.print(f"{place}[{COLORS[mistake.severity]}]{mistake.severity}[/]: ", end="")
+        console.print(f"{mistake.name}\n  {mistake.text}\n  Fix: {mistake.fix}", markup=False)
+    if not found:
+        console.print(f"{script} is ready: nothing was found with {workers} workers.", markup=False)

@@ -1,0 +1,1 @@
+"""`paceline check`: runs a script for a few iterations, and lists what would go wrong with several workers."""

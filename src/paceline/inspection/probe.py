@@ -1,0 +1,282 @@
+"""The program that observes a script: `python probe.py FOLDER ITERATIONS TIMEOUT SCRIPT ARGUMENTS`.
+
+It is run alone, and as the script of a run with several workers. The observations are written to a file in FOLDER
+(see `observations`): `alone.jsonl`, or `worker-<index>.jsonl`. The script ends after ITERATIONS steps of one
+optimizer, or after TIMEOUT seconds. The functions whose calls are observed are replaced before the script begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import runpy
+import signal
+import sys
+import sysconfig
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import paceline
+from paceline.frontend import data, session
+from paceline.frontend import prepare as preparing
+from paceline.inspection.observations import Kind, Observation, Observations
+
+SAMPLE_SIZE = 4096  # maximum number of elements of a tensor that enter a digest
+
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
+
+LIBRARIES = tuple(
+    {
+        *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(torch.__file__).parent) + os.sep,
+        str(Path(paceline.__file__).parent) + os.sep,
+        "<",
+    }
+)
+"""Prefixes of the names of files that do not belong to the user."""
+
+
+class Enough(BaseException):
+    """Raised to end the script."""
+
+
+class Probe:
+    """Observes what a script does in this process.
+
+    Args:
+        folder: the folder for the observations.
+        iterations: number of steps of one optimizer after which the script ends.
+    """
+
+    def __init__(self, folder: Path, iterations: int) -> None:
+        joined = session.current()
+        name = "alone" if joined is None else f"worker-{joined.worker}"
+        self._observations = Observations(folder / f"{name}.jsonl")
+        self._own = str(folder)
+        self._iterations = iterations
+        self._steps: Counter[int] = Counter()  # id of an optimizer -> number of its steps
+        self._initialized = False
+
+    def note(self, kind: Kind, detail: str = "", frame: FrameType | None = None) -> None:
+        """Write an observation. `frame` is the innermost frame that may belong to the user; None if there is none."""
+        while frame is not None and not is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        file, line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+        iteration = max(self._steps.values(), default=0)
+        self._observations.add(
+            Observation(kind, detail, os.path.abspath(file) if file else "", line, iteration)
+        )
+
+    def install(self) -> None:
+        """Replace the functions whose calls are observed, and install hooks."""
+        sys.addaudithook(self._audit)
+        register_optimizer_step_post_hook(self._stepped)
+        register_module_forward_pre_hook(self._forward)
+        handler = _Warnings(lambda text: self.note("warned", text))
+        logging.getLogger("paceline").addHandler(handler)
+        for name in ("clip_grad_norm_", "clip_grad_norm"):
+            self._observe(
+                [torch.nn.utils, torch.nn.utils.clip_grad], name, lambda *a: ("clipped", name_of(a[0]))
+            )
+        for owner, name, label in (
+            (torch, "manual_seed", "torch.manual_seed"),
+            (random_module(), "seed", "random.seed"),
+        ):
+            self._observe(
+                [owner], name, lambda *a, label=label: ("seeded", f"{label}({', '.join(map(repr, a[1:]))})")
+            )
+        self._observe(
+            [torch, torch.serialization], "save", lambda *a: ("wrote", path_of(a[2]) if len(a) > 2 else "")
+        )
+        for name in ("worker_index", "worker_count", "is_main"):
+            if hasattr(paceline, name):
+                self._observe([session, paceline], name, lambda *a: ("asked", ""), direct=False)
+        self._observe([torch.utils.data.DataLoader], "__len__", lambda *a: ("measured", str(id(a[1]))))
+        self._observe_distribution()
+
+    def _observe(
+        self,
+        owners: Iterable[Any],
+        name: str,
+        observed: Callable[..., tuple[Kind, str]],
+        *,
+        direct: bool = True,
+    ) -> None:
+        """Observe the calls of a function.
+
+        Args:
+            owners: the modules or classes of which the function is an attribute.
+            name: name of the function.
+            observed: given the function and the arguments of a call, returns the kind and the detail to write.
+            direct: True to observe only calls from files of the user, not from other libraries.
+        """
+        for owner in owners:
+            original = getattr(owner, name, None)
+            if original is None:
+                continue
+
+            def call(*arguments: Any, _original: Any = original, **options: Any) -> Any:
+                frame = sys._getframe(1)
+                if not direct or is_users(frame.f_code.co_filename):
+                    kind, detail = observed(_original, *arguments)
+                    self.note(kind, detail, frame)
+                return _original(*arguments, **options)
+
+            setattr(owner, name, wraps(original)(call))
+
+    def _observe_distribution(self) -> None:
+        original, following = data.distribute_at, preparing._following
+
+        def distribute_at(site: str, loader: Any, **options: Any) -> Any:
+            self.note("distributed", str(id(loader)), sys._getframe(1))
+            return original(site, loader, **options)
+
+        def follow(*arguments: Any) -> Any:
+            self.note("prepared schedule", "", sys._getframe(1))
+            return following(*arguments)
+
+        for owner, name, replacement in (
+            (data, "distribute_at", distribute_at),
+            (preparing, "distribute_at", distribute_at),
+            (preparing, "_following", follow),
+        ):
+            setattr(owner, name, replacement)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open":
+            return
+        path, mode, flags = arguments
+        writes = flags & WRITE_FLAGS if not isinstance(mode, str) else set(mode) & set("wax+")
+        if writes and isinstance(path, str | bytes | os.PathLike):
+            self._wrote(os.fsdecode(path), sys._getframe(1))
+
+    def _wrote(self, path: str, frame: FrameType) -> None:
+        path = os.path.abspath(path)
+        parts = Path(path).parts
+        if path.startswith(("/dev/", "/proc/", self._own)) or "__pycache__" in parts or ".cache" in parts:
+            return
+        self.note("wrote", path, frame)
+
+    def _forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not self._initialized and torch.is_grad_enabled():
+            self._initialized = True
+            self.note("initialized", digest(module.parameters()))
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        distributed = isinstance(optimizer, paceline.DistributedOptimizer)
+        frame = sys._getframe(1)
+        self.note("stepped", "distributed" if distributed else type(optimizer).__name__, frame)
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        self.note("gradient", digest(gradients), frame)
+        self._steps[id(optimizer)] += 1
+        if self._steps[id(optimizer)] >= self._iterations:
+            raise Enough
+
+    def finish(self, script: str) -> None:
+        """Write which of the user's files were imported."""
+        folder = os.path.dirname(os.path.abspath(script)) + os.sep
+        for module in list(sys.modules.values()):
+            file = getattr(module, "__file__", None)
+            if isinstance(file, str) and file.startswith(folder) and is_users(file):
+                self._observations.add(Observation("imported", file=file))
+
+    def raised(self, error: BaseException) -> None:
+        """Write that the script has failed, with the user's line that was last reached."""
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if is_users(each.filename)]
+        place = frames[-1] if frames else None
+        text = "".join(traceback.format_exception_only(error)).strip()
+        file, line = (os.path.abspath(place.filename), place.lineno or 0) if place is not None else ("", 0)
+        self._observations.add(Observation("raised", text, file, line, max(self._steps.values(), default=0)))
+
+
+class _Warnings(logging.Handler):
+    """Passes the text of each warning to a function."""
+
+    def __init__(self, receive: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._receive = receive
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._receive(record.getMessage())
+
+
+def is_users(file: str) -> bool:
+    """Return True if a file belongs to the user, not to Python, an installed library or Paceline."""
+    return not file.startswith(LIBRARIES)
+
+
+def name_of(function: Any) -> str:
+    """Return the qualified name of a function."""
+    return f"{function.__module__}.{function.__name__}"
+
+
+def path_of(target: Any) -> str:
+    """Return the path to which `torch.save` writes; "" if it writes to a file object."""
+    return os.path.abspath(os.fsdecode(target)) if isinstance(target, str | os.PathLike) else ""
+
+
+def random_module() -> Any:
+    """Return Python's `random` module."""
+    import random
+
+    return random
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a hash of a sample of the elements of tensors; "" if there are no tensors, or all elements are zero."""
+    hashed = hashlib.blake2b(digest_size=8)
+    nonzero = False
+    for tensor in tensors:
+        values = (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach().reshape(-1)
+        sample = values[:: -(-values.numel() // SAMPLE_SIZE) or 1].to(torch.float64).numpy()
+        nonzero = nonzero or bool(sample.any())
+        hashed.update(sample.tobytes())
+    return hashed.hexdigest() if nonzero else ""
+
+
+def main(folder: str, iterations: str, timeout_s: str, script: str, *arguments: str) -> None:
+    """Run a script and observe it. If the script fails, its exception is raised again."""
+    probe = Probe(Path(folder), int(iterations))
+    sys.path[:] = [
+        os.path.dirname(os.path.abspath(script)),
+        *(p for p in sys.path if p != os.path.dirname(__file__)),
+    ]
+    sys.argv[:] = [script, *arguments]
+
+    def late(*_: object) -> None:
+        probe.note("timed out")
+        raise Enough
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, float(timeout_s))
+    probe.install()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Enough:
+        pass
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            probe.raised(end)
+            raise
+    except BaseException as error:
+        probe.raised(error)
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        probe.finish(script)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

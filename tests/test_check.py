@@ -1,0 +1,140 @@
+"""`paceline check`: a corpus of scripts with one mistake each, and of clean scripts; the rules on their own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import ConfigurationError
+from paceline.inspection.check import check_script
+from paceline.inspection.mistakes import CATALOG, Evidence, find_mistakes
+from paceline.inspection.observations import Observation
+from paceline.inspection.source import UnguardedWrite
+
+SCRIPTS = Path(__file__).parent / "checked_scripts"
+MISTAKES = sorted(SCRIPTS.glob("mistakes/*.py"))
+CLEAN = sorted(SCRIPTS.glob("clean/*.py"))
+
+# These two scripts run with every test run; `make chaos` runs all of them.
+ALWAYS = {"clipping", "prepared_schedule"}
+
+
+def some(paths: list[Path]) -> list[Any]:
+    chaos = [pytest.mark.chaos]
+    return [pytest.param(each, id=each.stem, marks=() if each.stem in ALWAYS else chaos) for each in paths]
+
+
+def test_the_corpus_has_at_least_twenty_mistakes_and_ten_clean_scripts() -> None:
+    assert len(MISTAKES) >= 20
+    assert len(CLEAN) >= 10
+
+
+@pytest.mark.parametrize("script", some(MISTAKES))
+def test_each_planted_mistake_is_found(script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The docstring of each script names the mistake, and a comment marks its line."""
+    monkeypatch.chdir(tmp_path)
+    text = script.read_text()
+    expected = re.search(r"Expected: (.*)\.\"\"\"", text)
+    assert expected is not None
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# here")]
+    found = check_script(script)
+    places = [mistake.line for mistake in found if mistake.name == expected[1]]
+    assert places, found
+    assert not lines or lines[0] in places, found
+
+
+@pytest.mark.parametrize("script", some(CLEAN))
+def test_nothing_is_found_in_a_clean_script(
+    script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert check_script(script) == []
+
+
+def test_a_script_that_fails_alone_is_not_run_with_workers(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n\nraise ValueError('no data')\n")
+    command = [sys.executable, "-m", "paceline", "check", "--json", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    (mistake,) = json.loads(ended.stdout)
+    assert (mistake["name"], mistake["severity"], mistake["line"]) == ("fails alone", "error", 3)
+    assert mistake["text"] == "The script fails in a single process, too: ValueError: no data"
+
+
+def test_bad_input_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    with pytest.raises(ConfigurationError, match=r"train\.py' does not exist"):
+        check_script(script)
+    script.touch()
+    with pytest.raises(ConfigurationError, match="workers is 1, expected at least 2"):
+        check_script(script, workers=1)
+    with pytest.raises(ConfigurationError, match="iterations is 0, expected at least 1"):
+        check_script(script, iterations=0)
+
+
+# -- the rules --------------------------------------------------------------------------------------------
+
+STEP = Observation("stepped", "distributed", "train.py", 9)
+
+
+def names(*workers: list[Observation], alone: list[Observation] | None = None, **rest: object) -> list[str]:
+    evidence = Evidence([STEP] if alone is None else alone, workers, **rest)  # type: ignore[arg-type]
+    return [mistake.name for mistake in find_mistakes(evidence)]
+
+
+def gradients(*digests: str) -> list[Observation]:
+    return [STEP, *(Observation("gradient", digest, iteration=i) for i, digest in enumerate(digests))]
+
+
+ASKED = Observation("asked")
+
+
+def test_equal_gradients_in_every_step_are_a_mistake() -> None:
+    assert names(gradients("a", "b"), gradients("a", "b")) == ["identical workers"]
+    assert names([ASKED, *gradients("a", "b")], gradients("a", "c")) == []
+    assert names([ASKED, *gradients("", "")], gradients("", "")) == [], "no gradients at all"
+
+
+def test_a_file_is_written_by_several_only_if_different_workers_write_it() -> None:
+    mine, other = (Observation("wrote", path, "train.py", 3) for path in ("/a", "/b"))
+    ours = [ASKED, STEP]
+    assert names([*ours, mine, mine], [*ours, other]) == []
+    assert names([*ours, mine], [*ours, mine]) == ["file written by several workers"]
+    write = UnguardedWrite("open", "train.py", 3)
+    assert names([*ours, mine], [*ours, mine], writes=[write]) == ["file written by several workers"]
+    assert names(ours, ours, writes=[write]) == ["file written by every worker"]
+
+
+def test_a_library_that_writes_a_file_of_its_own_is_not_reported() -> None:
+    assert names(*[[ASKED, STEP, Observation("wrote", "/a/cache")]] * 2) == []
+
+
+def test_errors_come_before_wrong_results_and_notes() -> None:
+    worker = [
+        Observation("warned", "the gradient is sparse"),
+        Observation("clipped", "clip_grad_norm_", "train.py", 8),
+        Observation("raised", "ValueError: 3", "train.py", 10),
+        ASKED,
+        STEP,
+    ]
+    assert names(worker, worker) == ["fails in a run", "clipping by the worker's norm", "warning"]
+
+
+def test_a_script_without_steps_is_an_error() -> None:
+    assert names(alone=[]) == ["no steps"]
+    (mistake,) = find_mistakes(Evidence([Observation("timed out")]))
+    assert mistake.text == "The script made no step of an optimizer in the given time."
+    assert "--timeout" in mistake.fix
+
+
+def test_every_text_of_the_catalog_is_a_sentence() -> None:
+    for _, text, fix in CATALOG.values():
+        assert text[0].isupper() or text[0] in "{l"
+        assert fix.endswith((".", "}"))
