@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -16,15 +17,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
 import pytest
 
 import paceline
-from paceline.runtime.job import JOB_VARIABLE, Assignment
 
 MARK = (
     "PACELINE_TEST_MARK"  # an environment variable by which a test recognises the processes that it started
 )
+TITLE = re.compile(r"paceline (server \d+|worker \d+|fork server)")
 DEADLINE_S = 120.0  # a safety net: nothing here waits that long unless something hangs
 
 # A module that can be imported by the launcher and by its workers.
@@ -83,8 +83,8 @@ def train(steps, killed=None, poisoned=None, progress=None):
 
 
 def processes(mark: str) -> dict[str, int]:
-    """The living processes, other than this one, that a test has started: "server 0", "worker 1", "launcher"
-    -> id."""
+    """The living processes, other than this one, that a test has started: "server 0", "worker 1", "launcher",
+    "fork server" -> id."""
     found: dict[str, int] = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
@@ -93,16 +93,12 @@ def processes(mark: str) -> dict[str, int]:
             pairs = dict(
                 pair.split(b"=", 1) for pair in (folder / "environ").read_bytes().split(b"\0") if b"=" in pair
             )
+            title = TITLE.match((folder / "cmdline").read_bytes().decode())
         except OSError:
             continue  # it has ended, or is not ours to look at
         if pairs.get(MARK.encode()) != mark.encode():
             continue
-        name = "launcher"
-        if JOB_VARIABLE.encode() in pairs:
-            place = msgspec.msgpack.decode(
-                bytes.fromhex(pairs[JOB_VARIABLE.encode()].decode()), type=Assignment
-            )
-            name = f"{place.role} {place.index}"
+        name = title[1] if title else "launcher"
         found[name] = min(int(folder.name), found.get(name, sys.maxsize))  # its children have its environment
     return found
 

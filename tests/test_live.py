@@ -342,7 +342,12 @@ def endless_run(mark: str, tmp_path: Path, workers: int) -> Iterator[subprocess.
                     ),
                     f"worker {worker} trains",
                 )
-            expected = ["launcher", "server 0", *(f"worker {worker}" for worker in range(workers))]
+            expected = [
+                "fork server",
+                "launcher",
+                "server 0",
+                *(f"worker {worker}" for worker in range(workers)),
+            ]
             assert sorted(processes(mark)) == expected
             yield launcher
         finally:

@@ -1,4 +1,6 @@
-"""The program that every server and worker process runs first: `python -P boot.py ARGUMENTS`.
+"""The program that becomes a server or a worker, or forks them: `python -P boot.py KIND`.
+
+KIND is "fork server" for a process that forks servers and workers, or "process" for one that becomes one of them.
 
 If the launcher is killed, no process of the run may keep running. So each process first asks the kernel to kill it
 when its parent exits. The file is run by its path, so that the request precedes the import of the package, which
@@ -12,9 +14,10 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
-__all__ = ["PARENT_VARIABLE", "end_with_parent"]
+__all__ = ["PARENT_VARIABLE", "end_with_parent", "set_title"]
 
 PARENT_VARIABLE = "PACELINE_PARENT"
 """Name of the environment variable that contains the process id of the parent."""
@@ -35,8 +38,26 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def set_title(title: str) -> None:
+    """Set the command line that `ps` shows for this process. A title that is longer than the present one is cut off.
+
+    The title replaces the command line in this process's memory. Systems without `/proc` keep the command line.
+    """
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        # The fields after the command's name begin with the third; these are 48 and 49 of proc(5).
+        start, end = int(fields[45]), int(fields[46])
+    except (OSError, IndexError):
+        return
+    if 0 < start < end:
+        # The last byte stays zero. Otherwise, the kernel takes the environment for a part of the title.
+        ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
 if __name__ == "__main__":
     end_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+    kind = sys.argv[1]
+    set_title(f"paceline {kind}")
     # Servers always ignore Ctrl-C. Workers restore the default handler before they run the script.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The launcher may have imported the package from a directory that is not in this process's `sys.path`.
@@ -44,9 +65,13 @@ if __name__ == "__main__":
     if root not in sys.path:
         sys.path.append(root)
 
+    from paceline.launcher.fork_server import begin
+
+    order, payload = begin(kind)
+
     from paceline.launcher.child import main
 
-    status = main()
+    status = main(order, payload)
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(status)

@@ -1,8 +1,7 @@
 """The main function of every server and worker process; it is called by `boot`.
 
-An environment variable contains the role of the process. A worker runs the user's script as `python script.py` would,
-or calls a function that it reads from standard input. A server reads the module search path, and the conditions that
-it cannot import, from standard input.
+A worker runs the user's script as `python script.py` would, or calls a function that its payload contains. The
+payload of a server contains the module search path, and the conditions that it cannot import.
 """
 
 from __future__ import annotations
@@ -14,45 +13,54 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import BinaryIO
 
 import cloudpickle
-import msgspec
 
 from ..errors import PeerLostError, first_line
 from ..frontend import session as sessions
 from ..plugins import load_models
 from ..plugins.conditions import local_conditions
-from ..runtime.job import JOB_VARIABLE, Assignment
 from ..runtime.server import serve
 from ..runtime.worker import WorkerSession
+from .dynamo import defer_dynamo
 from .endings import EXIT_PEER_LOST
+from .orders import Order, open_file
 
 __all__ = ["main"]
 
 
-def main() -> int:
-    """Run this process as the server or worker that the environment variable specifies. Return the exit code."""
-    assignment = msgspec.msgpack.decode(bytes.fromhex(os.environ.pop(JOB_VARIABLE)), type=Assignment)
-    job = assignment.job
+def main(order: Order, payload: int) -> int:
+    """Run this process as the server or worker that the order describes. Return the exit code.
+
+    Args:
+        order: the order of the launcher.
+        payload: descriptor of a file that contains the payload.
+    """
+    objects = open_file(payload)
+    assignment, job = order.assignment, order.assignment.job
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
+    defer_dynamo()
     # Servers continue to ignore Ctrl-C: the launcher ends them in an orderly way.
     if assignment.role == "server":
-        sys.path[:] = cloudpickle.load(sys.stdin.buffer)
-        local_conditions.update(cloudpickle.load(sys.stdin.buffer))
+        sys.path[:] = cloudpickle.load(objects)
+        local_conditions.update(cloudpickle.load(objects))
+        objects.close()
         load_models(job.sync, job.imports)
         serve(assignment)
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    kind, *arguments = sys.argv[1:]
+    kind, *arguments = order.arguments
     if kind == "function":
-        sys.path[:] = cloudpickle.load(sys.stdin.buffer)
+        sys.path[:] = cloudpickle.load(objects)
     else:
+        objects.close()
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     load_models(job.sync, job.imports)
     session = WorkerSession.connect(assignment)
     sessions.install(session)
     try:
-        _train(kind, arguments)
+        _train(kind, arguments, objects)
     except SystemExit as end:
         if end.code not in (None, 0):
             session.fail(_describe_exit(end.code), "")
@@ -67,10 +75,11 @@ def main() -> int:
     return 0
 
 
-def _train(kind: str, arguments: list[str]) -> None:
-    """Read the training function from standard input and call it, or run the script that the arguments name."""
+def _train(kind: str, arguments: list[str], objects: BinaryIO) -> None:
+    """Read the training function from the payload and call it, or run the script that the arguments name."""
     if kind == "function":
-        function, args = cloudpickle.load(sys.stdin.buffer)
+        with objects:
+            function, args = cloudpickle.load(objects)
         function(*args)
         return
     sys.argv = arguments

@@ -10,8 +10,6 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,20 +19,14 @@ from typing import IO
 import msgspec
 
 from ..errors import ConfigurationError, RunFailedError
-from ..runtime.job import JOB_VARIABLE, LOOPBACK, Assignment, Job
-from . import boot
+from ..runtime.job import LOOPBACK, Assignment, Job
 from .endings import EXIT_PEER_LOST, describe_ending, is_crash, out_of_memory_kills
+from .orders import Descriptors, Order, file_of
+from .starting import Child, Starter
 
 __all__ = ["HostMachine", "LocalEngine", "Placement", "Process"]
 
 logger = logging.getLogger("paceline.engine")
-
-PAST_CACHE_BYTES = 1024 * 1024
-"""Size in bytes above which `memcpy` bypasses the cache. Large copies are 1.5 times as fast as with the default.
-
-By default, glibc uses three quarters of the size of the last-level cache. In a virtual machine, this may be hundreds
-of megabytes, although the cache is shared with other virtual machines.
-"""
 
 TERMINATE_TIMEOUT_S = 3.0
 # This timeout is long, because a process in an uninterruptible system call survives SIGKILL until the call returns.
@@ -101,17 +93,22 @@ class Placement(msgspec.Struct, frozen=True):
                 f"transport {job.transport!r} works on a single machine only; use 'tcp' between machines."
             )
 
+    def prefixes(self) -> list[tuple[str, ...]]:
+        """Return the prefix of each process. See `HostMachine`."""
+        return [machine.prefix for machine in (*self.servers, *self.workers)]
+
 
 class Process:
     """A server or worker process of a run, in its own process group.
 
-    Three threads handle the process: one writes its input, one copies its output, and one waits for it to end. So a
-    process that hangs, or that prints endlessly, does not block the launcher.
+    Two threads handle the process: one copies its output, and one waits for it to end. So a process that hangs, or
+    that prints endlessly, does not block the launcher.
 
     Args:
         name: name of the process, such as "server 1" or "worker 0".
-        popen: the process, with pipes for its input and output.
-        data: the content of the standard input of the process.
+        child: the process.
+        descriptors: the descriptors of the process. They are closed here as soon as the process has them.
+        output: the output of the process.
         log: the file to which the output of the process is written.
         show: called with each line of the output of the process.
         ended: called with this object when the process has ended.
@@ -126,8 +123,9 @@ class Process:
     def __init__(
         self,
         name: str,
-        popen: subprocess.Popen[bytes],
-        data: bytes,
+        child: Child,
+        descriptors: Descriptors,
+        output: IO[bytes],
         log: Path,
         show: Callable[[str], None],
         ended: Callable[[Process], None],
@@ -136,27 +134,22 @@ class Process:
         self.log = log
         self.exit_code: int | None = None
         self._why_killed = ""
-        self._popen = popen
-        self._data = data
+        self._child = child
         self._ended = ended
-        # Held while a signal is sent and while the process is reaped, because a reaped process's id may be reused.
-        self._lock = threading.Lock()
         self._over = threading.Event()
         self._kills_before = out_of_memory_kills()
         self._out_of_memory = False
-        assert popen.stdout is not None
         self._threads = [
-            threading.Thread(target=self._feed, daemon=True),
-            threading.Thread(target=_copy_lines, args=(popen.stdout, log, show), daemon=True),
-            threading.Thread(target=self._await_end, daemon=True),
+            threading.Thread(target=_copy_lines, args=(output, log, show), daemon=True),
+            threading.Thread(target=self._await_end, args=(descriptors,), daemon=True),
         ]
         for thread in self._threads:
             thread.start()
 
     @property
     def id(self) -> int:
-        """The process id."""
-        return self._popen.pid
+        """The process id. Until a forked process exists, this is the id of its fork server."""
+        return self._child.id
 
     @property
     def ending(self) -> str:
@@ -192,9 +185,7 @@ class Process:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process if it is still running."""
-        with self._lock:
-            if self.exit_code is None:
-                os.kill(self.id, number)
+        self._child.signal(number)
 
     def kill(self, why: str = "") -> None:
         """Kill the process and all processes that it has started. `ending` then includes the reason `why`."""
@@ -208,27 +199,16 @@ class Process:
         except OSError:
             return ""
 
-    def _feed(self) -> None:
-        assert self._popen.stdin is not None
-        # If the process ends before it reads all input, the broken pipe is ignored. The exit code shows the cause.
-        with contextlib.suppress(BrokenPipeError), self._popen.stdin as stdin:
-            stdin.write(self._data)
-
-    def _await_end(self) -> None:
-        """Wait until the process has ended. If the process failed or was killed, kill the rest of its process group.
-
-        The process group is signaled before its leader is reaped, because the group's id may be reused afterwards.
-        """
-        end = None
-        # `ChildProcessError` is raised if the program that called the launcher has already reaped the process.
-        with contextlib.suppress(ChildProcessError):
-            end = os.waitid(os.P_PID, self.id, os.WEXITED | os.WNOWAIT)
+    def _await_end(self, descriptors: Descriptors) -> None:
+        """Wait until the process has ended. If it failed or was killed, the rest of its process group is killed."""
+        try:
+            self._child.await_start()
+        finally:
+            for descriptor in set(descriptors):
+                os.close(descriptor)
+        exit_code = self._child.await_end()
         self._out_of_memory = out_of_memory_kills() > self._kills_before
-        with self._lock:
-            if end is not None and (end.si_code, end.si_status) != (os.CLD_EXITED, 0):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.id, signal.SIGKILL)
-            self.exit_code = self._popen.wait()
+        self.exit_code = exit_code
         self._ended(self)
         self._over.set()
 
@@ -240,6 +220,7 @@ class LocalEngine:
         job: the configuration of the run.
         coordinator: the address of the coordinator.
         placement: the machine of each process.
+        starter: starts the processes.
         show: called with each line that worker 0 prints.
         worker_ended: called on a separate thread when the process of a worker has ended for any reason, with the
             index of the worker and a description of how its process ended.
@@ -250,33 +231,33 @@ class LocalEngine:
         job: Job,
         coordinator: str,
         placement: Placement,
+        starter: Starter,
         show: Callable[[str], None],
         worker_ended: Callable[[int, str], None],
     ) -> None:
         self._job = job
         self._coordinator = coordinator
         self._placement = placement
+        self._starter = starter
         self._show = show
         self._worker_ended = worker_ended
-        # Number of compute threads per process.
-        self._threads = max(1, (os.cpu_count() or 1) // (job.workers + job.servers))
         self.servers: list[Process] = []
         self.workers: list[Process] = []
 
     def start(
-        self, worker_arguments: Sequence[str], worker_input: bytes = b"", server_input: bytes = b""
+        self, worker_arguments: Sequence[str], worker_payload: bytes = b"", server_payload: bytes = b""
     ) -> None:
         """Start every process.
 
         Args:
-            worker_arguments: command-line arguments of each worker.
-            worker_input: content of the standard input of each worker.
-            server_input: content of the standard input of each server.
+            worker_arguments: arguments of each worker. See `Order`.
+            worker_payload: the objects that are sent to each worker.
+            server_payload: the objects that are sent to each server.
         """
         for index, machine in enumerate(self._placement.servers):
-            self.servers.append(self._spawn("server", index, machine, [], server_input))
+            self.servers.append(self._spawn("server", index, machine, [], server_payload))
         for index, machine in enumerate(self._placement.workers):
-            self.workers.append(self._spawn("worker", index, machine, worker_arguments, worker_input))
+            self.workers.append(self._spawn("worker", index, machine, worker_arguments, worker_payload))
 
     def failed_server(self) -> RunFailedError | None:
         """Return the failure of a server that has ended during the run, or None if all servers are still running."""
@@ -327,7 +308,7 @@ class LocalEngine:
         return left
 
     def _spawn(
-        self, role: str, index: int, machine: HostMachine, arguments: Sequence[str], data: bytes
+        self, role: str, index: int, machine: HostMachine, arguments: Sequence[str], payload: bytes
     ) -> Process:
         assignment = Assignment(
             job=self._job,
@@ -336,24 +317,15 @@ class LocalEngine:
             coordinator=self._coordinator,
             host=machine.host,
         )
-        environment = {
-            # If the user has set one of these two variables, the user's value is used.
-            "OMP_NUM_THREADS": str(self._threads),
-            "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}",
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            boot.PARENT_VARIABLE: str(os.getpid()),
-            JOB_VARIABLE: msgspec.msgpack.encode(assignment).hex(),
-        }
-        popen = subprocess.Popen(
-            [*machine.prefix, sys.executable, "-P", boot.__file__, *arguments],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            # In its own process group, the process does not receive Ctrl-C. The launcher does, and ends the run.
-            process_group=0,
-        )
+        source, sink = os.pipe()
+        stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        descriptors = Descriptors(stdin, sink, sink, file_of(payload))
+        try:
+            child = self._starter.start(machine.prefix, Order(assignment, tuple(arguments)), descriptors)
+        except OSError:
+            for descriptor in {source, *descriptors}:
+                os.close(descriptor)
+            raise
         name = f"{role} {index}"
         show = self._show if name == "worker 0" else lambda line: None
 
@@ -361,7 +333,8 @@ class LocalEngine:
             if role == "worker":
                 self._worker_ended(index, process.ending)
 
-        return Process(name, popen, data, Path(self._job.run_dir, f"{role}-{index}.log"), show, ended)
+        log = Path(self._job.run_dir, f"{role}-{index}.log")
+        return Process(name, child, descriptors, open(source, "rb"), log, show, ended)
 
 
 def _copy_lines(source: IO[bytes], log: Path, show: Callable[[str], None]) -> None:

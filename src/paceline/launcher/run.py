@@ -30,6 +30,7 @@ from .interruption import Interruption
 from .local import LocalEngine, Placement
 from .progress import Progress
 from .results import RunResult, save_weights, summarize, write_summary
+from .starting import Starter
 from .waiting import Waiting
 
 __all__ = ["start"]
@@ -50,44 +51,46 @@ FAILED_GRACE_S = 0.5
 def start(
     job: Job,
     worker_arguments: Sequence[str],
-    worker_input: bytes,
+    worker_payload: bytes,
     path: Sequence[str],
     *,
     console: Console,
     snapshot_every_s: float | None = None,
     placement: Placement | None = None,
+    starter: Starter | None = None,
 ) -> RunResult:
     """Start the processes of a run, wait until all of them have ended, and return the result. See `launch`.
 
     Args:
         job: the configuration of the run. The run directory is created here, after all arguments have been checked.
         worker_arguments: command-line arguments of each worker.
-        worker_input: content of the standard input of each worker.
+        worker_payload: the objects that are sent to each worker.
         path: module search path from which the servers import user-defined conditions.
         console: console for the progress display.
         snapshot_every_s: see `launch`.
         placement: see `launch`.
+        starter: starts the processes; by default, a new one, which is closed at the end.
     """
     if placement is None:
         placement = Placement.on_loopback(job)
     else:
         placement.require_for(job)
-    server_input = _server_input(job, path)
+    server_payload = _server_payload(job, path)
     listener = CoordinatorHost.listen_for(job, placement.coordinator)
     try:
         job = claim_run_dir(job)
     except ConfigurationError:
         listener[0].close()
         raise
-    with Interruption() as interruption:
+    with Interruption() as interruption, starter or Starter(placement.prefixes()) as starter:
         run = LiveRun(
-            job, CoordinatorHost(job, *listener), placement, console, interruption, snapshot_every_s
+            job, CoordinatorHost(job, *listener), placement, starter, console, interruption, snapshot_every_s
         )
-        return run.carry_out(worker_arguments, worker_input, server_input)
+        return run.carry_out(worker_arguments, worker_payload, server_payload)
 
 
-def _server_input(job: Job, path: Sequence[str]) -> bytes:
-    """Return the standard input of the servers: the module search path and the conditions that cannot be imported."""
+def _server_payload(job: Job, path: Sequence[str]) -> bytes:
+    """Return the payload of the servers: the module search path and the conditions that cannot be imported."""
     models = [model for model in job.schedule.models if isinstance(model, Conditions)]
     names = {name for model in models for name in (model.pull, model.push) if name in local_conditions}
     conditions = {name: local_conditions[name] for name in names}
@@ -107,6 +110,7 @@ class LiveRun:
         job: the configuration of the run.
         coordinator: the run's coordinator, which has not been started yet.
         placement: the machines of the processes.
+        starter: starts the processes.
         console: console for the progress display.
         interruption: counter of the signals that ask the run to end.
         snapshot_every_s: see `launch`.
@@ -117,6 +121,7 @@ class LiveRun:
         job: Job,
         coordinator: CoordinatorHost,
         placement: Placement,
+        starter: Starter,
         console: Console,
         interruption: Interruption,
         snapshot_every_s: float | None,
@@ -128,7 +133,7 @@ class LiveRun:
         self._interruption = interruption
         self._progress = Progress(coordinator, console)
         self._engine = LocalEngine(
-            job, coordinator.address, placement, self._progress.print, coordinator.worker_ended
+            job, coordinator.address, placement, starter, self._progress.print, coordinator.worker_ended
         )
         self._waiting = Waiting(coordinator, self._engine, job.stall_timeout_s, self._say)
         self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
@@ -138,7 +143,7 @@ class LiveRun:
         self._notes: list[str] = []
 
     def carry_out(
-        self, worker_arguments: Sequence[str], worker_input: bytes, server_input: bytes
+        self, worker_arguments: Sequence[str], worker_payload: bytes, server_payload: bytes
     ) -> RunResult:
         """Start the processes, wait for the end of the run, end all processes, and return the result.
 
@@ -153,7 +158,7 @@ class LiveRun:
         with self._progress:
             try:
                 try:
-                    engine.start(worker_arguments, worker_input, server_input)
+                    engine.start(worker_arguments, worker_payload, server_payload)
                 except OSError as error:
                     raise RunFailedError("the launcher", f"a process cannot be started: {error}") from error
                 if self._sampler is not None:

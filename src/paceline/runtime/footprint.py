@@ -230,9 +230,9 @@ def descriptors(workers: int, servers: int, shards: int, transport: str, open_no
         open_now: number of open descriptors in the launcher before the run.
     """
     # The launcher has a listening socket, a selector, a pair of sockets, a trace, the shared memory for the weights
-    # and its mapping; a connection, an input, an output and a log for each child; and two readers of the weights,
-    # each with a connection for each shard.
-    launcher = open_now + 7 + 4 * (workers + servers) + 2 * shards
+    # and its mapping; a connection to the fork server, and its output; a connection, an output, a log, a pidfd and a
+    # socket for its exit code for each child; and two readers of the weights, each with a connection for each shard.
+    launcher = open_now + 9 + 5 * (workers + servers) + 2 * shards
     # A server has the three standard streams, a listening socket, a selector, a connection to the coordinator, the
     # shared memory for the weights and its mapping; a connection and a mapping for each worker; and a trace and two
     # readers for each of its shards.

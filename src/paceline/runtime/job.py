@@ -36,7 +36,6 @@ from .footprint import (
 )
 
 __all__ = [
-    "JOB_VARIABLE",
     "LOOPBACK",
     "TRANSPORTS",
     "Assignment",
@@ -46,9 +45,6 @@ __all__ = [
     "make_job",
     "require_usable",
 ]
-
-JOB_VARIABLE = "PACELINE_PLACE"
-"""Name of the environment variable that contains the `Assignment` of a process, as MessagePack in hexadecimal."""
 
 LOOPBACK = "127.0.0.1"
 """The default address on which processes listen for TCP connections."""

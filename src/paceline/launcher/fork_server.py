@@ -1,0 +1,166 @@
+"""The fork server: a process that has imported torch, NumPy and Paceline, and forks the servers and workers of a run.
+
+Importing torch takes more than a second of CPU time. The fork server imports it once for all processes on a machine,
+which then also share the memory of the imported modules.
+
+Only the thread that calls `fork` exists in the child. So a library that has started threads, or that another thread
+has locked, does not work in the child. The fork server therefore runs no tensor operation, and makes sure that it has
+no other thread when it forks. OpenBLAS, which NumPy loads, starts threads when it is imported, but ends them before
+each fork; so the fork server forks once before it looks. If other threads remain, it exits with `EXIT_THREADS`, and
+the launcher starts each process as a new program instead.
+
+A forked process must not differ from a new program in anything that a script can observe, apart from the modules that
+are already imported:
+
+- The fork server is executed with the environment of its children, because `GLIBC_TUNABLES` and `OMP_NUM_THREADS` are
+  read when a program or a library starts.
+- Each child gets its own standard streams, process group, title, and random generators.
+- A child is killed when the fork server exits, and the fork server is killed when the launcher exits.
+- `begin` *returns* in each child. So the child exits through the normal end of the interpreter, which runs `atexit`
+  handlers and waits for threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+from io import TextIOWrapper
+from typing import cast
+
+from .boot import end_with_parent, set_title
+from .orders import Descriptors, Order, Received, receive_order, report_end, report_ready, report_start
+
+__all__ = ["EXIT_THREADS", "begin"]
+
+EXIT_THREADS = 76
+"""Exit code of a fork server that cannot fork because it has several threads."""
+
+
+def begin(kind: str) -> tuple[Order, int]:
+    """Return the order of this process, and the descriptor of its payload.
+
+    Args:
+        kind: "fork server" if this process is to fork. Then this function returns in each child, and never in this
+            process. Otherwise, this process carries out the first order itself.
+    """
+    control = socket.socket(fileno=os.dup(0))
+    received = _next_child(control) if kind == "fork server" else receive_order(control)
+    if received is None:
+        sys.exit(1)  # the launcher has ended
+    control.close()
+    received.report.close()
+    _take_over(received.descriptors)
+    set_title(received.order.title)
+    return received.order, received.descriptors.payload
+
+
+def _next_child(control: socket.socket) -> Received:
+    """Fork a child for each order, and report how each ends. Return in each child, with its order."""
+    _import_everything()
+    if thread_count() > 1:
+        _fork_nothing()
+    _require_one_thread()
+    report_ready(control)
+    parent = os.getpid()
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    running: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> process id, and the socket for its report
+    while True:
+        for key, _ in selector.select():
+            if key.fd != control.fileno():
+                selector.unregister(key.fd)
+                process_id, report = running.pop(key.fd)
+                os.close(key.fd)
+                with report, contextlib.suppress(OSError):
+                    report_end(report, _reap(process_id))
+                continue
+            received = receive_order(control)
+            if received is None:
+                # All children are killed, because their parent exits.
+                sys.exit(0)
+            _require_one_thread()
+            process_id = os.fork()
+            if process_id == 0:
+                end_with_parent(parent)
+                os.setpgid(0, 0)
+                selector.close()
+                for handle, (_, report) in running.items():
+                    os.close(handle)
+                    report.close()
+                _renew_generators()
+                return received
+            with contextlib.suppress(OSError):
+                os.setpgid(process_id, process_id)  # before anybody can signal the group
+            handle = os.pidfd_open(process_id)
+            running[handle] = process_id, received.report
+            selector.register(handle, selectors.EVENT_READ)
+            with contextlib.suppress(OSError):
+                report_start(received.report, process_id, handle)
+            for descriptor in received.descriptors:
+                os.close(descriptor)
+
+
+def _import_everything() -> None:
+    """Import the modules that servers, workers and scripts use, without running any tensor operation."""
+    gc.disable()  # collecting garbage during imports takes time and frees nothing
+    import numpy.random  # noqa: F401
+    import torch  # noqa: F401
+
+    from ..frontend import epochs, evaluating, prepare  # noqa: F401
+    from . import child  # noqa: F401
+
+    # A collection would write to every object, and so copy the memory that the children share.
+    gc.freeze()
+    gc.enable()
+
+
+def thread_count() -> int:
+    """Return the number of threads of this process, including those that Python does not know."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def _fork_nothing() -> None:
+    """Fork a child that exits at once. Libraries that can restart their threads end them before the fork."""
+    process_id = os.fork()
+    if process_id == 0:
+        os._exit(0)
+    os.waitpid(process_id, 0)
+
+
+def _require_one_thread() -> None:
+    if (count := thread_count()) > 1:
+        print(f"a fork server must have one thread, but this process has {count}", file=sys.stderr)
+        sys.exit(EXIT_THREADS)
+
+
+def _reap(process_id: int) -> int:
+    """Return the exit code of a process that has ended. If it failed or was killed, kill the rest of its group."""
+    end = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
+    if end is not None and (end.si_code, end.si_status) != (os.CLD_EXITED, 0):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process_id, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
+
+
+def _take_over(descriptors: Descriptors) -> None:
+    """Make the given descriptors the standard streams of this process."""
+    for target, source in enumerate(descriptors[:3]):
+        os.dup2(source, target)
+        os.close(source)
+    # These objects have written nothing yet.
+    for stream in cast(list[TextIOWrapper], [sys.stdout, sys.stderr]):
+        stream.reconfigure(line_buffering=stream.isatty())
+
+
+def _renew_generators() -> None:
+    """Give NumPy's and torch's generators new seeds from the system, as in a new program. Python's renews itself."""
+    import numpy as np
+    import torch
+
+    np.random.seed()
+    torch.default_generator.seed()

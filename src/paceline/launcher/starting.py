@@ -1,0 +1,345 @@
+"""Starting the server and worker processes of a run.
+
+`Starter` starts processes in one of two ways. Processes on one machine are forked by a fork server, which has
+imported torch once for all of them (see `fork_server`). If there is only one process on a machine, or the system or
+the fork server cannot fork, each process is a new program. Both kinds of processes have the same standard streams,
+environment and process group, and end with the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Protocol
+
+from . import boot
+from .fork_server import EXIT_THREADS
+from .orders import Descriptors, Order, await_end, await_ready, await_start, file_of, open_file, send_order
+
+__all__ = ["Child", "Starter", "environment"]
+
+logger = logging.getLogger("paceline.starting")
+
+PAST_CACHE_BYTES = 1024 * 1024
+"""Size in bytes above which `memcpy` bypasses the cache. Large copies are 1.5 times as fast as with the default.
+
+By default, glibc uses three quarters of the size of the last-level cache. In a virtual machine, this may be hundreds
+of megabytes, although the cache is shared with other virtual machines.
+"""
+
+END_TIMEOUT_S = 1.0  # time after which a fork server that has nothing left to do is killed
+
+Prefix = tuple[str, ...]
+
+
+class Child(Protocol):
+    """A process that has been started, or will be as soon as its fork server is ready."""
+
+    @property
+    def id(self) -> int:
+        """The process id. Until a forked process exists, this is the id of its fork server."""
+        ...
+
+    def await_start(self) -> None:
+        """Wait until the process has its descriptors, so that the caller may close them, or until it cannot start."""
+        ...
+
+    def await_end(self) -> int:
+        """Wait until the process has ended, and return its exit code.
+
+        If a signal has terminated the process, the exit code is minus the number of the signal.
+
+        If the process failed or was killed, the rest of its process group is killed. The group is signaled before its
+        leader is reaped, because the group's id may be reused afterwards.
+        """
+        ...
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, unless it has ended."""
+        ...
+
+
+def environment(processes: int) -> dict[str, str]:
+    """Return the environment of the processes of a run.
+
+    Args:
+        processes: number of servers and workers, which share the cores of this machine.
+    """
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    return {
+        # If the user has set one of these two variables, the user's value is used.
+        "OMP_NUM_THREADS": str(threads),
+        "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}",
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        boot.PARENT_VARIABLE: str(os.getpid()),
+    }
+
+
+class Starter:
+    """A context manager that starts the processes of one run, and ends its fork servers.
+
+    The fork servers begin to import torch when this object is created.
+
+    Args:
+        prefixes: for each process, the command that is put in front of its command line. See `HostMachine`.
+    """
+
+    def __init__(self, prefixes: Iterable[Prefix]) -> None:
+        counts = Counter(prefixes)
+        self._environment = environment(counts.total())
+        self._fork_servers: dict[Prefix, ForkServer] = {}
+        try:
+            for prefix, count in counts.items():
+                if count > 1 and can_fork():
+                    self._fork_servers[prefix] = ForkServer(prefix, self._environment)
+        except OSError:
+            self.close()
+            raise
+
+    def __enter__(self) -> Starter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the fork servers. Processes that are still running are killed."""
+        for server in self._fork_servers.values():
+            server.close()
+
+    def start(self, prefix: Prefix, order: Order, descriptors: Descriptors) -> Child:
+        """Start a process, with descriptors that stay open until `Child.await_start` has returned.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
+        server = self._fork_servers.get(prefix)
+        if server is None:
+            return Executed(prefix, self._environment, order, descriptors)
+        return Forked(server, order, descriptors)
+
+
+def can_fork() -> bool:
+    """Return True if this system has what a fork server needs."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
+
+
+class Executed:
+    """A process that is a new program. See `Child`.
+
+    Args:
+        prefix: see `Starter`.
+        environment: environment of the process.
+        order: what the process is to do.
+        descriptors: the descriptors of the process.
+    """
+
+    def __init__(
+        self, prefix: Prefix, environment: dict[str, str], order: Order, descriptors: Descriptors
+    ) -> None:
+        # The process is reaped by `await_end` while this lock is held: the id of a reaped process may be reused.
+        self._lock = threading.Lock()
+        self._ended = False
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self._popen = _execute(
+                "process", prefix, environment, theirs, descriptors.stdout, descriptors.stderr
+            )
+            send_order(ours, order, descriptors, report=theirs)
+
+    @property
+    def id(self) -> int:
+        return self._popen.pid
+
+    def await_start(self) -> None:
+        pass
+
+    def await_end(self) -> int:
+        end = None
+        # `ChildProcessError` is raised if the program that called the launcher has already reaped the process.
+        with contextlib.suppress(ChildProcessError):
+            end = os.waitid(os.P_PID, self.id, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            if end is not None and (end.si_code, end.si_status) != (os.CLD_EXITED, 0):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.id, signal.SIGKILL)
+            self._ended = True
+            return self._popen.wait()
+
+    def signal(self, number: int) -> None:
+        with self._lock:
+            if not self._ended:
+                os.kill(self.id, number)
+
+
+class ForkServer:
+    """A running fork server on one machine.
+
+    Args:
+        prefix: see `Starter`.
+        environment: environment of the fork server and its children.
+    """
+
+    def __init__(self, prefix: Prefix, environment: dict[str, str]) -> None:
+        self._prefix = prefix
+        self._environment = environment
+        # Orders are sent one at a time, because the system limits the number of descriptors that are under way.
+        self._lock = threading.Lock()
+        self._ready = False
+        self._control, theirs = socket.socketpair()
+        self._output = file_of(b"")
+        with theirs:
+            self._popen = _execute("fork server", prefix, environment, theirs, self._output, self._output)
+
+    @property
+    def id(self) -> int:
+        """The process id."""
+        return self._popen.pid
+
+    def fork(self, order: Order, descriptors: Descriptors) -> Started | Executed | None:
+        """Start a process, as soon as the fork server is ready. If it cannot fork, start a new program.
+
+        Return None if the fork server has ended.
+        """
+        report, theirs = socket.socketpair()
+        with self._lock, theirs:
+            self._ready = self._ready or await_ready(self._control)
+            started = None
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                if self._ready:
+                    send_order(self._control, order, descriptors, theirs)
+                    theirs.close()
+                    started = await_start(report)
+        if started is not None:
+            return Started(*started, report)
+        report.close()
+        if self.await_end() != EXIT_THREADS:
+            # Here its children write, too, so the log of the process says why it was not started.
+            with open_file(os.dup(self._output)) as output, contextlib.suppress(OSError):
+                os.write(descriptors.stderr, output.read())
+            return None
+        logger.warning(
+            "a module has started threads while it was imported, so %s imports torch for itself, which takes longer "
+            "(see 'How the processes start' in the guide)",
+            order.title,
+        )
+        return Executed(self._prefix, self._environment, order, descriptors)
+
+    def kill(self) -> None:
+        """Kill the fork server, and so all processes that it has forked."""
+        self._popen.kill()
+
+    def await_end(self) -> int:
+        """Wait until the fork server has ended, and return its exit code."""
+        return self._popen.wait()
+
+    def close(self) -> None:
+        """End the fork server."""
+        self._control.close()
+        try:
+            self._popen.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._popen.wait()
+        os.close(self._output)
+
+
+class Started:
+    """A process that a fork server has forked.
+
+    Args:
+        id: the process id.
+        handle: the pidfd of the process. A signal that is sent to it cannot reach another process.
+        report: the socket on which the end of the process is reported.
+    """
+
+    def __init__(self, id: int, handle: int, report: socket.socket) -> None:
+        self.id = id
+        self._handle = handle
+        self._report = report
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def await_end(self) -> int:
+        """See `Child`."""
+        with self._report:
+            exit_code = await_end(self._report)
+        # If the fork server was killed, then its children were, too. Nobody knows their exit codes.
+        exists = select.poll()
+        exists.register(self._handle, select.POLLIN)
+        exists.poll()
+        with self._lock:
+            self._ended = True
+            os.close(self._handle)
+        return -signal.SIGKILL if exit_code is None else exit_code
+
+    def signal(self, number: int) -> None:
+        """See `Child`."""
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if not self._ended:
+                signal.pidfd_send_signal(self._handle, number)
+
+
+class Forked:
+    """A process that a fork server forks when it is ready. See `Child`.
+
+    Args:
+        server: the fork server.
+        order: what the process is to do.
+        descriptors: the descriptors of the process.
+    """
+
+    def __init__(self, server: ForkServer, order: Order, descriptors: Descriptors) -> None:
+        self._server = server
+        self._order = order
+        self._descriptors = descriptors
+        self._process: Started | Executed | None = None
+
+    @property
+    def id(self) -> int:
+        return self._server.id if self._process is None else self._process.id
+
+    def await_start(self) -> None:
+        self._process = self._server.fork(self._order, self._descriptors)
+
+    def await_end(self) -> int:
+        return self._server.await_end() if self._process is None else self._process.await_end()
+
+    def signal(self, number: int) -> None:
+        if self._process is None:
+            # The processes of a run are signaled before they have started only to end them all.
+            self._server.kill()
+        else:
+            self._process.signal(number)
+
+
+def _execute(
+    kind: str,
+    prefix: Prefix,
+    environment: dict[str, str],
+    control: socket.socket,
+    stdout: int,
+    stderr: int,
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-P", boot.__file__, kind],
+        env=environment,
+        stdin=control.fileno(),
+        stdout=stdout,
+        stderr=stderr,
+        # In its own process group, the process does not receive Ctrl-C. The launcher does, and ends the run.
+        process_group=0,
+    )
