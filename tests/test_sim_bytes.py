@@ -53,6 +53,7 @@ NEWER = (
     "samples_per_s",
     "worker_samples",
     "dropped_samples",
+    "clipped_alone",
 )
 """Statistics that the summary has had only since these digests were taken."""
 

@@ -289,6 +289,7 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
         samples: number of samples of which the gradient is the mean; None if it is unknown.
         drawn: for each distributed loader, the number of batches that the worker's script has drawn before the push.
         clip: set if the script clips the gradient that is applied; else None.
+        clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
     """
 
     shard: Number
@@ -303,6 +304,7 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
     samples: Number | None = None
     drawn: tuple[Number, ...] = ()
     clip: Clip | None = None
+    clipped: bool = False
 
     @property
     def pieces(self) -> tuple[int, ...]:

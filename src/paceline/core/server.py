@@ -235,6 +235,7 @@ class Server:
                 progress=commit.progress,
                 samples=commit.samples,
                 clip=commit.clip,
+                clipped=commit.clipped,
             )
         )
         if commit.drawn:

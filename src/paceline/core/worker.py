@@ -154,6 +154,7 @@ class Worker:
         busy_s: float | None = None,
         idle: bool = False,
         clip: Clip | None = None,
+        clipped: bool = False,
     ) -> list[Request]:
         """Commit the current iteration to every shard.
 
@@ -165,6 +166,7 @@ class Worker:
                 None if it is unknown.
             idle: True if the script is not training at the moment. Data that it has drawn belongs to a later push.
             clip: set if the script clips the gradient that is applied.
+            clipped: True if the script has clipped this worker's own gradient.
         """
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
@@ -191,6 +193,7 @@ class Worker:
                 samples,
                 data.pushed,
                 clip,
+                clipped,
             )
             requests.append(Send(server, commit))
         if self._notifies or self._flagged is not None:

@@ -192,6 +192,7 @@ class Session(Protocol):
         buffers: Mapping[int, torch.Tensor],
         loss: float | None,
         clip: Clip | None = None,
+        clipped: bool = False,
     ) -> None:
         """Push `gradients` to every shard and pull the new weights. On return, `weights` holds the new weights.
 
@@ -204,6 +205,7 @@ class Session(Protocol):
             buffers: index -> buffer, for the buffers that have changed since the last call.
             loss: the loss to show and record, if known.
             clip: set if the script clips the gradient that is applied.
+            clipped: True if the script has clipped this worker's own gradient.
         """
         ...
 

@@ -20,6 +20,7 @@ from ..shard.optimizer_state import join_state, slice_state
 from ..shard.vectors import Vectors
 from ..sync.events import Clip
 from .buffers import Buffers
+from .clipping import take_clipped
 from .gradients import Gradients
 from .model import describe_parameter, layout_of
 from .restart import Restartable
@@ -190,6 +191,7 @@ class WorkerTraining:
             buffers=self._buffers.changed(),
             loss=loss,
             clip=clip,
+            clipped=take_clipped(session),
         )
         self._weights.mark_pulled()
 

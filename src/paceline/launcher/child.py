@@ -19,6 +19,7 @@ import cloudpickle
 
 from ..errors import PeerLostError, first_line
 from ..frontend import session as sessions
+from ..frontend.clipping import watch_torch
 from ..plugins import load_models
 from ..plugins.conditions import local_conditions
 from ..runtime.server import serve
@@ -59,6 +60,7 @@ def main(order: Order, payload: int) -> int:
     load_models(job.sync, job.imports)
     session = WorkerSession.connect(assignment)
     sessions.install(session)
+    watch_torch()
     try:
         _train(kind, arguments, objects)
     except SystemExit as end:

@@ -45,10 +45,11 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
         "idle": _idle(summary),
         "restarts": f"{summary['restarts']}, {summary['wasted_s']:.1f} s of computation wasted",
         "staleness": f"mean {summary['mean_staleness']:.2f}, maximum {summary['max_staleness']} (in updates)",
+        "clipping": "each worker's own gradient, before the mean",
         "gap": f"maximum {summary['max_gap']} (in iterations)",
     }
-    figures = {"left out": "dropped_pushes", "restarts": "restarts"}
-    absent = {name for name, figure in figures.items() if not summary[figure]}
+    figures = {"left out": "dropped_pushes", "restarts": "restarts", "clipping": "clipped_alone"}
+    absent = {name for name, figure in figures.items() if not summary.get(figure)}
     return {name: text for name, text in shown.items() if text and name not in absent}
 
 

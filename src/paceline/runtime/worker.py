@@ -354,6 +354,7 @@ class WorkerSession:
         buffers: Mapping[int, torch.Tensor],
         loss: float | None,
         clip: Clip | None = None,
+        clipped: bool = False,
     ) -> None:
         assert self._region is not None
         assert self._begun_s is not None
@@ -378,7 +379,9 @@ class WorkerSession:
         first = self._core.last_commit is None
         busy_s = None if first else max(0.0, pushed_s - begun_s - self._supply_s)
         self._supply_s = 0.0
-        requests = self._core.push(contents, empty=empty, significance=significance, busy_s=busy_s, clip=clip)
+        requests = self._core.push(
+            contents, empty=empty, significance=significance, busy_s=busy_s, clip=clip, clipped=clipped
+        )
         self._perform(requests, payloads)
         self._await_answers(loss)
         if self._outbox is not None:

@@ -276,6 +276,7 @@ class VirtualJob:
         significance: float | None = None,
         loss: float | None = None,
         clip: Clip | None = None,
+        clipped: bool = False,
     ) -> None:
         """Push to every shard, then pull. `Driver.answered` is called when every shard has answered the pull.
 
@@ -286,12 +287,15 @@ class VirtualJob:
             significance: |g| / |w|, the ratio of the gradient's norm to the weights' norm; None if it is not needed.
             loss: loss of the iteration, which is recorded; None if it is unknown.
             clip: set if the script clips the gradient that is applied.
+            clipped: True if the script has clipped this worker's own gradient.
         """
         state = self.workers[worker]
         state.pushed_s = self.kernel.now_s
         state.loss = loss
         busy_s = (self.kernel.now_ns - state.started_ns) / SECOND_NS
-        requests = state.core.push(empty=empty, significance=significance, busy_s=busy_s, clip=clip)
+        requests = state.core.push(
+            empty=empty, significance=significance, busy_s=busy_s, clip=clip, clipped=clipped
+        )
         self._from_worker(worker, requests, pushes)
 
     def pull_again(self, worker: int) -> None:

@@ -24,6 +24,7 @@ from ..core.model_spec import ModelSpec, first_difference
 from ..core.requests import Request
 from ..core.worker import Worker
 from ..errors import RunFailedError, first_line
+from ..frontend.clipping import unwatch_torch, watch_torch
 from ..frontend.generators import GeneratorStates
 from ..frontend.session import install
 from ..runtime.reader import WeightsSnapshot, named_weights
@@ -100,6 +101,7 @@ class Training:
         self._outside = GeneratorStates()
         self._main = sys.modules["__main__"]
         self._threads = torch.get_num_threads()
+        watch_torch()
         # Otherwise each worker would get its own pool of torch threads, and there would be more threads than cores.
         torch.set_num_threads(1)
         return self
@@ -113,6 +115,7 @@ class Training:
         self._running = None
         self.stores.clear()
         torch.set_num_threads(self._threads)
+        unwatch_torch()
         if self._outside is not None:
             self._outside.give_back()
         sys.modules["__main__"] = self._main
@@ -438,6 +441,7 @@ class VirtualSession:
         buffers: Mapping[int, torch.Tensor],
         loss: float | None,
         clip: Clip | None = None,
+        clipped: bool = False,
     ) -> None:
         training = self._training
         pushes: list[Push] = []
@@ -458,7 +462,13 @@ class VirtualSession:
             if buffers:
                 training.keep_buffers(self.worker, buffers)
             training.job.push(
-                self.worker, pushes, empty=empty, significance=significance, loss=loss, clip=clip
+                self.worker,
+                pushes,
+                empty=empty,
+                significance=significance,
+                loss=loss,
+                clip=clip,
+                clipped=clipped,
             )
 
         if self._passed:

@@ -132,6 +132,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
             becomes at least `progress` + 1.
         samples: number of samples over which the gradient is averaged; None if it is unknown.
         clip: set if the script clips the gradient that is applied. No model depends on it.
+        clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
     """
 
     worker: int
@@ -143,6 +144,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
     progress: int | None = None
     samples: int | None = None
     clip: Clip | None = None
+    clipped: bool = False
 
 
 class PullRequested(Event, frozen=True, kw_only=True, tag=True):

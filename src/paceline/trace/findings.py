@@ -1,7 +1,7 @@
-"""Describes in sentences how much time the workers of a run lost, why, and what would help.
+"""Describes in sentences how much time the workers of a run lost, and unusual clipping, and what would help.
 
 A sentence appears only if the statistics support it: the lost time must be at least 5 % of the run and at least one
-second.
+second. Clipping by each worker is named whenever it occurs, because it changes the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ DISTRIBUTE = (
 def find(
     measures: Measures, *, lockstep: bool, balanced: bool = False, run_dir: str | None = None
 ) -> list[str]:
-    """Return sentences about the time that workers lost because they were idle or waited; [] if they lost little.
+    """Return sentences about the time that workers lost because they were idle or waited, and about clipping.
+
+    If the workers lost little time, and did not clip their own gradients, the result is [].
 
     Args:
         measures: the statistics of the run.
@@ -53,7 +55,21 @@ def find(
         command = f"paceline advise {shlex.quote(run_dir)}"
         advice = [f"To compare the sync models on these machines, run: {command}"]
     # Both causes may have the same hint.
-    return list(dict.fromkeys([*sentences, *waiting, *hints, *more, *advice]))
+    return list(dict.fromkeys([*_clipping(measures), *sentences, *waiting, *hints, *more, *advice]))
+
+
+def _clipping(measures: Measures) -> list[str]:
+    """Return a sentence about gradients that workers clipped before they were averaged, and a hint."""
+    if not measures.clipped_alone:
+        return []
+    share = f"{measures.clipped_alone} of {measures.pushes.averaged} averaged gradients were"
+    if measures.clipped_alone == measures.pushes.averaged:
+        share = "The averaged gradients were"
+    return [
+        f"{share} clipped by each worker before they were averaged (torch.nn.utils.clip_grad_norm_), which differs "
+        "from clipping the joint gradient, as a single process does.",
+        "To clip the joint gradient, call optimizer.clip_grad_norm(max_norm) between backward() and step() instead.",
+    ]
 
 
 def _idle(measures: Measures, lockstep: bool, balanced: bool) -> tuple[list[str], list[str]]:

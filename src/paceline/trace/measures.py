@@ -118,6 +118,8 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
         dropped_pushes: number of pushes that had no gradient or were dropped, counted separately at each shard.
         restarts: number of computations that were aborted and restarted.
         pushes: what became of the pushes.
+        clipped_alone: number of averaged pushes whose worker had clipped its own gradient with
+            `torch.nn.utils.clip_grad_norm_`.
     """
 
     duration_s: float
@@ -144,6 +146,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     dropped_pushes: int
     restarts: int
     pushes: PushCounts
+    clipped_alone: int
 
 
 def waits(shards: Sequence[Trace]) -> list[Wait]:
@@ -244,6 +247,7 @@ class Meter:
             dropped_pushes=sum(shard.dropped_pushes for shard in self._shards),
             restarts=first.restarts,
             pushes=self._pushes(),
+            clipped_alone=first.clipped_alone,
         )
 
     def _pushes(self) -> PushCounts:
@@ -349,6 +353,10 @@ class _ShardMeter:
         self.samples = 0
         self.worker_samples: dict[int, int] = defaultdict(int)
         self.dropped_samples = 0
+        self.clipped_alone = 0
+        self._clipped: set[tuple[int, int]] = (
+            set()
+        )  # pushes that were clipped alone and are neither applied nor dropped
         # (worker, iteration) of each push that is neither applied nor dropped -> its number of samples
         self._pending: dict[tuple[int, int], int] = {}
         self.past: list[_Membership] = []
@@ -418,6 +426,8 @@ class _ShardMeter:
         member.pushed_s = push.now_s
         self.received += 1
         self.gradients += 1  # decremented in `record` if the push is dropped
+        if push.clipped:
+            self._clipped.add((push.worker, push.iteration))
         if push.samples is not None:
             self.samples += push.samples
             self.worker_samples[push.worker] += push.samples
@@ -443,6 +453,9 @@ class _ShardMeter:
         Only the fate of the last push of each membership matters.
         """
         worker, iteration = push
+        if push in self._clipped:
+            self._clipped.remove(push)
+            self.clipped_alone += fate == "averaged"
         member = self.current.get(worker)
         if member is None:
             member = next((past for past in reversed(self.past) if past.worker == worker), None)
