@@ -26,9 +26,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import paceline
 from paceline.frontend import data, session
 from paceline.frontend import prepare as preparing
+from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.inspection.observations import Kind, Observation, Observations
 
 SAMPLE_SIZE = 4096  # maximum number of elements of a tensor that enter a digest
@@ -39,7 +39,7 @@ LIBRARIES = tuple(
     {
         *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         str(Path(torch.__file__).parent) + os.sep,
-        str(Path(paceline.__file__).parent) + os.sep,
+        str(Path(__file__).parents[1]) + os.sep,
         "<",
     }
 )
@@ -99,8 +99,7 @@ class Probe:
             [torch, torch.serialization], "save", lambda *a: ("wrote", path_of(a[2]) if len(a) > 2 else "")
         )
         for name in ("worker_index", "worker_count", "is_main"):
-            if hasattr(paceline, name):
-                self._observe([session, paceline], name, lambda *a: ("asked", ""), direct=False)
+            self._observe([session, sys.modules["paceline"]], name, lambda *a: ("asked", ""), direct=False)
         self._observe([torch.utils.data.DataLoader], "__len__", lambda *a: ("measured", str(id(a[1]))))
         self._observe_distribution()
 
@@ -173,7 +172,7 @@ class Probe:
             self.note("initialized", digest(module.parameters()))
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        distributed = isinstance(optimizer, paceline.DistributedOptimizer)
+        distributed = isinstance(optimizer, DistributedOptimizer)
         frame = sys._getframe(1)
         self.note("stepped", "distributed" if distributed else type(optimizer).__name__, frame)
         gradients = [
