@@ -23,6 +23,7 @@ from ..core.messages import MOST_LOADERS
 from ..errors import ConfigurationError, UsageError, unknown_name
 from .epoch_order import EpochOrder
 from .epochs import active_loop
+from .generators import loader_seed, seed_worker
 from .position import Position
 from .progress import set_batch
 from .session import Session, current
@@ -102,6 +103,7 @@ def distribute_at(
     if session is None:
         set_batch(source.batch if source.counts_samples else None)
         return loader
+    seed_worker(session)
     balanced = (batch or session.batch) == "balanced"
     if balanced and not source.divisible:
         source.warnings.append(f"distribute() gives all workers equal batches, because {NOT_DIVISIBLE}.")
@@ -165,7 +167,9 @@ class DistributedLoader(Generic[T]):
         stream = _streams.setdefault(session, Streams()).of(source.key, site)
         stream.warn(source.warnings)
         self._part = Part(source, session, stream, division)
-        self._loaded: Iterable[T] = source.load(self._part)
+        # Worker 0 draws the seeds of the loader's processes as the script alone would.
+        self._generator = torch.Generator() if session.worker > 0 else None
+        self._loaded: Iterable[T] = source.load(self._part, self._generator)
         self.position = Position(source.batch * session.workers)
 
     def __len__(self) -> int:
@@ -173,6 +177,8 @@ class DistributedLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         loop = active_loop(self._session)
+        if self._generator is not None:
+            self._generator.manual_seed(loader_seed(self._session, self._part.next_epoch))
         with self.position.making_a_pass(self._session, dynamic=self._part.is_dynamic):
             for loaded in self._loaded:
                 if loop is not None and loop.over:
@@ -338,11 +344,9 @@ class Part:
     def __iter__(self) -> Iterator[list[Any]]:
         session, source = self._session, self._source
         self.taken.clear()
-        if session.data.again and self._stream.epoch >= 0:
-            self._epoch = epoch = self._stream.epoch
-        else:
-            self._stream.epoch += 1
-            self._epoch = epoch = self._stream.epoch
+        again = session.data.again and self._stream.epoch >= 0
+        self._epoch = self._stream.epoch = epoch = self.next_epoch
+        if not again:
             session.epoch_begins(epoch)
             digest = self._order(epoch).digest()
             split, balanced, most = self._division
@@ -358,6 +362,12 @@ class Part:
             if items:
                 self.taken.append(Taken(batch, len(items), source.samples(items)))
                 yield items
+
+    @property
+    def next_epoch(self) -> int:
+        """Number of the epoch of the next pass. A pass of a computation that was aborted is repeated."""
+        begun = self._stream.epoch
+        return begun if self._session.data.again and begun >= 0 else begun + 1
 
     @property
     def is_dynamic(self) -> bool:

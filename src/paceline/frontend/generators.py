@@ -18,10 +18,16 @@ import random
 import sys
 from threading import RLock
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
-__all__ = ["GeneratorStates", "generators_lock"]
+from ..sync.draws import uniform
+from .session import Session
+
+__all__ = ["GeneratorStates", "generators_lock", "loader_seed", "seed_worker"]
+
+OF_WORKER, OF_LOADER = 1 << 20, 1 << 21  # parts of the keys from which seeds are drawn
 
 # The generators belong to the whole process. A thread holds this lock while it saves or replaces their states, and
 # while it draws from states that are set only temporarily. A thread may acquire the lock again while it holds it,
@@ -129,3 +135,25 @@ class _NumpyGenerator:
 
 
 _numpy = _NumpyGenerator()
+
+_seeded: WeakSet[Session] = WeakSet()
+
+
+def seed_worker(session: Session) -> None:
+    """Give a worker its own random numbers, so that dropout, augmentation and noise differ between workers.
+
+    The first call for each session seeds the generators from (seed, worker). Worker 0 keeps its generators as they
+    are, so it draws the same numbers as the script alone.
+    """
+    if session in _seeded:
+        return
+    _seeded.add(session)
+    if session.worker > 0:
+        seed = int(uniform(session.seed, session.worker, OF_WORKER) * 2**53)
+        with generators_lock:
+            GeneratorStates.seeded(seed).give_back()
+
+
+def loader_seed(session: Session, epoch: int) -> int:
+    """Return the seed from which a worker's loader seeds its processes in an epoch."""
+    return int(uniform(session.seed, session.worker, OF_LOADER, epoch) * 2**53)

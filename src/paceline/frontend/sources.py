@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -68,8 +69,13 @@ class Source(Protocol):
         """Return an iterable over all items of a new epoch."""
         ...
 
-    def load(self, batches: Iterable[list[Any]]) -> Iterable[Any]:
-        """Return an iterable over what the script receives for each batch of items."""
+    def load(self, batches: Iterable[list[Any]], generator: torch.Generator | None) -> Iterable[Any]:
+        """Return an iterable over what the script receives for each batch of items.
+
+        Args:
+            batches: the batches of items.
+            generator: generator for the seeds of the loader's processes; None for the loader's own.
+        """
         ...
 
     def samples(self, items: list[Any]) -> int | None:
@@ -129,11 +135,13 @@ class IndexSource:
     def order(self) -> Iterable[Any]:
         return self._sampler
 
-    def load(self, batches: Iterable[list[Any]]) -> Iterable[Any]:
+    def load(self, batches: Iterable[list[Any]], generator: torch.Generator | None) -> Iterable[Any]:
         loader = copy.copy(self._loader)
         # Set through `__dict__`, because `DataLoader.__setattr__` does not allow these attributes to be changed.
         changed = loader.__dict__
         changed["_iterator"] = None
+        if generator is not None:
+            changed["generator"] = generator
         if self._whole_batches:
             changed["batch_sampler"] = _Each(batches)
         elif self._loader.batch_size is None:
@@ -193,8 +201,10 @@ class ItemSource:
     def order(self) -> Iterable[Any]:
         return self._items
 
-    def load(self, batches: Iterable[list[Any]]) -> Iterable[Any]:
-        return _Each(batches)
+    def load(self, batches: Iterable[list[Any]], generator: torch.Generator | None) -> Iterable[Any]:
+        return _Each(
+            batches
+        )  # every worker must produce the same batches, so their seeds are the same as well
 
     def samples(self, items: list[Any]) -> int | None:
         return None
