@@ -35,6 +35,7 @@ from ..sync.schedule import Schedule
 from . import messages
 from .data_ledger import DataLedger
 from .entry import Entry, EntryRecorder
+from .fingerprints import Fingerprints
 from .job_sync import JobSync
 from .joint_norms import JointNorms
 from .layout import ShardSlice
@@ -46,6 +47,7 @@ from .messages import (
     DataRequested,
     Failed,
     FaultReported,
+    GradientHashed,
     MeanMeasured,
     MeanMissing,
     Message,
@@ -154,6 +156,7 @@ class Coordinator:
         self._ready: set[int] = set()  # servers that have received their shards
         self._left = set(late)  # workers that have finished, were lost, or will be admitted later
         self._live = set(range(workers)) - self._left  # all other workers
+        self._fingerprints = Fingerprints()
         self._stopped: set[int] = set()  # training loops that a worker has stopped
         # Lost worker -> the reports of its pushes that have arrived, and the servers that have yet to send theirs.
         self._reports: dict[int, tuple[list[tuple[int, ...]], set[int]]] = {}
@@ -294,6 +297,8 @@ class Coordinator:
                 return self._hand_out(worker, message, now_s)
             case StopRequested():
                 return self._stop(message.loop)
+            case GradientHashed():
+                return self._compare(worker, message)
             case AllCommitted() if not self._overlap and worker in self.present:
                 self._committed[worker] = message.iteration
                 return self._allow_pulls()
@@ -499,6 +504,15 @@ class Coordinator:
             return self._refuse([worker], str(error), f"worker {worker}")
         granted = DataGranted(message.loader, message.epoch, grant.leases, grant.last)
         return [Send(worker_peer(worker), granted)]
+
+    def _compare(self, worker: int, message: GradientHashed) -> list[Request]:
+        """Warn once if workers compute the same gradients."""
+        lockstep = _is_lockstep(self._sync.sync)
+        warning = self._fingerprints.take(worker, message, self._live, lockstep=lockstep)
+        if not warning:
+            return []
+        self.faults.append(warning)
+        return [Warn(warning)]
 
     def _stop(self, loop: int) -> list[Request]:
         """Stop a training loop in all workers, unless this has been done already."""

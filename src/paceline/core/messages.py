@@ -9,7 +9,7 @@ A message that becomes an event at its receiver has the same name as the event. 
 a push event and, if it includes a pull, a pull event.
 
     worker -> coordinator   Hello, Register, IterationFinished, IterationStarted, AllCommitted, SyncRequested,
-                            DataRequested, StopRequested, Status, Warned, WorkerFinished, Failed
+                            DataRequested, StopRequested, GradientHashed, Status, Warned, WorkerFinished, Failed
     coordinator -> worker   Started, Refused, PlanPublished, RestartOrdered, ChangePublished, PullAllowed,
                             DataGranted, TrainingStopped
     server -> coordinator   Hello, Ready, WorkerWelcomed, PushesReported, MeanMeasured, MeanMissing, FaultReported,
@@ -56,6 +56,7 @@ __all__ = [
     "FromPeerToCoordinator",
     "FromPeerToServer",
     "FromServer",
+    "GradientHashed",
     "Hello",
     "InitialState",
     "InitialWeights",
@@ -392,6 +393,18 @@ class IterationStarted(Message, frozen=True, tag=True):
     iteration: Number
 
 
+class GradientHashed(Message, frozen=True, tag=True):
+    """A hash of the gradient that a worker pushes with this iteration. See `paceline.core.fingerprints`.
+
+    Attributes:
+        iteration: label of the iteration.
+        gradient: the hash; "" if the push contains no gradient other than zero.
+    """
+
+    iteration: Number
+    gradient: Annotated[str, msgspec.Meta(max_length=32)]
+
+
 class PlanPublished(Message, frozen=True, tag=True):
     """One worker's part of a plan: the worker must stop after its first push whose label is at least `iteration`."""
 
@@ -681,6 +694,7 @@ FromPeerToCoordinator = (
     | SyncRequested
     | DataRequested
     | StopRequested
+    | GradientHashed
     | PushesReported
     | MeanMeasured
     | MeanMissing

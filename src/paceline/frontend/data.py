@@ -49,6 +49,9 @@ def distribute(
     epoch and depends on the run's seed, but not on the number of workers. Outside a run, the loader is returned
     unchanged. Call this function once, or at the start of every epoch. Each pass over the result is one epoch.
 
+    The first call also seeds the random generators of torch, Python and NumPy in each worker except worker 0, so that
+    dropout, augmentation and noise differ between workers. Worker 0 draws the same numbers as the script alone.
+
     Args:
         loader: a `DataLoader`, whose batch size is the batch size of each worker, or another iterable over batches. A
             `DataLoader` over a dataset with a length is split at its sampler, so that each worker loads only its own
@@ -365,7 +368,7 @@ class Part:
 
     @property
     def next_epoch(self) -> int:
-        """Number of the epoch of the next pass. A pass of a computation that was aborted is repeated."""
+        """Number of the epoch of the next pass. A pass over returned positions belongs to the last epoch."""
         begun = self._stream.epoch
         return begun if self._session.data.again and begun >= 0 else begun + 1
 

@@ -12,9 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import ConfigurationError
 from .data import DistributedLoader, call_site, distribute_at
+from .generators import seed_worker
 from .optimizer import DistributedOptimizer
 from .schedule import JobScheduler
-from .session import worker_count
+from .session import current, worker_count
 from .sources import length_of
 
 __all__ = ["prepare"]
@@ -54,6 +55,9 @@ def prepare(*parts: Any, scheduler: LRScheduler | None = None) -> Any:
     receives more batches than a slow one. In one iteration, the schedule may advance by several steps or by none, and
     it stops quietly at its end. A scheduler that is stepped once per epoch works as usual. Outside a run, the loaders
     and the schedulers are returned unchanged.
+
+    In a run, the first call of this function or of `distribute` also seeds the random generators of torch, Python and
+    NumPy in each worker except worker 0, so that dropout, augmentation and noise differ between workers.
 
     Do not pass a loader for evaluation, unless each worker is meant to evaluate on a part of the data.
 
@@ -95,6 +99,8 @@ def prepare(*parts: Any, scheduler: LRScheduler | None = None) -> Any:
                 f"prepare() got the scheduler {type(part).__name__}, which was not created for the given optimizer. "
                 "Create it with this optimizer, before prepare()."
             )
+    if (session := current()) is not None:
+        seed_worker(session)
     wrapped = {id(each): DistributedOptimizer(each, model=_model_of(each, models)) for each in optimizers}
     site = call_site(sys._getframe(1))
     split = {

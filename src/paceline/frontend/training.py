@@ -14,10 +14,13 @@ import msgspec
 import torch
 from torch import nn
 
+from ..core.fingerprints import HASHED_ITERATIONS
+from ..core.messages import GradientHashed
 from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
+from ..core.requests import COORDINATOR, Send
 from ..errors import NonFiniteGradientError, UsageError
 from ..shard.optimizer_state import join_state, slice_state
-from ..shard.vectors import Vectors
+from ..shard.vectors import Vectors, digest
 from ..sync.events import Clip
 from .buffers import Buffers
 from .clipping import take_clipped
@@ -172,6 +175,10 @@ class WorkerTraining:
                 *error.args,
             )
             empty = True
+        if session.iteration < HASHED_ITERATIONS and session.workers > 1 and not session.data.used:
+            gradient = "" if empty else digest(session.gradients.values())
+            hashed = Send(COORDINATOR, GradientHashed(session.iteration, gradient))
+            session.exchange(lambda: [hashed])
         significance = None
         if session.needs_significance and not empty:
             significance = _norm(session.gradients) / max(_norm(session.weights), LEAST_NORM)

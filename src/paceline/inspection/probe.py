@@ -7,7 +7,6 @@ optimizer, or after TIMEOUT seconds. The functions whose calls are observed are 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import runpy
@@ -30,8 +29,7 @@ from paceline.frontend import data, session
 from paceline.frontend import prepare as preparing
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.inspection.observations import Kind, Observation, Observations
-
-SAMPLE_SIZE = 4096  # maximum number of elements of a tensor that enter a digest
+from paceline.shard.vectors import digest
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 
@@ -231,18 +229,6 @@ def random_module() -> Any:
     import random
 
     return random
-
-
-def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Return a hash of a sample of the elements of tensors; "" if there are no tensors, or all elements are zero."""
-    hashed = hashlib.blake2b(digest_size=8)
-    nonzero = False
-    for tensor in tensors:
-        values = (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach().reshape(-1)
-        sample = values[:: -(-values.numel() // SAMPLE_SIZE) or 1].to(torch.float64).numpy()
-        nonzero = nonzero or bool(sample.any())
-        hashed.update(sample.tobytes())
-    return hashed.hexdigest() if nonzero else ""
 
 
 def main(folder: str, iterations: str, timeout_s: str, script: str, *arguments: str) -> None:

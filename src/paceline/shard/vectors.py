@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 import torch
 
 from ..core.layout import Layout, ShardSlice
 
-__all__ = ["Vectors", "dtype_name", "parameter_views", "segment_views", "squared_norm", "torch_dtype"]
+__all__ = [
+    "Vectors",
+    "digest",
+    "dtype_name",
+    "parameter_views",
+    "segment_views",
+    "squared_norm",
+    "torch_dtype",
+]
 
 CHUNK = 128 * 1024
 """Number of elements that are converted to double precision at a time: few enough for the CPU cache."""
+
+DIGESTED = 4096
+"""Maximum number of elements of a tensor, evenly spaced, that enter a hash."""
 
 Vectors = dict[str, torch.Tensor]
 """Mapping from dtype to flat vector: the weights or the gradients of a whole model or of one shard."""
@@ -57,3 +69,21 @@ def squared_norm(vectors: Sequence[torch.Tensor], scales: Sequence[float] = (1.0
             total.add_(other, alpha=scale)
         square += float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
     return square
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a hash of at most `DIGESTED` elements of each tensor; "" if all of these elements are zero.
+
+    Example:
+        >>> digest([torch.ones(3)]) == digest([torch.ones(3)]) != digest([torch.ones(2)])
+        True
+        >>> digest([torch.zeros(3)])
+        ''
+    """
+    hashed, nonzero = blake2b(digest_size=8), False
+    for tensor in tensors:
+        values = (tensor if tensor.layout == torch.strided else tensor.to_dense()).detach().reshape(-1)
+        sample = values[:: -(-values.numel() // DIGESTED) or 1].to(torch.float64)
+        nonzero = nonzero or bool(sample.any())
+        hashed.update(sample.numpy().tobytes())
+    return hashed.hexdigest() if nonzero else ""
