@@ -93,6 +93,7 @@ class ThreadedRun:
     traces: list[Trace]
     run_dir: Path
     errors: dict[int, BaseException] = field(default_factory=dict)  # worker -> what its function raised
+    faults: list[str] = field(default_factory=list)  # what the run's summary tells of problems
     results: dict[int, object] = field(default_factory=dict)  # worker -> what its function returned
 
     @property
@@ -163,6 +164,7 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
             if crashes:
                 raise crashes[0]  # whatever else went wrong, this is why
         assert not any(thread.is_alive() for thread in servers), "a server hangs"
+        outcome.faults = coordinator.core.faults
         outcome.traces = read_run(Path(job.run_dir))
         if outcome.errors and not keep_errors:
             raise next(iter(outcome.errors.values()))

@@ -29,7 +29,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..sync.events import Change, Clip, Number, Stop
+from ..sync.events import Change, Clip, Edit, Number, Stop
 from .layout import ShardSlice
 from .lease import Lease, Order
 from .model_spec import ModelSpec
@@ -291,6 +291,7 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
         drawn: for each distributed loader, the number of batches that the worker's script has drawn before the push.
         clip: set if the script clips the gradient that is applied; else None.
         clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
+        edit: set if the payload contains new values of the parameters in `content.present` instead of a gradient.
     """
 
     shard: Number
@@ -306,6 +307,7 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
     drawn: tuple[Number, ...] = ()
     clip: Clip | None = None
     clipped: bool = False
+    edit: Edit | None = None
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -345,9 +347,10 @@ class PullRepeated(Message, frozen=True, tag=True):
     shard: Number
     iteration: Number
     restart: bool = True
+    edit: Number | None = None
 
 
-class Answer(Message, frozen=True, tag=True):
+class Answer(Message, frozen=True, tag=True, omit_defaults=True):
     """The answer to a pull. The payload is the shard's slice of the weights; with shared memory, it is empty.
 
     Attributes:
@@ -358,6 +361,7 @@ class Answer(Message, frozen=True, tag=True):
             if the push was not late.
         in_place: True if the worker must read the weights directly from the servers' memory until its next commit.
         samples: number of samples in all pushes that the shard has received from all workers and not dropped.
+        edits: True if the worker, which begins an edit, is the one whose edit counts. Only shard 0 decides this.
     """
 
     shard: int
@@ -366,6 +370,7 @@ class Answer(Message, frozen=True, tag=True):
     v_train: int | None = None
     in_place: bool = False
     samples: int = 0
+    edits: bool = False
 
 
 class IterationFinished(Message, frozen=True, tag=True):

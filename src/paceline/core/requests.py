@@ -21,6 +21,7 @@ __all__ = [
     "Discard",
     "Fail",
     "Measure",
+    "Overwrite",
     "Peer",
     "Preserve",
     "Proceed",
@@ -130,6 +131,14 @@ class Discard(msgspec.Struct, frozen=True, gc=False):
     iteration: int
 
 
+class Overwrite(msgspec.Struct, frozen=True, gc=False):
+    """Set the parameters that are present in a push to the values in the push. The optimizer takes no step."""
+
+    shard: int
+    worker: int
+    iteration: int
+
+
 class Preserve(msgspec.Struct, frozen=True, gc=False):
     """Copy the gradient of a held push. The next request answers the worker, which then overwrites the gradient."""
 
@@ -171,4 +180,4 @@ class Fail(msgspec.Struct, frozen=True, gc=False):
     traceback: str = ""
 
 
-Request = Send | Timer | Apply | Measure | Discard | Preserve | Proceed | Abort | Warn | Fail
+Request = Send | Timer | Apply | Measure | Overwrite | Discard | Preserve | Proceed | Abort | Warn | Fail

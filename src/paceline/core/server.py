@@ -138,7 +138,11 @@ class Server:
                 return self.shard(message.shard).handle(pull)
             case messages.PullRepeated():
                 repeat = PullRepeated(
-                    now_s=now_s, worker=worker, iteration=message.iteration, restart=message.restart
+                    now_s=now_s,
+                    worker=worker,
+                    iteration=message.iteration,
+                    restart=message.restart,
+                    edit=message.edit,
                 )
                 return self.shard(message.shard).handle(repeat)
             case messages.MeanClipped():
@@ -219,6 +223,12 @@ class Server:
                 raise ProtocolError(
                     f"its push announces a change to a sync model that cannot be used in this run: {error}"
                 ) from error
+        if commit.edit is not None and (
+            commit.empty or commit.samples is not None or commit.clip is not None
+        ):
+            raise ProtocolError(
+                "its push contains an edit, but has no values, or has properties of a gradient"
+            )
         if commit.clip is not None and not shard.may_clip(worker):
             raise ProtocolError(
                 f"its push clips the joint gradient, whose norm is not known under {shard.sync.sync}"
@@ -236,6 +246,7 @@ class Server:
                 samples=commit.samples,
                 clip=commit.clip,
                 clipped=commit.clipped,
+                edit=commit.edit,
             )
         )
         if commit.drawn:

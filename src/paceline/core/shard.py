@@ -10,6 +10,7 @@ from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush,
 from ..sync.events import (
     Clip,
     MeanClipped,
+    PullRepeated,
     PullRequested,
     PushReceived,
     RecordedEvent,
@@ -18,6 +19,7 @@ from ..sync.events import (
 )
 from ..sync.model import agree_on_means
 from .clipped_means import ClippedMeans
+from .edits import Edits
 from .entry import Entry, EntryRecorder
 from .messages import Answer, FaultReported, MeanMissing
 from .requests import COORDINATOR, Apply, Discard, Preserve, Request, Send, Timer, worker_peer
@@ -71,6 +73,7 @@ class Shard:
         # (worker, iteration) of each push that is neither applied nor dropped yet -> its flag, if the script clips
         self._clips: dict[tuple[int, int], Clip] = {}
         self.clipped = ClippedMeans()
+        self._edits = Edits(index)
         # pushes that other shards have measured in a mean, of which the coordinator asks whether they are in one here
         self._asked: list[tuple[tuple[int, int], ...]] = []
 
@@ -105,6 +108,15 @@ class Shard:
                 self.samples += event.samples
             if type(event) is PushReceived and event.clip is not None:
                 self._clips[event.worker, event.iteration] = event.clip
+            if type(event) is PushReceived and event.edit is not None:
+                self._edits.receive((event.worker, event.iteration), event.edit)
+            elif type(event) is WorkerLost or type(event) is WorkerFinished:
+                self._edits.leave(event.worker)
+        edits = (
+            type(event) is PullRepeated
+            and event.edit is not None
+            and self._edits.name(event.worker, event.edit)
+        )
         requests: list[Request] = []
         staleness: list[tuple[int, int, int]] = []
         gap = 0
@@ -117,27 +129,45 @@ class Shard:
                 if self._held and (worker, iteration) in self._held:
                     self._held.remove((worker, iteration))
                     requests.append(Preserve(index, worker, iteration))
-                requests.append(Send(worker_peer(worker), self._answer(worker, iteration, action.v_train)))
+                requests.append(
+                    Send(worker_peer(worker), self._answer(worker, iteration, action.v_train, edits=edits))
+                )
             elif type(action) is ApplyPush:
                 key = action.worker, action.iteration
+                if self._edits.pending and key in self._edits.pending:
+                    versions.drop(*key)
+                    requests += self._edits.carry_out([key])
+                    continue
                 staleness.append(versions.apply_one(key))
                 scale = action.scale * self._weight(key) if self._samples else action.scale
                 if self._clips and (clip := self._clips.pop(key, None)) is not None:
                     scale *= clip.factor
                 requests.append(Apply(index, (key,), (scale,)))
             elif type(action) is ApplyMean:
-                staleness += versions.apply(action.pushes)
                 self._held.difference_update(action.pushes)
-                update = Apply(index, action.pushes, self._mean_scales(action.pushes))
-                max_norm = self._max_norm(action.pushes) if self._clips else None
-                requests += [update] if max_norm is None else self.clipped.measure(update, max_norm)
+                pushes, edited = action.pushes, [p for p in action.pushes if p in self._edits.pending]
+                if edited:
+                    pushes = tuple(push for push in pushes if push not in edited)
+                if pushes:
+                    staleness += versions.apply(pushes)
+                    update = Apply(index, pushes, self._mean_scales(pushes))
+                    max_norm = self._max_norm(pushes) if self._clips else None
+                    requests += [update] if max_norm is None else self.clipped.measure(update, max_norm)
+                if edited:  # after the gradients of the same round
+                    for push in edited:
+                        versions.drop(*push)
+                    requests += self._edits.carry_out(edited)
             elif type(action) is HoldPush:
                 self._held.add((action.worker, action.iteration))
             elif type(action) is DropPush:
-                versions.drop(action.worker, action.iteration)
-                self.samples -= self._samples.pop((action.worker, action.iteration), 0)
-                self._clips.pop((action.worker, action.iteration), None)
-                requests.append(Discard(index, action.worker, action.iteration))
+                key = action.worker, action.iteration
+                versions.drop(*key)
+                if key in self._edits.pending:  # an edit is never dropped
+                    requests += self._edits.carry_out([key])
+                    continue
+                self.samples -= self._samples.pop(key, 0)
+                self._clips.pop(key, None)
+                requests.append(Discard(index, *key))
             elif type(action) is SetTimer:
                 requests.append(Timer(action.due_s, action.worker, action.iteration, index))
             elif type(action) is ReportFault:
@@ -166,9 +196,9 @@ class Shard:
         """Return the request that sends a worker its first weights."""
         return Send(worker_peer(worker), self._answer(worker, -1, None))
 
-    def _answer(self, worker: int, iteration: int, v_train: int | None) -> Answer:
+    def _answer(self, worker: int, iteration: int, v_train: int | None, *, edits: bool = False) -> Answer:
         in_place = worker in self._readers and self._lockstep
-        return Answer(self.index, iteration, self._versions.version, v_train, in_place, self.samples)
+        return Answer(self.index, iteration, self._versions.version, v_train, in_place, self.samples, edits)
 
     def _weight(self, push: tuple[int, int]) -> float:
         """Return the factor for a push that is applied on arrival: samples / usual samples; 1 if one is unknown."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import ConfigurationError, ProtocolError
-from ..sync.events import Change, Clip, Stop
+from ..sync.events import Change, Clip, Edit, Stop
 from ..sync.model import SyncModel, agree_on_means
 from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
@@ -113,12 +113,19 @@ class Worker:
         self._restart = -1  # the iteration that must be restarted
         self._progress: int | None = None  # if the worker is late: the round from which it must continue
         self._clips = False  # True if the script clips the gradient that is applied
+        self._edit: Edit | None = None  # the flag of the edit that the script is making
+        self._edits_begun = 0  # number of edits that the script has begun
         self._follow(schedule.first)
 
     @property
     def restart_ordered(self) -> bool:
         """True if the current computation must be aborted."""
         return self._restart == self.iteration
+
+    @property
+    def edits(self) -> bool:
+        """True if this worker is in the block of an edit, and pushes its edit."""
+        return self._edit is not None
 
     @property
     def partly_served(self) -> bool:
@@ -155,6 +162,7 @@ class Worker:
         idle: bool = False,
         clip: Clip | None = None,
         clipped: bool = False,
+        edit: Edit | None = None,
     ) -> list[Request]:
         """Commit the current iteration to every shard.
 
@@ -167,6 +175,7 @@ class Worker:
             idle: True if the script is not training at the moment. Data that it has drawn belongs to a later push.
             clip: set if the script clips the gradient that is applied.
             clipped: True if the script has clipped this worker's own gradient.
+            edit: set if the push contains new values of parameters instead of a gradient.
         """
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
@@ -194,6 +203,7 @@ class Worker:
                 data.pushed,
                 clip,
                 clipped,
+                edit,
             )
             requests.append(Send(server, commit))
         if self._notifies or self._flagged is not None:
@@ -218,6 +228,31 @@ class Worker:
             Send(server, PullRepeated(shard, self.iteration, restart))
             for shard, server in enumerate(self._servers)
         ]
+
+    def begin_edit(self) -> list[Request]:
+        """Begin an edit of the weights. When the worker no longer waits, `edits` tells whether it pushes its edit.
+
+        In lockstep, the worker's weights are the newest. Otherwise, it pulls them.
+        """
+        number, self._edits_begun = self._edits_begun, self._edits_begun + 1
+        if self.lockstep:
+            self._edit = Edit(number=number, sole=False)
+            return []
+        self._pulls_again = True
+        self._await("answers")
+        return [
+            Send(server, PullRepeated(shard, self.iteration, restart=False, edit=number))
+            for shard, server in enumerate(self._servers)
+        ]
+
+    def push_edit(self, contents: Sequence[Content] | None = None) -> list[Request]:
+        """Commit the current iteration with the worker's edit or, if the edit of another worker counts, empty."""
+        edit, self._edit = self._edit, None
+        return self.push(contents, empty=edit is None, idle=True, edit=edit)
+
+    def cancel_edit(self) -> None:
+        """End the block of an edit without a push."""
+        self._edit = None
 
     def finish(self) -> list[Request]:
         """Leave the run, because the script has finished."""
@@ -287,6 +322,8 @@ class Worker:
                 if message.v_train is not None:
                     self._progress = max(message.v_train, self._progress or 0)
                 self.in_place = message.in_place
+                if message.edits and message.shard == 0:
+                    self._edit = Edit(number=self._edits_begun - 1, sole=True)
                 if message.shard == 0:
                     self.updates, self.samples = message.version, message.samples
                 return self._answered() if self._has_come(message.shard, "answers") else []

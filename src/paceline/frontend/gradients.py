@@ -15,7 +15,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from weakref import ref
 
@@ -102,6 +103,18 @@ class Gradients:
                 if parameter.requires_grad
             ],
         )
+
+    @contextmanager
+    def replaced_by(self, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """Return a context in which the flat vectors contain these values instead of gradients."""
+        gradients = {dtype: vector.clone() for dtype, vector in self._vectors.items()}
+        for index, value in values.items():
+            self._views[index].copy_(value)
+        try:
+            yield
+        finally:
+            for dtype, vector in self._vectors.items():
+                vector.copy_(gradients[dtype])
 
     def first_not_finite(self) -> str | None:
         """Return the name of the first parameter whose gradient contains NaN or inf; None if there is none."""

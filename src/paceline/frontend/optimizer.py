@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, overload
 
 import torch
@@ -203,6 +204,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
             clip_value: largest absolute value of an element.
         """
         torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
+
+    def editing(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights may be edited between two steps.
+
+        All workers run the block. The edit of one worker becomes everybody's: at the end of the block, the values
+        that it has changed replace those at the servers, and every worker continues with the result. Values that are
+        set to what they were before are not changed. The optimizer's state, such as momentum, is kept.
+
+        An edit counts as an iteration, but not as an update. If all workers are kept in lockstep, as under `bsp`, all
+        of them see the edit after the same iteration, and the edit is that of the worker with the lowest index. Under
+        other models, it is that of the worker that enters the block first; updates that others cause while that
+        worker is inside the block are lost for the parameters that it changes, and other workers may compute a few
+        more gradients with the weights from before the edit. If the block raises an exception, the edit is undone.
+
+        Outside a run, and before training has begun, the context has no effect.
+
+        Raises:
+            UsageError: `step()`, `evaluating()` or `editing()` was called inside the block.
+            WeightsChangedError: weights were changed before the block, or the block has changed a shape or a dtype.
+
+        Example:
+            >>> import paceline, torch
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> with optimizer.editing(), torch.no_grad():  # clip the weights, as a Wasserstein GAN does
+            ...     for parameter in model.parameters():
+            ...         _ = parameter.clamp_(-0.01, 0.01)
+        """
+        return self._training.editing() if self._training is not None else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state in the format of the wrapped optimizer's own `state_dict()`.

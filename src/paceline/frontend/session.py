@@ -50,6 +50,7 @@ class Session(Protocol):
         weights: dtype -> flat vector of the weights. Filled by `begin`.
         gradients: dtype -> flat vector of the gradients. Filled by `begin`.
         on_moved: function that the session calls after it has moved `weights` to other memory.
+        on_finish: function that the session calls when the script ends. It returns a warning, or "".
         sends_early: True if `gradient_ready` must be called for each gradient as soon as it is computed.
     """
 
@@ -61,6 +62,7 @@ class Session(Protocol):
     weights: Vectors
     gradients: Vectors
     on_moved: Callable[[], None]
+    on_finish: Callable[[], str]
 
     @property
     def sends_early(self) -> bool: ...
@@ -106,8 +108,8 @@ class Session(Protocol):
         """Wait until `weights` holds the initializer's weights."""
         ...
 
-    def weights_edited(self) -> bool:
-        """Return True if the script is known to have written to `weights` since the last pull."""
+    def weights_edited(self) -> bool | None:
+        """Return True if the script has changed `weights` since the last pull, None if this is not known."""
         ...
 
     def gradient_ready(self, parameter: int) -> None:
@@ -153,6 +155,25 @@ class Session(Protocol):
         The weights may change at any time in this context. Only the methods for data and `fetch_state` may be called.
         If the run fails meanwhile, the error is raised at the end of the context.
         """
+        ...
+
+    def begin_edit(self) -> bool:
+        """Pull the newest weights for an edit by the script. Return True if this worker's edit is the one to push."""
+        ...
+
+    def push_edit(self, present: bytes, *, buffers: Mapping[int, torch.Tensor]) -> None:
+        """End the iteration with the script's edit, and pull the new weights.
+
+        If this worker's edit is the one to push, `gradients` contains the new values of the edited parameters.
+
+        Args:
+            present: one byte per parameter: 1 if the parameter was edited, else 0.
+            buffers: index -> buffer, for the buffers that have changed since the last push.
+        """
+        ...
+
+    def cancel_edit(self) -> None:
+        """End the script's edit without a push."""
         ...
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -25,6 +25,7 @@ from ..sync.events import Clip
 from .buffers import Buffers
 from .clipping import take_clipped
 from .gradients import Gradients
+from .hooks import remove_after, weakly
 from .model import describe_parameter, layout_of
 from .restart import Restartable
 from .session import Session
@@ -33,6 +34,9 @@ from .weights import Weights
 __all__ = ["WorkerTraining", "training_of"]
 
 log = logging.getLogger("paceline.frontend.training")
+
+EVALUATING, EDITING = "paceline.evaluating(...)", "optimizer.editing()"
+"""The contexts in which a script may not take a step."""
 
 LEAST_NORM = 1e-12
 """Minimum denominator of |g| / |w|, because the norm of the weights may be zero."""
@@ -92,19 +96,25 @@ class WorkerTraining:
         self.weights_replaced = not weights.equal(session.weights)
         weights.use(session.weights)
         session.on_moved = lambda: weights.use(session.weights)
+        session.on_finish = lambda: weights.change_after_training(session)
         self._gradients.adopt_as_accumulated(session, final=scale_gradients is None)
         self._buffers.changed()  # from here on, only changed buffers are sent
         weights.mark_pulled()
-        self._idle = False  # True while the script evaluates the model
+        self._keep_before_loading()
+        self._inside = (
+            ""  # the context that the script is in: "paceline.evaluating(...)", "optimizer.editing()" or ""
+        )
         _trainings[session] = ref(self)
 
     def require_not_idle(self, call: str) -> None:
-        """Raise `UsageError` if the script evaluates the model."""
-        if self._idle:
+        """Raise `UsageError` if the script evaluates or edits the model."""
+        if self._inside == EVALUATING:
             raise UsageError(
-                f"{call} was called inside `with paceline.evaluating(...)`. End the evaluation first: while it "
+                f"{call} was called inside `with {EVALUATING}`. End the evaluation first: while it "
                 "lasts, other workers continue without this one."
             )
+        if self._inside:
+            raise UsageError(f"{call} was called inside `with {self._inside}:`. End this block first.")
 
     def require_same(self, parameters: Sequence[torch.Tensor]) -> None:
         """Check that the optimizer's groups still hold the same parameters as when training began.
@@ -215,18 +225,66 @@ class WorkerTraining:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Return a context in which this worker does not train, and no other worker waits for it."""
-        self._idle = True
+        self._inside = EVALUATING
         try:
             with self._session.idle():
                 yield
         finally:
-            self._idle = False
+            self._inside = ""
             self._weights.mark_pulled()
         self.refresh()
+
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Return a context in which the script may edit the weights. See `DistributedOptimizer.editing`."""
+        self.require_not_idle("editing()")
+        session, weights = self._session, self._weights
+        weights.require_unchanged(session)
+        pushes_edit = session.begin_edit()
+        weights.mark_pulled()
+        before = weights.copies()
+        self._inside = EDITING
+        try:
+            yield
+            changed = weights.changed_since(before)
+            lent: AbstractContextManager[None] = nullcontext()
+            if pushes_edit:
+                changed = {index: value.clone() for index, value in changed.items()}
+                lent = self._gradients.replaced_by(changed)
+        except BaseException:
+            session.cancel_edit()
+            raise
+        finally:
+            self._inside = ""
+            weights.restore(before, session)
+            weights.mark_pulled()
+        present = bytes(index in changed for index in range(len(self._parameters)))
+        with lent:
+            session.push_edit(
+                present if pushes_edit else bytes(len(present)), buffers=self._buffers.changed()
+            )
+        weights.mark_pulled()
 
     def fetch_state(self) -> dict[int, dict[str, torch.Tensor]]:
         """Fetch the optimizer's state from the servers, in the format of the "state" entry of a `state_dict()`."""
         return join_state(self.spec.layout, self._session.fetch_state())
+
+    def _keep_before_loading(self) -> None:
+        """Let each module keep a copy of the weights before `load_state_dict()` may change them."""
+        keep = weakly(self._before_loading)
+        trained = set(map(id, self._parameters))
+        remove_after(
+            self._session,
+            [
+                module.register_load_state_dict_pre_hook(keep)
+                for module in self._model.modules()
+                if any(id(parameter) in trained for parameter in module.parameters(recurse=False))
+            ],
+        )
+
+    def _before_loading(self, *_: object) -> None:
+        if not self._inside:
+            self._weights.keep(self._session)
 
 
 def training_of(session: Session) -> WorkerTraining | None:

@@ -1,9 +1,14 @@
 """A model's trained parameters as views of the session's flat vectors, and the detection of edits to the weights.
 
-Once training has begun, the servers hold the weights, and a worker's weights may change only inside `step()`: any
-other edit would make the worker diverge silently. Most edits change a parameter's version counter, memory address or
-strides. In-place edits through `.data` change none of the three, so a sample of the weights is also compared with a
-copy.
+Once training has begun, the servers hold the weights, and a worker's weights may change only inside `step()` and
+`editing()`: any other edit would make the worker diverge silently. Most edits change a parameter's version counter,
+memory address or strides. In-place edits through `.data` change none of the three, so a sample of the weights is also
+compared with a copy.
+
+Such a change is no error if the values are the same. They are compared with the truth, if it is at hand: the memory
+that a parameter has been moved away from, the servers' memory if the worker reads its weights there, a sample that
+contains all elements, or a copy that was made before a call of `load_state_dict`. A copy in every step would cost too
+much, so a large parameter that was edited in another way counts as changed.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import torch
 
 from ..core.layout import Layout, Parameter
 from ..errors import WeightsChangedError
-from ..shard.vectors import Vectors, parameter_views
+from ..shard.vectors import Vectors, dtype_name, parameter_views
 from .session import Session
 
 __all__ = ["Weights", "change_outside_step", "shape_change_outside_step"]
@@ -34,9 +39,12 @@ class Weights:
     def __init__(self, layout: Layout, parameters: Sequence[torch.Tensor]) -> None:
         self._layout = layout
         self._parameters = parameters
+        self._vectors: Vectors = {}
         self._views: list[torch.Tensor] = []
         self._versions: list[int] = []  # version counter of each parameter when the last step ended
         self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []  # (view of a sample, copy of the sample)
+        self._complete = False  # True if the samples contain all elements
+        self._kept: list[torch.Tensor] | None = None  # copy of each parameter as of the last pull
 
     def copy_to(self, vectors: Vectors) -> None:
         """Copy the values of the parameters into flat vectors."""
@@ -45,35 +53,48 @@ class Weights:
 
     def equal(self, vectors: Vectors) -> bool:
         """Return True if the parameters have exactly the values in these flat vectors."""
-        views = parameter_views(self._layout, vectors)
-        return all(
-            torch.equal(_bits(parameter), _bits(view))
-            for parameter, view in zip(self._parameters, views, strict=True)
-        )
+        return all(map(_same, self._parameters, parameter_views(self._layout, vectors)))
 
     def use(self, vectors: Vectors) -> None:
         """Point each parameter at its part of these flat vectors."""
+        self._vectors = vectors
         self._views = parameter_views(self._layout, vectors)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
         sampled = [_bits(v)[:: -(-v.numel() // SAMPLE_SIZE)] for v in vectors.values() if v.numel()]
         self._samples = [(part, part.clone()) for part in sampled]
+        self._complete = all(vector.numel() <= SAMPLE_SIZE for vector in vectors.values())
 
     def mark_pulled(self) -> None:
         """Record the current weights as the result of the last pull."""
         for parameter in self._parameters:
             # Tell autograd that the weights have changed, because it cannot detect that a pull has written to them.
             torch.autograd.graph.increment_version(parameter)
-        self._versions = [parameter._version for parameter in self._parameters]
-        for part, copy in self._samples:
-            copy.copy_(part)
+        self._kept = None
+        self._mark()
+
+    def copies(self) -> list[torch.Tensor]:
+        """Return a copy of each parameter."""
+        parts = {dtype: vector.clone() for dtype, vector in self._vectors.items()}
+        return parameter_views(self._layout, parts)
+
+    def keep(self, session: Session) -> None:
+        """Keep a copy of the weights until the next pull, unless the truth is at hand anyway.
+
+        Called before `load_state_dict()` changes the weights, so that values that stay the same are no error.
+        """
+        known = self._complete or session.weights_edited() is not None
+        if self._kept is None and not known and not self._suspects() and not self._sample_differs():
+            self._kept = self.copies()
 
     def require_unchanged(self, session: Session) -> None:
-        """Check that nothing has changed the weights since the last pull.
+        """Check that nothing has changed the weights since the last pull. Undo moves to other memory.
 
         Raises:
-            WeightsChangedError: a parameter was edited, moved or replaced, or its shape was changed.
+            WeightsChangedError: the values, the shape or the dtype of a parameter were changed, or the parameter was
+                edited, and its earlier values are no longer known.
         """
+        moved = []
         for index, parameter in enumerate(self._parameters):
             view = self._views[index]
             if parameter.shape != view.shape:
@@ -81,18 +102,86 @@ class Weights:
             if (parameter.data_ptr() != view.data_ptr() and parameter.numel()) or (
                 parameter.stride() != view.stride()
             ):
-                raise change_outside_step(
-                    self._layout.parameters[index], "was moved or replaced (model.to(...), .data = ...)"
-                )
-            if parameter._version != self._versions[index]:
-                raise change_outside_step(self._layout.parameters[index], "was edited")
-        if session.weights_edited() or not all(torch.equal(part, copy) for part, copy in self._samples):
+                if parameter.dtype != view.dtype or not _same(parameter, view):
+                    raise change_outside_step(
+                        self._layout.parameters[index], "was moved or replaced (model.to(...), .data = ...)"
+                    )
+                moved.append(index)
+        edited = session.weights_edited()
+        suspects = self._suspects()
+        if edited or self._sample_differs():
+            if suspects:
+                raise change_outside_step(self._layout.parameters[suspects[0]], "was edited")
             raise WeightsChangedError(f"Weights were edited through .data {OUTSIDE_STEP}")
+        if suspects and edited is None and not self._complete:
+            for index in suspects:
+                if self._kept is None:
+                    raise change_outside_step(
+                        self._layout.parameters[index], "was edited, perhaps without a change of its values,"
+                    )
+                if not _same(self._views[index], self._kept[index]):
+                    raise change_outside_step(self._layout.parameters[index], "was edited")
+        for index in moved:
+            self._parameters[index].data = self._views[index]
+        if moved or suspects:
+            self._mark()
+
+    def changed_since(self, before: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the new values of each parameter that differs from these values, by index.
+
+        Raises:
+            WeightsChangedError: the shape or the dtype of a parameter differs.
+        """
+        changed = {}
+        for index, (parameter, old) in enumerate(zip(self._parameters, before, strict=True)):
+            described = self._layout.parameters[index]
+            if parameter.shape != old.shape or parameter.dtype != old.dtype:
+                raise WeightsChangedError(
+                    f"Parameter {described.names[0]!r} was {described.dtype}{list(old.shape)} when training began, "
+                    f"but editing() has left it as {dtype_name(parameter.dtype)}{list(parameter.shape)}. An edit may "
+                    "change values, but not shapes or dtypes."
+                )
+            if not _same(parameter, old):
+                changed[index] = parameter.detach()
+        return changed
+
+    def restore(self, values: Sequence[torch.Tensor], session: Session) -> None:
+        """Point each parameter at its part of the flat vectors again, and set it to the given values."""
+        for parameter, view, value in zip(self._parameters, self._views, values, strict=True):
+            parameter.data = view
+            if not _same(view, value):
+                view.copy_(value)
+        session.weights_edited()  # discards private copies of the servers' memory, which now have the same content
+
+    def change_after_training(self, session: Session) -> str:
+        """Describe a change of the weights after the last step; return "" if there is none."""
+        try:
+            self.require_unchanged(session)
+        except WeightsChangedError as error:
+            change = str(error).partition(" outside step() ")[0]
+            return (
+                f"{change} after the last step, outside `with optimizer.editing():`. The weights that the run saves "
+                "do not contain this change."
+            )
+        return ""
+
+    def _mark(self) -> None:
+        self._versions = [parameter._version for parameter in self._parameters]
+        for part, copy in self._samples:
+            copy.copy_(part)
+
+    def _suspects(self) -> list[int]:
+        """Return the parameters whose version counters have changed since the last pull."""
+        pairs = enumerate(zip(self._parameters, self._versions, strict=True))
+        return [index for index, (parameter, version) in pairs if parameter._version != version]
+
+    def _sample_differs(self) -> bool:
+        return not all(torch.equal(part, copy) for part, copy in self._samples)
 
 
 OUTSIDE_STEP = (
-    "outside step() after training had started. Change weights only before the first step: after that step, the "
-    "servers hold the weights."
+    "outside step() after training had started. After the first step, the servers hold the weights. Make such "
+    "changes in all workers inside `with optimizer.editing():`, which makes them known to the servers."
 )
 
 
@@ -103,9 +192,17 @@ def change_outside_step(parameter: Parameter, change: str) -> WeightsChangedErro
 
 def shape_change_outside_step(parameter: Parameter, shape: torch.Size) -> WeightsChangedError:
     """Return the error for a parameter whose shape, or whose gradient's shape, has changed since training began."""
-    return change_outside_step(parameter, f"was changed from shape {list(parameter.shape)} to {list(shape)}")
+    return WeightsChangedError(
+        f"Parameter {parameter.names[0]!r} was changed from shape {list(parameter.shape)} to {list(shape)} outside "
+        "step() after training had started. Change shapes only before the first step."
+    )
+
+
+def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors have the same bits, so that NaN equals NaN."""
+    return torch.equal(_bits(tensor), _bits(other))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor's memory as integers, so that NaN compares equal to NaN."""
+    """Return a view of a tensor's memory as integers."""
     return tensor.detach().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize])

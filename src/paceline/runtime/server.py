@@ -49,6 +49,7 @@ from ..core.requests import (
     Apply,
     Discard,
     Measure,
+    Overwrite,
     Preserve,
     Request,
     Send,
@@ -295,6 +296,8 @@ class ServerHost:
                 case Measure(shard, pushes, scales):
                     square = self._require_memory().stores[shard].squared_norm(pushes, scales)
                     self._perform([request.report(square)])
+                case Overwrite(shard, worker, iteration):
+                    self._require_memory().stores[shard].overwrite(worker, iteration)
                 case Discard(shard, worker, iteration):
                     self._require_memory().stores[shard].discard(worker, iteration)
                 case Preserve(shard, worker, iteration):

@@ -152,7 +152,10 @@ class ServerMemory:
         content = commit.content
         if content is None or len(content.present) != len(self._model.layout.parameters):
             raise ProtocolError("a commit does not state for each parameter whether it has a gradient")
-        return None if commit.empty else Push(gradient, content.present, self._groups.read(content.groups))
+        if commit.empty:
+            return None
+        groups = self._groups.read(content.groups) if commit.edit is None else ()
+        return Push(gradient, content.present, groups)
 
     def keep(self, worker: int, commit: Commit, push: Push | None, payload: Sequence[bytearray]) -> None:
         """Store the push of an accepted commit, and the buffers that have changed."""

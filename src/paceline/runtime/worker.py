@@ -109,6 +109,7 @@ class WorkerSession:
         self._job = job
         self._lock = threading.RLock()
         self.on_moved: Callable[[], None] = lambda: None
+        self.on_finish: Callable[[], str] = str
         self._core = core.Worker(
             job.schedule,
             workers=job.workers,
@@ -243,8 +244,8 @@ class WorkerSession:
     def sends_early(self) -> bool:
         return self._outbox is not None and self._outbox.early
 
-    def weights_edited(self) -> bool:
-        return self._in_place and self._master is not None and self._master.edited()
+    def weights_edited(self) -> bool | None:
+        return self._master.edited() if self._in_place and self._master is not None else None
 
     def gradient_ready(self, parameter: int) -> None:
         if self._outbox is not None:
@@ -310,6 +311,29 @@ class WorkerSession:
         self._await_answers(None)
         self._begun_s, self._restarted = self._job.now_s(), None
 
+    @_exclusive
+    def begin_edit(self) -> bool:
+        self._hear_coordinator()
+        self._perform(self._core.begin_edit())
+        self._await_answers(None)
+        return self._core.edits
+
+    @_exclusive
+    def push_edit(self, present: bytes, *, buffers: Mapping[int, torch.Tensor]) -> None:
+        self._hear_coordinator()
+        if self._outbox is not None:
+            self._outbox.begin()  # a part of a gradient may have been sent early; it will be sent again
+        contents, payloads = self._contents(present, b"", buffers, empty=not self._core.edits)
+        self._computed_s = pushed_s = self._job.now_s()
+        self._perform(self._core.push_edit(contents), payloads)
+        self._await_answers(None)
+        if self._outbox is not None:
+            self._outbox.begin()
+        self._end_iteration(pushed_s, None)
+
+    def cancel_edit(self) -> None:
+        self._core.cancel_edit()
+
     def idle(self) -> AbstractContextManager[None]:
         interval_s = statistics.median(self._computing_s) if self._computing_s else STATUS_INTERVAL_S
         return Repeating(self._stand_in, max(interval_s, LEAST_IDLE_S), f"paceline worker {self.worker}")
@@ -364,16 +388,7 @@ class WorkerSession:
             self._hear_coordinator()
         pushed_s = self._job.now_s()
         self._computing_s.append(pushed_s - self._begun_s)
-        contents: list[Content] = []
-        payloads: dict[int, list[memoryview]] = {}
-        for shard in self._shards:
-            changed = buffers if shard.index == 0 else {}
-            pieces: tuple[int, ...] = ()
-            payload: list[memoryview] = []
-            if self._outbox is not None and not empty:
-                pieces, payload = self._outbox.rest(shard.index)
-            contents.append(Content(present, groups, pieces, tuple(changed)))
-            payloads[shard.index] = payload + pack(list(changed.values())) if changed else payload
+        contents, payloads = self._contents(present, groups, buffers, empty=empty)
         begun_s = self._restarted[1] if self._restarted is not None else self._begun_s
         # The script computed the first gradient before the session began to measure the time.
         first = self._core.last_commit is None
@@ -387,6 +402,22 @@ class WorkerSession:
         if self._outbox is not None:
             self._outbox.committed()
         self._end_iteration(pushed_s, loss)
+
+    def _contents(
+        self, present: bytes, groups: bytes, buffers: Mapping[int, torch.Tensor], *, empty: bool
+    ) -> tuple[list[Content], dict[int, list[memoryview]]]:
+        """Return, for each shard, the content and the payload of a push."""
+        contents: list[Content] = []
+        payloads: dict[int, list[memoryview]] = {}
+        for shard in self._shards:
+            changed = buffers if shard.index == 0 else {}
+            pieces: tuple[int, ...] = ()
+            payload: list[memoryview] = []
+            if self._outbox is not None and not empty:
+                pieces, payload = self._outbox.rest(shard.index)
+            contents.append(Content(present, groups, pieces, tuple(changed)))
+            payloads[shard.index] = payload + pack(list(changed.values())) if changed else payload
+        return contents, payloads
 
     @_exclusive
     def _stand_in(self) -> None:
@@ -445,6 +476,8 @@ class WorkerSession:
         if self._finished:
             return
         self._finished = True
+        if warning := self.on_finish():
+            self._warn(warning)
         if self._in_place and self._master is not None and self._region is not None:
             # Copy the shared weights, because the servers may change them while the script still reads them.
             for dtype, target in self._region.weights.items():

@@ -14,7 +14,7 @@ import msgspec
 from ..core.layout import ShardSlice
 from ..core.model_spec import HyperParameters, OptimizerSpec
 from .slice_optimizers import optimizer_of_slice
-from .vectors import Vectors, squared_norm
+from .vectors import Vectors, segment_views, squared_norm
 
 __all__ = ["Push", "Store", "Vectors"]
 
@@ -26,8 +26,9 @@ class Push(msgspec.Struct, frozen=True):
     """The part of a push that is for one shard.
 
     Attributes:
-        gradient: the shard's slice of the gradient. The store does not modify the slice. The memory of the slice
-            must not change until the push is applied, discarded or preserved.
+        gradient: the shard's slice of the gradient or, if the push is an edit, of the new weights. The store does not
+            modify the slice. The memory of the slice must not change until the push is applied, discarded or
+            preserved.
         present: one byte per parameter of the layout: 1 if the parameter has a gradient, 0 if not.
         groups: the hyper-parameters of the parameter groups at the time of the push.
     """
@@ -84,6 +85,20 @@ class Store:
         """Return the squared L2 norm of the gradient with which `apply` would take a step, in double precision."""
         gradients = [self._pushes[key].gradient for key in pushes]
         return sum(squared_norm([each[dtype] for each in gradients], scales) for dtype in self.weights)
+
+    def overwrite(self, worker: int, iteration: int) -> None:
+        """Set each parameter that is present in a push to the push's values. The optimizer's state is unchanged."""
+        push = self._pushes.pop((worker, iteration))
+        self._before_update()
+        parts = zip(
+            self.bounds.segments,
+            segment_views(self.bounds, self.weights),
+            segment_views(self.bounds, push.gradient),
+            strict=True,
+        )
+        for segment, weights, values in parts:
+            if push.present[segment.parameter]:
+                weights.copy_(values)
 
     def discard(self, worker: int, iteration: int) -> None:
         """Discard a push if it is stored."""

@@ -21,6 +21,7 @@ from ..core.requests import (
     Discard,
     Fail,
     Measure,
+    Overwrite,
     Peer,
     Preserve,
     Proceed,
@@ -95,6 +96,8 @@ class ShardStore(Protocol):
 
     def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float: ...
 
+    def overwrite(self, worker: int, iteration: int) -> None: ...
+
     def discard(self, worker: int, iteration: int) -> None: ...
 
     def preserve(self, worker: int, iteration: int) -> None: ...
@@ -111,6 +114,9 @@ class NullStore:
 
     def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float:
         return 0.0
+
+    def overwrite(self, worker: int, iteration: int) -> None:
+        pass
 
     def discard(self, worker: int, iteration: int) -> None:
         pass
@@ -309,6 +315,23 @@ class VirtualJob:
         state = self.workers[worker]
         state.refreshing = True
         self._from_worker(worker, state.core.pull_again(restart=False))
+
+    def begin_edit(self, worker: int) -> bool:
+        """Begin an edit. Return True if the worker pulls; `Driver.answered` is then called as after `refresh`."""
+        state = self.workers[worker]
+        requests = state.core.begin_edit()
+        state.refreshing = bool(requests)
+        self._from_worker(worker, requests)
+        return state.refreshing
+
+    def push_edit(self, worker: int, pushes: Sequence[object] = ()) -> None:
+        """Push an edit to every shard, or nothing if it is not this worker's edit that counts; then pull.
+
+        `Driver.answered` is called when every shard has answered.
+        """
+        state = self.workers[worker]
+        state.pushed_s, state.loss = self.kernel.now_s, None
+        self._from_worker(worker, state.core.push_edit(), pushes)
 
     def carry(self, worker: int, requests: Sequence[Request], *, at_once: bool) -> None:
         """Send a worker's requests for data. `Driver.supplied` is called each time an answer arrives.
@@ -545,6 +568,8 @@ class VirtualJob:
             elif type(request) is Measure:
                 square = self._stores[request.shard].squared_norm(request.pushes, request.scales)
                 self._from_server(server, [request.report(square)])
+            elif type(request) is Overwrite:
+                self._stores[request.shard].overwrite(request.worker, request.iteration)
             elif type(request) is Discard:
                 self._stores[request.shard].discard(request.worker, request.iteration)
             elif type(request) is Preserve:

@@ -20,8 +20,9 @@ import torch
 from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice
 from ..core.lease import BatchSizing
-from ..core.model_spec import ModelSpec, first_difference
-from ..core.requests import Request
+from ..core.messages import Warned
+from ..core.model_spec import HyperParameters, ModelSpec, first_difference
+from ..core.requests import COORDINATOR, Request, Send
 from ..core.worker import Worker
 from ..errors import RunFailedError, first_line
 from ..frontend.clipping import unwatch_torch, watch_torch
@@ -264,6 +265,8 @@ class Training:
                 f"worker {session.worker}", first_line(error), "".join(traceback.format_exception(error))
             ) from error
         if session.strand.ended and session.joined:
+            if warning := session.on_finish():
+                self.job.carry(session.worker, [Send(COORDINATOR, Warned(warning))], at_once=False)
             self.job.finish(session.worker)
 
     def _swap_generators(self, session: VirtualSession) -> None:
@@ -290,6 +293,7 @@ class VirtualSession:
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
         self.on_moved: Callable[[], None] = lambda: None
+        self.on_finish: Callable[[], str] = str
         self.strand: Strand
         self.model: ModelSpec | None = None
         self.joined = False  # True once the worker takes part in the job
@@ -346,8 +350,8 @@ class VirtualSession:
     def sends_early(self) -> bool:
         return False
 
-    def weights_edited(self) -> bool:
-        return False
+    def weights_edited(self) -> bool | None:
+        return None
 
     def gradient_ready(self, parameter: int) -> None:
         pass
@@ -399,6 +403,25 @@ class VirtualSession:
         self._training.job.refresh(self.worker)
         self.strand.pause()
 
+    def begin_edit(self) -> bool:
+        self.strand.require_own_thread()
+        self._end_uncommitted()
+        if self._training.job.begin_edit(self.worker):
+            self.strand.pause()
+        return self._core.edits
+
+    def push_edit(self, present: bytes, *, buffers: Mapping[int, torch.Tensor]) -> None:
+        self.strand.require_own_thread()
+        training = self._training
+        pushes = self._pushes(present, ()) if self._core.edits else []
+        if buffers:
+            training.keep_buffers(self.worker, buffers)
+        training.job.push_edit(self.worker, pushes)
+        self.strand.pause()
+
+    def cancel_edit(self) -> None:
+        self._core.cancel_edit()
+
     def idle(self) -> AbstractContextManager[None]:
         return nullcontext()  # virtual time passes only in calls to the session
 
@@ -444,17 +467,7 @@ class VirtualSession:
         clipped: bool = False,
     ) -> None:
         training = self._training
-        pushes: list[Push] = []
-        if not empty:
-            settings = self._groups.read(groups)
-            pushes = [
-                Push(
-                    {d: self.gradients[d][start:stop] for d, (start, stop) in bounds.bounds.items()},
-                    present,
-                    settings,
-                )
-                for bounds in training.slices
-            ]
+        pushes = [] if empty else self._pushes(present, self._groups.read(groups))
 
         def send() -> None:
             self._passed = self._held_back = False
@@ -493,6 +506,7 @@ class VirtualSession:
         """End the function, and release the callbacks that refer back to this session."""
         self.strand.end()
         self.on_moved = lambda: None
+        self.on_finish = str
         self.commit_waits = None
 
     def allocate(self, model: ModelSpec) -> None:
@@ -511,6 +525,17 @@ class VirtualSession:
 
     def _send_request(self, models: Sequence[SyncModel], shard: int | None) -> None:
         self._training.job.request_sync(self.worker, models, shard)
+
+    def _pushes(self, present: bytes, groups: tuple[HyperParameters, ...]) -> list[Push]:
+        """Return the push for each shard."""
+        return [
+            Push(
+                {d: self.gradients[d][start:stop] for d, (start, stop) in bounds.bounds.items()},
+                present,
+                groups,
+            )
+            for bounds in self._training.slices
+        ]
 
     def _end_uncommitted(self) -> None:
         """If `step()` raised an exception instead of committing, let the time of that computation pass."""

@@ -18,6 +18,7 @@ __all__ = [
     "AnyEvent",
     "Change",
     "Clip",
+    "Edit",
     "Event",
     "IterationFinished",
     "IterationStarted",
@@ -78,6 +79,19 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
+class Edit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The flag on a push that contains new values of parameters instead of a gradient.
+
+    Attributes:
+        number: number of the edit. Each worker counts its edits from 0.
+        sole: True if the sender was named as the only worker whose edit counts; False if every worker pushes its
+            edit, and that of the lowest index counts.
+    """
+
+    number: Number
+    sole: bool
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Base class of the events. `now_s` never decreases between successive events of the same host."""
 
@@ -133,6 +147,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
         samples: number of samples over which the gradient is averaged; None if it is unknown.
         clip: set if the script clips the gradient that is applied. No model depends on it.
         clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
+        edit: set if the push contains new values of parameters instead of a gradient. No model depends on it.
     """
 
     worker: int
@@ -145,6 +160,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
     samples: int | None = None
     clip: Clip | None = None
     clipped: bool = False
+    edit: Edit | None = None
 
 
 class PullRequested(Event, frozen=True, kw_only=True, tag=True):
@@ -161,12 +177,14 @@ class PullRepeated(Event, frozen=True, kw_only=True, tag=True):
         worker: the worker that pulls.
         iteration: label of the iteration.
         restart: True if the worker has aborted its computation and restarts the iteration, False if its script
-            evaluates the model.
+            evaluates or edits the model.
+        edit: number of the edit that the worker begins; None if it begins none.
     """
 
     worker: int
     iteration: int
     restart: bool = True
+    edit: int | None = None
 
 
 class TimerFired(Event, frozen=True, kw_only=True, tag=True):

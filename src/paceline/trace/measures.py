@@ -411,7 +411,7 @@ class _ShardMeter:
                     self._decide(push, fate)
             elif type(action) is DropPush:
                 self.dropped_pushes += 1
-                self.gradients -= 1
+                self.gradients -= event.edit is None  # type: ignore[union-attr]
                 dropped = self._decide((action.worker, action.iteration), "dropped")
                 self.samples -= dropped
                 self.worker_samples[action.worker] -= dropped
@@ -425,7 +425,7 @@ class _ShardMeter:
         member.iteration, member.fate = push.iteration, ""
         member.pushed_s = push.now_s
         self.received += 1
-        self.gradients += 1  # decremented in `record` if the push is dropped
+        self.gradients += push.edit is None  # decremented in `record` if the push is dropped
         if push.clipped:
             self._clipped.add((push.worker, push.iteration))
         if push.samples is not None:

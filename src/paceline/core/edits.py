@@ -1,0 +1,71 @@
+"""A shard's part of an edit: values that a script sets between two iterations (see `DistributedOptimizer.editing`).
+
+Every worker runs the block of an edit, and the edit of one worker becomes everybody's. An edit travels as a push that
+contains new values instead of a gradient. Like any push, it has a label, and the sync model decides when it takes
+effect: on arrival, or when its round closes. But an edit is never part of a mean, and never dropped: it is carried
+out after the gradients of its round. An edit is not an update: it changes neither the version nor any staleness.
+
+All shards must take the same worker's edit. There are two cases:
+
+    lockstep    every worker pushes its edit, and the shards take that of the lowest index in the round. Rounds are
+                the same at all shards. If a worker is lost inside the block, the edit of the next one is taken
+    otherwise   shard 0 names one editor: the first worker that enters the block. Only this worker pushes its edit;
+                the other workers' pushes are empty. If the editor is lost before its push, the next worker that
+                enters the block is named
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..sync.events import Edit
+from .requests import Discard, Overwrite, Request
+
+__all__ = ["Edits"]
+
+Key = tuple[int, int]
+"""A push: (worker, iteration)."""
+
+
+class Edits:
+    """The edits of one shard that are yet to be carried out, and the editors that the shard has named.
+
+    Args:
+        shard: index of the shard.
+
+    Attributes:
+        pending: the pushes that contain edits, and have not been carried out or discarded yet.
+    """
+
+    def __init__(self, shard: int) -> None:
+        self._shard = shard
+        self.pending: dict[Key, Edit] = {}
+        self._begun = 0  # every edit whose number is smaller has been carried out or skipped
+        self._editors: dict[int, int] = {}  # live worker -> number of the edit for which it was last named
+
+    def name(self, worker: int, number: int) -> bool:
+        """Return True if this worker, which enters the block of an edit, is the one whose edit counts."""
+        if number < self._begun or any(edit.number == number for edit in self.pending.values()):
+            return False
+        if number not in self._editors.values():
+            self._editors[worker] = number
+        return self._editors.get(worker) == number
+
+    def leave(self, worker: int) -> None:
+        """Record that a worker has left. Another worker may become the editor of its unfinished edit."""
+        self._editors.pop(worker, None)
+
+    def receive(self, push: Key, edit: Edit) -> None:
+        """Record a push that contains an edit."""
+        self.pending[push] = edit
+
+    def carry_out(self, pushes: Iterable[Key]) -> list[Request]:
+        """Return the requests for the edits of one round: one of them is carried out, the others are discarded."""
+        edits = {push: self.pending.pop(push) for push in sorted(pushes)}
+        valid = [push for push, edit in edits.items() if edit.sole or edit.number >= self._begun]
+        self._begun = max(self._begun, *(edit.number + 1 for edit in edits.values()))
+        return [
+            (Overwrite if push in valid[:1] else Discard)(self._shard, worker, iteration)
+            for push in edits
+            for worker, iteration in [push]
+        ]
