@@ -87,6 +87,11 @@ class Server:
         self._drawn: dict[int, dict[int, tuple[int, ...]]] = {}
         self._readers: set[int] = set()  # connected workers that can read the weights directly from memory
 
+    @property
+    def awaits_factor(self) -> bool:
+        """True if a shard has measured a mean, whose factor the coordinator sends next."""
+        return any(shard.clipped.measured for shard in self.shards.values())
+
     def shard(self, index: int) -> Shard:
         """Return a shard. Raise `ProtocolError` if the shard is not at this server or has no weights yet."""
         if index not in self.shards:

@@ -8,6 +8,7 @@ from ..errors import InternalError, InvalidEventError
 from ..sync import SyncModel
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
 from ..sync.events import (
+    AnyEvent,
     Clip,
     MeanClipped,
     PullRepeated,
@@ -96,6 +97,8 @@ class Shard:
         if isinstance(event, MeanClipped):
             return self._clip_mean(event)
         try:
+            if self.clipped.measured:
+                self._require_answered(event)
             actions = self.sync.handle(event)
         except InvalidEventError as error:
             self._record(Entry(event, [], str(error), self.version))
@@ -227,6 +230,16 @@ class Shard:
             return None
         _, clip = max(clips, key=lambda each: (each[0][1], -each[0][0]))
         return clip.max_norm
+
+    def _require_answered(self, event: AnyEvent) -> None:
+        """Raise `InvalidEventError` if a worker pushes or pulls although its last answer is kept.
+
+        The sync model has answered that pull, so `Order` does not notice.
+        """
+        sends = isinstance(event, PushReceived | PullRequested | PullRepeated)
+        if sends and event.worker in self.clipped.kept_answers:
+            kind = type(event).__name__
+            raise InvalidEventError(f"worker {event.worker} sent a {kind} before its pull was answered")
 
     def _clip_mean(self, event: MeanClipped) -> list[Request]:
         try:

@@ -30,7 +30,7 @@ from ..core.messages import Hello, Message
 from ..errors import DeadlineError, InternalError, PeerLostError, ProtocolError
 from ..wire.forks import close_in_forks
 from ..wire.stream import Stream
-from .spin import fall_asleep, spin, wake_up
+from .spin import SPIN_S, fall_asleep, spin, wake_up
 from .strangers import Acceptor, Strangers
 
 __all__ = ["Caller", "Host", "Hub"]
@@ -156,10 +156,15 @@ class Hub(Generic[P]):
         """Make `poll` also watch a socket or stream, and call `readable` when there is data to read."""
         self._selector.register(source, selectors.EVENT_READ, readable)
 
-    def poll(self, timeout_s: float | None = None) -> None:
-        """Wait for events for at most `timeout_s` seconds, and handle the events. None means no time limit."""
+    def poll(self, timeout_s: float | None = None, *, spins: bool = True) -> None:
+        """Wait for events and handle them.
+
+        Args:
+            timeout_s: maximum time to wait, in seconds. None means no time limit.
+            spins: False if the next message is expected on a socket, so that it is useless to poll the rings first.
+        """
         if self._ringed:
-            if self._serve_rings():
+            if self._serve_rings(spins):
                 if time.monotonic() - self._checked_s < SOCKETS_INTERVAL_S:
                     return
                 timeout_s = 0.0
@@ -253,9 +258,9 @@ class Hub(Generic[P]):
         self._acceptor.close()
         self._selector.close()
 
-    def _serve_rings(self) -> bool:
+    def _serve_rings(self, spins: bool) -> bool:
         """Handle the messages in the rings. Return False if there were no messages."""
-        ready = spin(self._ringed)
+        ready = spin(self._ringed, SPIN_S if spins else 0.0)
         for stream in ready:
             # An earlier iteration of this loop may have dropped the peer.
             if (peer := self._ringed.get(stream)) is not None:

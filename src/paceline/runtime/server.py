@@ -146,7 +146,7 @@ class ServerHost:
         """Handle messages until the coordinator sends `Shutdown` or the connection to the coordinator ends."""
         try:
             while self._running:
-                self._hub.poll(self._timers.left_s(self._job.now_s()))
+                self._hub.poll(self._timers.left_s(self._job.now_s()), spins=not self._core.awaits_factor)
                 for timer in self._timers.take_due(self._job.now_s()):
                     self._perform(self._core.fire(timer, self._job.now_s()))
         except BaseException as error:

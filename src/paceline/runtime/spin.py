@@ -13,14 +13,14 @@ from typing import Any
 
 from ..wire.stream import Stream
 
-__all__ = ["fall_asleep", "spin", "wake_up"]
+__all__ = ["SPIN_S", "fall_asleep", "spin", "wake_up"]
 
 SPIN_S = 200e-6
 
 
-def spin(streams: Collection[Stream[Any]]) -> list[Stream[Any]]:
-    """Poll until a ring contains a message or `SPIN_S` has passed. Return the streams whose rings have messages."""
-    until_s = time.perf_counter() + SPIN_S
+def spin(streams: Collection[Stream[Any]], most_s: float = SPIN_S) -> list[Stream[Any]]:
+    """Poll until a ring contains a message or `most_s` has passed. Return the streams whose rings have messages."""
+    until_s = time.perf_counter() + most_s
     while True:
         ready = [stream for stream in streams if stream.ring_ready]
         if ready or time.perf_counter() > until_s:

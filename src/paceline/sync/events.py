@@ -10,6 +10,7 @@ of the slowest live worker.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 import msgspec
@@ -75,7 +76,7 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             from the norm of its own gradient.
     """
 
-    max_norm: Annotated[float, msgspec.Meta(ge=0)]
+    max_norm: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
     factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
