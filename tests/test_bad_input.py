@@ -190,8 +190,8 @@ def exchange(model: nn.Module, optimizer: DistributedOptimizer, wrapped: torch.o
     [
         (
             add_group,
-            "add_param_group() must be called before the first step: after that step, the servers hold the "
-            "optimizer's state. Not added: 'late'.",
+            "add_param_group() must be called before the first forward pass with gradients enabled: since that pass, "
+            "the servers hold the optimizer's state. Not added: 'late'.",
         ),
         (add_a_stranger, "Not added: 'late', a tensor of shape [2, 3]."),
         (add_behind, "groups have changed since training began: 'late' was added at index 2"),

@@ -358,7 +358,7 @@ if worker == 1:
 
     assert ended.returncode == 0, ended.stderr
     assert summary()["lost_workers"] == [1]
-    assert "It has not reached its first step() yet" in ended.stderr
+    assert "It has not begun to train yet" in ended.stderr
 
 
 # -- the weights survive -------------------------------------------------------------------------------------

@@ -314,9 +314,13 @@ def test_the_optimizer_can_no_longer_be_changed_once_training_has_begun(run_on_t
     def train() -> None:
         model, _, optimizer = begun()
         state = optimizer.state_dict()
-        with pytest.raises(UsageError, match=r"^add_param_group\(\) must be called before the first step"):
+        with pytest.raises(
+            UsageError, match=r"^add_param_group\(\) must be called before the first forward pass"
+        ):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-        with pytest.raises(UsageError, match=r"^load_state_dict\(\) must be called before the first step"):
+        with pytest.raises(
+            UsageError, match=r"^load_state_dict\(\) must be called before the first forward pass"
+        ):
             optimizer.load_state_dict(state)
         step(model, optimizer, 1)
 

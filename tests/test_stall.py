@@ -37,14 +37,14 @@ def coordinator(tmp_path: Path) -> Iterator[CoordinatorHost]:
         (["worker 0", "worker 1"], [], 5.0, ["server 0 has not started yet"]),
         (["worker 0", "server 0"], [0], 5.0, ["worker 1 has not started yet"]),
         (["worker 0", "worker 1", "server 0"], [], 50.0, []),
-        (["worker 0", "worker 1", "server 0"], [0], 5.0, ["worker 1 has not reached its first step() yet"]),
+        (["worker 0", "worker 1", "server 0"], [0], 5.0, ["worker 1 has not begun to train yet"]),
         (
             ["worker 0", "worker 1", "server 0"],
             [],
             61.0,
             [
-                "worker 0 has not reached its first step() yet",
-                "worker 1 has not reached its first step() yet",
+                "worker 0 has not begun to train yet",
+                "worker 1 has not begun to train yet",
             ],
         ),
     ],

@@ -143,7 +143,7 @@ class Hello(Message, frozen=True, tag=True):
 
 
 class Register(Message, frozen=True, tag=True):
-    """A worker has reached its first step and will train this model.
+    """A worker is about to compute its first gradient, and will train this model.
 
     Attributes:
         model: the model to train.

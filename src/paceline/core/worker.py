@@ -144,7 +144,7 @@ class Worker:
     # -- actions of the script ----------------------------------------------------------------------------
 
     def register(self, model: ModelSpec) -> list[Request]:
-        """Register the model that the script trains. The host calls this when the script reaches its first step."""
+        """Register the model that the script trains. The host calls this before the first gradient is computed."""
         self.waiting_for = "start"
         return [Send(COORDINATOR, Register(model, self.data.samples))]
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..core.joint_norms import clip_factor
 from ..core.model_spec import OptimizerSpec
@@ -24,6 +25,7 @@ from ..shard.lars import LARS
 from ..shard.optimizers import read_groups, require_elementwise
 from ..sync.events import Clip
 from .clipping import gradient_norm
+from .first_forward import before_each_forward, can_compute_gradients
 from .model import find_model
 from .progress import count_step
 from .schedule import ScheduleWatch
@@ -38,10 +40,13 @@ Loss = TypeVar("Loss")
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps a PyTorch optimizer for data-parallel training with parameter servers.
 
-    In a worker of a run, the first `step()` registers the model and copies worker 0's weights into it. Each step then
-    pushes the worker's gradients to the servers and pulls the new weights; the run's synchronization model decides
-    when pushes are applied and pulls are answered. From the first step on, weights may change only inside `step()`.
-    Outside a run, this class behaves exactly like the wrapped optimizer.
+    In a worker of a run, the first forward pass with gradients enabled registers the model and copies worker 0's
+    weights into it, so workers may start with different weights. If a script computes its first gradient without
+    calling a module that holds one of the parameters, this happens at the first `step()`, which then drops the
+    gradient of a worker whose weights differed. Each step pushes the worker's gradients to the servers and pulls the
+    new weights; the run's synchronization model decides when pushes are applied and pulls are answered. After that
+    first forward pass, weights may change only inside `step()`. Outside a run, this class behaves exactly like the
+    wrapped optimizer.
 
     This class shares the wrapped optimizer's `param_groups` and sends their hyper-parameters with every push, so
     learning-rate schedulers need no change. Do not call the wrapped optimizer's own `step()`.
@@ -74,11 +79,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._share_groups()
         self._model = model
         self._session = current()
-        self._training: WorkerTraining | None = None  # created by the first step of a run
+        self._training: WorkerTraining | None = None  # created by the first forward pass of a run
         self._clip: Clip | None = None  # how the gradient of the next step is clipped
         self.schedule_watch = ScheduleWatch(self._session) if self._session is not None else None
+        self._forward_hook: RemovableHandle | None = None  # until training begins
         if self._session is not None:
             _require_first(self._session)
+            self._forward_hook = before_each_forward(self._session, self._before_forward)
 
     @overload
     def step(self, closure: None = None, *, samples: int | None = None) -> None: ...
@@ -103,7 +110,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             element, it is shown and recorded as the loss.
 
         Raises:
-            ConfigurationError: the model or its parameters are not supported. Only the first step raises this error.
+            ConfigurationError: the model or its parameters are not supported. Only the first forward pass or step
+                raises this error.
             NonFiniteGradientError: a gradient contains NaN or inf, and the run does not skip it. Nothing was pushed.
             WeightsChangedError: weights have been edited or moved since the last step.
             UsageError: the groups were replaced, or no longer hold the same parameters as when training began, or
@@ -124,14 +132,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if samples is not None:
             self._session.data.samples, self._session.data.used = samples, True
-        stale = False
-        if self._training is not None:
-            self._training.require_not_idle("step()")
-            self._training.require_same(self._parameters())
-        else:
+        if self._training is None:
             self._training = self._begin(self._session)
-            # If the weights have just been replaced, gradients that were computed without a closure are stale.
-            stale = self._training.weights_replaced and closure is None
+        self._training.require_not_idle("step()")
+        self._training.require_same(self._parameters())
         loss: Any = None
         if closure is None:
             # The gradients are already computed, so it is too late to abort the computation.
@@ -143,6 +147,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.schedule_watch is not None:
             self.schedule_watch.look(groups)
         clip, self._clip = self._clip, None
+        # A closure has computed new gradients.
+        stale, self._training.gradients_stale = self._training.gradients_stale and closure is None, False
         self._training.commit(groups, _as_number(loss), leave_out_gradient=stale, clip=clip)
         return loss
 
@@ -247,8 +253,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load an optimizer state that `state_dict()` has returned.
 
-        In a run, call this in every worker before the first step. At the first step, worker 0's state is sent to the
-        servers.
+        In a run, call this in every worker before the first forward pass. In that pass, worker 0's state is sent to
+        the servers.
 
         Args:
             state_dict: a state from this optimizer's or the wrapped optimizer's `state_dict()`.
@@ -261,7 +267,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._share_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters. In a run, call this before the first step.
+        """Add a group of parameters. In a run, call this before the first forward pass.
 
         Args:
             param_group: dict with the parameters (key `"params"`) and hyper-parameters that differ from the defaults.
@@ -289,11 +295,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _require_not_begun(self, call: str, consequence: str = "") -> None:
         if self._training is not None:
             raise UsageError(
-                f"{call} must be called before the first step: after that step, the servers hold the optimizer's "
-                f"state.{consequence}"
+                f"{call} must be called before the first forward pass with gradients enabled: since that pass, the "
+                f"servers hold the optimizer's state.{consequence}"
             )
 
+    def _before_forward(self, module: nn.Module, inputs: object) -> None:
+        """Begin training if the module may compute gradients of this optimizer's parameters."""
+        session = self._session
+        assert session is not None
+        if self._training is None and can_compute_gradients(session, module, self._parameters()):
+            self._training = self._begin(session)
+
     def _begin(self, session: Session) -> WorkerTraining:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
         _require_first(session)
         parameters = self._parameters()
         group_of = tuple(index for index, group in enumerate(self.param_groups) for _ in group["params"])

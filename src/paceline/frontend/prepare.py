@@ -56,6 +56,9 @@ def prepare(*parts: Any, scheduler: LRScheduler | None = None) -> Any:
     it stops quietly at its end. A scheduler that is stepped once per epoch works as usual. Outside a run, the loaders
     and the schedulers are returned unchanged.
 
+    The workers' weights become the same in the first forward pass with gradients enabled, not in this call. Until
+    then, a script may still initialize or load weights; see `DistributedOptimizer`.
+
     In a run, the first call of this function or of `distribute` also seeds the random generators of torch, Python and
     NumPy in each worker except worker 0, so that dropout, augmentation and noise differ between workers.
 

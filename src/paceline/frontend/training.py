@@ -1,4 +1,4 @@
-"""One worker's part in training: registration at the first step, and the push and the pull of each iteration."""
+"""One worker's part in training: registration before the first gradient, and then one push and pull per iteration."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, ref
 import msgspec
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..core.fingerprints import HASHED_ITERATIONS
 from ..core.messages import GradientHashed
@@ -58,7 +59,8 @@ class WorkerTraining:
 
     Attributes:
         spec: description of the model and the optimizer, which must be the same in all workers.
-        weights_replaced: True if this worker's weights differed from the initializer's weights, and were replaced.
+        gradients_stale: True if gradients were computed with weights that differed from the initializer's weights.
+            The first push must not contain such gradients.
 
     Raises:
         ConfigurationError: the model or its parameters are not supported, or this worker may not join the run.
@@ -93,13 +95,16 @@ class WorkerTraining:
             session.initialize(self._buffers.all(), lambda shard: slice_state(shard, parameters, state))
         else:
             session.await_first_weights()
-        self.weights_replaced = not weights.equal(session.weights)
-        weights.use(session.weights)
+        replaced = not weights.equal(session.weights)
+        self.gradients_stale = replaced and any(parameter.grad is not None for parameter in parameters)
+        # A script may have computed with the parameters already. Unless their values change, its graphs stay usable.
+        with nullcontext() if replaced else _unsafe_preserve_version_counter(tuple(parameters)):
+            weights.use(session.weights)
         session.on_moved = lambda: weights.use(session.weights)
         session.on_finish = lambda: weights.change_after_training(session)
         self._gradients.adopt_as_accumulated(session, final=scale_gradients is None)
         self._buffers.changed()  # from here on, only changed buffers are sent
-        weights.mark_pulled()
+        weights.mark_pulled(changed=replaced)
         self._keep_before_loading()
         self._inside = (
             ""  # the context that the script is in: "paceline.evaluating(...)", "optimizer.editing()" or ""
@@ -130,7 +135,7 @@ class WorkerTraining:
             )
             raise UsageError(
                 f"The optimizer's groups have changed since training began: {change} at index {index}. Add or remove "
-                "parameters before the first step; afterwards, the set of trained parameters is fixed."
+                "parameters before the first forward pass; afterwards, the set of trained parameters is fixed."
             )
 
     def describe(self, parameter: torch.Tensor) -> str:
@@ -288,7 +293,7 @@ class WorkerTraining:
 
 
 def training_of(session: Session) -> WorkerTraining | None:
-    """Return the training in which a worker takes part; None before its first step."""
+    """Return the training in which a worker takes part; None before its first forward pass."""
     found = _trainings.get(session)
     return found() if found is not None else None
 

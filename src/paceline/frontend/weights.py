@@ -65,9 +65,9 @@ class Weights:
         self._samples = [(part, part.clone()) for part in sampled]
         self._complete = all(vector.numel() <= SAMPLE_SIZE for vector in vectors.values())
 
-    def mark_pulled(self) -> None:
-        """Record the current weights as the result of the last pull."""
-        for parameter in self._parameters:
+    def mark_pulled(self, *, changed: bool = True) -> None:
+        """Record the current weights as the result of the last pull. `changed` is False if it left them the same."""
+        for parameter in self._parameters if changed else ():
             # Tell autograd that the weights have changed, because it cannot detect that a pull has written to them.
             torch.autograd.graph.increment_version(parameter)
         self._kept = None
@@ -180,8 +180,9 @@ class Weights:
 
 
 OUTSIDE_STEP = (
-    "outside step() after training had started. After the first step, the servers hold the weights. Make such "
-    "changes in all workers inside `with optimizer.editing():`, which makes them known to the servers."
+    "outside step() after training had started. Since the first forward pass with gradients enabled, the servers "
+    "hold the weights. Make such changes before that pass, or in all workers inside `with optimizer.editing():`, "
+    "which makes them known to the servers."
 )
 
 

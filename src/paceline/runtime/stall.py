@@ -4,7 +4,7 @@ The result is only a guess, because a worker whose script evaluates its model fo
 that hangs. Therefore the time after which a worker is reported depends on the usual duration of its iterations. The
 report names the process and says how long it has been silent; the user decides what to do. Possible reports:
 
-    before training   a process has not started, or a worker has not reached its first step, although another one did
+    before training   a process has not started, or a worker has not begun to train, although another one did
                       so some time ago or the run began more than a minute ago
     in training       a server does not answer; or a worker that should be computing has been silent for a long time,
                       and other workers are waiting for it or all workers are silent
@@ -149,7 +149,7 @@ class StallWatch:
         # longer than the first one.
         for peers, first_s, doing in [
             (silent, min(heard_s.values(), default=None), "has not started yet"),
-            (unregistered, min(registered_s.values(), default=None), "has not reached its first step() yet"),
+            (unregistered, min(registered_s.values(), default=None), "has not begun to train yet"),
         ]:
             quiet_s = time.monotonic() - (self._begun_s if first_s is None else first_s)
             if quiet_s >= (NOBODY_YET_PATIENCE_S if first_s is None else self._first_patience_s):
