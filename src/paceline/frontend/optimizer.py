@@ -23,7 +23,7 @@ from ..core.model_spec import OptimizerSpec
 from ..errors import UsageError
 from ..shard.lars import LARS
 from ..shard.optimizers import read_groups, require_elementwise
-from ..sync.events import Clip
+from ..sync.events import MOST_NORM, Clip
 from .clipping import gradient_norm
 from .first_forward import before_each_forward, can_compute_gradients
 from .model import find_model
@@ -196,7 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._session.require_clippable()
         norm = gradient_norm(parameters)
         largest = min(float(max_norm), self._clip.max_norm if self._clip is not None else math.inf)
-        if math.isfinite(largest):
+        if largest <= MOST_NORM:
             self._clip = Clip(max_norm=largest, factor=clip_factor(largest, norm))
         return torch.tensor(norm)
 

@@ -10,12 +10,12 @@ of the slowest live worker.
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Literal
 
 import msgspec
 
 __all__ = [
+    "MOST_NORM",
     "AnyEvent",
     "Change",
     "Clip",
@@ -40,6 +40,10 @@ __all__ = [
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """An index or a count. Messages from other processes are rejected if they contain numbers outside these bounds."""
+
+
+MOST_NORM = 1e300
+"""The largest bound for the norm of a gradient. A larger one would never have an effect."""
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -76,7 +80,7 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             from the norm of its own gradient.
     """
 
-    max_norm: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+    max_norm: Annotated[float, msgspec.Meta(ge=0, le=MOST_NORM)]
     factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
