@@ -103,8 +103,7 @@ def run(
 
     paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py --epochs 10
     """
-    with interruptible("nothing was started"):  # importing torch takes seconds
-        from ..launcher.launch import run_script
+    with interruptible("nothing was started"):
         from ..runtime.job import describe, make_job
 
         sys.path.insert(0, str(script.resolve().parent))  # --import may name modules in this directory
@@ -137,10 +136,18 @@ def run(
         )
         return
     from ..launcher.interruption import Interrupted, Terminated
+    from ..launcher.local import Placement
+    from ..launcher.progress import announce
+    from ..launcher.starting import Starter
 
-    with interruptible():
+    console = Console(stderr=True)
+    announce(job, console)
+    with interruptible(), Starter(Placement.on_loopback(job).prefixes()) as starter:
+        # The launcher and the processes of the run import torch, which takes a second, at the same time.
+        from ..launcher.launch import run_script
+
         try:
-            result = run_script(job, script, arguments or [], console=Console(stderr=True))
+            result = run_script(job, script, arguments or [], console=console, starter=starter)
         except (Interrupted, Terminated) as end:
             if end.summary:
                 _print_summary(end.summary)

@@ -17,8 +17,10 @@ from ..runtime.job import Job, make_job
 from ..sync import SyncModel
 from ..sync.schedule import Schedule
 from .local import Placement
+from .progress import announce
 from .results import RunResult
 from .run import start
+from .starting import Starter
 
 __all__ = ["ENGINES", "RunResult", "launch", "run_script"]
 
@@ -133,6 +135,7 @@ def launch(
         dry_run=True,
     )
     console = Console(stderr=True, quiet=not (progress if progress is not None else sys.stderr.isatty()))
+    announce(job, console)
     return start(
         job,
         ["function"],
@@ -144,7 +147,17 @@ def launch(
     )
 
 
-def run_script(job: Job, script: Path, arguments: Sequence[str], *, console: Console) -> RunResult:
-    """Run a script in every worker, as `python script arguments...` would."""
+def run_script(
+    job: Job, script: Path, arguments: Sequence[str], *, console: Console, starter: Starter | None = None
+) -> RunResult:
+    """Run a script in every worker, as `python script arguments...` would.
+
+    Args:
+        job: the configuration of the run.
+        script: path of the script.
+        arguments: arguments of the script.
+        console: console for the progress display.
+        starter: starts the processes; by default, a new one.
+    """
     path = [str(script.resolve().parent), *sys.path]
-    return start(job, ["script", str(script), *arguments], b"", path, console=console)
+    return start(job, ["script", str(script), *arguments], b"", path, console=console, starter=starter)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..runtime.coordinator import CoordinatorHost
+from ..core.requests import worker_peer
+from ..runtime.job import Job
 from .output import ForgivingStream
 
-__all__ = ["Progress"]
+if TYPE_CHECKING:
+    from ..runtime.coordinator import CoordinatorHost  # imports torch
+
+__all__ = ["Progress", "announce"]
 
 REFRESH_PER_S = 8
 PLAIN_INTERVAL_S = 5.0
@@ -24,9 +28,23 @@ COLORS = {
     "waiting": "yellow",
     "pulling": "cyan",
     "starting": "dim",
+    "before its first step": "dim",
+    "waiting for the others to start": "yellow",
     "finished": "blue",
     "lost": "red",
 }
+
+
+def announce(job: Job, console: Console) -> None:
+    """Print what is being started, if the console is a terminal: the first worker shows a sign of life seconds later.
+
+    Args:
+        job: the configuration of the run.
+        console: the console to write to.
+    """
+    if console.is_terminal:
+        counts = f"{_count(job.workers, 'worker')} and {_count(job.servers, 'server')}"
+        console.print(f"starting {counts}, {job.sync}", markup=False, highlight=False, soft_wrap=True)
 
 
 class Progress:
@@ -108,11 +126,21 @@ class Progress:
         rows = []
         for worker in range(self._coordinator.job.workers):
             status = self._coordinator.core.board.get(worker)
-            gone = self._coordinator.core.fate(worker)
             loss = "-" if status is None or status.loss is None else f"{status.loss:.4f}"
-            state = gone or (status.state if status else "starting")
-            rows.append((f"worker {worker}", str(status.iteration) if status else "-", loss, state))
+            iteration = str(status.iteration) if status else "-"
+            rows.append((f"worker {worker}", iteration, loss, self._state(worker)))
         return rows
+
+    def _state(self, worker: int) -> str:
+        """Return what a worker is doing, as one of the keys of `COLORS`."""
+        coordinator = self._coordinator
+        if gone := coordinator.core.fate(worker):
+            return gone
+        if worker in coordinator.core.board:
+            return coordinator.core.board[worker].state
+        if coordinator.core.expects_model(worker_peer(worker)):
+            return "before its first step"
+        return "waiting for the others to start" if ("worker", worker) in coordinator.heard_s else "starting"
 
 
 def _count(count: int, noun: str) -> str:

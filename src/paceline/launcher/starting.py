@@ -117,8 +117,8 @@ class Starter:
 
     def close(self) -> None:
         """End the fork servers. Processes that are still running are killed."""
-        for server in self._fork_servers.values():
-            server.close()
+        while self._fork_servers:
+            self._fork_servers.popitem()[1].close()
 
     def start(self, prefix: Prefix, order: Order, descriptors: Descriptors) -> Child:
         """Start a process, with descriptors that stay open until `Child.await_start` has returned.
@@ -247,8 +247,10 @@ class ForkServer:
         return self._popen.wait()
 
     def close(self) -> None:
-        """End the fork server."""
+        """End the fork server. If it is still importing, it is killed."""
         self._control.close()
+        if not self._ready:
+            self.kill()
         try:
             self._popen.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
