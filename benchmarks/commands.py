@@ -231,6 +231,18 @@ def data(as_json: AsJson = False) -> None:
     _show(report, benchmark.tables(report), as_json=as_json)
 
 
+@app.command("startup")
+def startup(as_json: AsJson = False) -> None:
+    """Measure the time from the start of a script to its first update, alone and in runs with one and four workers.
+
+    Also checks the results against this project's goals. Takes about 2 minutes.
+    """
+    from . import startup as benchmark
+
+    rows = _measured(benchmark.estimate_s(), benchmark.measure)
+    _show(rows, [benchmark.table(rows)], as_json=as_json)
+
+
 def _measured(estimate_s: float, measure: Callable[[TellShare], Result]) -> Result:
     """Announce how long a measurement takes, carry it out while its progress is shown, and return its result."""
     console = Console(stderr=True)

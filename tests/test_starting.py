@@ -126,6 +126,53 @@ if sys.orig_argv[-1] == "fork server":
 """
 
 
+LEAVE = """
+import atexit, threading, time
+
+import torch
+
+import paceline
+
+import left
+
+threading.Thread(target=lambda: (time.sleep(0.5), print("the thread has ended"))).start()
+atexit.register(print, "atexit")
+model = torch.nn.Linear(2, 1)
+optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+model(torch.ones(4, 2)).sum().backward()
+optimizer.step()
+"""
+
+LEFT = """
+import paceline
+
+
+class Noisy:
+    def __init__(self, name):
+        self.name = name
+
+    def __del__(self):
+        print("finalized", self.name)
+
+
+file = open(f"left-{paceline.worker_index()}", "w")
+file.write("kept")
+one, other = Noisy("one"), Noisy("other")
+other.itself = other
+"""
+
+
+def test_a_forked_process_ends_like_a_program(tmp_path: Path) -> None:
+    Path("left.py").write_text(LEFT)
+    Path("train.py").write_text(LEAVE)
+    ended = run_program(*RUN, "train.py")
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[:2] == ["the thread has ended", "atexit"]
+    assert sorted(lines[2:4]) == ["finalized one", "finalized other"]
+    assert [Path(f"left-{worker}").read_text() for worker in range(2)] == ["kept", "kept"]
+
+
 def test_threads_that_end_before_a_fork_are_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4")  # OpenBLAS, which NumPy loads, starts threads
     Path("train.py").write_text(LOOK)

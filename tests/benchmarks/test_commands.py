@@ -22,6 +22,7 @@ OPTIONS = {
     "simulator": {"--json"},
     "unequal": {"--json"},
     "data": {"--json"},
+    "startup": {"--json"},
 }
 
 

@@ -68,10 +68,14 @@ if __name__ == "__main__":
     from paceline.launcher.fork_server import begin
 
     order, payload = begin(kind)
+    shared = frozenset(sys.modules)
 
     from paceline.launcher.child import main
+    from paceline.launcher.leaving import leave
 
     status = main(order, payload)
     sys.stdout.flush()
     sys.stderr.flush()
+    if kind == "fork server":
+        leave(status, shared)
     sys.exit(status)

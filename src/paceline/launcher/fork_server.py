@@ -16,8 +16,8 @@ are already imported:
   read when a program or a library starts.
 - Each child gets its own standard streams, process group, title, and random generators.
 - A child is killed when the fork server exits, and the fork server is killed when the launcher exits.
-- `begin` *returns* in each child. So the child exits through the normal end of the interpreter, which runs `atexit`
-  handlers and waits for threads.
+- `begin` *returns* in each child, so that the script does not run below the fork server's frames. At the end, `leave`
+  runs `atexit` handlers, waits for threads, and finalizes what the script has left in its modules.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _import_everything() -> None:
     import torch  # noqa: F401
 
     from ..frontend import epochs, evaluating, prepare  # noqa: F401
-    from . import child  # noqa: F401
+    from . import child, leaving  # noqa: F401
 
     # A collection would write to every object, and so copy the memory that the children share.
     gc.freeze()

@@ -194,6 +194,8 @@ class Process:
 
     def tail(self) -> str:
         """Return the last lines of the output; "" if the log cannot be read."""
+        if self.exit_code is not None:
+            self._threads[0].join(OUTPUT_TIMEOUT_S)  # the last lines may not have been copied yet
         try:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
         except OSError:
