@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
-from ..errors import ConfigurationError, RunFailedError, first_line
+from ..errors import ConfigurationError
 from ..launcher.endings import describe_ending
-from ..launcher.launch import run_script
 from ..runtime.job import make_job
 from . import probe
 from .mistakes import Evidence, Mistake, find_mistakes
@@ -62,40 +60,61 @@ def check_script(
     ):
         if value < least:
             raise ConfigurationError(f"{name} is {value:g}, expected at least {least}.")
-    with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder:
-        job = make_job(workers=workers, servers=1, sync=sync, run_dir=Path(folder, "run"), dry_run=True)
-        command = [folder, str(iterations), str(timeout_s), str(script), *arguments]
+    # The options are checked before anything is started.
+    make_job(workers=workers, servers=1, sync=sync, dry_run=True)
+    with tempfile.TemporaryDirectory(prefix="paceline-check-") as name:
+        folder = Path(name)
+        observed = [str(folder), str(iterations), str(timeout_s), str(script), *arguments]
         tell(f"running {script} in one process, for {iterations} iterations")
-        alone = _run_alone(command, Path(folder), timeout_s)
+        failure = _run([probe.__file__, *observed], folder / "alone.log", timeout_s)
+        alone = read_observations(folder / "alone.jsonl")
+        if failure and not any(each.kind == "raised" for each in alone):  # for example, it was killed
+            alone.append(Observation("raised", failure))
         failure = ""
-        if not any(each.kind == "raised" for each in alone):
+        if any(each.kind == "stepped" for each in alone) and not any(each.kind == "raised" for each in alone):
             tell(f"running {script} with {workers} workers, for {iterations} iterations")
-            try:
-                run_script(job, Path(probe.__file__), command, console=Console(quiet=True))
-            except RunFailedError as error:
-                failure = first_line(error)
-        found = [read_observations(Path(folder, f"worker-{index}.jsonl")) for index in range(workers)]
+            run = ["-m", "paceline", "run", "--workers", str(workers), "--servers", "1", "--sync", sync]
+            run += ["--run-dir", str(folder / "run"), "--", probe.__file__, *observed]
+            failure = _run(run, folder / "run.log", timeout_s)
+        found = [read_observations(folder / f"worker-{index}.jsonl") for index in range(workers)]
     files = {str(script.resolve()), *(each.file for each in alone if each.kind == "imported")}
     return find_mistakes(Evidence(alone, found, failure, unguarded_writes(sorted(map(Path, files)))))
 
 
-def _run_alone(command: Sequence[str], folder: Path, timeout_s: float) -> list[Observation]:
-    """Run the script in one process, and return the observations."""
-    log, code = folder / "alone.log", 0
-    with log.open("wb") as output, contextlib.suppress(subprocess.TimeoutExpired):
-        code = subprocess.run(
-            [sys.executable, "-P", probe.__file__, *command],
+def _run(arguments: Sequence[str], log: Path, timeout_s: float) -> str:
+    """Run Python with these arguments. Return "" or, if it fails, its error message.
+
+    The observed script ends itself after `timeout_s`. If it does not, it is interrupted a while later.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", *arguments],
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            timeout=timeout_s + GRACE_S,
-            check=False,
-        ).returncode
-    observations = read_observations(folder / "alone.jsonl")
-    if code and not any(each.kind == "raised" for each in observations):  # for example, it was killed
-        last = log.read_text(errors="replace").splitlines()[-1:] or ["no output"]
-        observations.append(
-            Observation("raised", f"its process {describe_ending(code)}; last output: {last[0]}")
         )
-    return observations
+        try:
+            process.wait(timeout_s + GRACE_S)
+        except subprocess.TimeoutExpired:
+            return f"it did not end within {timeout_s + GRACE_S:g} s"
+        finally:
+            _end(process)
+    if process.returncode == 0:
+        return ""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (
+        errors[0]
+        if errors
+        else f"it {describe_ending(process.returncode)}: {lines[-1] if lines else 'no output'}"
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that still runs as Ctrl-C would; kill it if it does not end."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        if process.poll() is None:
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
