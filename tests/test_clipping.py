@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -121,11 +126,13 @@ def clipped(trace: Trace) -> list[MeanClipped]:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+@pytest.mark.parametrize(
+    "options", [{"transport": "shm"}, {"transport": "unix"}, {"transport": "tcp", "overlap": "off"}]
+)
 def test_bsp_with_clipping_equals_one_process(
-    run_on_threads: RunOnThreads, workers: int, transport: str
+    run_on_threads: RunOnThreads, workers: int, options: dict[str, str]
 ) -> None:
-    run = run_on_threads(lambda: train(0.1), workers=workers, servers=2, transport=transport)
+    run = run_on_threads(lambda: train(0.1), workers=workers, servers=2, **options)
     assert relative_error(run.state_dict, alone(0.1)) <= 1e-9
     assert relative_error(run.state_dict, alone(math.inf)) > 1e-3  # so clipping matters
     first, second = map(clipped, run.shards)
@@ -277,6 +284,44 @@ def test_workers_come_and_go_while_means_are_clipped() -> None:
         assert all(map(clipped, shards))
         for trace in result.trace:
             assert replay(trace) == []
+
+
+def test_the_others_go_on_when_a_worker_is_killed_while_means_are_clipped(tmp_path: Path) -> None:
+    """In real processes. The worker is killed at any moment: between two commits, or while its mean is measured."""
+
+    def work() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        worker = paceline.worker_index()
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(worker))
+        for step in range(60):
+            if (worker, step) == (1, 20):
+                threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            optimizer.zero_grad()
+            (model(x) - x).square().mean().backward()
+            if paceline.worker_count() > 1 and worker == 2 and step > 30:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            else:
+                optimizer.clip_grad_norm(0.01)
+            optimizer.step()
+            time.sleep(0.001)
+
+    result = paceline.launch(work, workers=3, servers=2, sync="bsp", run_dir=tmp_path / "run", progress=False)
+    assert result.summary["lost_workers"] == [1]
+    assert result.summary["iterations"]["0"] == result.summary["iterations"]["2"] == 60
+    assert result.summary["clipped_alone"] == 29
+    assert "29 of" in result.summary["findings"][0]
+    shards = [trace for trace in result.trace if trace.header.host == "shard"]
+    factors: dict[tuple[int, int], float] = {}
+    for trace in shards:
+        assert replay(trace) == []
+        for event in clipped(trace):
+            for push in event.pushes:
+                if push[0] != 1:
+                    assert factors.setdefault(push, event.factor) == event.factor
+    assert len(factors) == 2 * 60
+    assert all(tensor.isfinite().all() for tensor in result.state_dict.values())
 
 
 # -- gradients of every kind -------------------------------------------------------------------------------------
