@@ -23,8 +23,10 @@ from paceline.errors import ConfigurationError, RunFailedError
 from paceline.runtime import coordinator, job
 from paceline.runtime.footprint import (
     DESCRIPTOR_HEADROOM,
+    FORKED_BYTES,
     PROCESS_BYTES,
     available_bytes,
+    child_bytes,
     descriptor_shortage,
     descriptors,
     footprint,
@@ -55,7 +57,7 @@ def test_over_shared_memory_a_worker_costs_its_region() -> None:
     needed = footprint(1000, vectors=1, workers=4, servers=2, transport="shm")
     assert (needed.weights, needed.state, needed.regions, needed.models) == (1000, 1000, 8000, 4000)
     assert (needed.inboxes, needed.answers) == (0, 0)
-    assert needed.total_bytes == 13_000 + 7 * PROCESS_BYTES
+    assert needed.total_bytes == 13_000 + 2 * PROCESS_BYTES + 6 * FORKED_BYTES
     assert needed.to_come_bytes == 9_000
 
 
@@ -64,7 +66,7 @@ def test_over_streams_a_worker_costs_an_inbox_and_its_answers_as_well(transport:
     """1000 bytes of weights with Adam, three workers: 1000 + 2000 + 3 * (2000 + 1000 + 1000) + 3000."""
     needed = footprint(1000, vectors=2, workers=3, servers=1, transport=transport)
     assert (needed.inboxes, needed.answers) == (3000, 3000)
-    assert needed.total_bytes == 18_000 + 5 * PROCESS_BYTES
+    assert needed.total_bytes == 18_000 + 2 * PROCESS_BYTES + 4 * FORKED_BYTES
     assert needed.to_come_bytes == 15_000
 
 
@@ -407,11 +409,11 @@ def test_processes_that_do_not_fit_name_both_sizes_and_what_to_do(tmp_path: Path
     files = MACHINE | V2 | of_v2("/user/job", str(GIB), 100 * MIB, 0)
     files["proc/meminfo"] = "MemAvailable: 8000000 kB\n"
     available = available_bytes(write(tmp_path, files))
-    assert process_shortage(3, 1, available) == ""
-    assert process_shortage(3, 1, None) == ""
-    assert process_shortage(4, 1, available) == (
-        "not enough memory: 4 workers and 1 server are 5 processes, which need about 200.0 MiB each and "
-        "1000.0 MiB in total before training begins, but only 924.0 MiB is available. Use fewer workers or servers, "
+    assert process_shortage(13, 1, available) == ""
+    assert process_shortage(13, 1, None) == ""
+    assert process_shortage(14, 1, available) == (
+        "not enough memory: 14 workers and 1 server are 15 processes, which need about 950.0 MiB in total before "
+        "training begins, but only 924.0 MiB is available. Use fewer workers or servers, "
         "or give the machine or container more memory."
     )
 
@@ -420,7 +422,7 @@ def test_processes_that_do_not_fit_name_both_sizes_and_what_to_do(tmp_path: Path
 def test_a_run_whose_processes_do_not_fit_is_refused_and_makes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool
 ) -> None:
-    monkeypatch.setattr(job, "available_bytes", lambda: 3 * PROCESS_BYTES)
+    monkeypatch.setattr(job, "available_bytes", lambda: child_bytes(2, 1))
     options: dict[str, Any] = {"servers": 1, "run_dir": tmp_path / "run", "dry_run": dry_run}
     with pytest.raises(
         ConfigurationError, match=r"^not enough memory: 3 workers and 1 server are 4 processes"
@@ -478,12 +480,12 @@ def test_in_a_small_cgroup_a_run_is_refused_or_ends_well(
     limited: Callable[[int], Path], tmp_path: Path
 ) -> None:
     launcher_bytes = 500 * MIB  # also for pages of files that it is the first to read
-    folder = limited(3 * PROCESS_BYTES + launcher_bytes)
+    folder = limited(child_bytes(2, 1) + launcher_bytes)
     inside = f"echo $$ > {folder}/cgroup.procs"
-    refused = run_limited(inside, "--workers 5 --servers 1", tmp_path)
+    refused = run_limited(inside, "--workers 20 --servers 1", tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert re.fullmatch(
-        r"error: not enough memory: 5 workers and 1 server are 6 processes, .*\n", refused.stderr
+        r"error: not enough memory: 20 workers and 1 server are 21 processes, .*\n", refused.stderr
     )
     assert not (tmp_path / "run").exists()
     assert not re.search("oom_kill [1-9]", (folder / "memory.oom_control").read_text())

@@ -28,7 +28,7 @@ COLORS = {
     "waiting": "yellow",
     "pulling": "cyan",
     "starting": "dim",
-    "before its first step": "dim",
+    "before its first forward pass": "dim",
     "waiting for the others to start": "yellow",
     "finished": "blue",
     "lost": "red",
@@ -139,7 +139,7 @@ class Progress:
         if worker in coordinator.core.board:
             return coordinator.core.board[worker].state
         if coordinator.core.expects_model(worker_peer(worker)):
-            return "before its first step"
+            return "before its first forward pass"
         return "waiting for the others to start" if ("worker", worker) in coordinator.heard_s else "starting"
 
 

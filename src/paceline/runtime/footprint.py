@@ -9,9 +9,9 @@ vectors that the optimizer stores for each vector of weights. A run needs
     over streams        (4 + s) P + 4 n P    the same, and for each worker: P for its gradient at the servers, and up
                                              to P for answers that are still being sent when the weights change
 
-plus `PROCESS_BYTES` for each process (launcher, servers and workers). When training begins, the weights in the
-regions, n P in total, replace the weights of the workers' models, which are then freed. All processes are running by
-then, so the memory *still to be allocated* at that time is the size in the table minus n P: besides its model, each
+plus `PROCESS_BYTES` for the launcher and for the fork server, which have imported torch, and `FORKED_BYTES` for each
+server and worker, which share the memory of the fork server. When training begins, the weights in the regions, n P in
+total, replace the weights of the workers' models, which are then freed. All processes are running by then, so the memory *still to be allocated* at that time is the size in the table minus n P: besides its model, each
 worker needs P over shared memory and up to 3 P over streams. With shared memory and a sync model that keeps all
 workers in lockstep, the workers need even less: they read the servers' weights, and use the weights in their regions
 only at the end.
@@ -27,8 +27,8 @@ The estimate excludes:
 - memory for the initial weights and optimizer state on their way to the servers, before the first gradients exist;
 - pushes that servers copy so that the workers can continue, and snapshots that a script requests from `launch`.
 
-Before the model is known, only two requirements are checked: `PROCESS_BYTES` of memory for each child process, and
-the file descriptors of the process that needs the most descriptors, which is nearly always the launcher.
+Before the model is known, only two requirements are checked: memory for the child processes (`child_bytes`), and the
+file descriptors of the process that needs the most descriptors, which is nearly always the launcher.
 
 This module only computes sizes and reads small files, and does not import torch. If a system does not report its
 memory, the memory is treated as unlimited.
@@ -46,9 +46,11 @@ import msgspec
 
 __all__ = [
     "DESCRIPTOR_HEADROOM",
+    "FORKED_BYTES",
     "PROCESS_BYTES",
     "Footprint",
     "available_bytes",
+    "child_bytes",
     "descriptor_limit",
     "descriptor_shortage",
     "descriptors",
@@ -63,10 +65,16 @@ __all__ = [
 PROCESS_BYTES = 200 * 1024 * 1024
 """Estimated memory of a process that has imported torch and Paceline.
 
-Measured: the five processes of a run with a tiny model use 960 to 1100 MiB in total (the sum of Pss in
-/proc/<pid>/smaps_rollup, torch 2.13 on the CPU). Each process has 155 MiB of private memory; the rest is shared
-libraries. At the peak, a memory cgroup charges 146 MiB for each server and 216 MiB for each worker that trains a tiny
-model.
+Measured: the launcher has 160 MiB of private memory, and the fork server has 100 MiB that it shares with its children
+(torch 2.13 on the CPU); the rest is shared libraries.
+"""
+
+FORKED_BYTES = 50 * 1024 * 1024
+"""Estimated memory of a server or worker, besides the memory that it shares with its fork server.
+
+Measured: a server has 11 MiB of private memory, and a worker that trains a tiny model has 14 MiB. All eight processes
+of a run with four workers and two servers use 450 MiB (the sum of Pss in /proc/<pid>/smaps_rollup). A process that
+cannot be forked (see `launcher.starting`) needs 155 MiB, which is not taken into account.
 """
 
 DESCRIPTOR_HEADROOM = 16
@@ -144,7 +152,7 @@ def footprint(parameters_bytes: int, vectors: int, workers: int, servers: int, t
         answers=streamed,
         reading=3 * parameters_bytes,
         models=each,
-        processes=(1 + servers + workers) * PROCESS_BYTES,
+        processes=PROCESS_BYTES + child_bytes(workers, servers),
     )
 
 
@@ -198,6 +206,11 @@ def shortage(needed: Footprint, available: int | None, what: str) -> str:
     )
 
 
+def child_bytes(workers: int, servers: int) -> int:
+    """Return the estimated memory of all processes that the launcher starts, before training begins."""
+    return PROCESS_BYTES + (workers + servers) * FORKED_BYTES
+
+
 def process_shortage(workers: int, servers: int, available: int | None) -> str:
     """Return an error message if the processes of a run do not fit into the available memory; otherwise, return "".
 
@@ -208,14 +221,13 @@ def process_shortage(workers: int, servers: int, available: int | None) -> str:
             `available_bytes`. If it is None (unknown), the result is "".
     """
     count = workers + servers
-    needed = count * PROCESS_BYTES
+    needed = child_bytes(workers, servers)
     if available is None or needed <= available:
         return ""
     return (
         f"not enough memory: {_count(workers, 'worker')} and {_count(servers, 'server')} are {count} processes, "
-        f"which need about {format_size(PROCESS_BYTES)} each and {format_size(needed)} in total before training "
-        f"begins, but only {format_size(available)} is available. Use fewer workers or servers, or give the machine "
-        "or container more memory."
+        f"which need about {format_size(needed)} in total before training begins, but only {format_size(available)} "
+        "is available. Use fewer workers or servers, or give the machine or container more memory."
     )
 
 
