@@ -56,6 +56,8 @@ def begin(kind: str) -> tuple[Order, int]:
     received.report.close()
     _take_over(received.descriptors)
     set_title(received.order.title)
+    if kind == "fork server":
+        _renew_generators()
     return received.order, received.descriptors.payload
 
 
@@ -92,7 +94,6 @@ def _next_child(control: socket.socket) -> Received:
                 for handle, (_, report) in running.items():
                     os.close(handle)
                     report.close()
-                _renew_generators()
                 return received
             with contextlib.suppress(OSError):
                 os.setpgid(process_id, process_id)  # before anybody can signal the group

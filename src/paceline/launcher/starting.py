@@ -133,8 +133,14 @@ class Starter:
 
 
 def can_fork() -> bool:
-    """Return True if this system has what a fork server needs."""
-    return sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
+    """Return True if this system has what a fork server needs, which is Linux 5.3."""
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 class Executed:

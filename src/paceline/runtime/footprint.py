@@ -11,10 +11,10 @@ vectors that the optimizer stores for each vector of weights. A run needs
 
 plus `PROCESS_BYTES` for the launcher and for the fork server, which have imported torch, and `FORKED_BYTES` for each
 server and worker, which share the memory of the fork server. When training begins, the weights in the regions, n P in
-total, replace the weights of the workers' models, which are then freed. All processes are running by then, so the memory *still to be allocated* at that time is the size in the table minus n P: besides its model, each
-worker needs P over shared memory and up to 3 P over streams. With shared memory and a sync model that keeps all
-workers in lockstep, the workers need even less: they read the servers' weights, and use the weights in their regions
-only at the end.
+total, replace the weights of the workers' models, which are then freed. All processes are running by then, so the
+memory *still to be allocated* at that time is the size in the table minus n P: besides its model, each worker needs P
+over shared memory and up to 3 P over streams. With shared memory and a sync model that keeps all workers in lockstep,
+the workers need even less: they read the servers' weights, and use the weights in their regions only at the end.
 
 The 3 P for reading the weights consist of a copy that is queued at the servers, the vectors into which the launcher
 receives this copy, and the named tensors that it creates from these vectors. The launcher reads the weights when the
