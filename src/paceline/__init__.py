@@ -16,11 +16,15 @@ _HOMES = {
     "LARS": "shard.lars",
     "RunResult": "launcher.launch",
     "SimResult": "sim",
+    "barrier": "frontend.collectives",
     "distribute": "frontend.data",
     "epochs": "frontend.epochs",
     "evaluating": "frontend.evaluating",
+    "is_main": "frontend.session",
     "launch": "launcher.launch",
     "prepare": "frontend.prepare",
+    "reduce": "frontend.collectives",
+    "save": "frontend.saving",
     "set_sync": "frontend.session",
     "simulate": "sim",
     "worker_count": "frontend.session",
@@ -33,12 +37,16 @@ __all__ = [
     "DistributedOptimizer",
     "RunResult",
     "SimResult",
+    "barrier",
     "distribute",
     "epochs",
     "errors",
     "evaluating",
+    "is_main",
     "launch",
     "prepare",
+    "reduce",
+    "save",
     "set_sync",
     "sim",
     "simulate",
@@ -50,12 +58,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import errors, sim, sync, zipline
+    from .frontend.collectives import barrier, reduce
     from .frontend.data import distribute
     from .frontend.epochs import epochs
     from .frontend.evaluating import evaluating
     from .frontend.optimizer import DistributedOptimizer
     from .frontend.prepare import prepare
-    from .frontend.session import set_sync, worker_count, worker_index
+    from .frontend.saving import save
+    from .frontend.session import is_main, set_sync, worker_count, worker_index
     from .launcher.launch import RunResult, launch
     from .shard.lars import LARS
     from .sim import Cluster, SimResult, simulate

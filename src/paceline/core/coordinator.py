@@ -6,6 +6,7 @@
               model; its plans, restarts and changes are sent to the workers; with overlap off, the coordinator also
               tells the workers when they may pull
     data      a worker sends DataRequested when it needs data, and receives DataGranted
+    calls     a worker sends Contributed when its script calls barrier or reduce, and receives Combined
     end       a worker sends WorkerFinished, or its connection is lost; every server is notified of a lost worker
 
 No push or pull goes through the coordinator.
@@ -33,6 +34,7 @@ from ..sync.events import (
 from ..sync.notation import notation, parse_shards
 from ..sync.schedule import Schedule
 from . import messages
+from .collectives import Collectives
 from .data_ledger import DataLedger
 from .entry import Entry, EntryRecorder
 from .fingerprints import Fingerprints
@@ -42,6 +44,7 @@ from .layout import ShardSlice
 from .messages import (
     AllCommitted,
     ChangePublished,
+    Contributed,
     CreateShards,
     DataGranted,
     DataRequested,
@@ -107,6 +110,7 @@ class Coordinator:
         board: worker -> the last status that the worker reported.
         waits: server -> the last list of waiting workers that the server sent.
         data: the ledger of the data that the workers use.
+        collectives: the barrier or reduction that workers wait in.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class Coordinator:
         self.board: dict[int, Status] = {}
         self.waits: dict[int, Waits] = {}
         self.data = DataLedger()
+        self.collectives = Collectives()
         self._workers = workers
         self._servers = servers
         self._shards = shards
@@ -179,6 +184,13 @@ class Coordinator:
     def awaiting_turn(self) -> set[int]:
         """With overlap off: the workers that have pushed and may not pull until all other workers have pushed."""
         return set(self._committed)
+
+    @property
+    def unable_to_begin(self) -> bool:
+        """True if training cannot begin, because some workers wait for it and the others wait for them in a call."""
+        gathered = set(self.collectives.waiting.copy())
+        registered = set(self._registered.copy()) - gathered
+        return self.model is None and bool(registered and gathered) and self._live <= registered | gathered
 
     @property
     def sync(self) -> str:
@@ -299,6 +311,8 @@ class Coordinator:
                 return self._stop(message.loop)
             case GradientHashed():
                 return self._compare(worker, message)
+            case Contributed() if worker in self._live and worker not in self.collectives.waiting:
+                return self.collectives.contributed(worker, message, self._live)
             case AllCommitted() if not self._overlap and worker in self.present:
                 self._committed[worker] = message.iteration
                 return self._allow_pulls()
@@ -470,6 +484,7 @@ class Coordinator:
         if worker in self.present:
             self.present.remove(worker)
             requests += self.take(kind(now_s=now_s, worker=worker))
+        requests += self.collectives.left(worker, self._live)
         return requests + self._begin_if_complete(now_s) + self._allow_pulls()
 
     def _allow_pulls(self) -> list[Request]:

@@ -9,16 +9,17 @@ A message that becomes an event at its receiver has the same name as the event. 
 a push event and, if it includes a pull, a pull event.
 
     worker -> coordinator   Hello, Register, IterationFinished, IterationStarted, AllCommitted, SyncRequested,
-                            DataRequested, StopRequested, GradientHashed, Status, Warned, WorkerFinished, Failed
+                            DataRequested, StopRequested, GradientHashed, Contributed, Status, Warned,
+                            WorkerFinished, Failed
     coordinator -> worker   Started, Refused, PlanPublished, RestartOrdered, ChangePublished, PullAllowed,
-                            DataGranted, TrainingStopped
+                            DataGranted, TrainingStopped, Combined
     server -> coordinator   Hello, Ready, WorkerWelcomed, PushesReported, MeanMeasured, MeanMissing, FaultReported,
                             Warned, Failed, Snapshot, Waits
     coordinator -> server   CreateShards, WorkerJoined, WorkerLost, MeanClipped, MeanAwaited, FetchSnapshot,
                             FetchWaits, Shutdown
     worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, PullRequested, PullRepeated,
-                            FetchOptimizerState, WorkerFinished
-    server -> worker        Committed, Answer, OptimizerState
+                            FetchOptimizerState, FetchBuffers, WorkerFinished
+    server -> worker        Committed, Answer, OptimizerState, PooledBuffers
     reader -> server        Hello, FetchSnapshot, FetchOptimizerState
     server -> reader        Snapshot, OptimizerState
 """
@@ -36,18 +37,22 @@ from .model_spec import ModelSpec
 
 __all__ = [
     "MOST_LOADERS",
+    "MOST_WORDS",
     "AllCommitted",
     "Answer",
     "Bell",
     "ChangePublished",
+    "Combined",
     "Commit",
     "Committed",
     "Content",
+    "Contributed",
     "CreateShards",
     "DataGranted",
     "DataRequested",
     "Failed",
     "FaultReported",
+    "FetchBuffers",
     "FetchOptimizerState",
     "FetchSnapshot",
     "FetchWaits",
@@ -69,6 +74,7 @@ __all__ = [
     "Message",
     "OptimizerState",
     "PlanPublished",
+    "PooledBuffers",
     "PullAllowed",
     "PullRepeated",
     "PullRequested",
@@ -97,6 +103,9 @@ __all__ = [
 
 MOST_LOADERS = 1024
 """Maximum number of loaders that a script may distribute at the same time."""
+
+MOST_WORDS = 65_536
+"""Maximum length of the description of a barrier or a reduction."""
 
 MOST_TIMES = 64
 """Maximum number of measured times in a request for data."""
@@ -569,6 +578,46 @@ class PushesReported(Message, frozen=True, tag=True):
     drawn: tuple[tuple[int, ...], ...]
 
 
+# -- barriers and reductions ------------------------------------------------------------------------------
+
+
+class Contributed(Message, frozen=True, tag=True):
+    """A worker's script has called `paceline.barrier` or `paceline.reduce`, and waits. See `core.collectives`.
+
+    Attributes:
+        call: the call and the structure of its argument, in words; the same in all workers.
+        number: the number of such calls that this worker has made, including this one.
+        op: "mean" or "sum".
+        numbers: the numbers to combine, as native float64; b"" for a barrier.
+        weight: the weight of the numbers in a mean.
+        may_push: True if the worker may push without a gradient while it waits, so that others need not wait for it.
+    """
+
+    call: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
+    number: Number
+    op: Literal["mean", "sum"] = "sum"
+    numbers: Annotated[bytes, msgspec.Meta(max_length=2**20)] = b""
+    weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    may_push: bool = False
+
+    @property
+    def name(self) -> str:
+        """A short name for the call, such as "barrier 3"."""
+        return f"{self.call.partition('(')[0]} {self.number}"
+
+
+class Combined(Message, frozen=True, tag=True):
+    """All live workers have made a call, so the call ends.
+
+    Attributes:
+        numbers: the sum or the mean of the workers' numbers, as native float64.
+        refused: the reason why the calls have no result, because the workers' calls differ; else "".
+    """
+
+    numbers: bytes = b""
+    refused: str = ""
+
+
 # -- reading a run's state --------------------------------------------------------------------------------
 
 
@@ -580,6 +629,18 @@ class FetchOptimizerState(Message, frozen=True, tag=True):
 
 class OptimizerState(Message, frozen=True, tag=True):
     """The optimizer state of a shard. The payload is in safetensors format."""
+
+    shard: int
+
+
+class FetchBuffers(Message, frozen=True, tag=True):
+    """A worker requests the model's buffers, pooled over the workers, from the server of shard 0."""
+
+    shard: Number
+
+
+class PooledBuffers(Message, frozen=True, tag=True):
+    """The model's buffers, pooled over the workers. They are the payload, in the order of the model's buffers."""
 
     shard: int
 
@@ -700,6 +761,7 @@ FromPeerToCoordinator = (
     | DataRequested
     | StopRequested
     | GradientHashed
+    | Contributed
     | PushesReported
     | MeanMeasured
     | MeanMissing
@@ -721,6 +783,7 @@ FromCoordinatorToWorker = (
     | PullAllowed
     | DataGranted
     | TrainingStopped
+    | Combined
 )
 FromCoordinatorToServer = (
     CreateShards
@@ -741,8 +804,9 @@ FromPeerToServer = (
     | PullRequested
     | PullRepeated
     | FetchOptimizerState
+    | FetchBuffers
     | FetchSnapshot
     | WorkerFinished
     | Bell
 )
-FromServer = Committed | Answer | OptimizerState | Snapshot | Bell
+FromServer = Committed | Answer | OptimizerState | PooledBuffers | Snapshot | Bell

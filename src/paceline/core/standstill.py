@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from .messages import ShardWaits
+from .messages import Contributed, ShardWaits
 
-__all__ = ["standstill"]
+__all__ = ["standstill", "unable_to_begin"]
+
+SAME_PLACES = (
+    "Workers wait in paceline.barrier() or paceline.reduce() for workers that wait for them. "
+    "Let all workers make the same calls, after the same number of iterations."
+)
 
 
-def standstill(shards: Iterable[ShardWaits]) -> str:
-    """Return a report that lists, for each worker and shard, what the worker waits for."""
+def standstill(shards: Iterable[ShardWaits], gathered: Mapping[int, Contributed]) -> str:
+    """Return a report that lists, for each worker and shard, what the worker waits for.
+
+    Args:
+        shards: the workers that wait at each shard.
+        gathered: the workers that wait in a barrier or a reduction. See `core.collectives`.
+    """
     lines = [
         f"  worker {worker}, after its iteration {iteration}, waits at shard {shard.shard} ({shard.sync}) "
         f"for {reason}"
         for shard in shards
         for (worker, iteration), reason in zip(shard.pulls, shard.reasons, strict=True)
     ]
-    return "every worker waits, and no condition will release any of them:\n" + "\n".join(sorted(lines))
+    lines += _calls(gathered)
+    report = "every worker waits, and no condition will release any of them:\n" + "\n".join(sorted(lines))
+    return f"{report}\n{SAME_PLACES}" if gathered else report
+
+
+def unable_to_begin(workers: Iterable[int], gathered: Mapping[int, Contributed]) -> str:
+    """Return a report on a run that cannot begin, because some of its workers wait in a barrier or a reduction.
+
+    Args:
+        workers: all live workers.
+        gathered: the workers that wait in a barrier or a reduction.
+    """
+    lines = [
+        f"  worker {worker}, in its first step, waits for the models of the other workers"
+        for worker in workers
+        if worker not in gathered
+    ]
+    lines += _calls(gathered)
+    return "no worker can begin to train:\n" + "\n".join(sorted(lines)) + f"\n{SAME_PLACES}"
+
+
+def _calls(gathered: Mapping[int, Contributed]) -> list[str]:
+    return [
+        f"  worker {worker} waits in {contribution.name} for the other workers"
+        for worker, contribution in gathered.items()
+    ]

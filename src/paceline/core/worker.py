@@ -6,6 +6,7 @@
                   -> PullRequested -> Answer
     restart       RestartOrdered during a computation -> PullRepeated to every shard -> Answer from every shard
                   -> compute again
+    calls         Contributed -> Combined from the coordinator
     end           WorkerFinished to every server and to the coordinator
 
 The host of this class moves bytes and tensors, runs the training script and determines how long a computation takes.
@@ -16,6 +17,7 @@ the worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from ..errors import ConfigurationError, ProtocolError
 from ..sync.events import Change, Clip, Edit, Stop
@@ -27,9 +29,11 @@ from .messages import (
     AllCommitted,
     Answer,
     ChangePublished,
+    Combined,
     Commit,
     Committed,
     Content,
+    Contributed,
     DataGranted,
     InitialWeights,
     IterationFinished,
@@ -78,6 +82,7 @@ class Worker:
         updates: number of updates that shard 0 had applied when it last answered; 0 before its first answer.
         samples: number of samples in all workers' pushes that shard 0 had received, and not dropped, when it last
             answered; 0 before its first answer.
+        combined: the result of the worker's last barrier or reduction; None if it has not arrived.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Worker:
         self.started: Started | None = None
         self.data = DataFeed()
         self.updates = self.samples = 0
+        self.combined: Combined | None = None
         self._schedule = schedule
         self._workers = workers
         self._shards = shards
@@ -104,6 +110,7 @@ class Worker:
         self._steps = list(enumerate(schedule.steps[1:]))  # steps of the schedule yet to be requested
         self._epoch = 0
         self._wanted = schedule.first  # models of all shards after all changes that the worker has requested
+        self._calls = 0  # number of barriers and reductions that the script has called
         self._asked = 0  # number of changes that the script has requested
         self._early: list[Send] = []  # requests made before training began
         self._change: Change | None = None  # the flag that the next push must carry
@@ -136,6 +143,15 @@ class Worker:
     def is_awaited(self) -> bool:
         """True if other workers may have to wait until this worker pushes."""
         return not self._independent or self._change is not None
+
+    @property
+    def may_stand_in(self) -> bool:
+        """True if the worker may push without a gradient while its script waits in a barrier or a reduction.
+
+        In lockstep, no worker may go on without this one: all scripts must make their calls after the same number of
+        iterations.
+        """
+        return self.started is not None and not self.lockstep
 
     def awaits(self, shard: int) -> bool:
         """Return True if the worker waits for an answer from this shard."""
@@ -254,6 +270,14 @@ class Worker:
         """End the block of an edit without a push."""
         self._edit = None
 
+    def contribute(
+        self, call: str, op: Literal["mean", "sum"], numbers: bytes, weight: float
+    ) -> list[Request]:
+        """Take part in a barrier or a reduction. `combined` is None until the call ends. See `Contributed`."""
+        self.combined = None
+        self._calls += 1
+        return [Send(COORDINATOR, Contributed(call, self._calls, op, numbers, weight, self.may_stand_in))]
+
     def finish(self) -> list[Request]:
         """Leave the run, because the script has finished."""
         self.waiting_for, self.left = "", True
@@ -343,6 +367,8 @@ class Worker:
                 return [Abort(message.iteration)] if self.restart_ordered and not self.waiting_for else []
             case DataGranted():
                 self.data.handle(message)
+            case Combined():
+                self.combined = message
             case TrainingStopped():
                 self.data.stopped.add(message.loop)
             case Started():

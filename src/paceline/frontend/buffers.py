@@ -26,6 +26,7 @@ class Buffers:
 
     Attributes:
         specs: description of each untrained tensor, in the order of the `state_dict`.
+        have_changed: True if `changed` has returned a buffer that had been returned before.
     """
 
     def __init__(self, model: nn.Module, trained: Sequence[torch.Tensor]) -> None:
@@ -40,6 +41,7 @@ class Buffers:
             BufferSpec(name, tuple(t.shape), dtype_name(t.dtype), isinstance(t, nn.Parameter))
             for name, t in tensors.items()
         )
+        self.have_changed = False
         self._sent: dict[int, _Sent] = {}
 
     def all(self) -> list[torch.Tensor]:
@@ -66,6 +68,7 @@ class Buffers:
                     f"{dtype}{list(shape)}. Do not change the shape or dtype of a buffer during training."
                 )
             if index not in self._sent or self._sent[index].differs_from(tensor):
+                self.have_changed |= index in self._sent
                 self._sent[index] = _Sent(tensor)
                 found[index] = tensor
         return found

@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from ..errors import UsageError
+from .saving import pool_buffers
 from .session import current
 from .training import training_of
 
@@ -23,8 +24,8 @@ def evaluating(model: Model) -> Iterator[Model]:
     """Return a context for evaluating the model between two iterations, without stopping the other workers.
 
     At the beginning of the context, the worker fetches the current weights from the servers. The target of the `with`
-    statement is a copy of the model with these weights, in evaluation mode, which training does not change. Buffers,
-    such as BatchNorm statistics, are those of this worker.
+    statement is a copy of the model with these weights, in evaluation mode, which training does not change. The
+    BatchNorm statistics of the copy are those of all workers together, as in the weights that the run saves.
 
     If other workers may have to wait for this worker, as under `bsp`, it goes on pushing inside the context, on a
     background thread and about as often as usual. These pushes contain no gradient, so they count as progress but do
@@ -62,5 +63,6 @@ def evaluating(model: Model) -> Iterator[Model]:
     training.require_not_idle("evaluating()")
     training.refresh()
     snapshot = copy.deepcopy(model).eval()
+    pool_buffers(training, model, snapshot)
     with training.idle():
         yield snapshot

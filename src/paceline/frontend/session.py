@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice
 from ..core.lease import BatchSizing
+from ..core.messages import Combined
 from ..core.model_spec import ModelSpec
 from ..core.requests import Request
 from ..shard.vectors import Vectors
@@ -23,7 +24,7 @@ from ..sync import SyncModel
 from ..sync.events import Clip
 from ..sync.schedule import read_schedule
 
-__all__ = ["Session", "current", "install", "set_sync", "worker_count", "worker_index"]
+__all__ = ["Session", "current", "install", "is_main", "set_sync", "worker_count", "worker_index"]
 
 
 class Session(Protocol):
@@ -31,8 +32,8 @@ class Session(Protocol):
 
     The order of the calls is: `begin`; then `initialize` if this worker is the initializer, otherwise
     `await_first_weights`; then `hold_back` and `commit` once per iteration; then `finish`. Only these methods and
-    `pull_again`, `refresh` and `idle` change the weights, and `finish` may move the weights to other memory. The
-    caller may change `gradients` at any time except during `commit`.
+    `pull_again`, `refresh`, `idle` and `combine` change the weights, and `finish` may move the weights to other
+    memory. The caller may change `gradients` at any time except during `commit`.
 
     Attributes:
         worker: index of this worker.
@@ -234,6 +235,26 @@ class Session(Protocol):
         """Return each shard with its optimizer state, which maps "<segment>/<key>" to a tensor."""
         ...
 
+    def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the model's buffers, pooled over the workers, by their names in the `state_dict`."""
+        ...
+
+    def combine(
+        self, call: str, op: Literal["mean", "sum"] = "sum", numbers: bytes = b"", weight: float = 1.0
+    ) -> Combined:
+        """Wait until all other workers have made the same call, and return its result.
+
+        If this worker is in training and the sync model does not keep all workers in lockstep, it may push without a
+        gradient and pull meanwhile, because other workers may wait for it.
+
+        Args:
+            call: the call and the structure of its argument, in words; the same in all workers.
+            op: how the numbers are combined.
+            numbers: the numbers to combine, as native float64.
+            weight: the weight of the numbers in a mean.
+        """
+        ...
+
     def finish(self) -> None:
         """Leave the run. After this call, no other worker waits for this worker."""
         ...
@@ -265,12 +286,25 @@ def worker_index() -> int:
 
     Example:
         >>> import paceline
-        >>> if paceline.worker_index() == 0:
-        ...     print("saving a checkpoint")
-        saving a checkpoint
+        >>> print("this is worker", paceline.worker_index())
+        this is worker 0
     """
     session = current()
     return 0 if session is None else session.worker
+
+
+def is_main() -> bool:
+    """Return True in the worker that writes files and messages for the whole run: worker 0.
+
+    This does not change during a run, even if worker 0 finishes or is lost. Outside a run, the result is True.
+
+    Example:
+        >>> import paceline
+        >>> if paceline.is_main():
+        ...     print("epoch 1")
+        epoch 1
+    """
+    return worker_index() == 0
 
 
 def worker_count() -> int:

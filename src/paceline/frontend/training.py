@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import msgspec
@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..core.fingerprints import HASHED_ITERATIONS
-from ..core.messages import GradientHashed
+from ..core.messages import Combined, GradientHashed
 from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 from ..core.requests import COORDINATOR, Send
 from ..errors import NonFiniteGradientError, UsageError
@@ -269,6 +269,33 @@ class WorkerTraining:
                 present if pushes_edit else bytes(len(present)), buffers=self._buffers.changed()
             )
         weights.mark_pulled()
+
+    def combine(self, call: str, op: Literal["mean", "sum"], numbers: bytes, weight: float) -> Combined:
+        """Take part in a barrier or a reduction. See `Session.combine`.
+
+        Raises:
+            UsageError: the script edits the model.
+            WeightsChangedError: weights have been changed since the last step.
+        """
+        session = self._session
+        if self._inside == EDITING:
+            self.require_not_idle(f"{call.partition('(')[0]}()")
+        if self._inside or session.lockstep:
+            return session.combine(call, op, numbers, weight)
+        self._weights.require_unchanged(session)
+        before = session.iteration
+        combined = session.combine(call, op, numbers, weight)
+        if session.iteration != before:  # the worker has pushed and pulled while it waited
+            self._weights.mark_pulled()
+        return combined
+
+    def pooled_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the model's buffers, pooled over the workers; {} if this worker's have not changed in training."""
+        return self._session.fetch_buffers() if self._buffers.have_changed else {}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return this worker's own buffers, by their names in the model's `state_dict`."""
+        return dict(zip((spec.name for spec in self.spec.buffers), self._buffers.all(), strict=True))
 
     def fetch_state(self) -> dict[int, dict[str, torch.Tensor]]:
         """Fetch the optimizer's state from the servers, in the format of the "state" entry of a `state_dict()`."""

@@ -118,7 +118,12 @@ class Progress:
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         for name, iteration, loss, state in self._rows():
-            table.add_row(name, f"iteration {iteration}", f"loss {loss}", Text(state, COLORS[state]))
+            table.add_row(
+                name,
+                f"iteration {iteration}",
+                f"loss {loss}",
+                Text(state, COLORS.get(state, COLORS["waiting"])),
+            )
         return table
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
@@ -132,10 +137,12 @@ class Progress:
         return rows
 
     def _state(self, worker: int) -> str:
-        """Return what a worker is doing, as one of the keys of `COLORS`."""
+        """Return what a worker is doing: one of the keys of `COLORS`, or a call in which the worker waits."""
         coordinator = self._coordinator
         if gone := coordinator.core.fate(worker):
             return gone
+        if call := coordinator.core.collectives.waiting.get(worker):
+            return f"waits in {call.name}"
         if worker in coordinator.core.board:
             return coordinator.core.board[worker].state
         if coordinator.core.expects_model(worker_peer(worker)):

@@ -23,6 +23,7 @@ from ..core.messages import (
     Commit,
     CreateShards,
     Failed,
+    FetchBuffers,
     FetchOptimizerState,
     FetchSnapshot,
     FetchWaits,
@@ -35,6 +36,7 @@ from ..core.messages import (
     MeanClipped,
     Message,
     OptimizerState,
+    PooledBuffers,
     PullRepeated,
     PullRequested,
     Shutdown,
@@ -215,6 +217,9 @@ class ServerHost:
                 self._core.shard(message.shard)
                 blob = memory.optimizer_state(message.shard)
                 self._hub.send(peer, OptimizerState(message.shard), [memoryview(blob)])
+            case FetchBuffers(shard=0) if not peer.stream.backlog:
+                self._core.shard(0)
+                self._hub.send(peer, PooledBuffers(0), memory.pooled_buffers())
             case InitialState() if self._initializes(peer):
                 self._core.require_beginning(message.shard)
                 memory.keep_state(message, b"".join(peer.payload))

@@ -170,11 +170,14 @@ class ServerMemory:
 
     def snapshot(self, index: int) -> list[memoryview]:
         """Return the weights of a shard and, for shard 0, the pooled buffers of the model."""
-        parts = list(self.weights[index].values())
-        if index == 0 and self._slots is not None:
-            pooled = self._slots.pooled()
-            parts += pack([pooled[spec.name] for spec in self._model.buffers])
-        return parts
+        return [*self.weights[index].values(), *(self.pooled_buffers() if index == 0 else [])]
+
+    def pooled_buffers(self) -> list[memoryview]:
+        """Return the model's buffers, pooled over the workers. Only the server of shard 0 has them."""
+        if self._slots is None:
+            return []
+        pooled = self._slots.pooled()
+        return pack([pooled[spec.name] for spec in self._model.buffers])
 
     def optimizer_state(self, index: int) -> bytes:
         """Return the optimizer state of a shard in safetensors format."""

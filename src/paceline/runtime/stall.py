@@ -8,8 +8,9 @@ report names the process and says how long it has been silent; the user decides 
                       so some time ago or the run began more than a minute ago
     in training       a server does not answer; or a worker that should be computing has been silent for a long time,
                       and other workers are waiting for it or all workers are silent
-    standstill        every worker is waiting, and no condition will release any worker. This never happens with the
-                      sync models of this package, but it may happen with user-defined conditions
+    standstill        every worker is waiting, and no condition will release any worker. With the sync models of this
+                      package, this happens only if workers wait in a barrier for workers that wait for them; it may
+                      also happen with user-defined conditions
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 import msgspec
 
 from ..core.messages import Waits
-from ..core.standstill import standstill
+from ..core.standstill import standstill, unable_to_begin
 from .coordinator import CoordinatorHost
 
 __all__ = ["Awaited", "StallWatch"]
@@ -89,10 +90,14 @@ class StallWatch:
         quiet_s = {
             worker: now_s - coordinator.heard_s.get(("worker", worker), self._begun_s) for worker in live
         }
-        states = [coordinator.core.board[worker].state for worker in live if worker in coordinator.core.board]
-        idle = bool(live) and len(states) == len(live) and "computing" not in states
+        gathered = coordinator.core.collectives.waiting.copy()
+        training = [worker for worker in live if worker not in gathered]
+        states = [
+            coordinator.core.board[worker].state for worker in training if worker in coordinator.core.board
+        ]
+        idle = bool(live) and len(states) == len(training) and "computing" not in states
         self._idle_s = (self._idle_s or now_s) if idle else None
-        late = [worker for worker in live if quiet_s[worker] > self._patience_s(worker)]
+        late = [worker for worker in training if quiet_s[worker] > self._patience_s(worker)]
         if not late and (self._idle_s is None or now_s - self._idle_s < SUSPICIOUS_S):
             self._before = {}
             return []
@@ -119,7 +124,7 @@ class StallWatch:
                 else []
             )
         held = {worker for answer in self._answers for shard in answer.shards for worker, _ in shard.pulls}
-        held |= coordinator.core.awaiting_turn
+        held |= coordinator.core.awaiting_turn | gathered.keys()
         awaited = [worker for worker in late if worker not in held]
         if not held and len(awaited) < len(live):
             return []  # no worker waits, so the other workers can continue without the late ones
@@ -139,11 +144,14 @@ class StallWatch:
     def _look_before_training(self, live: list[int]) -> list[Awaited]:
         coordinator = self._coordinator
         heard_s = coordinator.heard_s.copy()
+        gathered = coordinator.core.collectives.waiting.copy()
+        if coordinator.core.unable_to_begin:
+            self.standstill = unable_to_begin(live, gathered)
         registered_s = {w: at_s for w, at_s in coordinator.registered_s.copy().items() if w in live}
-        waiting = tuple(sorted(registered_s))
+        waiting = tuple(sorted({*registered_s, *gathered}))
         expected = [("worker", w) for w in live] + [("server", k) for k in range(coordinator.job.servers)]
         silent = [peer for peer in expected if peer not in heard_s]
-        unregistered = [("worker", w) for w in live if ("worker", w) in heard_s and w not in registered_s]
+        unregistered = [("worker", w) for w in live if ("worker", w) in heard_s and w not in waiting]
         awaited = []
         # All processes start at the same time, and all workers run the same script. So no process should take much
         # longer than the first one.
@@ -172,11 +180,18 @@ class StallWatch:
         """Set `standstill` if the servers repeat their previous answers, all workers wait and no timer is set."""
         before, self._before = self._before, self._coordinator.core.waits.copy()
         shards = [shard for answer in self._answers for shard in answer.shards]
+        gathered = self._coordinator.core.collectives.waiting.copy()
+        held = {worker for shard in shards for worker, _ in shard.pulls} | gathered.keys()
+        held |= self._coordinator.core.awaiting_turn
+        # Some of the workers that wait in a barrier push after a while, so that others need not wait for them.
+        pushing = [worker for worker, contribution in gathered.items() if contribution.may_push]
+        patience_s = max(map(self._patience_s, pushing), default=0.0)
         if (
             self._idle_s is None
+            or time.monotonic() - self._idle_s < patience_s
             or self._before != before
             or any(answer.timers for answer in self._answers)
-            or set(live) - {worker for shard in shards for worker, _ in shard.pulls}
+            or set(live) - held
         ):
             return  # a worker can still continue: its pull was answered, or its push has not arrived yet
-        self.standstill = standstill(shards)
+        self.standstill = standstill(shards, gathered)

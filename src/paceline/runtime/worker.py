@@ -32,8 +32,10 @@ from ..core.layout import ShardSlice
 from ..core.messages import (
     Answer,
     Bell,
+    Combined,
     Content,
     Failed,
+    FetchBuffers,
     FetchOptimizerState,
     FromCoordinatorToWorker,
     FromServer,
@@ -41,14 +43,15 @@ from ..core.messages import (
     InitialState,
     Message,
     OptimizerState,
+    PooledBuffers,
     Started,
     Status,
     Warned,
 )
-from ..core.model_spec import ModelSpec
+from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import COORDINATOR, Request, Send
 from ..errors import PeerLostError, ProtocolError
-from ..shard.buffers import pack
+from ..shard.buffers import pack, packed_bytes, unpack
 from ..shard.store import Vectors
 from ..sync import SyncModel
 from ..sync.events import Clip
@@ -74,6 +77,7 @@ STATUS_INTERVAL_S = 0.1
 HEARING_INTERVAL_S = 200e-6
 GOODBYE_TIMEOUT_S = 5.0
 USUAL_ITERATIONS = 15  # number of iterations whose median is the usual computing time
+COMBINING_S = 0.5  # minimum time in a barrier or a reduction before the worker pushes without a gradient
 LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script is not training
 
 # The payload of a commit need not be copied, because it does not change until the commit is answered.
@@ -138,6 +142,9 @@ class WorkerSession:
         self._outbox: Outbox | None = None  # sends the gradients; None with shared memory
         self._in_place = False  # True while `weights` refers to memory that the servers update
         self._states: dict[int, bytearray] = {}  # shard -> bytes of the optimizer state that is being fetched
+        self._buffer_specs: tuple[BufferSpec, ...] = ()
+        # Memory for the pooled buffers that are being fetched; None if they are not, or have arrived.
+        self._pooled: list[bytearray] | None = None
         self._fetching = -1  # the shard whose optimizer state is being received; -1 for none
         # The time at which the weights for the current iteration arrived; None before the first iteration.
         self._begun_s: float | None = None
@@ -165,6 +172,7 @@ class WorkerSession:
     @_exclusive
     def begin(self, model: ModelSpec) -> bool:
         self._parameters = len(model.layout.parameters)
+        self._buffer_specs = model.buffers
         self._perform(self._core.register(model))
         while self._core.started is None:
             self._hear(timeout_s=None)
@@ -335,8 +343,34 @@ class WorkerSession:
         self._core.cancel_edit()
 
     def idle(self) -> AbstractContextManager[None]:
+        return Repeating(self._stand_in, self._idle_interval_s, f"paceline worker {self.worker}")
+
+    @property
+    def _idle_interval_s(self) -> float:
+        """Time between two pushes while the script is not training."""
         interval_s = statistics.median(self._computing_s) if self._computing_s else STATUS_INTERVAL_S
-        return Repeating(self._stand_in, max(interval_s, LEAST_IDLE_S), f"paceline worker {self.worker}")
+        return max(interval_s, LEAST_IDLE_S)
+
+    @_exclusive
+    def combine(
+        self, call: str, op: Literal["mean", "sum"] = "sum", numbers: bytes = b"", weight: float = 1.0
+    ) -> Combined:
+        self._perform(self._core.contribute(call, op, numbers, weight))
+        interval_s = self._idle_interval_s
+        due_s = self._job.now_s() + max(interval_s, COMBINING_S)
+        while self._core.combined is None:
+            wait_s = min(max(due_s - self._job.now_s(), LEAST_IDLE_S), STATUS_INTERVAL_S)
+            if self._coordinator.backlog:
+                self._hear(timeout_s=wait_s)
+            else:
+                self._orders.poll(1000 * wait_s)
+                self._hear_coordinator()
+            if self._core.combined is None and self._core.may_stand_in and self._job.now_s() >= due_s:
+                self._stand_in()
+                due_s = self._job.now_s() + interval_s
+        if self._begun_s is not None and self._restarted is None:
+            self._begun_s = self._job.now_s()
+        return self._core.combined
 
     @property
     def now_s(self) -> float:
@@ -472,6 +506,16 @@ class WorkerSession:
         return fetched
 
     @_exclusive
+    def fetch_buffers(self) -> dict[str, torch.Tensor]:
+        received = self._pooled = [bytearray(packed_bytes(spec)) for spec in self._buffer_specs]
+        self._send_to_shard(0, FetchBuffers(0))
+        while self._pooled is not None:
+            self._hear(timeout_s=None)
+        return {
+            spec.name: unpack(spec, data) for spec, data in zip(self._buffer_specs, received, strict=True)
+        }
+
+    @_exclusive
     def finish(self) -> None:
         if self._finished:
             return
@@ -587,6 +631,8 @@ class WorkerSession:
         for message in messages:
             if type(message) is OptimizerState:
                 self._fetching = -1
+            elif type(message) is PooledBuffers:
+                self._pooled = None
             elif type(message) is not Bell:
                 self._perform(self._core.handle(message))
 
@@ -639,6 +685,8 @@ class WorkerSession:
                     )
                 self._states[message.shard] = bytearray(size_bytes)
                 return [memoryview(self._states[message.shard])]
+            case PooledBuffers() if self._pooled is not None:
+                return [memoryview(buffer) for buffer in self._pooled]
             case _:
                 return []
 

@@ -100,6 +100,9 @@ class Clockwork:
     def sent(self, worker: int, shard: int) -> None:
         pass
 
+    def combined(self, worker: int) -> None:
+        pass
+
     def supplied(self, worker: int) -> None:
         pass
 

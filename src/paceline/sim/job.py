@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ..core.coordinator import Coordinator
-from ..core.messages import Answer, Commit, DataGranted, Message, Started, Status
+from ..core.messages import Answer, Combined, Commit, DataGranted, Message, Started, Status
 from ..core.model_spec import ModelSpec
 from ..core.requests import (
     COORDINATOR,
@@ -79,6 +79,9 @@ class Driver(Protocol):
 
     def supplied(self, worker: int) -> None:
         """Called when the coordinator's answer to one of the worker's requests for data has arrived."""
+
+    def combined(self, worker: int) -> None:
+        """Called when the barrier or the reduction in which the worker's script waits has ended."""
 
     def sent(self, worker: int, shard: int) -> None:
         """Called when a shard sends its current weights to the worker."""
@@ -232,6 +235,8 @@ class VirtualJob:
         for worker in self._first:
             driver.joined(worker)
         self.kernel.run(until_s)
+        while self._stand_in():
+            self.kernel.run(until_s)
         if self.coordinator.present and self.kernel.idle:
             raise RunFailedError("the run", self._standstill())
         if not self.kernel.idle:  # stopped early: also count the elapsed time of unfinished computations
@@ -344,6 +349,24 @@ class VirtualJob:
         else:
             self._from_worker(worker, requests)
 
+    def combine(
+        self,
+        worker: int,
+        call: str,
+        op: Literal["mean", "sum"],
+        numbers: bytes,
+        weight: float,
+        *,
+        at_once: bool,
+    ) -> None:
+        """Let a worker take part in a barrier or a reduction. `Driver.combined` is called when it ends.
+
+        If `at_once` is True, because the worker has not joined yet, the messages take no time, and `Driver.combined`
+        is not called.
+        """
+        requests = self.workers[worker].core.contribute(call, op, numbers, weight)
+        self.carry(worker, requests, at_once=at_once)
+
     def request_sync(self, worker: int, models: Sequence[SyncModel], shard: int | None) -> None:
         """Request a change of the sync model."""
         self._from_worker(worker, self.workers[worker].core.request_sync(models, shard))
@@ -390,7 +413,7 @@ class VirtualJob:
         self._connect(worker)
         state.begun_s = self.kernel.now_s
         state.dropped_s = state.restarted = None
-        state.refreshing = False
+        state.refreshing = state.standing_in = False
         self._plan_absence(worker)
         self._driver.joined(worker)
 
@@ -420,7 +443,7 @@ class VirtualJob:
                     self._at_once(to, self.coordinator.handle(sender, message, now_s))
                 case Send(to, message) if to.role == "server":
                     self._at_once(to, self._servers[to.index].handle(sender, message, now_s))
-                case Send(to, Started() | Answer() | DataGranted() as message):
+                case Send(to, Started() | Answer() | DataGranted() | Combined() as message):
                     self._at_once(to, self.workers[to.index].core.handle(message))
                 case _:
                     self._from_coordinator([request])
@@ -482,7 +505,12 @@ class VirtualJob:
                 for take in self._recorders.takers:
                     take(worker, record)
             state.restarted, state.begun_s = None, now_s
-        self._driver.answered(worker)
+        if not state.standing_in:
+            self._driver.answered(worker)
+            return
+        state.standing_in = False
+        if state.core.combined is not None:
+            self._driver.combined(worker)
 
     def _abort(self, worker: int) -> None:
         state = self.workers[worker]
@@ -514,6 +542,8 @@ class VirtualJob:
         requests = state.core.handle(message)
         if type(message) is DataGranted:
             self._driver.supplied(worker)
+        elif type(message) is Combined and not state.standing_in:
+            self._driver.combined(worker)
         for request in requests:
             if type(request) is Proceed:
                 self._proceed(worker)
@@ -613,6 +643,25 @@ class VirtualJob:
                 case _:
                     raise InternalError(f"a coordinator cannot carry out {request}")
 
+    # -- barriers and reductions --------------------------------------------------------------------------
+
+    def _stand_in(self) -> bool:
+        """Push without a gradient for the workers that wait in a barrier or a reduction, if nothing else can happen.
+
+        Other workers may wait for these pushes. Return False if there was nothing to push.
+        """
+        if not self.kernel.idle:
+            return False
+        standing_in = False
+        for worker in sorted(self.coordinator.collectives.waiting):
+            state = self.workers[worker]
+            core = state.core
+            if not state.standing_in and core.is_awaited and core.may_stand_in:
+                state.standing_in = standing_in = True
+                state.pushed_s, state.loss = self.kernel.now_s, None
+                self._from_worker(worker, core.push(empty=True, idle=True))
+        return standing_in
+
     # -- latencies and standstills ------------------------------------------------------------------------
 
     def _delays(self, latency: Distribution, worker: int, purpose: int) -> int | Callable[[], int]:
@@ -630,4 +679,5 @@ class VirtualJob:
         return draw
 
     def _standstill(self) -> str:
-        return standstill(w for server in self._servers for w in server.waits(timers=False).shards)
+        shards = (shard for server in self._servers for shard in server.waits(timers=False).shards)
+        return standstill(shards, self.coordinator.collectives.waiting)

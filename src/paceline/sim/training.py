@@ -14,17 +14,19 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 
 from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice
 from ..core.lease import BatchSizing
-from ..core.messages import Warned
+from ..core.messages import Combined, Warned
 from ..core.model_spec import HyperParameters, ModelSpec, first_difference
 from ..core.requests import COORDINATOR, Request, Send
+from ..core.standstill import unable_to_begin
 from ..core.worker import Worker
-from ..errors import RunFailedError, first_line
+from ..errors import RunFailedError, UsageError, first_line
 from ..frontend.clipping import unwatch_torch, watch_torch
 from ..frontend.generators import GeneratorStates
 from ..frontend.session import install
@@ -134,6 +136,7 @@ class Training:
         """
         for worker in first:
             self._start(worker)
+        self._end_calls()
         registered = [worker for worker in first if self._sessions[worker].model is not None]
         if not registered:
             raise RunFailedError(
@@ -148,6 +151,20 @@ class Training:
         self._initializer = initializer
         self._resume(self._sessions[initializer])  # the session calls `start_stores`
         return self.stores
+
+    def _end_calls(self) -> None:
+        """Let the initial workers pass the barriers and reductions before their first step.
+
+        Raises:
+            RunFailedError: a worker waits for one that has ended or has reached its first step.
+        """
+        gathered = self.job.coordinator.collectives.waiting
+        while combined := [each for each in self._sessions.values() if each.combined_early]:
+            for session in combined:
+                self._resume(session)
+        if gathered:
+            live = [worker for worker, session in self._sessions.items() if not session.strand.ended]
+            raise RunFailedError("the run", unable_to_begin(live, gathered))
 
     def start_stores(
         self, vectors: Vectors, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]
@@ -202,6 +219,9 @@ class Training:
         if session.awaits_data and not session.data.waiting:
             self._resume(session)
 
+    def combined(self, worker: int) -> None:
+        self._resume(self._sessions[worker])
+
     def sent(self, worker: int, shard: int) -> None:
         session = self._sessions.get(worker)
         if session is not None and session.weights:
@@ -219,6 +239,10 @@ class Training:
         """Store the buffers that a worker sent with its commit."""
         self._slots.put(worker, {index: tensor.clone() for index, tensor in buffers.items()})
 
+    def pooled_buffers(self) -> dict[str, torch.Tensor]:
+        """Return copies of the model's buffers, pooled over the workers."""
+        return {name: tensor.clone() for name, tensor in self._slots.pooled().items()}
+
     def snapshot(self) -> WeightsSnapshot:
         """Return the current weights and versions of all shards, and the buffers pooled over the workers."""
         vectors = {
@@ -229,7 +253,7 @@ class Training:
             for dtype, (start, stop) in store.bounds.bounds.items():
                 vectors[dtype][start:stop] = store.weights[dtype]
         state = named_weights(self.model.layout, vectors)
-        state |= {name: tensor.clone() for name, tensor in self._slots.pooled().items()}
+        state |= self.pooled_buffers()
         versions = self.job.versions
         return WeightsSnapshot(state, versions)
 
@@ -308,6 +332,7 @@ class VirtualSession:
         # called after the compute time has passed, to send the commit
         self.commit_waits: Callable[[], None] | None = None
         self._passed = False  # True if the compute time of this iteration has passed
+        self._gathered = False  # True while the function waits in a barrier or a reduction
         self._held_back = False  # True from `hold_back` until `commit`
         self._groups = GroupsReader()
 
@@ -490,6 +515,32 @@ class VirtualSession:
             self.commit_waits = send
             training.job.compute(self.worker, droppable=False)
         self.strand.pause()
+
+    def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
+        return self._training.pooled_buffers()
+
+    def combine(
+        self, call: str, op: Literal["mean", "sum"] = "sum", numbers: bytes = b"", weight: float = 1.0
+    ) -> Combined:
+        self.strand.require_own_thread()
+        self._end_uncommitted()
+        if not self.joined and self._training.stores:
+            raise UsageError(
+                f"worker {self.worker} joins a run in progress, so it cannot call {call.partition('(')[0]}() before "
+                "its first step: the other workers made their calls at the beginning."
+            )
+        self._gathered = True
+        self._training.job.combine(self.worker, call, op, numbers, weight, at_once=not self.joined)
+        if self._core.combined is None or self.joined:
+            self.strand.pause()
+        self._gathered = False
+        assert self._core.combined is not None
+        return self._core.combined
+
+    @property
+    def combined_early(self) -> bool:
+        """True if a barrier or a reduction has ended in which the function waits before its first step."""
+        return self._gathered and not self.strand.ended and self._core.combined is not None
 
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
         return [

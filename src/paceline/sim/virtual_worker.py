@@ -32,6 +32,8 @@ class VirtualWorker:
         loss: loss that was reported with the last push.
         dropped_s: time at which the current computation was aborted; None once the weights for its restart arrive.
         refreshing: True while the worker pulls without having pushed, because its script evaluates the model.
+        standing_in: True from a push that the worker makes while its script waits in a barrier or a reduction, until
+            the weights arrive.
         restarted: pair (time of the abort, time of the restart) for the current iteration; None without a restart.
         finished_s: time at which the most recent iteration ended.
         computed_ns: total time of all computations that were not wasted (see `wasted_s`), in nanoseconds.
@@ -56,6 +58,7 @@ class VirtualWorker:
         "refreshing",
         "restarted",
         "sample",
+        "standing_in",
         "started_ns",
         "to_coordinator",
         "to_server",
@@ -80,6 +83,7 @@ class VirtualWorker:
         self.loss: float | None = None
         self.dropped_s: float | None = None
         self.refreshing = False
+        self.standing_in = False
         self.restarted: tuple[float, float] | None = None
         self.finished_s = 0.0
         self.computed_ns = 0

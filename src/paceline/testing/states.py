@@ -500,7 +500,8 @@ IRRELEVANT: Set[str] = frozenset(
         *("_former", "_versions", "_recorder", "_recorder_of", "_read_sync", "_shortage", "_schedule"),
         *("last_commit", "initializer", "finished", "lost", "cut_off", "endings", "faults", "board", "waits"),
         *("model", "slices", "addresses", "started", "_connected", "_registered", "_addresses"),
-        # A small job has no data.
+        # A small job has no data, and its scripts do not call barrier or reduce.
+        *("collectives", "combined", "_calls"),
         *("data", "_live", "_reports", "_drawn", "_samples", "_usual_samples", "samples", "updates"),
     }
 )

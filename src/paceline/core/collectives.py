@@ -1,0 +1,92 @@
+"""Barriers and reductions: calls that every worker's script makes, and that end together in all workers.
+
+A worker that makes such a call sends a `Contributed` and waits for a `Combined`. A call ends when every live worker
+has made it. So at most one call is in progress, and each worker is in it or has yet to reach it. A worker that
+finishes or is lost is no longer waited for. What a worker contributed before it was lost is not used, so the result
+is over the workers that receive it. The numbers are added in the order of the workers' indices, in float64, so the
+result does not depend on the order in which the contributions arrive.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Mapping
+
+from ..errors import ProtocolError
+from .messages import Combined, Contributed
+from .requests import Request, Send, worker_peer
+
+__all__ = ["LIMIT_BYTES", "Collectives", "combine"]
+
+ITEM_BYTES = 8
+
+LIMIT_BYTES = 1024 * 1024
+"""Maximum size of the numbers in one reduction, 8 bytes each."""
+
+
+class Collectives:
+    """The call that is in progress.
+
+    Attributes:
+        waiting: the contribution of each worker that has made the call and waits for the others.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Contributed] = {}
+
+    def contributed(self, worker: int, message: Contributed, live: Collection[int]) -> list[Request]:
+        """Handle the call of a worker that is not in a call. If every live worker has made the call, end it.
+
+        Raises:
+            ProtocolError: the message contains a part of a number.
+        """
+        if len(message.numbers) % ITEM_BYTES:
+            raise ProtocolError(f"a contribution has {len(message.numbers)} bytes, expected a multiple of 8")
+        self.waiting[worker] = message
+        return self._end_if_complete(live)
+
+    def left(self, worker: int, live: Collection[int]) -> list[Request]:
+        """Handle a worker that has finished or was lost; `live` no longer contains it."""
+        self.waiting.pop(worker, None)
+        return self._end_if_complete(live)
+
+    def _end_if_complete(self, live: Collection[int]) -> list[Request]:
+        if not self.waiting or len(self.waiting) < len(live):
+            return []
+        contributions, self.waiting = self.waiting, {}
+        combined = combine(contributions)
+        return [Send(worker_peer(worker), combined) for worker in sorted(contributions)]
+
+
+def combine(contributions: Mapping[int, Contributed]) -> Combined:
+    """Return the result of a call.
+
+    Args:
+        contributions: worker -> its contribution. Must not be empty.
+
+    >>> def of(number: float, weight: float = 1.0) -> Contributed:
+    ...     return Contributed("reduce()", 1, "mean", array("d", [number]).tobytes(), weight)
+    >>> array("d", combine({0: of(1.0), 1: of(5.0, weight=3.0)}).numbers)
+    array('d', [4.0])
+    """
+    first, *others = sorted(contributions)
+    one = contributions[first]
+    for worker in others:
+        other = contributions[worker]
+        if (other.call, other.op, len(other.numbers)) != (one.call, one.op, len(one.numbers)):
+            return Combined(
+                refused=f"worker {first} called {one.call}, but worker {worker} called {other.call}. All workers "
+                "must make the same calls of paceline.barrier() and paceline.reduce(), in the same order."
+            )
+    weights = [contributions[worker].weight for worker in (first, *others)] if one.op == "mean" else []
+    total = array("d", bytes(len(one.numbers)))
+    for place, worker in enumerate((first, *others)):
+        numbers = array("d", contributions[worker].numbers)
+        if weights:
+            weight = weights[place]
+            numbers = array("d", [weight * number for number in numbers])
+        total = array("d", [a + b for a, b in zip(total, numbers, strict=True)]) if place else numbers
+    if weights:
+        divisor = sum(weights)
+        total = array("d", [number / divisor if divisor else float("nan") for number in total])
+    return Combined(total.tobytes())

@@ -1,0 +1,128 @@
+"""`save`, which writes a file once for all workers, and the statistics of all workers in what is saved."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+from .session import current, is_main
+from .training import WorkerTraining, training_of
+
+__all__ = ["pool_buffers", "save"]
+
+Key = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+
+def save(obj: object, path: str | os.PathLike[str]) -> None:
+    """Write an object to a file once, in worker 0, as `torch.save` does. In other workers, do nothing.
+
+    The file appears under its name only when it is complete, so a process that reads it meanwhile finds either the
+    earlier file or the new one. The other workers do not wait: a worker that reads the file calls `barrier()` first,
+    as all workers must.
+
+    Under data parallelism, each worker has its own BatchNorm statistics. Where `obj` contains such buffers of the
+    trained model, the file contains the statistics of all workers together, as in the weights that the run saves. The
+    buffers are recognized in a module and in nested dictionaries, lists and tuples, by the memory that they share
+    with the model, as in `model.state_dict()`; a copy, such as `copy.deepcopy(model.state_dict())`, is saved as it
+    is.
+
+    Args:
+        obj: the object, for example `model.state_dict()`.
+        path: name of the file. Its directory must exist.
+
+    Raises:
+        UsageError: the file cannot be written. An earlier file of this name is unchanged.
+        PeerLostError: the run has ended.
+
+    Example:
+        >>> import paceline, tempfile, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     paceline.save(model.state_dict(), f"{folder}/model.pt")
+        ...     paceline.barrier()  # before other workers read the file
+        ...     model.load_state_dict(torch.load(f"{folder}/model.pt"))
+        <All keys matched successfully>
+    """
+    if not is_main():
+        return
+    session = current()
+    training = training_of(session) if session is not None else None
+    if training is not None and (pooled := _pooled_by_memory(training)):
+        obj = _replaced(obj, pooled)
+    target = os.path.realpath(path)
+    folder, name = os.path.split(target)
+    temporary = os.path.join(folder, f".{name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            torch.save(obj, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, OSError) and not isinstance(error, pickle.PicklingError):
+            raise UsageError(
+                f"paceline.save() cannot write {os.fspath(path)!r}: {cause.strerror or cause}. Choose a file in an "
+                "existing directory that you may write to, on a disk with enough space."
+            ) from error
+        raise
+
+
+def pool_buffers(training: WorkerTraining, model: nn.Module, twin: nn.Module) -> None:
+    """Set the buffers of `twin`, a copy of `model`, to the statistics of all workers together."""
+    if pooled := _pooled_by_memory(training):
+        _pool_into(model, twin, pooled)
+
+
+def _pooled_by_memory(training: WorkerTraining) -> dict[Key, torch.Tensor]:
+    """Return the buffers that are pooled over the workers, by the memory of this worker's own buffers."""
+    pooled = training.pooled_buffers()
+    if not pooled:
+        return {}
+    return {_key(own): pooled[name] for name, own in training.buffers().items() if own.numel()}
+
+
+def _key(tensor: torch.Tensor) -> Key:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _pool_into(model: nn.Module, twin: nn.Module, pooled: Mapping[Key, torch.Tensor]) -> None:
+    own = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    with torch.no_grad():
+        for name, tensor in [*twin.named_buffers(), *twin.named_parameters()]:
+            if (value := pooled.get(_key(own[name]))) is not None:
+                tensor.copy_(value)
+
+
+def _replaced(obj: Any, pooled: Mapping[Key, torch.Tensor]) -> Any:
+    """Return the object with the pooled values of the buffers in it. The object itself is not changed."""
+    if isinstance(obj, torch.Tensor):
+        return pooled.get(_key(obj), obj) if obj.layout == torch.strided else obj
+    if isinstance(obj, nn.Module):
+        if not any(_key(buffer) in pooled for buffer in obj.buffers()):
+            return obj
+        twin = copy.deepcopy(obj)
+        _pool_into(obj, twin, pooled)
+        return twin
+    if isinstance(obj, dict):
+        changed = {key: new for key, value in obj.items() if (new := _replaced(value, pooled)) is not value}
+        if not changed:
+            return obj
+        new_dict = copy.copy(obj)
+        new_dict.update(changed)
+        return new_dict
+    if type(obj) in (list, tuple):
+        items = [_replaced(value, pooled) for value in obj]
+        return obj if all(new is old for new, old in zip(items, obj, strict=True)) else type(obj)(items)
+    return obj
