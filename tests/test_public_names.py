@@ -28,6 +28,7 @@ def test_the_package_exports_these_names_and_no_others() -> None:
         "launch",
         "prepare",
         "reduce",
+        "register_elementwise",
         "save",
         "set_sync",
         "sim",

@@ -24,6 +24,7 @@ _HOMES = {
     "launch": "launcher.launch",
     "prepare": "frontend.prepare",
     "reduce": "frontend.collectives",
+    "register_elementwise": "shard.foreign",
     "save": "frontend.saving",
     "set_sync": "frontend.session",
     "simulate": "sim",
@@ -46,6 +47,7 @@ __all__ = [
     "launch",
     "prepare",
     "reduce",
+    "register_elementwise",
     "save",
     "set_sync",
     "sim",
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from .frontend.saving import save
     from .frontend.session import is_main, set_sync, worker_count, worker_index
     from .launcher.launch import RunResult, launch
+    from .shard.foreign import register_elementwise
     from .shard.lars import LARS
     from .sim import Cluster, SimResult, simulate
 

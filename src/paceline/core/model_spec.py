@@ -12,7 +12,9 @@ from .layout import Layout
 
 __all__ = ["BufferSpec", "HyperParameters", "ModelSpec", "OptimizerSpec", "first_difference"]
 
-HyperParameters = dict[str, float | int | bool | tuple[float, float] | None]
+HyperParameter = float | int | bool | str | tuple[float, ...] | None
+
+HyperParameters = dict[str, HyperParameter]
 """The settings of one parameter group: `lr`, `momentum`, `betas`, ..."""
 
 
@@ -20,7 +22,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     """The description of the user's optimizer.
 
     Attributes:
-        name: name of the class in `torch.optim` that the servers use.
+        name: name of the class in `torch.optim` that the servers use, or "module:Class" for any other class.
         groups: hyper-parameters of each group.
         group_of: for each parameter of the layout, the index of its group.
     """

@@ -52,13 +52,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     learning-rate schedulers need no change. Do not call the wrapped optimizer's own `step()`.
 
     Args:
-        optimizer: the optimizer to wrap: one from `torch.optim` that updates each element independently (SGD, Adam,
-            AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop or Rprop), or `paceline.LARS`.
+        optimizer: the optimizer to wrap. In a run, it must update each element independently: SGD, Adam, AdamW,
+            Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop or Rprop of `torch.optim`, `paceline.LARS`, or
+            any other class that passes a short test (see `paceline.register_elementwise`). Outside a run, any
+            optimizer works.
         model: the module to train. Default: the outermost module that holds the optimizer's parameters. Required if
             there is no such module, or more than one.
 
     Raises:
-        ConfigurationError: the optimizer cannot run on slices of the parameters.
+        ConfigurationError: in a run, the optimizer cannot run on slices of the parameters; the message says why.
         UsageError: `optimizer` is a `DistributedOptimizer`, or this worker already trains with such an optimizer.
 
     Example:
@@ -73,12 +75,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None = None) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise UsageError("The optimizer is already a DistributedOptimizer; wrap the original optimizer.")
-        self._kind = require_elementwise(optimizer)
+        session = current()
+        # the class that the servers run; outside a run, any optimizer will do
+        self._kind = require_elementwise(optimizer) if session is not None else ""
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wrapped = optimizer
         self._share_groups()
         self._model = model
-        self._session = current()
+        self._session = session
         self._training: WorkerTraining | None = None  # created by the first forward pass of a run
         self._clip: Clip | None = None  # how the gradient of the next step is clipped
         self.schedule_watch = ScheduleWatch(self._session) if self._session is not None else None
@@ -122,7 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"samples is {samples!r}, expected a positive integer: the number of samples in the step."
             )
         if self._session is None:
-            result = self._wrapped.step(closure)
+            result = self._wrapped.step() if closure is None else self._wrapped.step(closure)
             count_step(samples)
             return result
         if self.param_groups is not self._wrapped.param_groups:
@@ -284,6 +288,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
             names = ", ".join(map(self._training.describe, added))
             self._require_not_begun("add_param_group()", f" Not added: {names}.")
         self._wrapped.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a public attribute of the wrapped optimizer that this class does not have, for example `eval`.
+
+        A method can be called only outside a run: in a run, the servers hold the optimizer's state, so the method
+        would change this worker's weights, or a state that is not used.
+        """
+        wrapped = self.__dict__.get("_wrapped")
+        if wrapped is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(wrapped, name)
+        if self._session is None or not callable(value):
+            return value
+
+        def refuse(*arguments: object, **options: object) -> None:
+            raise UsageError(
+                f"{type(wrapped).__name__}.{name}() cannot be called in a run: the servers hold the optimizer's "
+                "state, so the call would affect only this worker."
+            )
+
+        return refuse
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -297,7 +297,7 @@ class WorkerTraining:
         """Return this worker's own buffers, by their names in the model's `state_dict`."""
         return dict(zip((spec.name for spec in self.spec.buffers), self._buffers.all(), strict=True))
 
-    def fetch_state(self) -> dict[int, dict[str, torch.Tensor]]:
+    def fetch_state(self) -> dict[int, dict[str, Any]]:
         """Fetch the optimizer's state from the servers, in the format of the "state" entry of a `state_dict()`."""
         return join_state(self.spec.layout, self._session.fetch_state())
 

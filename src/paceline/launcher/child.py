@@ -24,6 +24,7 @@ from ..plugins import load_models
 from ..plugins.conditions import local_conditions
 from ..runtime.server import serve
 from ..runtime.worker import WorkerSession
+from ..shard.foreign import use_sources
 from .dynamo import defer_dynamo
 from .endings import EXIT_PEER_LOST
 from .orders import Order, open_file
@@ -42,6 +43,7 @@ def main(order: Order, payload: int) -> int:
     assignment, job = order.assignment, order.assignment.job
     logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
     defer_dynamo()
+    use_sources(job.optimizers)
     # Servers continue to ignore Ctrl-C: the launcher ends them in an orderly way.
     if assignment.role == "server":
         sys.path[:] = cloudpickle.load(objects)

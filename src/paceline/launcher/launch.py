@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import cloudpickle
+from msgspec import structs
 from rich.console import Console
 
 from ..errors import ConfigurationError, UsageError, unknown_name
 from ..frontend.session import current
+from ..plugins.optimizer_sources import OptimizerSources, imported_packages
 from ..runtime.job import Job, make_job
+from ..shard.foreign import loaded_optimizers
 from ..sync import SyncModel
 from ..sync.schedule import Schedule
 from .local import Placement
@@ -71,7 +74,7 @@ def launch(
         sync: the sync model, as an object, a list with one object per shard, or a string in the notation of the
             command line. The string may also describe a schedule ("bsp@0,elastic-bsp@epoch:5").
         imports: names of modules that define conditions, if the function changes to these conditions during the run
-            with `paceline.set_sync`.
+            with `paceline.set_sync`, and of packages that define the optimizer, if the function itself imports it.
         engine: where the processes run; only "local" is available.
         transport: "shm" (shared memory), "unix" (AF_UNIX sockets), "tcp", or "auto" for the best one available.
         port: TCP port of the coordinator if the transport is "tcp"; 0 for any free port.
@@ -134,6 +137,7 @@ def launch(
         port=port,
         dry_run=True,
     )
+    job = structs.replace(job, optimizers=loaded_optimizers(imports))
     console = Console(stderr=True, quiet=not (progress if progress is not None else sys.stderr.isatty()))
     announce(job, console)
     return start(
@@ -160,4 +164,6 @@ def run_script(
         starter: starts the processes; by default, a new one.
     """
     path = [str(script.resolve().parent), *sys.path]
+    packages = (*job.optimizers.packages, *imported_packages(script))
+    job = structs.replace(job, optimizers=OptimizerSources(packages, str(script.resolve())))
     return start(job, ["script", str(script), *arguments], b"", path, console=console, starter=starter)

@@ -302,7 +302,7 @@ class CoordinatorHost:
             return
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         if isinstance(message, Register) and self.core.expects_model(party):
-            require_sound(message.model)
+            require_sound(message.model, self.job.optimizers)
         self._perform(self.core.handle(party, message, self.job.now_s()))
         match message:
             case Register():

@@ -22,6 +22,7 @@ from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..errors import ConfigurationError, unknown_name
 from ..plugins import load_models, modules_of
 from ..plugins.conditions import require_named
+from ..plugins.optimizer_sources import OptimizerSources
 from ..sync import SyncModel
 from ..sync.notation import parse_shards, require_shards
 from ..sync.schedule import Schedule, read_schedule
@@ -87,6 +88,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         port: TCP port of the coordinator; 0 for any free port.
         token: secret that each peer must send before it is served.
         epoch_s: reading of the monotonic clock at time 0 of the run.
+        optimizers: the places from which processes may take the classes of optimizers that are not torch's.
     """
 
     workers: int
@@ -109,6 +111,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     token: str
     epoch_s: float
+    optimizers: OptimizerSources = OptimizerSources()
 
     @property
     def schedule(self) -> Schedule:
@@ -307,6 +310,7 @@ def make_job(
         port=port,
         token=secrets.token_hex(16),
         epoch_s=time.monotonic(),
+        optimizers=OptimizerSources(packages=imports),
     )
     return job if dry_run else claim_run_dir(job)
 

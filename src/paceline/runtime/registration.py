@@ -15,12 +15,14 @@ import torch
 from ..core.layout import Layout, Parameter
 from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 from ..errors import ConfigurationError, ProtocolError
+from ..plugins.optimizer_sources import OptimizerSources
 from ..shard.buffers import packed_bytes
 from ..shard.optimizers import ELEMENTWISE, read_groups, rehearse
 from ..shard.slice_optimizers import optimizer_of_slice
 
 __all__ = ["require_groups", "require_sound"]
 
+NO_SOURCES = OptimizerSources()
 MOST_BYTES = 2**48  # maximum size of the parameters and of each buffer; no machine has this much memory
 PLAIN_RATE = 1e4  # learning rates up to this value need no trial, because every dtype can represent them
 LATE_STEP = 1e9  # a step number that no run reaches
@@ -41,8 +43,12 @@ PLAIN: dict[str, dict[str, tuple[float, float] | None]] = {
 }
 
 
-def require_sound(model: ModelSpec) -> None:
+def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> None:
     """Check that a model is consistent and that shards can train it.
+
+    Args:
+        model: the model that a worker has registered.
+        sources: the places from which servers may take the class of an optimizer that is not one of torch's.
 
     Raises:
         ProtocolError: the model is not valid; the message says why.
@@ -62,15 +68,22 @@ def require_sound(model: ModelSpec) -> None:
             raise ProtocolError(f"the buffer {buffer} has an unknown dtype")
     if (largest := max(layout.size_bytes, *(packed_bytes(spec) for spec in model.buffers), 0)) > MOST_BYTES:
         raise ProtocolError(f"a buffer or the parameters have {largest} bytes, expected at most {MOST_BYTES}")
-    if optimizer.name not in ELEMENTWISE or not optimizer.groups:
+    foreign = ":" in optimizer.name
+    if not (foreign or optimizer.name in ELEMENTWISE) or not optimizer.groups:
         raise ProtocolError(
             f"the optimizer {optimizer.name} is not supported by servers, or has no parameter groups"
         )
+    if foreign:
+        try:
+            sources.require_named(optimizer.name)
+        except ConfigurationError as error:
+            raise ProtocolError(str(error)) from error
     if len(optimizer.group_of) != len(parameters) or not all(
         0 <= group < len(optimizer.groups) for group in optimizer.group_of
     ):
         raise ProtocolError("not every parameter of the model is assigned to one of the optimizer's groups")
-    if all(_is_plain(optimizer.name, group) for group in optimizer.groups):
+    # This process does not load classes of users. A worker has tested the class, and servers load it.
+    if foreign or all(_is_plain(optimizer.name, group) for group in optimizer.groups):
         return
     [known] = read_groups(ELEMENTWISE[optimizer.name]([torch.zeros(1)]))  # type: ignore[call-arg]
     if any(group.keys() != known.keys() for group in optimizer.groups):
@@ -144,16 +157,22 @@ def _lies_within(value: object, bounds: tuple[float, float] | None) -> bool:
     if bounds is None:
         return isinstance(value, bool)
     numbers = value if isinstance(value, tuple) else (value,)
-    return all(type(number) in (int, float) and bounds[0] <= number <= bounds[1] for number in numbers)
+    return len(numbers) <= 2 and all(
+        type(number) in (int, float) and bounds[0] <= number <= bounds[1] for number in numbers
+    )
 
 
 def _numbers(groups: Sequence[HyperParameters]) -> list[float]:
     """Return all numbers among the hyper-parameters."""
-    values = [value for group in groups for value in group.values() if value is not None]
-    return [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
+    values = [value for group in groups for value in group.values()]
+    numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
+    return [number for number in numbers if isinstance(number, int | float)]
 
 
 def _kinds(group: HyperParameters) -> dict[str, str]:
     """Return, for each hyper-parameter of a group, the kind of its value. The kinds must not change during a run."""
-    kinds = {bool: "flag", int: "number", float: "number", tuple: "pair"}
-    return {key: kinds.get(type(value), "nothing") for key, value in group.items()}
+    kinds = {bool: "flag", int: "number", float: "number", str: "text"}
+    return {
+        key: f"{len(value)} numbers" if isinstance(value, tuple) else kinds.get(type(value), "nothing")
+        for key, value in group.items()
+    }

@@ -59,6 +59,7 @@ from ..core.requests import (
     worker_peer,
 )
 from ..errors import InternalError, ProtocolError, first_line
+from ..shard.foreign import class_of
 from ..shard.store import Push, Vectors
 from ..trace.recording import Header, Recorder
 from ..wire.addresses import connect, listen_tcp, listen_unix
@@ -257,6 +258,8 @@ class ServerHost:
     def _handle_coordinator(self, message: Message) -> None:
         match message:
             case CreateShards():
+                if ":" in (name := message.model.optimizer.name):
+                    class_of(name)  # fails here, before training begins, if the class cannot be loaded
                 master = self._attach_master(message.model.layout)
                 self._memory = ServerMemory(message, self._job.servers, master, self._keep)
                 self._pass_on(self._coordinator, message)

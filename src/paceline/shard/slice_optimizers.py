@@ -5,7 +5,7 @@ Two implementations perform the same updates as torch's own optimizers:
     `FusedOptimizer`  SGD, Adam and AdamW in all their variants, in single and double precision. The state is stored
                       in flat vectors, like the weights. An update makes one pass over the slice, in chunks that fit
                       in the CPU cache, and needs no temporary vectors that are as long as the slice.
-    `TorchOptimizer`  the other classes in `optimizers.ELEMENTWISE`, and other dtypes. Runs torch's code per segment.
+    `TorchOptimizer`  all other classes, and other dtypes. Runs the class's own code per segment.
 
 A missing gradient is not the same as a gradient of zero: if a parameter has no gradient, the optimizer does not
 change the parameter, its momentum or its step count. So `FusedOptimizer` divides its slice into
@@ -23,8 +23,8 @@ import torch
 
 from ..core.layout import ITEM_BYTES, ShardSlice, aligned
 from ..core.model_spec import HyperParameters, OptimizerSpec
-from .optimizer_state import segments_of_state
-from .optimizers import make_optimizer
+from .optimizer_state import entry_of, segments_of_state, tensors_of
+from .optimizers import ELEMENTWISE, make_optimizer
 from .vectors import Vectors, segment_views
 
 __all__ = ["FusedOptimizer", "SliceOptimizer", "TorchOptimizer", "optimizer_of_slice"]
@@ -311,6 +311,7 @@ class TorchOptimizer:
         self._parameters = segment_views(bounds, weights)
         self._mean = {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
         self._groups = spec.groups  # current hyper-parameters of the optimizer
+        self._foreign = spec.name not in ELEMENTWISE
         group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
         self._optimizer = make_optimizer(
             spec.name,
@@ -329,8 +330,9 @@ class TorchOptimizer:
         groups: tuple[HyperParameters, ...],
     ) -> None:
         if groups is not self._groups and groups != self._groups:
-            for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
-                group.update(settings)
+            for group, old, new in zip(self._optimizer.param_groups, self._groups, groups, strict=True):
+                # Some optimizers count steps in their groups. Such entries change only here, never in the worker.
+                group.update({key: value for key, value in new.items() if old.get(key, self) != value})
             self._groups = groups
         gradient = gradients[0]
         if len(gradients) > 1 or scales[0] != 1.0:
@@ -346,12 +348,11 @@ class TorchOptimizer:
 
     def state(self) -> Vectors:
         return {
-            f"{position}/{key}": value
+            f"{position}/{name}": value
             for position, parameter in enumerate(self._parameters)
-            for key, value in self._optimizer.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor)
+            for name, value in tensors_of(self._optimizer.state.get(parameter, {})).items()
         }
 
     def load_state(self, state: Vectors) -> None:
-        for name, (position, key) in segments_of_state(self._bounds, state).items():
-            self._optimizer.state[self._parameters[position]][key] = state[name].clone()
+        for name, (position, key) in segments_of_state(self._bounds, state, scalars=self._foreign).items():
+            self._optimizer.state[self._parameters[position]].update(entry_of(key, state[name].clone()))

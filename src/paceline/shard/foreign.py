@@ -1,0 +1,355 @@
+"""Optimizers that are not torch's: their classes, and the test whether they may run on slices.
+
+A server builds such an optimizer from the hyper-parameters alone, as `Class(groups)`, and runs it on slices of the
+parameters. This gives the right result only if two conditions hold, which a worker tests before training begins:
+
+    the class updates each element independently, and keeps its state per element or as one number per parameter;
+    an optimizer that is built from the hyper-parameters makes the same updates as the script's own.
+
+The test takes a few steps on small parameters of several shapes, with the script's optimizer, and with optimizers
+that are built like those of two servers. It is done in double precision and in the dtypes of the model, and takes
+some milliseconds. If the results differ, the optimizer is refused, with what differed.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+import cloudpickle
+import torch
+
+from ..core.model_spec import HyperParameters
+from ..errors import ConfigurationError, UsageError, first_line
+from ..plugins.optimizer_sources import OptimizerSources, name_of
+
+__all__ = ["build", "class_of", "foreign_reason", "loaded_optimizers", "register_elementwise", "use_sources"]
+
+SHAPES = ((), (1,), (7,), (4, 3), (3, 2, 2, 2))
+STEPS = 12
+WITHOUT_GRADIENT = ((2, 1), (3, 1), (3, 3), (7, 4))  # (step, parameter of the group)
+MOST_GROUPS = 8  # number of parameter groups that are tested
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
+COARSE = 0.1  # tolerance for the other dtypes, relative to the largest change of a parameter
+USUAL_RATE = 0.01  # learning rate for the test if the script's is 0, as at the start of a warm-up
+
+Kind = TypeVar("Kind", bound=type[torch.optim.Optimizer])
+
+_registered: set[type] = set()
+_classes: dict[str, type[torch.optim.Optimizer]] = {}
+_sources: list[
+    OptimizerSources
+] = []  # the sources of this process; empty in a process that is not part of a run
+
+
+def register_elementwise(cls: Kind) -> Kind:
+    """State that an optimizer class updates each element independently, so that it may run on slices.
+
+    Without this call, Paceline tests the class before training begins, and refuses it if it gives other results on
+    slices. Register a class that the test refuses although you know that slices make no difference, for example
+    because it rounds stochastically. Can be used as a decorator. The servers must be able to load the class; see the
+    guide.
+
+    Args:
+        cls: a subclass of `torch.optim.Optimizer`.
+
+    Returns:
+        The class, unchanged.
+
+    Raises:
+        UsageError: `cls` is not a subclass of `torch.optim.Optimizer`.
+
+    Example:
+        >>> import paceline, torch
+        >>> @paceline.register_elementwise
+        ... class SignSGD(torch.optim.Optimizer):
+        ...     def __init__(self, params, lr=0.01):
+        ...         super().__init__(params, {"lr": lr})
+        ...
+        ...     @torch.no_grad()
+        ...     def step(self, closure=None):
+        ...         for group in self.param_groups:
+        ...             for p in group["params"]:
+        ...                 if p.grad is not None:
+        ...                     p.add_(p.grad.sign(), alpha=-group["lr"])
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise UsageError(f"register_elementwise() was called with {cls!r}, expected an optimizer class.")
+    _registered.add(cls)
+    return cls
+
+
+def use_sources(sources: OptimizerSources) -> None:
+    """Set the places from which this process may take optimizer classes."""
+    _sources[:] = [sources]
+
+
+def loaded_optimizers(imports: Sequence[str]) -> OptimizerSources:
+    """Return the places of the optimizer classes that this process has loaded, for a run of one of its functions.
+
+    Classes that other processes cannot import, because a script or a notebook defines them, are pickled.
+
+    Args:
+        imports: modules that were named for the run.
+    """
+    packages, sent = list(imports), {}
+    waiting = torch.optim.Optimizer.__subclasses__()
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+            # Most of these classes are not used in the run, so a class that cannot be pickled is no error.
+            with suppress(Exception):
+                sent[name_of(kind)] = cloudpickle.dumps(kind)
+        else:
+            packages.append(kind.__module__)
+    return OptimizerSources(tuple(dict.fromkeys(packages)), sent=sent)
+
+
+def class_of(name: str) -> type[torch.optim.Optimizer]:
+    """Return the class with a name of the form "module:Class".
+
+    Raises:
+        ConfigurationError: this process may not, or cannot, load the class.
+    """
+    if name not in _classes:
+        if not _sources:
+            raise ConfigurationError(f"the optimizer class {name} is not known in this process.")
+        found = _sources[0].load(name)
+        if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+            raise ConfigurationError(f"{name} is {found!r}, expected a subclass of torch.optim.Optimizer.")
+        _classes[name] = found
+    return _classes[name]
+
+
+def build(kind: type[torch.optim.Optimizer], settings: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return a new optimizer with these parameter groups, each of which contains all hyper-parameters.
+
+    Arguments of the constructor that are hyper-parameters, too, have the values of the first group.
+    """
+    accepted = inspect.signature(kind).parameters
+    arguments = {key: value for key, value in settings[0].items() if key in accepted and key != "params"}
+    constructor: Any = kind
+    optimizer: torch.optim.Optimizer = constructor([dict(each) for each in settings], **arguments)
+    return optimizer
+
+
+def foreign_reason(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters]) -> str:
+    """Return why the servers cannot run an optimizer, which is not one of torch's; "" if they can.
+
+    Args:
+        optimizer: the script's optimizer.
+        groups: its hyper-parameters.
+
+    Raises:
+        ConfigurationError: the servers cannot load the class.
+    """
+    kind = type(optimizer)
+    for attribute, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            return (
+                f"it is built around another optimizer, {type(value).__name__} in the attribute {attribute!r}, so "
+                "the servers cannot build it from hyper-parameters alone"
+            )
+    if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
+        return (
+            "its eval() and train() exchange the weights for others, which they compute from the optimizer's state, "
+            "and this state is on the servers"
+        )
+    if not _sources:
+        _classes.setdefault(name_of(kind), kind)
+    servers_kind = kind if _is_sent(kind) else class_of(name_of(kind))
+    with torch.random.fork_rng(devices=[]):
+        return _trial(optimizer, servers_kind, groups[:MOST_GROUPS], sliced=kind not in _registered)
+
+
+def _is_sent(kind: type) -> bool:
+    return bool(_sources) and name_of(kind) in _sources[0].sent
+
+
+# -- the test -----------------------------------------------------------------------------------------------
+
+
+class Segment(NamedTuple):
+    """A part of one parameter: the elements from `start` to `stop`, flattened; or all of it in its own shape."""
+
+    group: int
+    parameter: int
+    start: int = 0
+    stop: int = -1
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of this part of a tensor."""
+        return tensor.clone() if self.stop < 0 else tensor.reshape(-1)[self.start : self.stop].clone()
+
+
+def _trial(
+    optimizer: torch.optim.Optimizer,
+    kind: type[torch.optim.Optimizer],
+    groups: Sequence[HyperParameters],
+    *,
+    sliced: bool,
+) -> str:
+    """Compare the script's optimizer with those that servers build. Return what differs, or ""."""
+    groups = [{**group, "lr": group["lr"] or USUAL_RATE} if "lr" in group else group for group in groups]
+    used = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.is_floating_point()}
+    parameters = [(group, index) for group in range(len(groups)) for index in range(len(SHAPES))]
+    whole = [Segment(*place) for place in parameters]
+    shards: list[list[Segment]] = [[], []]
+    for place in parameters:
+        count = torch.Size(SHAPES[place[1]]).numel()
+        cut = count // 3
+        shards[1].append(Segment(*place, cut, count))
+        if cut:
+            shards[0].append(Segment(*place, 0, cut))
+    for dtype in sorted({torch.float64} | used, key=str):
+        try:
+            expected = list(_steps([_twin(optimizer, groups, dtype)], [whole], dtype))
+        except Exception as error:  # an optimizer may raise any exception
+            return f"a step on a small copy of it failed: {first_line(error)}"
+        for parts, change in (
+            ([whole], "an optimizer that is built from its hyper-parameters updates differently: "),
+            (shards, "the update of an element depends on others: on slices, "),
+        ):
+            if parts is shards and not sliced:
+                continue
+            try:
+                built = [_server(kind, groups, segments, dtype) for segments in parts]
+                found = list(_steps(built, parts, dtype))
+            except Exception as error:  # an optimizer may raise any exception
+                return f"{change}it failed with {first_line(error)}"
+            if difference := _difference(expected, found, dtype):
+                return change + difference
+            if problem := _unusual_state([one for one, _ in built]):
+                return problem
+    return ""
+
+
+Runnable = tuple[torch.optim.Optimizer, list[torch.Tensor]]
+"""An optimizer, and its parameters in the order of its segments."""
+
+
+def _initial(segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(segment.parameter)
+    return segment.of(torch.randn(SHAPES[segment.parameter], generator=generator, dtype=dtype))
+
+
+def _gradient(segment: Segment, step: int, dtype: torch.dtype) -> torch.Tensor | None:
+    if (step, segment.parameter) in WITHOUT_GRADIENT:
+        return None
+    generator = torch.Generator().manual_seed(1000 + 100 * step + segment.parameter)
+    whole = torch.randn(SHAPES[segment.parameter], generator=generator, dtype=dtype)
+    return segment.of(whole * 3.0 ** (step % 4 - segment.parameter))
+
+
+def _twin(
+    optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters], dtype: torch.dtype
+) -> Runnable:
+    """Return a copy of the script's optimizer with other parameters and without state."""
+    kind = type(optimizer)
+    parameters = [
+        [_initial(Segment(group, index), dtype) for index in range(len(SHAPES))]
+        for group in range(len(groups))
+    ]
+    # A copy of an attribute refers to the small parameters wherever the attribute refers to the script's.
+    memo: dict[int, Any] = {
+        id(parameter): small[0]
+        for group, small in zip(optimizer.param_groups, parameters, strict=False)
+        for parameter in group["params"]
+    }
+    # A scheduler replaces the method `step` by one that calls the script's optimizer.
+    left_out = {"state", "param_groups", *dir(kind)}
+    attributes = {key: value for key, value in vars(optimizer).items() if key not in left_out}
+    attributes |= {key: OrderedDict() for key in attributes if key.startswith("_optimizer_")}
+    twin = kind.__new__(kind)
+    vars(twin).update(copy.deepcopy(attributes, memo))
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {
+            **copy.deepcopy({k: v for k, v in group.items() if k != "params"}, memo),
+            **settings,
+            "params": small,
+        }
+        for group, settings, small in zip(optimizer.param_groups, groups, parameters, strict=False)
+    ]
+    return twin, [parameter for small in parameters for parameter in small]
+
+
+def _server(
+    kind: type[torch.optim.Optimizer],
+    groups: Sequence[HyperParameters],
+    segments: Sequence[Segment],
+    dtype: torch.dtype,
+) -> Runnable:
+    """Return an optimizer that is built as a server builds it."""
+    parameters = [_initial(segment, dtype) for segment in segments]
+    pairs = list(zip(segments, parameters, strict=True))
+    settings = [
+        {**settings, "params": [p for segment, p in pairs if segment.group == group]}
+        for group, settings in enumerate(groups)
+    ]
+    return build(kind, settings), parameters
+
+
+def _steps(
+    optimizers: Sequence[Runnable], parts: Sequence[Sequence[Segment]], dtype: torch.dtype
+) -> Iterator[list[torch.Tensor]]:
+    """Yield the flattened parameters before the first step and after each step."""
+    torch.manual_seed(0)
+    count = 1 + max(segment.group for segments in parts for segment in segments)
+    for step in range(STEPS + 1):
+        for (optimizer, parameters), segments in zip(optimizers, parts, strict=True):
+            if step:
+                for parameter, segment in zip(parameters, segments, strict=True):
+                    parameter.grad = _gradient(segment, step, dtype)
+                type(optimizer).step(optimizer)
+        flat = [torch.zeros(torch.Size(shape).numel(), dtype=dtype) for _ in range(count) for shape in SHAPES]
+        for (_, parameters), segments in zip(optimizers, parts, strict=True):
+            for parameter, (group, index, start, stop) in zip(parameters, segments, strict=True):
+                target = flat[group * len(SHAPES) + index]
+                target[start : stop if stop >= 0 else None] = parameter.detach().reshape(-1)
+        yield flat
+
+
+def _difference(
+    expected: Sequence[Sequence[torch.Tensor]], found: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype
+) -> str:
+    """Describe the first element in which two sequences of parameters differ; "" if there is none."""
+    tolerance = TOLERANCES.get(dtype, COARSE)
+    start = expected[0]
+    for step, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+        for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            allowed = (
+                tolerance * (mine - start[index]).abs().max() + 8 * torch.finfo(dtype).eps * mine.abs().max()
+            )
+            wrong = ~((mine - other).abs() <= allowed) & ~(mine.isnan() & other.isnan())
+            if wrong.any():
+                element = int(wrong.nonzero()[0])
+                shape = list(SHAPES[index % len(SHAPES)])
+                return (
+                    f"element {element} of a parameter of shape {shape} is {float(other[element]):.6g} instead of "
+                    f"{float(mine[element]):.6g} after step {step}"
+                )
+    return ""
+
+
+def _unusual_state(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Describe an entry of the state that is neither as large as its parameter nor a single number; "" if none."""
+    for optimizer in optimizers:
+        for parameter, entries in optimizer.state.items():
+            for key, value in entries.items() if isinstance(entries, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    if value.dim() and value.shape != parameter.shape:
+                        return (
+                            f"its state {key!r} has shape {list(value.shape)} for a parameter of shape "
+                            f"{list(parameter.shape)}; servers can hold a number per element or per parameter"
+                        )
+                elif not isinstance(value, int | float | type(None)):
+                    return (
+                        f"its state {key!r} is of type {type(value).__name__}; expected a tensor or a number"
+                    )
+    return ""
