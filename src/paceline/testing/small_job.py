@@ -35,7 +35,8 @@ The following reductions keep the number of states small. Each entry explains wh
   new message to this shard before the shard takes a step. If, in addition, no more workers can be lost, all other
   possible steps commute with the shard's steps, so only the shard's steps are searched. (In terms of partial-order
   reduction, the shard's steps are a persistent set. No sequence of steps returns to an earlier state, so there are no
-  cycles.) The checks at the shard depend only on what the shard has received, so all of them are still made.
+  cycles.) The checks at the shard depend only on what the shard has received, so all of them are still made. If
+  scripts clip the gradient, a shard also receives factors, so this reduction is not made.
 - *Stale timers.* If a timer would have no effect now, it will have no effect later under the same model. Such a timer
   is discarded in jobs that do not change the model.
 - *Deliveries first* (`_in_any_order`; only for ElasticBSP and SpecSync without late workers or changes). The messages
