@@ -7,16 +7,21 @@ import os
 import shutil
 import signal
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import paceline
 from paceline.errors import RunFailedError
 from paceline.launcher import starting
 from paceline.launcher.dynamo import UNTRACED
+from paceline.launcher.local import HostMachine, Placement
+from paceline.launcher.progress import announce
+from paceline.runtime.job import make_job
 
 from .live import await_that, meanwhile, processes, run_program
 
@@ -260,3 +265,37 @@ def test_optimizers_do_without_dynamo_until_it_is_there() -> None:
 def test_torch_still_looks_for_the_untraced_version_there() -> None:
     # If this fails after an update of torch, `defer_dynamo` has no effect, and each process starts a second later.
     assert UNTRACED in torch.optim.Optimizer.add_param_group.__code__.co_consts
+
+
+def note(folder: str) -> None:
+    names = ["MACHINE", "PACELINE_PARENT"]
+    Path(folder, str(paceline.worker_index())).write_text(
+        json.dumps([os.environ.get(name) for name in names])
+    )
+    one_step()
+
+
+def test_each_kind_of_machine_has_its_own_fork_server(mark: str, tmp_path: Path) -> None:
+    here, there = HostMachine(), HostMachine(prefix=("env", "MACHINE=there"))
+    paceline.launch(
+        note,
+        args=(str(tmp_path),),
+        workers=3,
+        servers=1,
+        transport="tcp",
+        placement=Placement("127.0.0.1", servers=(here,), workers=(there, here, there)),
+        progress=False,
+    )
+    assert [json.loads((tmp_path / str(worker)).read_text()) for worker in range(3)] == [
+        ["there", None],
+        [None, None],
+        ["there", None],
+    ]
+
+
+def test_a_terminal_is_told_at_once_what_is_being_started() -> None:
+    told = StringIO()
+    job = make_job(workers=4, servers=1, dry_run=True)
+    announce(job, Console(file=told, force_terminal=True, width=80))
+    announce(job, Console(file=told, force_terminal=False, width=80))
+    assert told.getvalue() == "starting 4 workers and 1 server, bsp\n"
