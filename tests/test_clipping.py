@@ -143,6 +143,34 @@ def test_bsp_with_clipping_equals_one_process(
         assert replay(trace) == []
 
 
+class Wrapper:
+    """Wraps an optimizer as Lightning and Fabric do: an instance of its class that only reads its attributes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.wrapped = optimizer
+        self.__class__ = type("Wrapped", (Wrapper, type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+
+def test_a_wrapped_optimizer_clips() -> None:
+    def body() -> None:
+        model = made()
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        wrapper: Any = Wrapper(optimizer)
+        loss_of(model, tokens(0, 0)).backward()
+        wrapper.clip_grad_norm(0.01)
+        optimizer.step()
+
+    state = simulate(CLUSTER, "bsp", train_fn=body).state_dict
+    assert state is not None
+    moved = math.sqrt(
+        sum(float((state[name] - FIRST[name]).square().sum()) for name in state if name != "head.weight")
+    )
+    assert moved == pytest.approx(0.01)
+
+
 def test_clipping_in_virtual_time_equals_one_process() -> None:
     result = simulate(CLUSTER, "bsp", train_fn=lambda: train(0.1), record=True)
     assert result.state_dict is not None

@@ -84,7 +84,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._model = model
         self._session = session
         self._training: WorkerTraining | None = None  # created by the first forward pass of a run
-        self._clip: Clip | None = None  # how the gradient of the next step is clipped
+        # How the gradient of the next step is clipped; at most one. This is a list that is changed in place, because
+        # Lightning and Fabric wrap an optimizer in an object that reads its attributes, but has its own assignments.
+        self._clip: list[Clip] = []
         self.schedule_watch = ScheduleWatch(self._session) if self._session is not None else None
         self._forward_hook: RemovableHandle | None = None  # until training begins
         if self._session is not None:
@@ -150,7 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups = read_groups(self._wrapped)
         if self.schedule_watch is not None:
             self.schedule_watch.look(groups)
-        clip, self._clip = self._clip, None
+        clip = self._clip.pop() if self._clip else None
         # A closure has computed new gradients.
         stale, self._training.gradients_stale = self._training.gradients_stale and closure is None, False
         self._training.commit(groups, _as_number(loss), leave_out_gradient=stale, clip=clip)
@@ -199,9 +201,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         self._session.require_clippable()
         norm = gradient_norm(parameters)
-        largest = min(float(max_norm), self._clip.max_norm if self._clip is not None else math.inf)
+        largest = min(float(max_norm), *(clip.max_norm for clip in self._clip), math.inf)
         if largest <= MOST_NORM:
-            self._clip = Clip(max_norm=largest, factor=clip_factor(largest, norm))
+            self._clip[:] = [Clip(max_norm=largest, factor=clip_factor(largest, norm))]
         return torch.tensor(norm)
 
     def clip_grad_value(self, clip_value: float) -> None:
