@@ -719,3 +719,42 @@ def test_what_a_closure_returns_has_the_type_that_it_returned() -> None:
     assert (type(loss), word) == (float, "seen")
     nothing: None = optimizer.step(lambda: None)
     assert nothing is None
+
+
+# -- computations that cannot be aborted ------------------------------------------------------------------
+
+
+def test_without_a_closure_worker_0_says_once_that_nothing_can_be_aborted(
+    run_on_threads: RunOnThreads, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train() -> None:
+        model = net()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(3):
+            step(model, optimizer, iteration)
+
+    run_on_threads(train, workers=2, sync="spec-sync")
+    said = [record for record in caplog.records if "without a closure" in record.getMessage()]
+    assert len(said) == 1
+    assert "optimizer.step(closure)" in said[0].getMessage()
+    caplog.clear()
+    run_on_threads(train, workers=2, sync="asp")
+    assert "without a closure" not in caplog.text
+
+
+def test_with_a_closure_nothing_is_said(
+    run_on_threads: RunOnThreads, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train() -> None:
+        model = net()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(2):
+
+            def closure(iteration: int = iteration) -> torch.Tensor:
+                optimizer.zero_grad()
+                return backward(model, iteration)
+
+            optimizer.step(closure)
+
+    run_on_threads(train, workers=2, sync="spec-sync")
+    assert "without a closure" not in caplog.text

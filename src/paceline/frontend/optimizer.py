@@ -144,8 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._training.require_same(self._parameters())
         loss: Any = None
         if closure is None:
-            # The gradients are already computed, so it is too late to abort the computation.
-            self._session.hold_back(droppable=False)
+            self._training.computed_without_closure()
         else:
             with torch.enable_grad():
                 loss = self._training.compute(closure)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..core.fingerprints import HASHED_ITERATIONS
-from ..core.messages import Combined, GradientHashed
+from ..core.messages import Combined, GradientHashed, Warned
 from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 from ..core.requests import COORDINATOR, Send
 from ..errors import NonFiniteGradientError, UsageError
@@ -38,6 +38,14 @@ log = logging.getLogger("paceline.frontend.training")
 
 EVALUATING, EDITING = "paceline.evaluating(...)", "optimizer.editing()"
 """The contexts in which a script may not take a step."""
+
+UNABORTABLE = (
+    "the sync model aborts computations on outdated weights and restarts them, but this script calls step() without "
+    "a closure, when the gradients are already computed. So nothing is aborted, and spec-sync behaves as its base "
+    "model (asp by default). To let computations be aborted, put zero_grad(), the forward pass and backward() into a "
+    "function that returns the loss, and call: loss = optimizer.step(closure)"
+)
+"""Warning about a script whose computations cannot be aborted."""
 
 LEAST_NORM = 1e-12
 """Minimum denominator of |g| / |w|, because the norm of the weights may be zero."""
@@ -81,6 +89,7 @@ class WorkerTraining:
         self._scale_gradients = scale_gradients
         # created before the first computation that may be aborted
         self._restartable: Restartable | None = None
+        self._said_unabortable = False
         layout = layout_of(model, parameters)
         self._buffers = Buffers(model, parameters)
         self.spec = ModelSpec(layout, optimizer, self._buffers.specs)
@@ -156,6 +165,19 @@ class WorkerTraining:
                 self._model, self._parameters, self._session, self._weights.mark_pulled
             )
         return self._restartable.run(closure)
+
+    def computed_without_closure(self) -> None:
+        """Tell the session that the gradients are already computed, so that it is too late to abort the computation.
+
+        If the sync model aborts computations, worker 0 says once that this is impossible without a closure.
+        """
+        session = self._session
+        if session.may_restart and not self._said_unabortable:
+            self._said_unabortable = True
+            if session.worker == 0:
+                log.warning("%s", UNABORTABLE)
+                session.exchange(lambda: [Send(COORDINATOR, Warned(UNABORTABLE))])
+        session.hold_back(droppable=False)
 
     def commit(
         self,
