@@ -18,16 +18,28 @@ from .session import Session
 __all__ = ["remove_after", "weakly"]
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a bound method, or does nothing if the method's object no longer exists."""
-    reference = WeakMethod(method)
+class _Weakly:
+    """Calls a bound method, or does nothing if the method's object no longer exists.
 
-    def call(*arguments: Any) -> None:
-        living = reference()
+    A copy of a model, in memory or in a file, does not belong to the run. Its hooks do nothing, and a file that
+    contains them can be read without Paceline.
+    """
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._reference = WeakMethod(method)
+
+    def __call__(self, *arguments: Any) -> None:
+        living = self._reference()
         if living is not None:
             living(*arguments)
 
-    return call
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+        return getattr, ("", "format")  # the copy is `"".format`, which ignores its arguments
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a bound method, or does nothing if the method's object no longer exists."""
+    return _Weakly(method)
 
 
 def remove_after(session: Session, handles: Iterable[RemovableHandle]) -> None:

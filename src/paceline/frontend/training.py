@@ -109,7 +109,8 @@ class WorkerTraining:
         # A script may have computed with the parameters already. Unless their values change, its graphs stay usable.
         with nullcontext() if replaced else _unsafe_preserve_version_counter(tuple(parameters)):
             weights.use(session.weights)
-        session.on_moved = lambda: weights.use(session.weights)
+        # The session refers to this object, so that it lives on if the script keeps only the model.
+        session.on_moved = self._follow_weights
         session.on_finish = lambda: weights.change_after_training(session)
         self._gradients.adopt_as_accumulated(session, final=scale_gradients is None)
         self._buffers.changed()  # from here on, only changed buffers are sent
@@ -322,6 +323,10 @@ class WorkerTraining:
     def fetch_state(self) -> dict[int, dict[str, Any]]:
         """Fetch the optimizer's state from the servers, in the format of the "state" entry of a `state_dict()`."""
         return join_state(self.spec.layout, self._session.fetch_state())
+
+    def _follow_weights(self) -> None:
+        """Point the parameters at the session's weights, which were moved to other memory."""
+        self._weights.use(self._session.weights)
 
     def _keep_before_loading(self) -> None:
         """Let each module keep a copy of the weights before `load_state_dict()` may change them."""
