@@ -138,6 +138,7 @@ RUN_OPTIONS = {
     "--on-nan": "stop the run or skip the push",
     "--run-dir": "logs, traces and results",
     "--stall-timeout": "silent for this many seconds",
+    "--torchrun-env": "Set RANK, LOCAL_RANK, WORLD_SIZE",
     "--batch": "Sizes of the batches",
     "--pace": "Minimum duration of an iteration in seconds",
     "--slowdown": "Factors >= 1",

@@ -135,6 +135,15 @@ StallTimeout = Annotated[
         rich_help_panel="Run",
     ),
 ]
+TorchrunEnv = Annotated[
+    bool,
+    typer.Option(
+        "--torchrun-env",
+        help="Set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each worker, as "
+        "torchrun does, for scripts and loggers that read them.",
+        rich_help_panel="Run",
+    ),
+]
 Pace = Annotated[
     str | None,
     typer.Option(

@@ -29,6 +29,7 @@ from .options import (
     Slowdown,
     StallTimeout,
     Sync,
+    TorchrunEnv,
     TransportOption,
     Workers,
 )
@@ -92,6 +93,7 @@ def run(
     on_nan: OnNanOption = "stop",
     run_dir: RunDir = None,
     stall_timeout: StallTimeout = None,
+    torchrun_env: TorchrunEnv = False,
     pace: Pace = None,
     slowdown: Slowdown = None,
     jitter: Jitter = 0.0,
@@ -127,6 +129,7 @@ def run(
             on_nan=on_nan,
             run_dir=run_dir,
             stall_timeout=stall_timeout,
+            torchrun_env=torchrun_env,
             port=port,
             dry_run=True,
         )

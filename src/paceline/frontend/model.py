@@ -12,7 +12,10 @@ from ..core.layout import Layout, Parameter
 from ..errors import ConfigurationError
 from ..shard.vectors import dtype_name
 
-__all__ = ["describe_parameter", "find_model", "layout_of"]
+__all__ = ["describe_parameter", "find_model", "layout_of", "require_not_wrapped"]
+
+PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Names of torch's classes whose instances exchange gradients between processes by themselves."""
 
 
 def find_model(parameters: Sequence[torch.Tensor]) -> nn.Module:
@@ -37,6 +40,45 @@ def find_model(parameters: Sequence[torch.Tensor]) -> nn.Module:
         f"Cannot find the model: {found} all of the optimizer's parameters. Pass the model explicitly: "
         "DistributedOptimizer(optimizer, model=...). Combine several modules in a torch.nn.ModuleDict({...})."
     )
+
+
+def require_not_wrapped(model: nn.Module | None, parameters: Sequence[torch.Tensor]) -> None:
+    """Check that no module of torch's own data parallelism contains these parameters.
+
+    Args:
+        model: the module that is trained, if known.
+        parameters: the parameters that are trained.
+
+    Raises:
+        ConfigurationError: the model, a part of it, or a module around it is such a module.
+    """
+    if not torch.distributed.is_available():
+        return
+    modules = list(model.modules()) if model is not None else []
+    if torch.distributed.is_initialized():  # otherwise, no such module can exist
+        trained = {id(parameter) for parameter in parameters}
+        modules += [
+            candidate
+            for candidate in gc.get_objects()
+            if _parallel_class(candidate) and trained & _parameter_ids(candidate)
+        ]
+    for module in modules:
+        if name := _parallel_class(module):
+            raise ConfigurationError(
+                f"The model is wrapped in {name}, which exchanges gradients between the workers by itself, and so "
+                "does the run. Remove the wrapper and the call of torch.distributed.init_process_group(), or start "
+                "the script with torchrun."
+            )
+
+
+def _parallel_class(candidate: object) -> str:
+    """Return the name of the class of `PARALLEL` to which an object belongs; "" if there is none."""
+    if not issubclass(type(candidate), nn.Module):
+        return ""
+    for base in type(candidate).__mro__:
+        if base.__name__ in PARALLEL and base.__module__.startswith("torch."):
+            return base.__name__
+    return ""
 
 
 def layout_of(model: nn.Module, parameters: Sequence[torch.Tensor]) -> Layout:

@@ -26,7 +26,7 @@ from ..shard.optimizers import read_groups, require_elementwise
 from ..sync.events import MOST_NORM, Clip
 from .clipping import gradient_norm
 from .first_forward import before_each_forward, can_compute_gradients
-from .model import find_model
+from .model import find_model, require_not_wrapped
 from .progress import count_step
 from .schedule import ScheduleWatch
 from .session import Session, current
@@ -91,6 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._forward_hook: RemovableHandle | None = None  # until training begins
         if self._session is not None:
             _require_first(self._session)
+            require_not_wrapped(model, self._parameters())
             self._forward_hook = before_each_forward(self._session, self._before_forward)
 
     @overload
@@ -338,6 +339,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._forward_hook = None
         _require_first(session)
         parameters = self._parameters()
+        require_not_wrapped(self._model, parameters)
         group_of = tuple(index for index, group in enumerate(self.param_groups) for _ in group["params"])
         return WorkerTraining(
             session,

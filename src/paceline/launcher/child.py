@@ -53,6 +53,7 @@ def main(order: Order, payload: int) -> int:
         serve(assignment)
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(job.torchrun_environment(assignment.index))
     kind, *arguments = order.arguments
     if kind == "function":
         sys.path[:] = cloudpickle.load(objects)

@@ -52,6 +52,7 @@ def launch(
     on_nan: str = "stop",
     run_dir: str | os.PathLike[str] | None = None,
     stall_timeout: float | None = None,
+    torchrun_env: bool = False,
     progress: bool | None = None,
     snapshot_every_s: float | None = None,
     placement: Placement | None = None,
@@ -92,6 +93,8 @@ def launch(
         run_dir: directory for logs, traces and results. Default: a new directory in ./runs.
         stall_timeout: number of seconds after which a silent worker or server is killed if others wait for it.
             Default: never. If a worker is killed, the run continues without it.
+        torchrun_env: True to set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each
+            worker, as torchrun does, for scripts and loggers that read them.
         progress: True to show the progress of the run. Default: True if standard error is a terminal.
         snapshot_every_s: interval in seconds at which copies of the weights are stored in the result. Default: none.
         placement: machine of each process; requires transport "tcp". Default: all processes run on this machine.
@@ -135,6 +138,7 @@ def launch(
         run_dir=run_dir,
         stall_timeout=stall_timeout,
         port=port,
+        torchrun_env=torchrun_env,
         dry_run=True,
     )
     job = structs.replace(job, optimizers=loaded_optimizers(imports))

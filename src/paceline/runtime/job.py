@@ -86,6 +86,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         run_dir: directory of the logs, traces and results; "" if a new directory is to be created.
         stall_timeout_s: seconds after which a silent process is killed if others wait for it; None for no limit.
         port: TCP port of the coordinator; 0 for any free port.
+        torchrun_port: MASTER_PORT in the environment of the workers, which is then as under torchrun; 0 to leave the
+            environment as it is.
         token: secret that each peer must send before it is served.
         epoch_s: reading of the monotonic clock at time 0 of the run.
         optimizers: the places from which processes may take the classes of optimizers that are not torch's.
@@ -109,6 +111,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     stall_timeout_s: float | None
     port: int
+    torchrun_port: int
     token: str
     epoch_s: float
     optimizers: OptimizerSources = OptimizerSources()
@@ -157,6 +160,20 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         require_named(models, launched, self.imports)
         for model in models:
             model.require_runnable(self.workers)
+
+    def torchrun_environment(self, worker: int) -> dict[str, str]:
+        """Return the environment variables that torchrun would set for a worker; {} unless the user wants them."""
+        if not self.torchrun_port:
+            return {}
+        rank, world = str(worker), str(self.workers)
+        return {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self.torchrun_port),
+        }
 
     @property
     def emulated(self) -> str:
@@ -213,6 +230,7 @@ def make_job(
     run_dir: str | os.PathLike[str] | None = None,
     stall_timeout: float | None = None,
     port: int = 0,
+    torchrun_env: bool = False,
     dry_run: bool = False,
 ) -> Job:
     """Validate the user's options, create the run directory and return the configuration of the run.
@@ -308,11 +326,20 @@ def make_job(
         run_dir="" if run_dir is None else str(run_dir),
         stall_timeout_s=None if stall_timeout is None else float(stall_timeout),
         port=port,
+        torchrun_port=_free_port() if torchrun_env else 0,
         token=secrets.token_hex(16),
         epoch_s=time.monotonic(),
         optimizers=OptimizerSources(packages=imports),
     )
     return job if dry_run else claim_run_dir(job)
+
+
+def _free_port() -> int:
+    """Return a TCP port on the loopback interface that is free now."""
+    listener, _ = listen_tcp()
+    with listener:
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def claim_run_dir(job: Job) -> Job:
