@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
+from paceline.core.edits import Edits
 from paceline.core.joint_norms import JointNorms
 from paceline.core.messages import Answer, Commit, IterationFinished, Message, PlanPublished
 from paceline.core.requests import Request, Send
@@ -378,6 +379,55 @@ def clipped_cluster(name: str, changes: list[str], size: str) -> SmallJob:
     )
 
 
+# -- edits of the weights ------------------------------------------------------------------------------------
+
+
+EDITED: list[tuple[str, list[str], str, tuple[int, ...]]] = [
+    ("bsp", [], "2,2,3,1", (1,)),
+    ("bsp", [], "3,2,2,1", (0,)),
+    ("asp", [], "2,2,3,0", (0, 1)),
+    ("asp", [], "2,2,2,1", (0,)),
+    ("asp", [], "3,2,1,0", (0,)),
+    ("ssp", [], "2,2,3,0", (0, 2)),
+    ("drop-stragglers", [], "2,2,2,0", (1,)),
+    ("elastic-bsp", [], "2,2,3,0", (1,)),
+    ("bsp", ["asp"], "2,2,2,0", (1,)),
+    ("asp", ["bsp"], "2,2,2,0", (1,)),
+]
+"""A model, the changes that are asked for; workers, shards, iterations and losses; the iterations that are edits."""
+
+
+@pytest.mark.parametrize(("name", "changes", "size", "edits"), EDITED)
+def test_in_no_interleaving_do_shards_take_the_edits_of_different_workers(
+    name: str, changes: list[str], size: str, edits: tuple[int, ...]
+) -> None:
+    assert explore(edited_cluster(name, changes, size, edits)) > 20
+
+
+def test_if_every_shard_named_an_editor_the_search_would_find_that_they_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Edits, "name", lambda self, worker, number: True)
+    with pytest.raises(AssertionError, match="expected one"):
+        explore(edited_cluster("asp", [], "2,2,1,0", (0,)))
+
+
+def edited_cluster(name: str, changes: list[str], size: str, edits: tuple[int, ...]) -> SmallJob:
+    workers, shards, iterations, losses = map(int, size.split(","))
+    return SmallJob(
+        MODELS[name],
+        workers=workers,
+        shards=shards,
+        iterations=iterations,
+        losses=losses,
+        changes=changes,
+        commits=True,
+        any_plan=True,
+        agree=name != "drop-stragglers",
+        edits=edits,
+    )
+
+
 # -- the search itself --------------------------------------------------------------------------------------
 
 
@@ -649,9 +699,9 @@ def test_the_search_finds_the_deadlock_of_pushes_of_one_worker_in_different_roun
             return requests
 
     class AnswersOneByOne(SmallJob):
-        def _answer(self, state: State, index: int, w: int, v_train: int | None) -> State:
+        def _answer(self, state: State, index: int, w: int, answer: Answer) -> State:
             its = state.workers[w]
-            answer = Answer(index, self._workers[its.core].iteration, 0, v_train)
+            answer = Answer(index, self._workers[its.core].iteration, 0, answer.v_train)
             number, outcome = self._workers.after(its.core, Call("handle", message=answer))
             its = its._replace(core=number)
             if self._workers[number].waiting_for:

@@ -11,7 +11,10 @@ All shards must take the same worker's edit. There are two cases:
                 the same at all shards. If a worker is lost inside the block, the edit of the next one is taken
     otherwise   shard 0 names one editor: the first worker that enters the block. Only this worker pushes its edit;
                 the other workers' pushes are empty. If the editor is lost before its push, the next worker that
-                enters the block is named
+                enters the block is named, unless a later edit has already been made
+
+Two edits by different editors may reach two shards in different orders. Therefore an edit leaves those parameters
+alone that an edit with a higher number has set (`Store.overwrite`).
 """
 
 from __future__ import annotations
@@ -40,12 +43,12 @@ class Edits:
     def __init__(self, shard: int) -> None:
         self._shard = shard
         self.pending: dict[Key, Edit] = {}
-        self._begun = 0  # every edit whose number is smaller has been carried out or skipped
+        self._next = 0  # 1 + the highest number of an edit that has been carried out
         self._editors: dict[int, int] = {}  # live worker -> number of the edit for which it was last named
 
     def name(self, worker: int, number: int) -> bool:
         """Return True if this worker, which enters the block of an edit, is the one whose edit counts."""
-        if number < self._begun or any(edit.number == number for edit in self.pending.values()):
+        if number < self._next or any(edit.number == number for edit in self.pending.values()):
             return False
         if number not in self._editors.values():
             self._editors[worker] = number
@@ -61,11 +64,10 @@ class Edits:
 
     def carry_out(self, pushes: Iterable[Key]) -> list[Request]:
         """Return the requests for the edits of one round: one of them is carried out, the others are discarded."""
-        edits = {push: self.pending.pop(push) for push in sorted(pushes)}
-        valid = [push for push, edit in edits.items() if edit.sole or edit.number >= self._begun]
-        self._begun = max(self._begun, *(edit.number + 1 for edit in edits.values()))
+        edits = [(push, self.pending.pop(push)) for push in sorted(pushes)]
+        valid = [push for push, edit in edits if edit.sole or edit.number >= self._next]
+        self._next = max(self._next, *(edit.number + 1 for _, edit in edits))
         return [
-            (Overwrite if push in valid[:1] else Discard)(self._shard, worker, iteration)
-            for push in edits
-            for worker, iteration in [push]
+            Overwrite(self._shard, *push, edit.number) if push in valid[:1] else Discard(self._shard, *push)
+            for push, edit in edits
         ]

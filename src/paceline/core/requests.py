@@ -132,11 +132,19 @@ class Discard(msgspec.Struct, frozen=True, gc=False):
 
 
 class Overwrite(msgspec.Struct, frozen=True, gc=False):
-    """Set the parameters that are present in a push to the values in the push. The optimizer takes no step."""
+    """Set the parameters that are present in a push to the values in the push. The optimizer takes no step.
+
+    Attributes:
+        shard: index of the shard.
+        worker: worker that sent the push.
+        iteration: label of the push.
+        number: number of the edit. Parameters that an edit with a higher number has set remain unchanged.
+    """
 
     shard: int
     worker: int
     iteration: int
+    number: int
 
 
 class Preserve(msgspec.Struct, frozen=True, gc=False):

@@ -304,8 +304,8 @@ class ServerHost:
                 case Measure(shard, pushes, scales):
                     square = self._require_memory().stores[shard].squared_norm(pushes, scales)
                     self._perform([request.report(square)])
-                case Overwrite(shard, worker, iteration):
-                    self._require_memory().stores[shard].overwrite(worker, iteration)
+                case Overwrite(shard, worker, iteration, number):
+                    self._require_memory().stores[shard].overwrite(worker, iteration, number)
                 case Discard(shard, worker, iteration):
                     self._require_memory().stores[shard].discard(worker, iteration)
                 case Preserve(shard, worker, iteration):

@@ -59,6 +59,7 @@ class Store:
         self.weights = weights
         self._before_update = before_update
         self._pushes: dict[Key, Push] = {}  # pushes that have been neither applied nor discarded
+        self._edited: dict[int, int] = {}  # parameter -> highest number of the edits that have set it
         self._optimizer = optimizer_of_slice(optimizer, bounds, weights)
 
     def put(self, worker: int, iteration: int, push: Push) -> None:
@@ -86,8 +87,11 @@ class Store:
         gradients = [self._pushes[key].gradient for key in pushes]
         return sum(squared_norm([each[dtype] for each in gradients], scales) for dtype in self.weights)
 
-    def overwrite(self, worker: int, iteration: int) -> None:
-        """Set each parameter that is present in a push to the push's values. The optimizer's state is unchanged."""
+    def overwrite(self, worker: int, iteration: int, number: int) -> None:
+        """Set each parameter that is present in a push to the push's values. The optimizer's state is unchanged.
+
+        Parameters that an edit with a higher number has set remain unchanged.
+        """
         push = self._pushes.pop((worker, iteration))
         self._before_update()
         parts = zip(
@@ -97,8 +101,10 @@ class Store:
             strict=True,
         )
         for segment, weights, values in parts:
-            if push.present[segment.parameter]:
+            parameter = segment.parameter
+            if push.present[parameter] and self._edited.get(parameter, 0) <= number:
                 weights.copy_(values)
+                self._edited[parameter] = number
 
     def discard(self, worker: int, iteration: int) -> None:
         """Discard a push if it is stored."""

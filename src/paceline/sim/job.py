@@ -99,7 +99,7 @@ class ShardStore(Protocol):
 
     def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float: ...
 
-    def overwrite(self, worker: int, iteration: int) -> None: ...
+    def overwrite(self, worker: int, iteration: int, number: int) -> None: ...
 
     def discard(self, worker: int, iteration: int) -> None: ...
 
@@ -118,7 +118,7 @@ class NullStore:
     def squared_norm(self, pushes: Sequence[tuple[int, int]], scales: Sequence[float]) -> float:
         return 0.0
 
-    def overwrite(self, worker: int, iteration: int) -> None:
+    def overwrite(self, worker: int, iteration: int, number: int) -> None:
         pass
 
     def discard(self, worker: int, iteration: int) -> None:
@@ -599,7 +599,7 @@ class VirtualJob:
                 square = self._stores[request.shard].squared_norm(request.pushes, request.scales)
                 self._from_server(server, [request.report(square)])
             elif type(request) is Overwrite:
-                self._stores[request.shard].overwrite(request.worker, request.iteration)
+                self._stores[request.shard].overwrite(request.worker, request.iteration, request.number)
             elif type(request) is Discard:
                 self._stores[request.shard].discard(request.worker, request.iteration)
             elif type(request) is Preserve:

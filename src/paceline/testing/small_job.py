@@ -72,7 +72,7 @@ from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import permutations, product
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -97,6 +97,7 @@ from ..core.model_spec import ModelSpec, OptimizerSpec
 from ..core.requests import (
     COORDINATOR,
     Measure,
+    Overwrite,
     Peer,
     Proceed,
     Request,
@@ -159,6 +160,7 @@ class SmallJob:
         worker_core: class of the workers' cores.
         watch: True to check at each shard which workers wait and which model is in force.
         clips: True if all scripts clip the gradient that is applied.
+        edits: the iterations in which all scripts edit the weights, instead of computing gradients.
     """
 
     def __init__(
@@ -181,6 +183,7 @@ class SmallJob:
         worker_core: type[Worker] = Worker,
         watch: bool = True,
         clips: bool = False,
+        edits: Sequence[int] = (),
     ) -> None:
         self.now_s = 0.0
         self._agree = agree
@@ -189,6 +192,7 @@ class SmallJob:
         self._commits = commits
         self._any_plan = any_plan
         self._clip = Clip(max_norm=1.0, factor=0.5) if clips else None
+        self._edits = tuple(edits)
         self._changes = tuple(changes)
         models: tuple[SyncModel, ...]
         if isinstance(sync, SyncModel):
@@ -204,6 +208,7 @@ class SmallJob:
             symmetric
             and not late
             and not clips
+            and not edits
             and all(
                 len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
             )
@@ -214,6 +219,7 @@ class SmallJob:
             symmetric
             and not late
             and not clips
+            and not edits
             and not any(
                 hasattr(model, "draws") or (isinstance(model, ElasticBSP) and not any_plan)
                 for step in all_models
@@ -480,6 +486,7 @@ class SmallJob:
                 assert not shard.clipped.measured, (
                     f"all workers have left, but the means {shard.clipped.measured} have not been applied"
                 )
+        self._check_edits(state)
         factors: dict[tuple[int, int], float] = {}
         for pushes, factor in {clipped for at in state.servers for clipped in at.factors}:
             for push in pushes:
@@ -494,6 +501,21 @@ class SmallJob:
             kept = (tuple(key for key in mean if key[0] in survivors) for mean in at.means)
             joint.append({mean for mean in kept if mean})
         assert all(groups == joint[0] for groups in joint), f"shards have averaged different pushes: {joint}"
+
+    def _check_edits(self, state: State) -> None:
+        """Check that all shards have made the same edits, except for edits by workers that were lost."""
+        survivors = {w for w, worker_state in enumerate(state.workers) if worker_state.phase == "finished"}
+        for number in range(len(self._edits)):
+            editors = [{w for made, w in at.made if made == number} for at in state.servers]
+            if len(survivors) == len(state.workers):
+                assert len(editors[0]) == 1, f"edit {number} was made by workers {editors[0]}, expected one"
+            surviving = [workers & survivors for workers in editors]
+            lost = set().union(*editors) - survivors
+            assert lost or all(workers == surviving[0] for workers in surviving), (
+                f"the editors of edit {number} differ between shards: {editors}"
+            )
+            if survivors and all(model.lockstep for model in self._schedule.first) and not self._changes:
+                assert all(editors), f"a shard has not made edit {number}; the editors are {editors}"
 
     def _iteration(self, worker_state: WorkerState) -> int:
         return self._workers[worker_state.core].iteration
@@ -583,6 +605,9 @@ class SmallJob:
     def _pushes(self, state: State, w: int) -> Iterator[Step]:
         """Yield the steps in which a worker receives messages, then pushes or restarts its iteration."""
         worker_state = state.workers[w]
+        if not worker_state.edits and self._iteration(worker_state) in self._edits:
+            yield f"worker {w} begins an edit", lambda: self._begin_edit(state, w)
+            return
         while True:
             core = self._workers[worker_state.core]
             what = "pushes iteration"
@@ -692,13 +717,15 @@ class SmallJob:
         return self._with_worker(state, w, worker_state._replace(phase="computing", core=number))
 
     def _push(self, state: State, w: int, worker_state: WorkerState) -> State:
-        number, outcome = self._workers.after(worker_state.core, Call("push", clip=self._clip))
+        call = Call("push_edit") if worker_state.edits else Call("push", clip=self._clip)
+        number, outcome = self._workers.after(worker_state.core, call)
         commit = self._workers[number].last_commit
         assert commit is not None
         worker_state = worker_state._replace(
             phase="waiting",
             core=number,
             restarted=False,
+            edits=False,
             changed=commit.change.number if commit.change is not None else worker_state.changed,
             orders=tuple(order for order in worker_state.orders if not isinstance(order, RestartOrdered)),
         )
@@ -710,6 +737,13 @@ class SmallJob:
         state = self._with_worker(
             state, w, worker_state._replace(phase="waiting", core=number, restarted=True)
         )
+        return self._send_all(state, w, outcome.requests)
+
+    def _begin_edit(self, state: State, w: int) -> State:
+        worker_state = state.workers[w]
+        number, outcome = self._workers.after(worker_state.core, Call("begin_edit"))
+        phase: Literal["computing", "waiting"] = "waiting" if outcome.requests else "computing"
+        state = self._with_worker(state, w, worker_state._replace(phase=phase, core=number, edits=True))
         return self._send_all(state, w, outcome.requests)
 
     def _with_worker(self, state: State, w: int, worker_state: WorkerState) -> State:
@@ -811,7 +845,7 @@ class SmallJob:
         for send in sent:
             message = send.message
             if isinstance(message, Answer):
-                state = self._answer(state, index, send.to.index, message.v_train)
+                state = self._answer(state, index, send.to.index, message)
             elif isinstance(message, WorkerWelcomed):
                 chief = state.coordinator
                 welcomes = chief.welcomes | {(index, message.worker)}
@@ -841,25 +875,30 @@ class SmallJob:
         reports = [r.report(index + len(r.pushes)) for r in outcome.requests if isinstance(r, Measure)]
         reports += [send for send in sent if isinstance(send.message, messages.MeanMissing)]
         at = at._replace(timers=at.timers | timers, owes=at.owes - answered)
+        made = {(r.number, r.worker) for r in outcome.requests if isinstance(r, Overwrite)}
+        at = at._replace(made=at.made | made)
         at = at._replace(reports=(*at.reports, *(report.message for report in reports)))
         return self._server_pool(at), sent
 
-    def _answer(self, state: State, index: int, w: int, v_train: int | None) -> State:
+    def _answer(self, state: State, index: int, w: int, answer: Answer) -> State:
         """Record a shard's answer to a worker. When the last answer arrives, pass all answers to the core."""
         worker_state = state.workers[w]
         if worker_state.phase != "waiting":
             return state
-        if v_train is not None:
-            worker_state = worker_state._replace(v_train=max(v_train, worker_state.v_train or 0))
+        if answer.v_train is not None:
+            worker_state = worker_state._replace(v_train=max(answer.v_train, worker_state.v_train or 0))
+        if index == 0:
+            worker_state = worker_state._replace(named=answer.edits)
         if any(w in at.owes for at in state.servers):
             return self._with_worker(state, w, worker_state)
         number = worker_state.core
         requests: tuple[Request, ...] = ()
         for shard in range(len(state.servers)):
-            answer = Answer(shard, self._workers[number].iteration, 0, worker_state.v_train)
+            edits = worker_state.named and shard == 0
+            answer = Answer(shard, self._workers[number].iteration, 0, worker_state.v_train, edits=edits)
             number, outcome = self._workers.after(number, Call("handle", message=answer))
             requests += outcome.requests
-        return self._go_on(state, w, worker_state._replace(core=number, v_train=None), requests)
+        return self._go_on(state, w, worker_state._replace(core=number, v_train=None, named=False), requests)
 
     def _go_on(self, state: State, w: int, worker_state: WorkerState, requests: Sequence[Request]) -> State:
         """Let a worker that has received all answers compute its next iteration, or finish."""

@@ -83,6 +83,7 @@ class ServerState(NamedTuple):
         reports: messages about clipped means that are in flight to the coordinator, in order.
         replies: messages about clipped means that are in flight from the coordinator, in order.
         factors: (pushes, factor) of each clipped mean.
+        made: (number, worker) of each edit that the shard has carried out.
     """
 
     core: int
@@ -95,6 +96,7 @@ class ServerState(NamedTuple):
     reports: tuple[Message, ...] = ()
     replies: tuple[Message, ...] = ()
     factors: frozenset[tuple[tuple[Key, ...], float]] = frozenset()
+    made: frozenset[tuple[int, int]] = frozenset()
 
 
 @pooled
@@ -126,6 +128,8 @@ class WorkerState(NamedTuple):
             core receives all answers together, when the last one arrives.
         restarted: True if the worker has restarted its current iteration.
         changed: number of the last change that one of the worker's pushes was flagged with; 0 if there is none.
+        edits: True if the worker is in the block of an edit.
+        named: True if shard 0 has named the worker as the one whose edit counts, and other answers are missing.
     """
 
     phase: Literal["absent", "joining", "computing", "waiting", "finished", "lost"]
@@ -134,6 +138,8 @@ class WorkerState(NamedTuple):
     v_train: int | None = None
     restarted: bool = False
     changed: int = 0
+    edits: bool = False
+    named: bool = False
 
 
 class State(NamedTuple):
