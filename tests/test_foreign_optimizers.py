@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline import Cluster
 from paceline.core.layout import Layout, Parameter
 from paceline.core.model_spec import OptimizerSpec
 from paceline.errors import ConfigurationError, UsageError
@@ -20,6 +21,7 @@ from paceline.shard import foreign
 from paceline.shard.optimizer_state import join_state, slice_state
 from paceline.shard.optimizers import make_optimizer, read_groups, require_elementwise
 from paceline.shard.slice_optimizers import optimizer_of_slice
+from tests.live import run_program
 
 
 class Rule(torch.optim.Optimizer):
@@ -443,3 +445,84 @@ def test_arguments_of_the_constructor_come_from_the_first_group() -> None:
     name = require_elementwise(Hidden(parameters()))
     optimizer = make_optimizer(name, ({"lr": 0.5},), [[torch.zeros(1)]])
     assert optimizer.defaults["lr"] == 0.5
+
+
+# -- training -----------------------------------------------------------------------------------------------
+
+
+class Averaging(Rule):
+    """Momentum with weight decay: sensitive to the size of the gradient, unlike `Lion`."""
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        average = state.setdefault("average", torch.zeros_like(weight))
+        average.mul_(0.9).add_(gradient)
+        weight.sub_(average + 0.01 * weight, alpha=group["lr"])
+
+
+def test_under_bsp_a_run_equals_one_process_on_the_joint_batch() -> None:
+    def train() -> None:
+        trained.append(_trained())
+
+    trained: list[dict[str, torch.Tensor]] = []
+    result = paceline.simulate(Cluster(compute_s=[1.0, 2.0], servers=2), "bsp", train_fn=train, shards=3)
+    assert len(trained) == 2
+    assert result.state_dict is not None
+    for name, tensor in _trained().items():
+        torch.testing.assert_close(result.state_dict[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def _trained() -> dict[str, torch.Tensor]:
+    """Train on this worker's part of each batch, with a rate that changes, and return the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    optimizer = paceline.DistributedOptimizer(Averaging(model.parameters(), lr=0.1), model=model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        batch = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+        part = batch[paceline.worker_index() :: paceline.worker_count()]
+        optimizer.zero_grad()
+        model(part).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+LIVE = """\
+import torch
+import paceline
+
+print("this script runs")
+RATE = 2.0
+
+class Mine(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.5):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"] * RATE)
+
+model = torch.nn.Linear(2, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = paceline.DistributedOptimizer(Mine(model.parameters()))
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+print("trained:", model.weight.tolist(), optimizer.state_dict()["state"][0])
+"""
+
+
+def test_servers_run_a_class_that_the_script_defines(tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(LIVE)
+    options = ["--workers", "1", "--servers", "2", "--run-dir", str(run_dir)]
+    ended = run_program("-m", "paceline", "run", *options, str(script))
+    assert "trained: [[-3.0, -3.0]] {'steps': 3}" in ended.stdout
+    assert ended.returncode == 0
+    assert all("this script runs" not in log.read_text() for log in run_dir.glob("server-*.log"))
