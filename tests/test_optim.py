@@ -721,6 +721,21 @@ def test_what_a_closure_returns_has_the_type_that_it_returned() -> None:
     assert nothing is None
 
 
+def test_hooks_of_the_wrapped_optimizer_run_once_per_step(run_on_threads: RunOnThreads) -> None:
+    def train() -> None:
+        calls: list[str] = []
+        model = net()
+        wrapped = sgd(model)
+        wrapped.register_step_pre_hook(lambda *arguments: calls.append("before"))
+        optimizer = DistributedOptimizer(wrapped, model=model)
+        wrapped.register_step_post_hook(lambda *arguments: calls.append("after"))
+        step(model, optimizer)
+        assert calls == ["before", "after"]
+
+    train()
+    run_on_threads(train, workers=1)
+
+
 # -- computations that cannot be aborted ------------------------------------------------------------------
 
 

@@ -90,6 +90,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.schedule_watch = ScheduleWatch(self._session) if self._session is not None else None
         self._forward_hook: RemovableHandle | None = None  # until training begins
         if self._session is not None:
+            # The wrapped optimizer takes no step in a run, so the hooks that are registered on it run here.
+            self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+            self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
             _require_first(self._session)
             require_not_wrapped(model, self._parameters())
             self._forward_hook = before_each_forward(self._session, self._before_forward)
