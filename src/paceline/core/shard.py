@@ -106,13 +106,14 @@ class Shard:
         versions, counts, index = self._versions, self.sync.counts, self.index
         if type(event) is not PullRequested:
             versions.note(event)
-            if type(event) is PushReceived and event.samples is not None:
-                self._samples[event.worker, event.iteration] = event.samples
-                self.samples += event.samples
-            if type(event) is PushReceived and event.clip is not None:
-                self._clips[event.worker, event.iteration] = event.clip
-            if type(event) is PushReceived and event.edit is not None:
-                self._edits.receive((event.worker, event.iteration), event.edit)
+            if type(event) is PushReceived:
+                if event.samples is not None:
+                    self._samples[event.worker, event.iteration] = event.samples
+                    self.samples += event.samples
+                if event.clip is not None:
+                    self._clips[event.worker, event.iteration] = event.clip
+                if event.edit is not None:
+                    self._edits.receive((event.worker, event.iteration), event.edit)
             elif type(event) is WorkerLost or type(event) is WorkerFinished:
                 self._edits.leave(event.worker)
         edits = (
