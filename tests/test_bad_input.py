@@ -407,3 +407,56 @@ def test_what_would_do_nothing_is_refused_before_anything_starts(
     with pytest.raises(ConfigurationError, match=reason):
         launch(print, workers=2, run_dir=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_channels_last_survives(run_on_threads: RunOnThreads) -> None:
+    """The parameters become contiguous, but the activations keep the format of the inputs."""
+
+    def train() -> bool:
+        model = Image()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        for iteration in range(3):
+            optimizer.zero_grad()
+            model(inputs(worker_index(), iteration)).square().mean().backward()
+            optimizer.step()
+        image = torch.ones(2, 2, 4, 4, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+        out: torch.Tensor = model.conv(image)
+        return out.is_contiguous(memory_format=torch.channels_last)
+
+    assert run_on_threads(train, workers=2).results == {0: True, 1: True}
+
+
+# -- modules that would compute something else in a run ---------------------------------------------------
+
+
+def with_sync_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3)).to(torch.float64)
+
+
+class Looked(nn.Module):
+    """A model of an embedding whose forward pass edits its weights."""
+
+    def __init__(self, kind: type[nn.Embedding | nn.EmbeddingBag]) -> None:
+        super().__init__()
+        self.table = kind(4, 3, max_norm=0.5, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.table(x.abs().long().clamp(max=3))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (with_sync_batch_norm, r"Module '1' is a SyncBatchNorm, which needs accelerators .* Use BatchNorm"),
+        (lambda: Looked(nn.Embedding), r"Module 'table' has max_norm=0\.5.*`with optimizer\.editing\(\)"),
+        (lambda: Looked(nn.EmbeddingBag), r"Module 'table' has max_norm=0\.5.*`with optimizer\.editing\(\)"),
+    ],
+)
+def test_modules_that_would_differ_in_a_run_are_refused_by_name(
+    run_on_threads: RunOnThreads, make: Callable[[], nn.Module], message: str
+) -> None:
+    train = training(make, 1)
+    train()  # outside a run, nothing is refused
+    with pytest.raises(ConfigurationError, match=message):
+        run_on_threads(train, workers=1)

@@ -12,7 +12,7 @@ from ..core.layout import Layout, Parameter
 from ..errors import ConfigurationError
 from ..shard.vectors import dtype_name
 
-__all__ = ["describe_parameter", "find_model", "layout_of", "require_not_wrapped"]
+__all__ = ["describe_parameter", "find_model", "layout_of", "require_not_wrapped", "require_trainable"]
 
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 """Names of torch's classes whose instances exchange gradients between processes by themselves."""
@@ -79,6 +79,33 @@ def _parallel_class(candidate: object) -> str:
         if base.__name__ in PARALLEL and base.__module__.startswith("torch."):
             return base.__name__
     return ""
+
+
+def require_trainable(model: nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+    """Check that a model contains no module that would compute something else in a run, without an error.
+
+    Raises:
+        ConfigurationError: the model contains such a module.
+    """
+    trained = set(map(id, parameters))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ConfigurationError(
+                f"Module {name!r} is a SyncBatchNorm, which needs accelerators and a process group to compute the "
+                "statistics of all workers' batches. Without them, it would silently use those of its own batch. Use "
+                "BatchNorm: each worker normalizes by its own batch, and the servers pool the running statistics."
+            )
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.max_norm is not None
+            and id(module.weight) in trained
+        ):
+            raise ConfigurationError(
+                f"Module {name!r} has max_norm={module.max_norm}, so its forward pass edits the weights: in each "
+                "worker, only the rows that this worker uses. Set its max_norm to None, and limit the norms after "
+                "each step: `with optimizer.editing(), torch.no_grad(): "
+                f"embedding.weight.renorm_({module.norm_type}, 0, {module.max_norm})`."
+            )
 
 
 def layout_of(model: nn.Module, parameters: Sequence[torch.Tensor]) -> Layout:

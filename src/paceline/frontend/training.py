@@ -27,7 +27,7 @@ from .buffers import Buffers
 from .clipping import take_clipped
 from .gradients import Gradients
 from .hooks import remove_after, weakly
-from .model import describe_parameter, layout_of
+from .model import describe_parameter, layout_of, require_trainable
 from .restart import Restartable
 from .session import Session
 from .weights import Weights
@@ -90,6 +90,7 @@ class WorkerTraining:
         # created before the first computation that may be aborted
         self._restartable: Restartable | None = None
         self._said_unabortable = False
+        require_trainable(model, parameters)
         layout = layout_of(model, parameters)
         self._buffers = Buffers(model, parameters)
         self.spec = ModelSpec(layout, optimizer, self._buffers.specs)
