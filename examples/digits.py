@@ -52,10 +52,10 @@ for epoch in range(options.epochs):
             return loss.item()
 
         loss = optimizer.step(closure)
-    if paceline.worker_index() == 0:
+    if paceline.is_main():
         print(f"epoch {epoch}: loss {loss:.3f}")
 
-if paceline.worker_index() == 0:
+if paceline.is_main():
     x, y = test_part[:]
     with torch.inference_mode():
         accuracy = (model(x).argmax(dim=1) == y).float().mean()

@@ -227,6 +227,19 @@ def test_a_finished_worker_is_not_waited_for(run_on_threads: RunOnThreads) -> No
     assert run_on_threads(train).results == {0: None, 1: 5.0}
 
 
+def test_a_lost_worker_is_not_waited_for(run_on_threads: RunOnThreads) -> None:
+    def train() -> object:
+        trainer = Trainer()
+        trainer.step()
+        if paceline.worker_index() == 1:
+            raise KeyError("lost")
+        return paceline.reduce(5.0)
+
+    run = run_on_threads(train, workers=3, keep_errors=True)
+    assert run.results == {0: 5.0, 2: 5.0}
+    assert set(run.errors) == {1}
+
+
 def test_the_workers_are_told_that_their_calls_differ(run_on_threads: RunOnThreads) -> None:
     def train() -> None:
         if paceline.is_main():

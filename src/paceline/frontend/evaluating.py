@@ -47,7 +47,7 @@ def evaluating(model: Model) -> Iterator[Model]:
     Example:
         >>> import paceline, torch
         >>> model = torch.nn.Linear(2, 1)
-        >>> if paceline.worker_index() == 0:
+        >>> if paceline.is_main():
         ...     with paceline.evaluating(model) as snapshot, torch.no_grad():
         ...         loss = snapshot(torch.ones(4, 2)).square().mean()
     """
