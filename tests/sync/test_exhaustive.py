@@ -463,18 +463,6 @@ LARGER_SEARCHED: list[Searched] = [
 @pytest.mark.parametrize(("sync", "changes", "size"), LARGER_SEARCHED if LARGE else SEARCHED, ids=str)
 def test_the_reductions_lose_no_end(sync: SyncModel, changes: list[str], size: str) -> None:
     """Nor anything that the coordinator or a worker comes to know on the way."""
-
-    def search(whole: bool) -> tuple[int, set[State], set[Hashable]]:
-        ends: set[State] = set()
-        known: set[Hashable] = set()
-        states = explore(
-            cluster,
-            whole=whole,
-            ends=ends,
-            visit=lambda state: known.update(cluster.apart_from_shards(state)),
-        )
-        return states, ends, known
-
     workers, shards, iterations, losses = map(int, size.split(","))
     cluster = SmallJob(
         sync,
@@ -487,6 +475,28 @@ def test_the_reductions_lose_no_end(sync: SyncModel, changes: list[str], size: s
         any_plan=True,
         agree=not isinstance(sync, DropStragglers),
     )
+    require_equal_ends(cluster)
+
+
+@pytest.mark.parametrize(("name", "size"), [("bsp", "2,2,2,1"), ("elastic-bsp", "2,2,2,1")])
+def test_the_reductions_lose_no_end_of_a_job_that_clips(name: str, size: str) -> None:
+    require_equal_ends(clipped_cluster(name, [], size))
+
+
+def require_equal_ends(cluster: SmallJob) -> None:
+    """A search with the reductions finds what a search without them finds, in fewer states."""
+
+    def search(whole: bool) -> tuple[int, set[State], set[Hashable]]:
+        ends: set[State] = set()
+        known: set[Hashable] = set()
+        states = explore(
+            cluster,
+            whole=whole,
+            ends=ends,
+            visit=lambda state: known.update(cluster.apart_from_shards(state)),
+        )
+        return states, ends, known
+
     reduced, whole = search(whole=False), search(whole=True)
     assert reduced[1:] == whole[1:]
     assert reduced[0] < whole[0]
