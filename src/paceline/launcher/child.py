@@ -59,7 +59,8 @@ def main(order: Order, payload: int) -> int:
         sys.path[:] = cloudpickle.load(objects)
     else:
         objects.close()
-        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        # `python script.py` adds the directory of the script, `python -m module` the current directory.
+        sys.path.insert(0, os.getcwd() if kind == "module" else str(Path(arguments[0]).resolve().parent))
     load_models(job.sync, job.imports)
     session = WorkerSession.connect(assignment)
     sessions.install(session)
@@ -81,15 +82,17 @@ def main(order: Order, payload: int) -> int:
 
 
 def _train(kind: str, arguments: list[str], objects: BinaryIO) -> None:
-    """Read the training function from the payload and call it, or run the script that the arguments name."""
+    """Read the training function from the payload and call it, or run the script or module that the arguments name."""
     if kind == "function":
         with objects:
             function, args = cloudpickle.load(objects)
         function(*args)
         return
     sys.argv = arguments
-    script = arguments[0]
-    runpy.run_path(script, run_name="__main__")
+    if kind == "module":
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _describe_exit(code: object) -> str:

@@ -23,12 +23,14 @@ are already imported:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
 import selectors
 import signal
 import socket
 import sys
+import termios
 from io import TextIOWrapper
 from typing import cast
 
@@ -89,14 +91,15 @@ def _next_child(control: socket.socket) -> Received:
             process_id = os.fork()
             if process_id == 0:
                 end_with_parent(parent)
-                os.setpgid(0, 0)
+                _leave_group(received.descriptors)
                 selector.close()
                 for handle, (_, report) in running.items():
                     os.close(handle)
                     report.close()
                 return received
-            with contextlib.suppress(OSError):
-                os.setpgid(process_id, process_id)  # before anybody can signal the group
+            if not received.descriptors.terminal:  # the leader of a group cannot begin a session
+                with contextlib.suppress(OSError):
+                    os.setpgid(process_id, process_id)  # before anybody can signal the group
             handle = os.pidfd_open(process_id)
             running[handle] = process_id, received.report
             selector.register(handle, selectors.EVENT_READ)
@@ -148,8 +151,18 @@ def _reap(process_id: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
 
 
+def _leave_group(descriptors: Descriptors) -> None:
+    """Begin a process group, and a session if this process gets a terminal."""
+    if descriptors.terminal:
+        os.setsid()
+    else:
+        os.setpgid(0, 0)
+
+
 def _take_over(descriptors: Descriptors) -> None:
-    """Make the given descriptors the standard streams of this process."""
+    """Make the given descriptors the standard streams of this process. If it gets a terminal, it controls it."""
+    if descriptors.terminal:
+        fcntl.ioctl(descriptors.stdout, termios.TIOCSCTTY, 0)
     for target, source in enumerate(descriptors[:3]):
         os.dup2(source, target)
         os.close(source)

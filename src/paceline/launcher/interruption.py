@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C, SIGTERM and SIGHUP during a run.
+"""Handling of Ctrl-C, SIGTERM, SIGHUP and SIGQUIT, and of Ctrl-Z, during a run.
 
 An exception raised by a signal handler could interrupt the cleanup at any line. So the signals are only counted here,
 and every loop that waits checks the count. After the first signal, the run shuts down in an orderly way. After the
@@ -7,6 +7,7 @@ second signal, the shutdown no longer waits for anything.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -18,6 +19,7 @@ DEFAULTS: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGQUIT: signal.SIG_DFL,
 }
 """The signals that end a run, each with its default handler in Python."""
 
@@ -37,7 +39,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Terminated(SystemExit):
-    """Raised when a run was ended by SIGTERM or SIGHUP.
+    """Raised when a run was ended by SIGTERM, SIGHUP or SIGQUIT.
 
     The exit code is 128 plus the number of the signal, as in a shell.
 
@@ -62,10 +64,12 @@ class Interruption:
 
     Attributes:
         count: number of signals received.
+        suspended: True if Ctrl-Z has asked the run to stop until it is continued. See `suspend`.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.suspended = False
         self._number: int | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -74,6 +78,8 @@ class Interruption:
             for number, default in DEFAULTS.items():
                 if signal.getsignal(number) == default:
                     self._before[number] = signal.signal(number, self._note)
+            if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+                self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._note_suspension)
         return self
 
     def __exit__(
@@ -96,6 +102,18 @@ class Interruption:
         if self._number is None or self._number == signal.SIGINT:
             return Interrupted(words, summary)
         return Terminated(self._number, words, summary)
+
+    def suspend(self) -> None:
+        """Stop this process, as Ctrl-Z does by default. Return when the process has been continued."""
+        self.suspended = False
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        try:
+            os.kill(os.getpid(), signal.SIGTSTP)
+        finally:
+            signal.signal(signal.SIGTSTP, handler)
+
+    def _note_suspension(self, number: int, frame: FrameType | None) -> None:
+        self.suspended = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1

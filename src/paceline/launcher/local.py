@@ -6,27 +6,23 @@ written to a file in the run directory. The output of worker 0 is also shown.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from ..errors import ConfigurationError, RunFailedError
 from ..runtime.job import LOOPBACK, Assignment, Job
+from .channels import Channels
 from .endings import EXIT_PEER_LOST, describe_ending, is_crash, out_of_memory_kills
 from .orders import Descriptors, Order, file_of
 from .starting import Child, Starter
 
 __all__ = ["HostMachine", "LocalEngine", "Placement", "Process"]
-
-logger = logging.getLogger("paceline.engine")
 
 TERMINATE_TIMEOUT_S = 3.0
 # This timeout is long, because a process in an uninterruptible system call survives SIGKILL until the call returns.
@@ -108,9 +104,8 @@ class Process:
         name: name of the process, such as "server 1" or "worker 0".
         child: the process.
         descriptors: the descriptors of the process. They are closed here as soon as the process has them.
-        output: the output of the process.
+        copy: a function that copies the output of the process, until it ends.
         log: the file to which the output of the process is written.
-        show: called with each line of the output of the process.
         ended: called with this object when the process has ended.
 
     Attributes:
@@ -125,9 +120,8 @@ class Process:
         name: str,
         child: Child,
         descriptors: Descriptors,
-        output: IO[bytes],
+        copy: Callable[[], None],
         log: Path,
-        show: Callable[[str], None],
         ended: Callable[[Process], None],
     ) -> None:
         self.name = name
@@ -137,10 +131,11 @@ class Process:
         self._child = child
         self._ended = ended
         self._over = threading.Event()
+        self._started = threading.Event()
         self._kills_before = out_of_memory_kills()
         self._out_of_memory = False
         self._threads = [
-            threading.Thread(target=_copy_lines, args=(output, log, show), daemon=True),
+            threading.Thread(target=copy, daemon=True),
             threading.Thread(target=self._await_end, args=(descriptors,), daemon=True),
         ]
         for thread in self._threads:
@@ -150,6 +145,11 @@ class Process:
     def id(self) -> int:
         """The process id. Until a forked process exists, this is the id of its fork server."""
         return self._child.id
+
+    @property
+    def started(self) -> bool:
+        """True once the process exists, even if it has ended."""
+        return self._started.is_set()
 
     @property
     def ending(self) -> str:
@@ -205,6 +205,7 @@ class Process:
         """Wait until the process has ended. If it failed or was killed, the rest of its process group is killed."""
         try:
             self._child.await_start()
+            self._started.set()
         finally:
             for descriptor in set(descriptors):
                 os.close(descriptor)
@@ -223,7 +224,7 @@ class LocalEngine:
         coordinator: the address of the coordinator.
         placement: the machine of each process.
         starter: starts the processes.
-        show: called with each line that worker 0 prints.
+        channels: opens the standard streams of the processes.
         worker_ended: called on a separate thread when the process of a worker has ended for any reason, with the
             index of the worker and a description of how its process ended.
     """
@@ -234,14 +235,14 @@ class LocalEngine:
         coordinator: str,
         placement: Placement,
         starter: Starter,
-        show: Callable[[str], None],
+        channels: Channels,
         worker_ended: Callable[[int, str], None],
     ) -> None:
         self._job = job
         self._coordinator = coordinator
         self._placement = placement
         self._starter = starter
-        self._show = show
+        self._channels = channels
         self._worker_ended = worker_ended
         self.servers: list[Process] = []
         self.workers: list[Process] = []
@@ -319,44 +320,20 @@ class LocalEngine:
             coordinator=self._coordinator,
             host=machine.host,
         )
-        source, sink = os.pipe()
-        stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        descriptors = Descriptors(stdin, sink, sink, file_of(payload))
+        name = f"{role} {index}"
+        log = Path(self._job.run_dir, f"{role}-{index}.log")
+        channel = self._channels.open(name, log)
+        descriptors = Descriptors(channel.stdin, channel.stdout, channel.stdout, file_of(payload))
         try:
             child = self._starter.start(machine.prefix, Order(assignment, tuple(arguments)), descriptors)
         except OSError:
-            for descriptor in {source, *descriptors}:
+            channel.close()
+            for descriptor in set(descriptors):
                 os.close(descriptor)
             raise
-        name = f"{role} {index}"
-        show = self._show if name == "worker 0" else lambda line: None
 
         def ended(process: Process) -> None:
             if role == "worker":
                 self._worker_ended(index, process.ending)
 
-        log = Path(self._job.run_dir, f"{role}-{index}.log")
-        return Process(name, child, descriptors, open(source, "rb"), log, show, ended)
-
-
-def _copy_lines(source: IO[bytes], log: Path, show: Callable[[str], None]) -> None:
-    """Copy the output of a process to its log and to `show` until the output ends.
-
-    If writing to the log fails, no more output is written to the log; the same applies to `show`. The output is still
-    read, because otherwise the process would block on a full pipe.
-    """
-    sinks: dict[str, Callable[[bytes], object]] = {}
-    with source, contextlib.ExitStack() as opened:
-        try:
-            sinks["written"] = opened.enter_context(log.open("wb", buffering=0)).write
-        except OSError as error:
-            logger.warning("the log %s cannot be written: %s", log, error.strerror)
-        sinks["shown"] = lambda line: show(line.decode(errors="replace").rstrip("\n"))
-        for line in source:
-            for done, write in list(sinks.items()):
-                try:
-                    write(line)
-                except Exception as error:
-                    # The disk may be full, and `show` may raise any exception from the caller's output stream.
-                    logger.warning("the output for the log %s can no longer be %s: %s", log, done, error)
-                    del sinks[done]
+        return Process(name, child, descriptors, channel.copy, log, ended)

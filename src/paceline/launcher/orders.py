@@ -45,7 +45,8 @@ class Order(msgspec.Struct, frozen=True):
 
     Attributes:
         assignment: role of the process, and the run that it belongs to.
-        arguments: for a worker, ("function",) or ("script", path, arguments of the script...); for a server, ().
+        arguments: for a worker, ("function",) or ("script", path, arguments...) or
+            ("module", name, arguments...); for a server, ().
     """
 
     assignment: Assignment
@@ -72,6 +73,11 @@ class Descriptors(NamedTuple):
     stdout: int
     stderr: int
     payload: int
+
+    @property
+    def terminal(self) -> bool:
+        """True if the process gets a terminal, which it controls. It then needs a session of its own."""
+        return os.isatty(self.stdout)
 
 
 class Received(NamedTuple):

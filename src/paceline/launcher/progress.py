@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from types import TracebackType
@@ -15,6 +17,7 @@ from rich.text import Text
 from ..core.requests import worker_peer
 from ..runtime.job import Job
 from .output import ForgivingStream
+from .terminal import left_behind
 
 if TYPE_CHECKING:
     from ..runtime.coordinator import CoordinatorHost  # imports torch
@@ -23,6 +26,7 @@ __all__ = ["Progress", "announce"]
 
 REFRESH_PER_S = 8
 PLAIN_INTERVAL_S = 5.0
+TAIL_BYTES = 16  # longer than any sequence that changes a mode of a terminal
 COLORS = {
     "computing": "green",
     "waiting": "yellow",
@@ -62,6 +66,9 @@ class Progress:
         console.file = cast(IO[str], ForgivingStream(console.file, "the progress"))
         self._plain_s = time.monotonic()
         self._live: Live | None = None
+        # What worker 0 has drawn: the last bytes, and the modes of the terminal that it has set.
+        self._drawn = b""
+        self._modes: set[bytes] = set()
         if console.is_terminal:
             self._live = Live(
                 Text("starting"),
@@ -82,16 +89,54 @@ class Progress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+        if self._drawn:
+            self.begin_line()
+            with contextlib.suppress(OSError):
+                _write(b"\x1b[0m" + b"".join(sorted(self._modes)))
 
     def print(self, line: str) -> None:
         """Print a line from worker 0 to standard output, or above the live table if standard output is a terminal."""
         if self._live is not None and sys.stdout is not None and sys.stdout.isatty():
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(Text.from_ansi(line), soft_wrap=True)
         else:
             print(line, flush=True)
 
+    def draw(self, data: bytes) -> None:
+        """Write output of worker 0 to the terminal unchanged. From now on, no table and no progress is shown.
+
+        Raises:
+            OSError: the terminal cannot be written.
+        """
+        if not self._drawn:
+            self.pause()
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        # A sequence may be divided between two calls.
+        self._modes = left_behind(self._modes, self._drawn + data)
+        self._drawn = (self._drawn + data)[-TAIL_BYTES:]
+        _write(data)
+
+    def begin_line(self) -> None:
+        """Begin a new line on the terminal if worker 0 has left its last line unfinished."""
+        if self._drawn and not self._drawn.endswith(b"\n"):
+            self._drawn += b"\n"
+            with contextlib.suppress(OSError):
+                _write(b"\r\n")
+
+    def pause(self) -> None:
+        """Remove the live table."""
+        if self._live is not None:
+            self._live.stop()
+
+    def resume(self) -> None:
+        """Show the live table again, after `pause`."""
+        if self._live is not None and not self._drawn:
+            self._live.start()
+
     def update(self) -> None:
         """Show the current state of the run."""
+        if self._drawn:
+            return
         if self._live is not None:
             self._live.update(Group(self._title(), self._table()))
         elif time.monotonic() - self._plain_s >= PLAIN_INTERVAL_S:
@@ -148,6 +193,12 @@ class Progress:
         if coordinator.core.expects_model(worker_peer(worker)):
             return "before its first forward pass"
         return "waiting for the others to start" if ("worker", worker) in coordinator.heard_s else "starting"
+
+
+def _write(data: bytes) -> None:
+    """Write all of the data to standard output."""
+    while data:
+        data = data[os.write(1, data) :]
 
 
 def _count(count: int, noun: str) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -26,11 +27,13 @@ from ..runtime.coordinator import CoordinatorHost
 from ..runtime.job import Job, claim_run_dir
 from ..runtime.reader import Reader, WeightsSnapshot
 from ..sync import Conditions
+from .channels import Channels, Streams
 from .interruption import Interruption
 from .local import LocalEngine, Placement
 from .progress import Progress
 from .results import RunResult, save_weights, summarize, write_summary
 from .starting import Starter
+from .terminal import Terminal
 from .waiting import Waiting
 
 __all__ = ["start"]
@@ -58,6 +61,7 @@ def start(
     snapshot_every_s: float | None = None,
     placement: Placement | None = None,
     starter: Starter | None = None,
+    streams: Streams | None = None,
 ) -> RunResult:
     """Start the processes of a run, wait until all of them have ended, and return the result. See `launch`.
 
@@ -70,6 +74,7 @@ def start(
         snapshot_every_s: see `launch`.
         placement: see `launch`.
         starter: starts the processes; by default, a new one, which is closed at the end.
+        streams: what the user wants of the standard streams of the processes.
     """
     if placement is None:
         placement = Placement.on_loopback(job)
@@ -82,9 +87,24 @@ def start(
     except ConfigurationError:
         listener[0].close()
         raise
-    with Interruption() as interruption, starter or Starter(placement.prefixes()) as starter:
+    streams = streams or Streams()
+    # Lines with the names of their processes cannot be drawn by one of them.
+    terminal = None if streams.show_all else Terminal.here()
+    with (
+        Interruption() as interruption,
+        terminal or contextlib.nullcontext(),
+        starter or Starter(placement.prefixes()) as starter,
+    ):
         run = LiveRun(
-            job, CoordinatorHost(job, *listener), placement, starter, console, interruption, snapshot_every_s
+            job,
+            CoordinatorHost(job, *listener),
+            placement,
+            starter,
+            console,
+            interruption,
+            snapshot_every_s,
+            streams,
+            terminal,
         )
         return run.carry_out(worker_arguments, worker_payload, server_payload)
 
@@ -114,6 +134,8 @@ class LiveRun:
         console: console for the progress display.
         interruption: counter of the signals that ask the run to end.
         snapshot_every_s: see `launch`.
+        streams: what the user wants of the standard streams of the processes.
+        terminal: the terminal that worker 0 uses, if any.
     """
 
     def __init__(
@@ -125,6 +147,8 @@ class LiveRun:
         console: Console,
         interruption: Interruption,
         snapshot_every_s: float | None,
+        streams: Streams,
+        terminal: Terminal | None,
     ) -> None:
         self._job = job
         self._run_dir = Path(job.run_dir)
@@ -132,10 +156,12 @@ class LiveRun:
         self._console = console
         self._interruption = interruption
         self._progress = Progress(coordinator, console)
+        self._terminal = terminal
+        channels = Channels(streams, terminal, self._progress)
         self._engine = LocalEngine(
-            job, coordinator.address, placement, starter, self._progress.print, coordinator.worker_ended
+            job, coordinator.address, placement, starter, channels, coordinator.worker_ended
         )
-        self._waiting = Waiting(coordinator, self._engine, job.stall_timeout_s, self._say)
+        self._waiting = Waiting(coordinator, self._engine, job.stall_timeout_s, self._say, terminal)
         self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
         self._weights: WeightsSnapshot | None = None
         self._weights_path: Path | None = None
@@ -199,11 +225,31 @@ class LiveRun:
             self._progress.update()
             if self._interruption.asked:
                 return None
+            if self._interruption.suspended and all(p.started for p in [*engine.servers, *engine.workers]):
+                self._suspend()
             if engine.failed_server() or engine.failed_worker():
                 break
             if standstill := self._waiting.look():
                 coordinator.fail(RunFailedError("the run", standstill))
         return self._failure()
+
+    def _suspend(self) -> None:
+        """Stop all processes of the run and this one, until this process is continued."""
+        processes = [*self._engine.servers, *self._engine.workers]
+        self._progress.pause()
+        if self._terminal is not None:
+            self._terminal.pause()
+        for process in processes:
+            process.signal(signal.SIGSTOP)
+        try:
+            self._interruption.suspend()
+        finally:
+            for process in processes:
+                process.signal(signal.SIGCONT)
+            self._waiting.excuse()
+            if self._terminal is not None:
+                self._terminal.resume()
+            self._progress.resume()
 
     def _failure(self) -> RunFailedError | None:
         """Return the failure of the run, or None. A failure that caused other failures takes precedence."""
@@ -343,6 +389,7 @@ class LiveRun:
         if self._console.quiet:
             log.warning("%s", line)
         else:
+            self._progress.begin_line()
             self._console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 

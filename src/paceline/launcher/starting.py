@@ -162,7 +162,13 @@ class Executed:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._popen = _execute(
-                "process", prefix, environment, theirs, descriptors.stdout, descriptors.stderr
+                "process",
+                prefix,
+                environment,
+                theirs,
+                descriptors.stdout,
+                descriptors.stderr,
+                session=descriptors.terminal,
             )
             send_order(ours, order, descriptors, report=theirs)
 
@@ -341,6 +347,8 @@ def _execute(
     control: socket.socket,
     stdout: int,
     stderr: int,
+    *,
+    session: bool = False,
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [*prefix, sys.executable, "-P", boot.__file__, kind],
@@ -349,5 +357,6 @@ def _execute(
         stdout=stdout,
         stderr=stderr,
         # In its own process group, the process does not receive Ctrl-C. The launcher does, and ends the run.
-        process_group=0,
+        process_group=None if session else 0,
+        start_new_session=session,
     )

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
+
+import msgspec
 
 from ..runtime.coordinator import CoordinatorHost
 from ..runtime.stall import Awaited, StallWatch
 from .local import LocalEngine
+from .terminal import Terminal
 
 __all__ = ["Waiting"]
 
 # A worker is killed only after it has been silent for at least this many times its usual iteration time, even if the
 # timeout is shorter.
 LEAST_ITERATIONS = 3
+# Time for a process to send its next message after it was suspended, or after the user has typed what it waited for.
+RECOVERY_S = 15.0
 
 
 class Waiting:
@@ -23,6 +30,7 @@ class Waiting:
         engine: the engine that runs the processes.
         timeout_s: number of seconds after which a silent process that others wait for is killed; None for never.
         say: a function that prints a line.
+        terminal: the terminal that worker 0 uses, if any. While worker 0 waits for the user, it is not silent.
     """
 
     def __init__(
@@ -31,18 +39,25 @@ class Waiting:
         engine: LocalEngine,
         timeout_s: float | None,
         say: Callable[[str], None],
+        terminal: Terminal | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._engine = engine
         self._timeout_s = timeout_s
         self._say = say
+        self._terminal = terminal
+        # Times until which the silence of all processes, and that of worker 0, has a known reason.
+        self._excused_s = self._typed_s = -math.inf
         self._watch = StallWatch(coordinator, timeout_s)
         # For each reported process: the time of its last message, and the length of its silence when it was reported.
         self._reported: dict[tuple[str, int], tuple[float, float]] = {}
 
     def look(self) -> str:
         """Check the processes once. If the run cannot continue, return the reason; otherwise, return ""."""
-        for awaited in self._watch.look():
+        for reported in self._watch.look():
+            awaited = self._without_excuse(reported)
+            if awaited is None:
+                continue
             key = awaited.role, awaited.index
             heard_s = self._coordinator.heard_s.get(key, 0.0)
             before_s, reported_s = self._reported.get(key, (heard_s, 0.0))
@@ -60,6 +75,24 @@ class Waiting:
                 del self._reported[key]
                 self._say(f"{key[0]} {key[1]} responds again, after a silence of at least {quiet_s:.0f} s.")
         return self._watch.standstill
+
+    def excuse(self) -> None:
+        """Do not count the silence of any process before now: the processes were suspended."""
+        self._excused_s = time.monotonic()
+
+    def _without_excuse(self, awaited: Awaited) -> Awaited | None:
+        """Return the process with the silence that has no known reason, or None if that silence is short."""
+        now_s = time.monotonic()
+        excused_s = self._excused_s
+        if (awaited.role, awaited.index) == ("worker", 0):
+            if self._terminal is not None and self._terminal.awaits_user(self._engine.workers[0].id):
+                self._typed_s = now_s
+            excused_s = max(excused_s, self._typed_s)
+        if now_s - excused_s >= awaited.quiet_s:
+            return awaited
+        if now_s - excused_s < min(RECOVERY_S, self._timeout_s or RECOVERY_S):
+            return None
+        return msgspec.structs.replace(awaited, quiet_s=now_s - excused_s)
 
     def _describe(self, awaited: Awaited) -> str:
         """Return a message about a process that the run is waiting for."""
