@@ -137,6 +137,7 @@ RUN_OPTIONS = {
     "--seed": "Random seed for the data order, the jitter",
     "--on-nan": "stop the run or skip the push",
     "--run-dir": "logs, traces and results",
+    "--show-all": "each line with the name of its process",
     "--stall-timeout": "silent for this many seconds",
     "--torchrun-env": "Set RANK, LOCAL_RANK, WORLD_SIZE",
     "--batch": "Sizes of the batches",

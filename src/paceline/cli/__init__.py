@@ -7,7 +7,7 @@ The commands parse options, call the library and print results. Exit codes:
 - 2: invalid input. An error message is printed to standard error before any process is started.
 - 3: the run finished, but a worker crashed or some results could not be saved in the run directory.
 - 130: the command was interrupted by Ctrl-C, and all processes have ended.
-- 143 or 129: the command was terminated by SIGTERM or SIGHUP, and all processes have ended.
+- 143, 129 or 131: the command was terminated by SIGTERM, SIGHUP or SIGQUIT, and all processes have ended.
 """
 
 from __future__ import annotations

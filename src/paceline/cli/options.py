@@ -144,6 +144,25 @@ TorchrunEnv = Annotated[
         rich_help_panel="Run",
     ),
 ]
+AsModule = Annotated[
+    bool,
+    typer.Option(
+        "-m",
+        help="Run a module as python -m does: [bold]paceline run -m package.module[/].",
+        show_default=False,
+        rich_help_panel="Run",
+    ),
+]
+ShowAll = Annotated[
+    bool,
+    typer.Option(
+        "--show-all",
+        help="Show the output of all workers and servers, each line with the name of its process. No process has "
+        "a terminal. Default: show the output of worker 0.",
+        show_default=False,
+        rich_help_panel="Run",
+    ),
+]
 Pace = Annotated[
     str | None,
     typer.Option(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +16,7 @@ from typer.core import TyperCommand
 from ..errors import ConfigurationError
 from ..report.summary import summary_rows
 from .options import (
+    AsModule,
     BatchOption,
     Imports,
     Jitter,
@@ -25,6 +28,7 @@ from .options import (
     Seed,
     Servers,
     Shards,
+    ShowAll,
     SlicingOption,
     Slowdown,
     StallTimeout,
@@ -49,6 +53,7 @@ class RunCommand(TyperCommand):
         rest = super().parse_args(ctx, args)
         script, arguments = ctx.params["script"], list(ctx.params["arguments"] or ())
         options = {name for parameter in self.params for name in parameter.opts if name.startswith("-")}
+        options.discard("-m")  # it means nothing after the script
         strays = _strays(arguments, options)
         separated = given[: len(given) - len(arguments) - 1][-1:] == ["--"]
         if strays and not separated:
@@ -75,7 +80,10 @@ def _strays(arguments: list[str], options: set[str]) -> list[str]:
 
 
 def run(
-    script: Annotated[Path, typer.Argument(help="Python script that uses paceline.", show_default=False)],
+    script: Annotated[
+        Path,
+        typer.Argument(help="Python script that uses paceline; with -m, a module.", show_default=False),
+    ],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
     ] = None,
@@ -94,6 +102,8 @@ def run(
     run_dir: RunDir = None,
     stall_timeout: StallTimeout = None,
     torchrun_env: TorchrunEnv = False,
+    as_module: AsModule = False,
+    show_all: ShowAll = False,
     pace: Pace = None,
     slowdown: Slowdown = None,
     jitter: Jitter = 0.0,
@@ -108,7 +118,12 @@ def run(
     with interruptible("nothing was started"):
         from ..runtime.job import describe, make_job
 
-        sys.path.insert(0, str(script.resolve().parent))  # --import may name modules in this directory
+        module = str(script) if as_module else ""
+        if module:
+            sys.path.insert(0, os.getcwd())
+            script = _find_module(module)
+        else:
+            sys.path.insert(0, str(script.resolve().parent))  # --import may name modules in this directory
         if not script.is_file():
             what = "is not a file" if script.exists() else "does not exist"
             raise ConfigurationError(f"the script {str(script)!r} {what}; give the path of a Python file.")
@@ -134,9 +149,8 @@ def run(
             dry_run=True,
         )
     if dry_run:
-        _print_pairs(
-            {**describe(job), "command": " ".join([sys.executable, str(script), *(arguments or [])])}
-        )
+        command = [sys.executable, *(["-m", module] if module else [str(script)]), *(arguments or [])]
+        _print_pairs({**describe(job), "command": " ".join(command)})
         return
     from ..launcher.interruption import Interrupted, Terminated
     from ..launcher.local import Placement
@@ -150,7 +164,15 @@ def run(
         from ..launcher.launch import run_script
 
         try:
-            result = run_script(job, script, arguments or [], console=console, starter=starter)
+            result = run_script(
+                job,
+                script,
+                arguments or [],
+                console=console,
+                starter=starter,
+                module=module,
+                show_all=show_all,
+            )
         except (Interrupted, Terminated) as end:
             if end.summary:
                 _print_summary(end.summary)
@@ -162,6 +184,27 @@ def run(
         print(f"weights: {result.summary['weights']}; traces and logs, possibly incomplete: {result.run_dir}")
     if result.problems or result.summary["crashed_workers"]:
         raise typer.Exit(EXIT_NOT_ALL_WELL)
+
+
+def _find_module(name: str) -> Path:
+    """Return the path of the file that `python -m name` would run. No module is imported.
+
+    Raises:
+        ConfigurationError: there is no such module.
+    """
+    locations: list[str] | None = None
+    spec = None
+    for part in [*name.split("."), "__main__"]:
+        spec = PathFinder.find_spec(part, locations)
+        if spec is None or spec.submodule_search_locations is None:
+            break
+        locations = list(spec.submodule_search_locations)
+    if spec is None or spec.origin is None or part not in (name.rpartition(".")[2], "__main__"):
+        raise ConfigurationError(
+            f"the module {name!r} was not found, or is a package without __main__.py; give the name of a module in "
+            "the current directory or on the module search path."
+        )
+    return Path(spec.origin)
 
 
 def demo(

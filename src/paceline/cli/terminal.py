@@ -67,7 +67,7 @@ def keep_streams_usable() -> None:
 
 @contextlib.contextmanager
 def interruptible(then: str = "all processes of the run have ended") -> Iterator[None]:
-    """On Ctrl-C, SIGTERM or SIGHUP, print a message and exit with code 130, 143 or 129.
+    """On Ctrl-C, SIGTERM, SIGHUP or SIGQUIT, print a message and exit with code 130, 143, 129 or 131.
 
     Args:
         then: the message to print on Ctrl-C if the interrupted code does not provide one.

@@ -82,7 +82,7 @@ def main(order: Order, payload: int) -> int:
 
 
 def _train(kind: str, arguments: list[str], objects: BinaryIO) -> None:
-    """Read the training function from the payload and call it, or run the script or module that the arguments name."""
+    """Read the training function from the payload and call it, or run the named script or module."""
     if kind == "function":
         with objects:
             function, args = cloudpickle.load(objects)

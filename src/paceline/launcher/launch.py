@@ -19,6 +19,7 @@ from ..runtime.job import Job, make_job
 from ..shard.foreign import loaded_optimizers
 from ..sync import SyncModel
 from ..sync.schedule import Schedule
+from .channels import Streams
 from .local import Placement
 from .progress import announce
 from .results import RunResult
@@ -56,6 +57,7 @@ def launch(
     progress: bool | None = None,
     snapshot_every_s: float | None = None,
     placement: Placement | None = None,
+    show_all: bool = False,
 ) -> RunResult:
     """Run a training function in several workers, each in its own process, and return the result.
 
@@ -97,14 +99,16 @@ def launch(
             worker, as torchrun does, for scripts and loggers that read them.
         progress: True to show the progress of the run. Default: True if standard error is a terminal.
         snapshot_every_s: interval in seconds at which copies of the weights are stored in the result. Default: none.
+        show_all: True to show the output of all workers and servers, each line with the name of its process. Default:
+            show the output of worker 0.
         placement: machine of each process; requires transport "tcp". Default: all processes run on this machine.
 
     Raises:
         ConfigurationError: an argument is not valid; no process was started.
         RunFailedError: a process failed; all processes have ended. The notes of the exception say where the log is
             and where the weights at the time of the failure were saved.
-        KeyboardInterrupt: Ctrl-C was pressed; all processes have ended and the weights were saved. SIGTERM and SIGHUP
-            raise `SystemExit` in the same way, unless the program has its own handlers for these signals.
+        KeyboardInterrupt: Ctrl-C was pressed; all processes have ended and the weights were saved. SIGTERM, SIGHUP
+            and SIGQUIT raise `SystemExit` in the same way, unless the program has its own handlers for these signals.
     """
     if current() is not None:
         raise UsageError(
@@ -152,11 +156,19 @@ def launch(
         console=console,
         snapshot_every_s=snapshot_every_s,
         placement=placement,
+        streams=Streams(show_all=show_all),
     )
 
 
 def run_script(
-    job: Job, script: Path, arguments: Sequence[str], *, console: Console, starter: Starter | None = None
+    job: Job,
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    console: Console,
+    starter: Starter | None = None,
+    module: str = "",
+    show_all: bool = False,
 ) -> RunResult:
     """Run a script in every worker, as `python script arguments...` would.
 
@@ -166,8 +178,12 @@ def run_script(
         arguments: arguments of the script.
         console: console for the progress display.
         starter: starts the processes; by default, a new one.
+        module: name of the script as a module, to run it as `python -m module arguments...` would.
+        show_all: see `launch`.
     """
-    path = [str(script.resolve().parent), *sys.path]
+    path = [os.getcwd() if module else str(script.resolve().parent), *sys.path]
     packages = (*job.optimizers.packages, *imported_packages(script))
     job = structs.replace(job, optimizers=OptimizerSources(packages, str(script.resolve())))
-    return start(job, ["script", str(script), *arguments], b"", path, console=console, starter=starter)
+    order = ["module", module] if module else ["script", str(script)]
+    streams = Streams(reads=True, show_all=show_all)
+    return start(job, [*order, *arguments], b"", path, console=console, starter=starter, streams=streams)

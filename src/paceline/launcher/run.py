@@ -176,7 +176,7 @@ class LiveRun:
         Raises:
             RunFailedError: a process has failed.
             Interrupted: Ctrl-C was pressed.
-            Terminated: SIGTERM or SIGHUP was received.
+            Terminated: SIGTERM, SIGHUP or SIGQUIT was received.
         """
         engine, coordinator = self._engine, self._coordinator
         coordinator.start()

@@ -1,7 +1,7 @@
 """What a terminal shows at the end, as text: the log of a process that writes to a terminal.
 
-A progress bar writes the same line hundreds of times. The log contains the line as it was last shown. Colors and other
-attributes are dropped.
+A progress bar writes the same line hundreds of times. The log contains the line as it was last shown. Colors and
+other attributes are dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOKEN = re.compile(
     r"|\x1b\[[\x20-?]*[@-~]"  # a private control sequence, for example to hide the cursor
     r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # a command to the terminal's window, such as its title or a link
     r"|\x1b[\x20-/]*[0-Z\\^-~]"  # a short sequence
-    r"|(?P<control>[\x00-\x1f\x7f])"
+    r"|(?P<control>[\x00-\x1a\x1c-\x1f\x7f])"
     r"|(?P<text>[^\x00-\x1f\x7f]+)"
 )
 LONGEST_SEQUENCE = 4096  # an unfinished sequence that is longer is shown as text
