@@ -337,6 +337,10 @@ def test_a_counter_in_a_group_is_kept_when_the_learning_rate_changes() -> None:
     weight = nn.Parameter(torch.zeros(4))
     optimizer = Counting([weight], lr=1.0)
     name = require_elementwise(optimizer)
+    assert foreign.counters_of(optimizer) == ["k"]  # a run refuses to save its state
+    lion = Lion(parameters())
+    require_elementwise(lion)
+    assert foreign.counters_of(lion) == []
     layout = Layout.of([Parameter(("p",), (4,), "float32")])
     [bounds] = layout.slice_evenly(1)
     weights = {"float32": torch.zeros(bounds.bounds["float32"][1])}

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ..core.joint_norms import clip_factor
 from ..core.model_spec import OptimizerSpec
 from ..errors import UsageError
+from ..shard.foreign import counters_of
 from ..shard.lars import LARS
 from ..shard.optimizers import read_groups, require_elementwise
 from ..sync.events import MOST_NORM, Clip
@@ -253,9 +254,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return the optimizer's state in the format of the wrapped optimizer's own `state_dict()`.
 
         In a run, the state is fetched from the servers.
+
+        Raises:
+            UsageError: the optimizer is not one of torch's, and counts steps in its parameter groups.
         """
         own = self._wrapped.state_dict()
         if self._training is not None:
+            if counters := counters_of(self._wrapped):
+                raise UsageError(
+                    f"The state of {type(self._wrapped).__name__} cannot be saved in a run: it changes "
+                    f"{', '.join(counters)} in its parameter groups with each step, and the servers send only the "
+                    "state of parameters. Keep such values in the optimizer's state instead."
+                )
             own["state"] = self._training.fetch_state()
         return own
 

@@ -27,7 +27,15 @@ from ..core.model_spec import HyperParameters
 from ..errors import ConfigurationError, UsageError, first_line
 from ..plugins.optimizer_sources import OptimizerSources, name_of
 
-__all__ = ["build", "class_of", "foreign_reason", "loaded_optimizers", "register_elementwise", "use_sources"]
+__all__ = [
+    "build",
+    "class_of",
+    "counters_of",
+    "foreign_reason",
+    "loaded_optimizers",
+    "register_elementwise",
+    "use_sources",
+]
 
 SHAPES = ((), (1,), (7,), (4, 3), (3, 2, 2, 2))
 STEPS = 12
@@ -41,6 +49,7 @@ Kind = TypeVar("Kind", bound=type[torch.optim.Optimizer])
 
 _registered: set[type] = set()
 _classes: dict[str, type[torch.optim.Optimizer]] = {}
+_counters: dict[type, set[str]] = {}  # the hyper-parameters that an optimizer changes in its own steps
 _sources: list[
     OptimizerSources
 ] = []  # the sources of this process; empty in a process that is not part of a run
@@ -167,6 +176,11 @@ def foreign_reason(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParam
         return _trial(optimizer, servers_kind, groups[:MOST_GROUPS], sliced=kind not in _registered)
 
 
+def counters_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the hyper-parameters that an optimizer changes in its own steps, as seen in the test of its class."""
+    return sorted(_counters.get(type(optimizer), ()))
+
+
 def _is_sent(kind: type) -> bool:
     return bool(_sources) and name_of(kind) in _sources[0].sent
 
@@ -226,6 +240,10 @@ def _trial(
                 return change + difference
             if problem := _unusual_state([one for one, _ in built]):
                 return problem
+            for one, _ in built:
+                for group, settings in zip(one.param_groups, groups, strict=True):
+                    changed = [key for key, value in settings.items() if group.get(key) != value]
+                    _counters.setdefault(type(optimizer), set()).update(changed)
     return ""
 
 
