@@ -29,7 +29,7 @@ from .live import mark
 
 __all__ = ["mark"]  # a fixture
 
-collect_ignore_glob = ["checked_scripts/*"]  # run by test_check.py only
+collect_ignore_glob = ["checked_scripts/*", "ported_scripts/*"]  # run by tests of their own only
 
 LONG_FILES = (
     "test_ends.py",
