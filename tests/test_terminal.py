@@ -272,3 +272,37 @@ def test_piped_input_goes_to_worker_0_and_show_all_names_each_process(mark: str)
     assert "worker 0 | terminal [False, False, False] 0" in lines
     assert "worker 0 | name? hello Ada" in lines
     assert "worker 1 | the end of 1" in lines
+
+
+HELD = """
+import os, subprocess, sys, time
+from paceline.launcher.terminal import Terminal
+
+def awaits(expected):
+    while terminal.awaits_user(child.pid) != expected:
+        time.sleep(0.01)
+
+terminal = Terminal.here()
+with terminal:
+    worker = terminal.take_worker()
+    program = "import time; input(); time.sleep(1000)"
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=worker, stdout=worker, stderr=worker)
+    awaits(True)
+    print("held", flush=True)
+    awaits(False)
+    child.kill()
+    child.wait()
+    os.close(worker)
+    print("free", flush=True)
+"""
+
+
+def test_a_process_that_reads_its_terminal_awaits_the_user_until_a_line_is_typed(
+    screen: type[Screen],
+) -> None:
+    shown = screen("-c", HELD)
+    shown.await_text("held")
+    shown.type("a line\r")
+    shown.await_text("free")
+    assert shown.end() == 0
+    assert termios.tcgetattr(shown.other) == shown.settings
