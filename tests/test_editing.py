@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
+import paceline
 from paceline import DistributedOptimizer, simulate, worker_count, worker_index
-from paceline.errors import UsageError, WeightsChangedError
+from paceline.core.edits import Edits
+from paceline.core.layout import Layout, Parameter
+from paceline.core.messages import Commit, CreateShards, InitialWeights
+from paceline.core.model_spec import ModelSpec, OptimizerSpec
+from paceline.core.requests import COORDINATOR, Discard, Overwrite, worker_peer
+from paceline.core.server import Server
+from paceline.errors import ProtocolError, UsageError, WeightsChangedError
+from paceline.shard.store import Push, Store
+from paceline.shard.vectors import segment_views
 from paceline.sim import Cluster
+from paceline.sync.events import Edit
 from paceline.trace import replay
 
 if TYPE_CHECKING:
@@ -54,7 +68,7 @@ class Net(nn.Module):
         return out
 
 
-Edit = Callable[[Net, int], None]
+Change = Callable[[Net, int], None]
 
 
 def rows(worker: int, iteration: int) -> torch.Tensor:
@@ -125,7 +139,7 @@ def swap_and_back(model: Net, iteration: int) -> None:
 EDITS = [clamp, clamp_data, normalize, reset_head, replace_data, go_back, swap_and_back]
 
 
-def training(edit: Edit, steps: int = 6, *, width: int = 6) -> Callable[[], State]:
+def training(edit: Change, steps: int = 6, *, width: int = 6) -> Callable[[], State]:
     """A training function that edits the weights after each step."""
 
     def train() -> State:
@@ -143,7 +157,7 @@ def training(edit: Edit, steps: int = 6, *, width: int = 6) -> Callable[[], Stat
     return train
 
 
-def alone(edit: Edit, workers: int, steps: int = 6) -> State:
+def alone(edit: Change, workers: int, steps: int = 6) -> State:
     """One process without Paceline: the mean of what each worker's batch gives, and the same edits."""
     model = Net()
     optimizer = sgd(model)
@@ -156,10 +170,15 @@ def alone(edit: Edit, workers: int, steps: int = 6) -> State:
     return weights_of(model)
 
 
+def test_edits_with_overlap_off_are_those_of_one_process(run_on_threads: RunOnThreads) -> None:
+    run = run_on_threads(training(clamp), workers=2, servers=2, shards=3, transport="tcp", overlap="off")
+    assert_close(run.state_dict, alone(clamp, 2))
+
+
 @TRANSPORTS
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_under_bsp_are_those_of_one_process(
-    run_on_threads: RunOnThreads, edit: Edit, transport: str
+    run_on_threads: RunOnThreads, edit: Change, transport: str
 ) -> None:
     expected = alone(edit, 2)
     run = run_on_threads(training(edit), workers=2, servers=2, shards=3, transport=transport)
@@ -171,7 +190,7 @@ def test_edits_under_bsp_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("edit", [clamp, reset_head])
-def test_edits_in_virtual_time_are_those_of_one_process(edit: Edit) -> None:
+def test_edits_in_virtual_time_are_those_of_one_process(edit: Change) -> None:
     result = simulate(Cluster(compute_s=[1.0, 2.0, 1.5], servers=2), "bsp", train_fn=training(edit), shards=3)
     assert result.state_dict is not None
     assert_close(result.state_dict, alone(edit, 3))
@@ -209,18 +228,13 @@ def test_all_shards_take_the_edit_of_one_worker(run_on_threads: RunOnThreads, sy
 
     for _ in range(3):
         run = run_on_threads(train, workers=3, servers=2, shards=4, sync=sync)
-        found = {value for tensor in weights_of_state(run.state_dict) for value in tensor.flatten().tolist()}
+        names = dict(Net().named_parameters())
+        found = {value for name in names for value in run.state_dict[name].flatten().tolist()}
         if sync == "bsp":
             assert found == {1.0}, "the edit of worker 0"
         else:
             # Other workers may push a gradient after the edit, so only the parameter without gradients is certain.
             assert len(set(run.state_dict["unused"].tolist())) == 1
-
-
-def weights_of_state(state: State) -> list[torch.Tensor]:
-    return [
-        tensor for name, tensor in state.items() if not name.startswith("norm.") or "running" not in name
-    ][:-3]
 
 
 @TRANSPORTS
@@ -462,3 +476,91 @@ def test_what_is_loaded_last_is_what_the_servers_hold(run_on_threads: RunOnThrea
     for faults in (run.faults, simulated.faults):
         [fault] = faults
         assert fault.startswith("worker 0: Parameter 'unused' was edited after the last step")
+
+
+# -- the last edit of a live run, and a worker that is killed inside the block -------------------------------
+
+
+@pytest.mark.processes
+def test_a_worker_that_is_killed_inside_the_block_takes_no_edit_with_it(tmp_path: Path) -> None:
+    def work() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        for iteration in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            with optimizer.editing(), torch.no_grad():
+                model.weight.fill_(iteration + 0.5)
+                if (paceline.worker_index(), iteration) == (0, 3):
+                    os.kill(os.getpid(), signal.SIGKILL)
+            assert bool((model.weight == iteration + 0.5).all())
+
+    result = paceline.launch(work, workers=3, servers=2, sync="bsp", run_dir=tmp_path / "run", progress=False)
+    assert result.summary["lost_workers"] == [0]
+    assert result.summary["iterations"] == {"0": 7, "1": 12, "2": 12}
+    saved = safetensors.torch.load_file(tmp_path / "run" / "weights.safetensors")
+    assert saved["weight"].tolist() == [[5.5] * 6] * 3
+    assert [replay(trace) for trace in result.trace] == [[]] * 3
+
+
+# -- the parts of an edit, one by one ------------------------------------------------------------------------
+
+
+def test_an_edit_leaves_alone_what_a_later_edit_has_set() -> None:
+    layout = Layout.of([Parameter(("a",), (2,), "float32"), Parameter(("b",), (2,), "float32")])
+    [bounds] = layout.slice_evenly(1)
+    spec = OptimizerSpec("SGD", (dict(torch.optim.SGD([torch.ones(1)], lr=0.1).defaults),), (0, 0))
+    store = Store(bounds, {"float32": torch.zeros(layout.sizes["float32"])}, spec)
+    for worker, number, present in ((1, 1, b"\1\0"), (0, 0, b"\1\1")):
+        values = {"float32": torch.full((layout.sizes["float32"],), number + 5.0)}
+        store.put(worker, 0, Push(values, present, ()))
+        store.overwrite(worker, 0, number)
+    a, b = segment_views(bounds, store.weights)
+    assert (a.tolist(), b.tolist()) == ([6.0, 6.0], [5.0, 5.0])
+    assert float(store.weights["float32"].sum()) == 22.0, "the padding stays zero"
+
+
+def test_shard_0_names_the_first_worker_and_another_one_if_that_is_lost() -> None:
+    edits = Edits(0)
+    assert edits.name(2, 0)
+    assert not edits.name(1, 0)
+    edits.leave(2)
+    assert edits.name(1, 0)
+    edits.receive((1, 4), Edit(number=0, sole=True))
+    edits.leave(1)
+    assert not edits.name(0, 0), "its edit was received"
+    assert edits.carry_out([(1, 4)]) == [Overwrite(0, 1, 4, 0)]
+    assert not edits.name(0, 0)
+    assert edits.name(0, 1)
+
+
+def test_in_lockstep_the_lowest_index_counts_and_an_edit_is_made_once() -> None:
+    edits = Edits(0)
+    for worker in (2, 1):
+        edits.receive((worker, 3), Edit(number=0, sole=False))
+    assert edits.carry_out([(2, 3), (1, 3)]) == [Overwrite(0, 1, 3, 0), Discard(0, 2, 3)]
+    edits.receive((0, 4), Edit(number=0, sole=False))
+    assert edits.carry_out([(0, 4)]) == [Discard(0, 0, 4)]
+    assert not edits.pending
+
+
+@pytest.mark.parametrize("wrong", [{"empty": True}, {"samples": 3}])
+def test_a_server_refuses_an_edit_without_values_or_with_properties_of_a_gradient(
+    wrong: dict[str, Any],
+) -> None:
+    shard = simple_server()
+    commit = Commit(0, 0, edit=Edit(number=0, sole=True), **wrong)
+    with pytest.raises(ProtocolError, match="its push contains an edit"):
+        shard.handle(worker_peer(0), commit, 1.0)
+    assert not shard.shards[0].sync.counts.at(1)
+
+
+def simple_server() -> Server:
+    server = Server()
+    model = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
+    [bounds] = Layout((), (), {}).slice_evenly(1)
+    server.handle(COORDINATOR, CreateShards(model, (bounds,), "asp", (0, 1), 0), 0.0)
+    server.handle(worker_peer(0), InitialWeights(0), 0.0)
+    return server
