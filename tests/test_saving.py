@@ -195,3 +195,27 @@ def test_a_language_model_saves_and_reloads_its_best(sync: str, tmp_path: Path) 
     said = [(run_dir / f"worker-{worker}.log").read_text().splitlines()[-1] for worker in (0, 1)]
     assert said[0] == said[1]
     assert said[0].startswith("True ")
+
+
+@pytest.mark.parametrize("sync", ["bsp", "spec-sync"])
+def test_a_whole_module_is_saved_without_the_hooks_of_the_run(
+    sync: str, tmp_path: Path, run_on_threads: RunOnThreads
+) -> None:
+    """SpecSync hooks the modules that a closure may abort; a file with hooks could not be read with weights_only."""
+
+    def save_whole() -> None:
+        model = make()
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+
+        def closure() -> None:
+            optimizer.zero_grad()
+            model(torch.randn(8, 2)).square().mean().backward()
+
+        optimizer.step(closure)
+        paceline.save(model, tmp_path / "model.pt")
+        optimizer.step(closure)  # the hooks are back
+
+    run_on_threads(save_whole, workers=2, sync=sync)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.BatchNorm1d]):
+        saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert [type(part) for part in saved] == [nn.Linear, nn.BatchNorm1d, nn.Linear]

@@ -7,15 +7,16 @@ Therefore these hooks hold only weak references to their objects. After a run, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakMethod, finalize
+from weakref import WeakKeyDictionary, WeakMethod, finalize
 
 from torch.utils.hooks import RemovableHandle
 
 from .session import Session
 
-__all__ = ["remove_after", "weakly"]
+__all__ = ["remove_after", "weakly", "without_hooks"]
 
 
 class _Weakly:
@@ -44,9 +45,32 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 def remove_after(session: Session, handles: Iterable[RemovableHandle]) -> None:
     """Remove hooks when the session is garbage-collected."""
-    finalize(session, _remove, tuple(handles)).atexit = False
+    added = tuple(handles)
+    _handles.setdefault(session, []).extend(added)
+    finalize(session, _remove, added).atexit = False
+
+
+@contextmanager
+def without_hooks(session: Session) -> Iterator[None]:
+    """Return a context in which the modules have no hooks of this session, so that none is written to a file.
+
+    A file with such a hook could not be read by `torch.load(path, weights_only=True)`.
+    """
+    removed = []
+    for handle in _handles.get(session, ()):
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            removed.append((hooks, handle.id, hooks.pop(handle.id)))
+    try:
+        yield
+    finally:
+        for hooks, index, hook in removed:
+            hooks[index] = hook
 
 
 def _remove(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+_handles: WeakKeyDictionary[Session, list[RemovableHandle]] = WeakKeyDictionary()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
+from .hooks import without_hooks
 from .session import current, is_main
 from .training import WorkerTraining, training_of
 
@@ -56,8 +57,14 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
         return
     session = current()
     training = training_of(session) if session is not None else None
-    if training is not None and (pooled := _pooled_by_memory(training)):
-        obj = _replaced(obj, pooled)
+    with without_hooks(session) if session is not None else contextlib.nullcontext():
+        if training is not None and (pooled := _pooled_by_memory(training)):
+            obj = _replaced(obj, pooled)
+        _write(obj, path)
+
+
+def _write(obj: object, path: str | os.PathLike[str]) -> None:
+    """Write an object to a temporary file in the same directory, and rename the file when it is complete."""
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
     temporary = os.path.join(folder, f".{name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
