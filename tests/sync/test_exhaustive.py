@@ -483,6 +483,11 @@ def test_the_reductions_lose_no_end_of_a_job_that_clips(name: str, size: str) ->
     require_equal_ends(clipped_cluster(name, [], size))
 
 
+@pytest.mark.parametrize(("name", "size"), [("bsp", "2,2,2,1"), ("asp", "2,2,1,1")])
+def test_the_reductions_lose_no_end_of_a_job_that_edits(name: str, size: str) -> None:
+    require_equal_ends(edited_cluster(name, [], size, (0,)))
+
+
 def require_equal_ends(cluster: SmallJob) -> None:
     """A search with the reductions finds what a search without them finds, in fewer states."""
 
