@@ -512,7 +512,7 @@ def test_an_edit_leaves_alone_what_a_later_edit_has_set() -> None:
     layout = Layout.of([Parameter(("a",), (2,), "float32"), Parameter(("b",), (2,), "float32")])
     [bounds] = layout.slice_evenly(1)
     spec = OptimizerSpec("SGD", (dict(torch.optim.SGD([torch.ones(1)], lr=0.1).defaults),), (0, 0))
-    store = Store(bounds, {"float32": torch.zeros(layout.sizes["float32"])}, spec)
+    store = Store(bounds, {"float32": torch.zeros(layout.sizes["float32"])}, [spec])
     for worker, number, present in ((1, 1, b"\1\0"), (0, 0, b"\1\1")):
         values = {"float32": torch.full((layout.sizes["float32"],), number + 5.0)}
         store.put(worker, 0, Push(values, present, ()))

@@ -107,7 +107,7 @@ class Job:
         for i, bounds in enumerate(self.slices):
             mine = {d: flat[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
             recorder = recorders[i] if recorders else None
-            self.stores.append(Store(bounds, mine, spec))
+            self.stores.append(Store(bounds, mine, [spec]))
             self.shards.append(Shard(i, [sync], recorder=recorder))
         self.answers: list[tuple[int, int, int, int]] = []
         for worker in range(workers):

@@ -128,7 +128,7 @@ def _update(turn: Turn, index: int, out: Path) -> Figures:
     groups = read_groups(optimizer)
     spec = OptimizerSpec(require_elementwise(optimizer), groups, (0,) * len(parts))
     shard = Shard(0, [ASP()])
-    store = Store(bounds, {"float32": torch.zeros(size)}, spec)
+    store = Store(bounds, {"float32": torch.zeros(size)}, [spec])
     shard.handle(WorkerJoined(now_s=0.0, worker=0))
     push = Push({"float32": torch.ones(size)}, bytes([1] * len(parts)), groups)
 

@@ -77,6 +77,11 @@ class DataFeed:
         """The data in the next push; one full batch if the script has not drawn a batch since its last push."""
         return self._last.work if self._last is not None else ONE_BATCH
 
+    @property
+    def has_drawn(self) -> bool:
+        """True if the script has drawn a batch since its last push."""
+        return self._last is not None
+
     def begin(self, loader: int, name: str, epoch: int, order: Order) -> list[Request]:
         """Begin an epoch of a loader. The loaders are numbered, but may begin in any order."""
         self.used = True

@@ -1,7 +1,10 @@
 """The layout of parameters in flat vectors, and the slicing of those vectors into shards.
 
-This module contains only arithmetic and does not import torch. The parameters of a model are placed one after
-another in one flat vector per dtype, and each parameter begins at a 64-byte boundary. Elastic Parameter Slicing, or
+This module contains only arithmetic and does not import torch. A *parameter set* consists of the parameters that one
+optimizer of the script trains. The parameters of a set are placed one after another in one flat vector per dtype, and
+each parameter begins at a 64-byte boundary. The name of a vector is its dtype; for sets after the first one, "/" and
+the index of the set follow. So each set is sliced by itself, and a push or a pull of one set is a selection of whole
+vectors. Elastic Parameter Slicing, or
 EPS, then cuts each vector into parts of almost equal size, regardless of the sizes of the layers, so a layer may be
 spread over several shards. EPS is described in section III of the FluentPS paper. A push or a pull transfers slices
 of these vectors without conversion.
@@ -16,8 +19,8 @@ of these vectors without conversion.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -32,6 +35,9 @@ __all__ = [
     "Segment",
     "ShardSlice",
     "aligned",
+    "dtype_of",
+    "item_bytes",
+    "of_set",
 ]
 
 ALIGNMENT_BYTES = 64
@@ -39,19 +45,50 @@ ALIGNMENT_BYTES = 64
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Size in bytes of one element of each dtype that a parameter may have. Each key is the name of a dtype in torch."""
 
+T = TypeVar("T")
 
-class Parameter(msgspec.Struct, frozen=True):
+
+def dtype_of(vector: str) -> str:
+    """Return the dtype of the vector with this name."""
+    return vector.partition("/")[0]
+
+
+def item_bytes(vector: str) -> int:
+    """Return the size in bytes of one element of the vector with this name."""
+    return ITEM_BYTES[dtype_of(vector)]
+
+
+def of_set(vectors: Mapping[str, T], set_index: int | None) -> dict[str, T]:
+    """Return the vectors of one parameter set; all vectors if `set_index` is None.
+
+    >>> of_set({"float32": 1, "float64": 2, "float32/1": 3}, 1)
+    {'float32/1': 3}
+    """
+    if set_index is None:
+        return dict(vectors)
+    suffix = str(set_index or "")
+    return {name: vector for name, vector in vectors.items() if name.partition("/")[2] == suffix}
+
+
+class Parameter(msgspec.Struct, frozen=True, omit_defaults=True):
     """The description of a trainable tensor of the model.
 
     Attributes:
         names: all names of the tensor in the model's `state_dict`; more than one if the parameter is tied.
         shape: shape of the tensor.
         dtype: name of the dtype in torch, for example "float32".
+        set_index: index of the parameter set that the parameter belongs to.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
+    set_index: int = 0
+
+    @property
+    def vector(self) -> str:
+        """Name of the vector that contains the parameter."""
+        return f"{self.dtype}/{self.set_index}" if self.set_index else self.dtype
 
     @property
     def size(self) -> int:
@@ -67,7 +104,7 @@ class Segment(msgspec.Struct, frozen=True):
 
     Attributes:
         parameter: index of the parameter.
-        dtype: dtype of the vector that contains the segment.
+        dtype: name of the vector that contains the segment: the dtype, with the index of the set if it is not 0.
         start: index of the segment's first element within the shard's slice of the vector.
         stop: index of the segment's last element within the shard's slice of the vector, plus one.
         offset: index of the segment's first element within the flattened parameter.
@@ -90,7 +127,7 @@ class Piece(NamedTuple):
 
 
 class ShardSlice(msgspec.Struct, frozen=True):
-    """The slice that one shard holds: its bounds (start, stop) in the vector of each dtype, and its segments."""
+    """The slice that one shard holds: its bounds (start, stop) in each vector, and its segments."""
 
     index: int
     bounds: dict[str, tuple[int, int]]
@@ -99,13 +136,18 @@ class ShardSlice(msgspec.Struct, frozen=True):
     @property
     def size_bytes(self) -> int:
         """Size in bytes of a push to this shard, or of a pull from this shard."""
-        return sum((stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in self.bounds.items())
+        return sum((stop - start) * item_bytes(dtype) for dtype, (start, stop) in self.bounds.items())
+
+    def of_set(self, set_index: int) -> ShardSlice:
+        """Return the part of the slice that belongs to one parameter set."""
+        bounds = of_set(self.bounds, set_index)
+        return ShardSlice(self.index, bounds, tuple(s for s in self.segments if s.dtype in bounds))
 
     def pieces(self, size_bytes: int) -> tuple[Piece, ...]:
         """Return the slice as pieces of at most `size_bytes`, in order. Each piece can be sent separately."""
         pieces = []
         for dtype, (low, high) in self.bounds.items():
-            step = max(1, size_bytes // ITEM_BYTES[dtype])
+            step = max(1, size_bytes // item_bytes(dtype))
             for start in range(0, high - low, step):
                 stop = min(start + step, high - low)
                 inside = {
@@ -123,7 +165,7 @@ class Layout(msgspec.Struct, frozen=True):
     Attributes:
         parameters: the parameters, in the order of the optimizer's groups.
         offsets: for each parameter, the index of its first element in the vector of its dtype.
-        sizes: dtype -> number of elements in the vector of that dtype, including padding.
+        sizes: name of each vector -> number of its elements, including padding.
     """
 
     parameters: tuple[Parameter, ...]
@@ -147,14 +189,14 @@ class Layout(msgspec.Struct, frozen=True):
                     f"Parameter {parameter} has a dtype that Paceline cannot train; "
                     f"expected one of {', '.join(ITEM_BYTES)}."
                 )
-            offsets.append(sizes.get(parameter.dtype, 0))
-            sizes[parameter.dtype] = aligned(offsets[-1] + parameter.size, parameter.dtype)
+            offsets.append(sizes.get(parameter.vector, 0))
+            sizes[parameter.vector] = aligned(offsets[-1] + parameter.size, parameter.dtype)
         return cls(tuple(parameters), tuple(offsets), dict(sorted(sizes.items())))
 
     @property
     def size_bytes(self) -> int:
         """Total size in bytes of a push to all shards, or of a pull from all shards."""
-        return sum(size * ITEM_BYTES[dtype] for dtype, size in self.sizes.items())
+        return sum(size * item_bytes(dtype) for dtype, size in self.sizes.items())
 
     def sliced(self, shards: int, slicing: str) -> tuple[ShardSlice, ...]:
         """Return the slices. `slicing` selects `slice_evenly` ("even") or `slice_by_parameter` ("by-parameter")."""
@@ -195,22 +237,22 @@ class Layout(msgspec.Struct, frozen=True):
             starts = dict(ends)
             for index in range(count * shard // shards, count * (shard + 1) // shards):
                 parameter = self.parameters[index]
-                ends[parameter.dtype] = self.offsets[index] + aligned(parameter.size, parameter.dtype)
+                ends[parameter.vector] = self.offsets[index] + aligned(parameter.size, parameter.dtype)
             bounds.append({dtype: (starts[dtype], ends[dtype]) for dtype in self.sizes})
         return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
 
     def _segments(self, bounds: dict[str, tuple[int, int]]) -> tuple[Segment, ...]:
         segments = []
         for index, (parameter, offset) in enumerate(zip(self.parameters, self.offsets, strict=True)):
-            low, high = bounds[parameter.dtype]
+            low, high = bounds[parameter.vector]
             start, stop = max(offset, low), min(offset + parameter.size, high)
             if start < stop:
-                segments.append(Segment(index, parameter.dtype, start - low, stop - low, start - offset))
+                segments.append(Segment(index, parameter.vector, start - low, stop - low, start - offset))
         return tuple(segments)
 
 
 def _block(dtype: str) -> int:
-    return ALIGNMENT_BYTES // ITEM_BYTES[dtype]
+    return ALIGNMENT_BYTES // item_bytes(dtype)
 
 
 def aligned(size: int, dtype: str) -> int:

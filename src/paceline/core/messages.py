@@ -301,6 +301,8 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
         clip: set if the script clips the gradient that is applied; else None.
         clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
         edit: set if the payload contains new values of the parameters in `content.present` instead of a gradient.
+        set_index: the parameter set whose gradient is pushed, and whose weights are pulled; None for all sets.
+        repeated: True if an earlier push was computed from the same samples, so they are not counted again.
     """
 
     shard: Number
@@ -317,6 +319,8 @@ class Commit(Message, frozen=True, tag=True, omit_defaults=True):
     clip: Clip | None = None
     clipped: bool = False
     edit: Edit | None = None
+    set_index: Number | None = None
+    repeated: bool = False
 
     @property
     def pieces(self) -> tuple[int, ...]:

@@ -199,7 +199,7 @@ class Server:
         self._models = tuple(parse_shards(message.sync))
         self._to_begin = {bounds.index for bounds in message.shards}
         # This number is used only for SGD: the steps of other optimizers hardly depend on the scale of the gradients.
-        if message.model.optimizer.name == "SGD":
+        if all(optimizer.name == "SGD" for optimizer in message.model.optimizers):
             self._usual_samples = message.usual_samples
         return [Send(COORDINATOR, Ready())]
 
@@ -251,6 +251,7 @@ class Server:
                 samples=commit.samples,
                 clip=commit.clip,
                 clipped=commit.clipped,
+                repeated=commit.repeated,
                 edit=commit.edit,
             )
         )

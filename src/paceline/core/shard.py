@@ -71,6 +71,8 @@ class Shard:
         self._usual_samples = usual_samples
         # (worker, iteration) of each push that is neither applied nor dropped yet -> its number of samples, if known
         self._samples: dict[tuple[int, int], int] = {}
+        # those of these pushes whose samples were counted with an earlier push
+        self._repeated: set[tuple[int, int]] = set()
         # (worker, iteration) of each push that is neither applied nor dropped yet -> its flag, if the script clips
         self._clips: dict[tuple[int, int], Clip] = {}
         self.clipped = ClippedMeans()
@@ -109,7 +111,10 @@ class Shard:
             if type(event) is PushReceived:
                 if event.samples is not None:
                     self._samples[event.worker, event.iteration] = event.samples
-                    self.samples += event.samples
+                    if event.repeated:
+                        self._repeated.add((event.worker, event.iteration))
+                    else:
+                        self.samples += event.samples
                 if event.clip is not None:
                     self._clips[event.worker, event.iteration] = event.clip
                 if event.edit is not None:
@@ -169,7 +174,9 @@ class Shard:
                 if key in self._edits.pending:  # an edit is never dropped
                     requests += self._edits.carry_out([key])
                     continue
-                self.samples -= self._samples.pop(key, 0)
+                samples = self._samples.pop(key, 0)
+                if key not in self._repeated:
+                    self.samples -= samples
                 self._clips.pop(key, None)
                 requests.append(Discard(index, *key))
             elif type(action) is SetTimer:
@@ -179,6 +186,8 @@ class Shard:
                 requests.append(Send(COORDINATOR, faulted))
             else:
                 raise InternalError(f"a shard cannot carry out {action}", (event,))
+        if self._repeated:
+            self._repeated &= self._samples.keys()
         self._record(Entry(event, actions, None, versions.version, staleness, gap))
         if self.clipped.measured:
             if type(event) is WorkerLost or type(event) is WorkerFinished:

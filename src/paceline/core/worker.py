@@ -121,6 +121,9 @@ class Worker:
         self._progress: int | None = None  # if the worker is late: the round from which it must continue
         self._clips = False  # True if the script clips the gradient that is applied
         self._edit: Edit | None = None  # the flag of the edit that the script is making
+        self._batch_samples: int | None = (
+            None  # samples of the last push, if the script has several optimizers
+        )
         self._edits_begun = 0  # number of edits that the script has begun
         self._follow(schedule.first)
 
@@ -179,6 +182,7 @@ class Worker:
         clip: Clip | None = None,
         clipped: bool = False,
         edit: Edit | None = None,
+        set_index: int | None = None,
     ) -> list[Request]:
         """Commit the current iteration to every shard.
 
@@ -192,6 +196,7 @@ class Worker:
             clip: set if the script clips the gradient that is applied.
             clipped: True if the script has clipped this worker's own gradient.
             edit: set if the push contains new values of parameters instead of a gradient.
+            set_index: the parameter set that is pushed and pulled; None for all sets.
         """
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
@@ -201,7 +206,12 @@ class Worker:
             stop, self._plan = plan[0], None
         progress, self._progress = self._progress, None
         data = self.data
-        samples = None if idle else data.samples
+        samples, repeated = None if idle else data.samples, False
+        if set_index is not None and not idle:
+            # A step of another optimizer with the same batch has the same weight in a mean.
+            if samples is None and not data.has_drawn:
+                samples, repeated = self._batch_samples, self._batch_samples is not None
+            self._batch_samples = samples
         ahead = data.push(None if empty else busy_s) if data.used and not idle else []
         # Every worker sends to the shards in descending order, because the last layers' gradients are ready first.
         for shard, server in self._last_first:
@@ -220,6 +230,8 @@ class Worker:
                 clip,
                 clipped,
                 edit,
+                set_index,
+                repeated,
             )
             requests.append(Send(server, commit))
         if self._notifies or self._flagged is not None:

@@ -10,6 +10,7 @@ from torch import nn
 from ..core.model_spec import BufferSpec
 from ..errors import UsageError
 from ..shard.vectors import dtype_name
+from .joint_model import JointModel
 
 __all__ = ["Buffers"]
 
@@ -29,14 +30,10 @@ class Buffers:
         have_changed: True if `changed` has returned a buffer that had been returned before.
     """
 
-    def __init__(self, model: nn.Module, trained: Sequence[torch.Tensor]) -> None:
+    def __init__(self, model: JointModel, trained: Sequence[torch.Tensor]) -> None:
         self._model = model
         trained_ids = set(map(id, trained))
-        tensors = {
-            name: tensor
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in trained_ids
-        }
+        tensors = {name: tensor for name, tensor in model.tensors().items() if id(tensor) not in trained_ids}
         self.specs = tuple(
             BufferSpec(name, tuple(t.shape), dtype_name(t.dtype), isinstance(t, nn.Parameter))
             for name, t in tensors.items()
@@ -74,10 +71,7 @@ class Buffers:
         return found
 
     def _get(self, spec: BufferSpec) -> torch.Tensor:
-        owner, _, name = spec.name.rpartition(".")
-        tensor = getattr(self._model.get_submodule(owner), name)
-        assert isinstance(tensor, torch.Tensor)
-        return tensor.detach()
+        return self._model.tensor(spec.name).detach()
 
 
 class _Sent:

@@ -22,7 +22,7 @@ from weakref import ref
 
 import torch
 
-from ..core.layout import Layout
+from ..core.layout import Layout, of_set
 from ..shard.vectors import Vectors, parameter_views
 from .hooks import remove_after, weakly
 from .session import Session
@@ -82,9 +82,14 @@ class Gradients:
             parameter.grad = view
         return True
 
-    def adopt_all(self) -> bytes:
-        """Adopt every gradient. Return one byte per parameter: 1 if the parameter has a gradient, else 0."""
-        return bytes(map(self.adopt, range(len(self._parameters))))
+    def adopt_all(self, indices: range) -> bytes:
+        """Adopt the gradients of the parameters with these indices.
+
+        Return one byte per parameter of the layout: 1 if it is one of these and has a gradient, else 0.
+        """
+        present = bytearray(len(self._parameters))
+        present[indices.start : indices.stop] = bytes(map(self.adopt, indices))
+        return bytes(present)
 
     def adopt_as_accumulated(self, session: Session, *, final: bool) -> None:
         """While the session exists, adopt each gradient as soon as autograd has accumulated it.
@@ -116,18 +121,22 @@ class Gradients:
             for dtype, vector in self._vectors.items():
                 vector.copy_(gradients[dtype])
 
-    def first_not_finite(self) -> str | None:
-        """Return the name of the first parameter whose gradient contains NaN or inf; None if there is none."""
-        if all(math.isfinite(float(torch.dot(vector, vector))) for vector in self._vectors.values()):
+    def first_not_finite(self, set_index: int | None) -> str | None:
+        """Return the name of the first parameter whose gradient contains NaN or inf; None if there is none.
+
+        If `set_index` is not None, only the parameters of this set are checked.
+        """
+        vectors = of_set(self._vectors, set_index)
+        if all(math.isfinite(float(torch.dot(vector, vector))) for vector in vectors.values()):
             return None
         for parameter, view in zip(self._layout.parameters, self._views, strict=True):
-            if not bool(view.isfinite().all()):
+            if parameter.vector in vectors and not bool(view.isfinite().all()):
                 return parameter.names[0]
         return None
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients by a factor, in place."""
-        for vector in self._vectors.values():
+    def scale(self, factor: float, set_index: int | None) -> None:
+        """Multiply the gradients of a parameter set by a factor, in place; those of all sets if it is None."""
+        for vector in of_set(self._vectors, set_index).values():
             vector.mul_(factor)
 
     def _accumulated(self, index: int, notified: ref[Session] | None, parameter: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from ..core.layout import Layout, Parameter
 from ..errors import ConfigurationError
 from ..shard.vectors import dtype_name
+from .joint_model import JointModel
 
 __all__ = ["describe_parameter", "find_model", "layout_of", "require_not_wrapped", "require_trainable"]
 
@@ -108,8 +109,8 @@ def require_trainable(model: nn.Module, parameters: Sequence[torch.Tensor]) -> N
             )
 
 
-def layout_of(model: nn.Module, parameters: Sequence[torch.Tensor]) -> Layout:
-    """Return the flat-vector layout of a model's trained parameters, in the given order.
+def layout_of(model: JointModel, sets: Sequence[Sequence[torch.Tensor]]) -> Layout:
+    """Return the flat-vector layout of the parameters of all sets, in the given order.
 
     Raises:
         ConfigurationError: a parameter does not belong to the model, is not on the CPU, or has a dtype that cannot
@@ -117,13 +118,16 @@ def layout_of(model: nn.Module, parameters: Sequence[torch.Tensor]) -> Layout:
     """
     names = _names(model)
     entries = []
-    for index, parameter in enumerate(parameters):
+    numbered = [(set_index, index, p) for set_index, each in enumerate(sets) for index, p in enumerate(each)]
+    for set_index, index, parameter in numbered:
         if id(parameter) not in names:
             raise ConfigurationError(
                 f"The optimizer's parameter {index}, of shape {list(parameter.shape)}, is not a parameter of the "
                 "model. Pass the module that holds all parameters: DistributedOptimizer(optimizer, model=...)."
             )
-        entry = Parameter(names[id(parameter)], tuple(parameter.shape), dtype_name(parameter.dtype))
+        entry = Parameter(
+            names[id(parameter)], tuple(parameter.shape), dtype_name(parameter.dtype), set_index
+        )
         if parameter.device.type != "cpu":
             raise ConfigurationError(
                 f"Parameter {entry.names[0]!r} is on {parameter.device}, but only training on the CPU is supported "
@@ -133,16 +137,16 @@ def layout_of(model: nn.Module, parameters: Sequence[torch.Tensor]) -> Layout:
     return Layout.of(entries)
 
 
-def describe_parameter(model: nn.Module, parameter: torch.Tensor) -> str:
+def describe_parameter(model: JointModel, parameter: torch.Tensor) -> str:
     """Return a parameter's name in the model, or its shape if it is not a parameter of the model."""
     names = _names(model).get(id(parameter))
     return repr(names[0]) if names else f"a tensor of shape {list(parameter.shape)}"
 
 
-def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+def _names(model: JointModel) -> dict[int, tuple[str, ...]]:
     """Return a mapping from `id(parameter)` to the parameter's names. Tied parameters have several names."""
     names: dict[int, tuple[str, ...]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters():
         names[id(parameter)] = (*names.get(id(parameter), ()), name)
     return names
 

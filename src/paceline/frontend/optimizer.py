@@ -8,11 +8,13 @@ hyper-parameters on its slice of the parameters. Outside a run, `step()` only ca
 
 from __future__ import annotations
 
+import gc
 import math
 import numbers
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, overload
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -31,7 +33,7 @@ from .model import find_model, require_not_wrapped
 from .progress import count_step
 from .schedule import ScheduleWatch
 from .session import Session, current
-from .training import WorkerTraining
+from .training import ParameterSet, WorkerTraining
 
 __all__ = ["DistributedOptimizer"]
 
@@ -49,6 +51,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     first forward pass, weights may change only inside `step()`. Outside a run, this class behaves exactly like the
     wrapped optimizer.
 
+    A script may wrap several optimizers, for example for a GAN. All of them must be created before that first forward
+    pass, in the same order in all workers, and must train different parameters. Each step of any of them is one
+    iteration, and changes only the weights of its own parameters.
+
     This class shares the wrapped optimizer's `param_groups` and sends their hyper-parameters with every push, so
     learning-rate schedulers need no change. Do not call the wrapped optimizer's own `step()`.
 
@@ -62,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ConfigurationError: in a run, the optimizer cannot run on slices of the parameters; the message says why.
-        UsageError: `optimizer` is a `DistributedOptimizer`, or this worker already trains with such an optimizer.
+        UsageError: `optimizer` is a `DistributedOptimizer`, or training has already begun without it.
 
     Example:
         >>> import paceline, torch
@@ -89,13 +95,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Lightning and Fabric wrap an optimizer in an object that reads its attributes, but has its own assignments.
         self._clip: list[Clip] = []
         self.schedule_watch = ScheduleWatch(self._session) if self._session is not None else None
+        self._set_index = 0  # index of this optimizer among those of the script
         self._forward_hook: RemovableHandle | None = None  # until training begins
         if self._session is not None:
             # The wrapped optimizer takes no step in a run, so the hooks that are registered on it run here.
             self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
             self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
-            _require_first(self._session)
+            _require_early(self._session)
             require_not_wrapped(model, self._parameters())
+            _waiting.setdefault(self._session, []).append(ref(self))
             self._forward_hook = before_each_forward(self._session, self._before_forward)
 
     @overload
@@ -113,8 +121,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 the current gradients of the parameters are pushed.
             samples: number of samples over which the gradient is averaged. When pushes are averaged, each of them is
                 weighted by this number. Default: the number of samples that have been drawn from the distributed
-                loader since the last step. If the loss is a mean over something else, such as tokens, give their
-                number; if the loss is a sum, give 1.
+                loader since the last step; if there are none and the script has several optimizers, the samples of
+                the step before this one, which are not counted twice. If the loss is a mean over something else, such
+                as tokens, give their number; if the loss is a sum, give 1.
 
         Returns:
             The result of the closure; None if there is no closure. If the result is a number or a tensor of one
@@ -144,9 +153,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if samples is not None:
             self._session.data.samples, self._session.data.used = samples, True
         if self._training is None:
-            self._training = self._begin(self._session)
+            self._training = _begin(self._session)
         self._training.require_not_idle("step()")
-        self._training.require_same(self._parameters())
+        self._training.require_same(self._set_index, self._parameters())
         loss: Any = None
         if closure is None:
             self._training.computed_without_closure()
@@ -158,8 +167,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.schedule_watch.look(groups)
         clip = self._clip.pop() if self._clip else None
         # A closure has computed new gradients.
-        stale, self._training.gradients_stale = self._training.gradients_stale and closure is None, False
-        self._training.commit(groups, _as_number(loss), leave_out_gradient=stale, clip=clip)
+        stale = self._set_index in self._training.stale and closure is None
+        self._training.stale.discard(self._set_index)
+        self._training.commit(self._set_index, groups, _as_number(loss), leave_out_gradient=stale, clip=clip)
         return loss
 
     @torch.no_grad()
@@ -266,7 +276,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"{', '.join(counters)} in its parameter groups with each step, and the servers send only the "
                     "state of parameters. Keep such values in the optimizer's state instead."
                 )
-            own["state"] = self._training.fetch_state()
+            own["state"] = self._training.fetch_state(self._set_index)
         return own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -344,18 +354,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         session = self._session
         assert session is not None
         if self._training is None and can_compute_gradients(session, module, self._parameters()):
-            self._training = self._begin(session)
+            _begin(session)
 
-    def _begin(self, session: Session) -> WorkerTraining:
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
-            self._forward_hook = None
-        _require_first(session)
+    def _parameter_set(self) -> ParameterSet:
         parameters = self._parameters()
         require_not_wrapped(self._model, parameters)
         group_of = tuple(index for index, group in enumerate(self.param_groups) for _ in group["params"])
-        return WorkerTraining(
-            session,
+        return ParameterSet(
             self._model if self._model is not None else find_model(parameters),
             parameters,
             OptimizerSpec(self._kind, read_groups(self._wrapped), group_of),
@@ -375,9 +380,32 @@ def _as_number(loss: object) -> float | None:
         return None
 
 
-def _require_first(session: Session) -> None:
+# The optimizers of each session, in the order of their creation, until training begins.
+_waiting: WeakKeyDictionary[Session, list[ref[DistributedOptimizer]]] = WeakKeyDictionary()
+
+
+def _begin(session: Session) -> WorkerTraining:
+    """Begin training with all optimizers that exist."""
+    _require_early(session)
+    waiting = _waiting.get(session, [])
+    if len(waiting) > 1:
+        gc.collect()  # frees optimizers that the script has replaced
+    found = [optimizer for each in waiting if (optimizer := each()) is not None]
+    for optimizer in found:
+        if optimizer._forward_hook is not None:
+            optimizer._forward_hook.remove()
+            optimizer._forward_hook = None
+    training = WorkerTraining(session, [optimizer._parameter_set() for optimizer in found])
+    for set_index, optimizer in enumerate(found):
+        optimizer._training, optimizer._set_index = training, set_index
+    _waiting.pop(session, None)
+    return training
+
+
+def _require_early(session: Session) -> None:
     if session.weights:
         raise UsageError(
-            "A second DistributedOptimizer cannot train in the same process, because a run trains only one model. "
-            "Put all parameters into one optimizer, as several parameter groups."
+            "A DistributedOptimizer was created after training had begun. A run trains the parameters of all "
+            "optimizers that exist in the first forward pass with gradients enabled. Create all optimizers before "
+            "that pass; an optimizer need not be used from the beginning."
         )

@@ -22,6 +22,7 @@ from torch import nn
 
 from .generators import GeneratorStates, generators_lock
 from .hooks import remove_after, weakly
+from .joint_model import JointModel
 from .session import Session
 
 __all__ = ["Restartable"]
@@ -43,7 +44,7 @@ class Restartable:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | JointModel,
         parameters: Sequence[torch.Tensor],
         session: Session,
         pulled: Callable[[], None],
@@ -97,7 +98,7 @@ class _Before:
         has_gradients: True if the gradients can be restored.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module | JointModel, parameters: Sequence[torch.Tensor]) -> None:
         self._buffers = [
             (module, name, buffer, buffer.clone())
             for module in model.modules()

@@ -62,7 +62,7 @@ class Session(Protocol):
     skips_nan: bool
     weights: Vectors
     gradients: Vectors
-    on_moved: Callable[[], None]
+    on_moved: Callable[[], object]
     on_finish: Callable[[], str]
 
     @property
@@ -215,6 +215,7 @@ class Session(Protocol):
         loss: float | None,
         clip: Clip | None = None,
         clipped: bool = False,
+        set_index: int | None = None,
     ) -> None:
         """Push `gradients` to every shard and pull the new weights. On return, `weights` holds the new weights.
 
@@ -226,6 +227,7 @@ class Session(Protocol):
                 which it was computed; None if it is not needed.
             buffers: index -> buffer, for the buffers that have changed since the last call.
             loss: the loss to show and record, if known.
+            set_index: the parameter set that is pushed and pulled; None for all sets.
             clip: set if the script clips the gradient that is applied.
             clipped: True if the script has clipped this worker's own gradient.
         """

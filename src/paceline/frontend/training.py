@@ -6,20 +6,20 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import zip_longest
-from typing import Any, Literal
+from itertools import accumulate, zip_longest
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import msgspec
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..core.fingerprints import HASHED_ITERATIONS
+from ..core.layout import of_set
 from ..core.messages import Combined, GradientHashed, Warned
 from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 from ..core.requests import COORDINATOR, Send
-from ..errors import NonFiniteGradientError, UsageError
+from ..errors import ConfigurationError, NonFiniteGradientError, UsageError
 from ..shard.optimizer_state import join_state, slice_state
 from ..shard.vectors import Vectors, digest
 from ..sync.events import Clip
@@ -27,12 +27,13 @@ from .buffers import Buffers
 from .clipping import take_clipped
 from .gradients import Gradients
 from .hooks import remove_after, weakly
+from .joint_model import JointModel
 from .model import describe_parameter, layout_of, require_trainable
 from .restart import Restartable
 from .session import Session
 from .weights import Weights
 
-__all__ = ["WorkerTraining", "training_of"]
+__all__ = ["ParameterSet", "WorkerTraining", "training_of"]
 
 log = logging.getLogger("paceline.frontend.training")
 
@@ -51,24 +52,38 @@ LEAST_NORM = 1e-12
 """Minimum denominator of |g| / |w|, because the norm of the weights may be zero."""
 
 
-class WorkerTraining:
-    """Trains a model in one worker of a run.
+class ParameterSet(NamedTuple):
+    """The parameters that one optimizer of the script trains.
 
-    When this object is created, the worker joins the run: it registers its model and optimizer, waits for the other
-    workers, and copies the initializer's weights into its model.
-
-    Args:
-        session: this worker's session.
-        model: the module that is trained.
-        parameters: the parameters that are trained, in the order of the optimizer's groups.
+    Attributes:
+        model: the module that contains the parameters.
+        parameters: the parameters, in the order of the optimizer's groups.
         optimizer: the optimizer that the servers run.
         state: the optimizer's initial state: parameter -> key -> value. Only the initializer's state is used.
         scale_gradients: function that scales the gradients in place before each push; None for unscaled gradients.
+    """
+
+    model: nn.Module
+    parameters: Sequence[torch.Tensor]
+    optimizer: OptimizerSpec
+    state: Mapping[Any, Mapping[str, Any]]
+    scale_gradients: Callable[[], None] | None = None
+
+
+class WorkerTraining:
+    """Trains the parameter sets of a script in one worker of a run.
+
+    When this object is created, the worker joins the run: it registers its models and optimizers, waits for the other
+    workers, and copies the initializer's weights into its models.
+
+    Args:
+        session: this worker's session.
+        sets: the parameter sets. Below, a set is given by its index in this sequence.
 
     Attributes:
-        spec: description of the model and the optimizer, which must be the same in all workers.
-        gradients_stale: True if gradients were computed with weights that differed from the initializer's weights.
-            The first push must not contain such gradients.
+        spec: description of the models and the optimizers, which must be the same in all workers.
+        stale: the sets with gradients that were computed with weights that differed from the initializer's weights.
+            The first push of such a set must not contain these gradients.
 
     Raises:
         ConfigurationError: the model or its parameters are not supported, or this worker may not join the run.
@@ -77,23 +92,24 @@ class WorkerTraining:
     def __init__(
         self,
         session: Session,
-        model: nn.Module,
-        parameters: Sequence[torch.Tensor],
-        optimizer: OptimizerSpec,
-        state: Mapping[Any, Mapping[str, Any]],
-        scale_gradients: Callable[[], None] | None = None,
+        sets: Sequence[ParameterSet],
     ) -> None:
         self._session = session
-        self._model = model
-        self._parameters = parameters
-        self._scale_gradients = scale_gradients
+        self._sets = sets
+        self._model = model = JointModel([each.model for each in sets])
+        self._parameters = parameters = [parameter for each in sets for parameter in each.parameters]
+        ends = list(accumulate(len(each.parameters) for each in sets))
+        self._ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        _require_disjoint(model, parameters)
         # created before the first computation that may be aborted
         self._restartable: Restartable | None = None
         self._said_unabortable = False
-        require_trainable(model, parameters)
-        layout = layout_of(model, parameters)
+        for each in sets:
+            require_trainable(each.model, each.parameters)
+        layout = layout_of(model, [each.parameters for each in sets])
         self._buffers = Buffers(model, parameters)
-        self.spec = ModelSpec(layout, optimizer, self._buffers.specs)
+        first, *further = (each.optimizer for each in sets)
+        self.spec = ModelSpec(layout, first, self._buffers.specs, tuple(further))
 
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             session.data.least = 2  # BatchNorm cannot normalize a batch of one sample
@@ -102,20 +118,23 @@ class WorkerTraining:
         self._gradients = Gradients(layout, parameters, session.gradients)
         if initializer:
             weights.copy_to(session.weights)
+            state = {p: each.state[p] for each in sets for p in each.parameters if p in each.state}
             session.initialize(self._buffers.all(), lambda shard: slice_state(shard, parameters, state))
         else:
             session.await_first_weights()
-        replaced = not weights.equal(session.weights)
-        self.gradients_stale = replaced and any(parameter.grad is not None for parameter in parameters)
-        # A script may have computed with the parameters already. Unless their values change, its graphs stay usable.
-        with nullcontext() if replaced else _unsafe_preserve_version_counter(tuple(parameters)):
-            weights.use(session.weights)
+        replaced = weights.use(session.weights)
+        self.stale = {
+            set_index
+            for set_index, each in enumerate(sets)
+            if replaced and any(parameter.grad is not None for parameter in each.parameters)
+        }
         # The session refers to this object, so that it lives on if the script keeps only the model.
         session.on_moved = self._follow_weights
         session.on_finish = lambda: weights.change_after_training(session)
-        self._gradients.adopt_as_accumulated(session, final=scale_gradients is None)
+        final = all(each.scale_gradients is None for each in sets)
+        self._gradients.adopt_as_accumulated(session, final=final)
         self._buffers.changed()  # from here on, only changed buffers are sent
-        weights.mark_pulled(changed=replaced)
+        weights.mark()
         self._keep_before_loading()
         self._inside = (
             ""  # the context that the script is in: "paceline.evaluating(...)", "optimizer.editing()" or ""
@@ -132,13 +151,13 @@ class WorkerTraining:
         if self._inside:
             raise UsageError(f"{call} was called inside `with {self._inside}:`. End this block first.")
 
-    def require_same(self, parameters: Sequence[torch.Tensor]) -> None:
+    def require_same(self, set_index: int, parameters: Sequence[torch.Tensor]) -> None:
         """Check that the optimizer's groups still hold the same parameters as when training began.
 
         Raises:
             UsageError: a parameter was added, removed or replaced.
         """
-        for index, (now, then) in enumerate(zip_longest(parameters, self._parameters)):
+        for index, (now, then) in enumerate(zip_longest(parameters, self._sets[set_index].parameters)):
             if now is then:
                 continue
             change = (
@@ -183,15 +202,17 @@ class WorkerTraining:
 
     def commit(
         self,
+        set_index: int,
         groups: tuple[HyperParameters, ...],
         loss: float | None,
         *,
         leave_out_gradient: bool,
         clip: Clip | None = None,
     ) -> None:
-        """Push the current gradients of the parameters and pull the new weights.
+        """Push the current gradients of a parameter set and pull its new weights.
 
         Args:
+            set_index: the parameter set.
             groups: the hyper-parameters of each parameter group.
             loss: the loss to record, if known.
             leave_out_gradient: True to push without a gradient. The iteration still counts as progress.
@@ -203,9 +224,11 @@ class WorkerTraining:
         """
         session = self._session
         self._weights.require_unchanged(session)
-        present = self._gradients.adopt_all()
+        scale_gradients = self._sets[set_index].scale_gradients
+        selected = set_index if len(self._sets) > 1 else None
+        present = self._gradients.adopt_all(self._ranges[set_index])
         empty = leave_out_gradient
-        if not empty and (name := self._gradients.first_not_finite()) is not None:
+        if not empty and (name := self._gradients.first_not_finite(selected)) is not None:
             error = NonFiniteGradientError(session.worker, session.iteration, name)
             if not session.skips_nan:
                 raise error
@@ -215,20 +238,21 @@ class WorkerTraining:
             )
             empty = True
         if session.iteration < HASHED_ITERATIONS and session.workers > 1 and not session.data.used:
-            gradient = "" if empty else digest(session.gradients.values())
+            gradient = "" if empty else digest(of_set(session.gradients, selected).values())
             hashed = Send(COORDINATOR, GradientHashed(session.iteration, gradient))
             session.exchange(lambda: [hashed])
         significance = None
         if session.needs_significance and not empty:
-            significance = _norm(session.gradients) / max(_norm(session.weights), LEAST_NORM)
+            norm_of_weights = _norm(of_set(session.weights, selected))
+            significance = _norm(of_set(session.gradients, selected)) / max(norm_of_weights, LEAST_NORM)
         if empty:
             clip = None
-        elif self._scale_gradients is not None:
+        elif scale_gradients is not None:
             if clip is not None:
                 # The norm of the scaled gradients is another one, so the clipping precedes the scaling.
-                self._gradients.scale(clip.factor)
+                self._gradients.scale(clip.factor, selected)
                 clip = None
-            self._scale_gradients()
+            scale_gradients()
         session.commit(
             present,
             msgspec.msgpack.encode(groups),
@@ -238,8 +262,9 @@ class WorkerTraining:
             loss=loss,
             clip=clip,
             clipped=take_clipped(session),
+            set_index=selected,
         )
-        self._weights.mark_pulled()
+        self._weights.mark_pulled(selected)
 
     def refresh(self) -> None:
         """Pull the current weights between two iterations, without a push.
@@ -321,9 +346,10 @@ class WorkerTraining:
         """Return this worker's own buffers, by their names in the model's `state_dict`."""
         return dict(zip((spec.name for spec in self.spec.buffers), self._buffers.all(), strict=True))
 
-    def fetch_state(self) -> dict[int, dict[str, Any]]:
-        """Fetch the optimizer's state from the servers, in the format of the "state" entry of a `state_dict()`."""
-        return join_state(self.spec.layout, self._session.fetch_state())
+    def fetch_state(self, set_index: int) -> dict[int, dict[str, Any]]:
+        """Fetch the state of a set's optimizer from the servers, as the "state" entry of a `state_dict()`."""
+        state, indices = join_state(self.spec.layout, self._session.fetch_state()), self._ranges[set_index]
+        return {index - indices.start: entries for index, entries in state.items() if index in indices}
 
     def _follow_weights(self) -> None:
         """Point the parameters at the session's weights, which were moved to other memory."""
@@ -356,6 +382,17 @@ def training_of(session: Session) -> WorkerTraining | None:
 # The references are weak: a `WorkerTraining` refers to its session, which is the key, so with a strong reference the
 # session would never be freed.
 _trainings: WeakKeyDictionary[Session, ref[WorkerTraining]] = WeakKeyDictionary()
+
+
+def _require_disjoint(model: JointModel, parameters: Sequence[torch.Tensor]) -> None:
+    seen: set[int] = set()
+    for parameter in parameters:
+        if id(parameter) in seen:
+            raise ConfigurationError(
+                f"Parameter {describe_parameter(model, parameter)} belongs to two optimizers. In a run, each "
+                "parameter may be trained by one optimizer only. Give the optimizers different parameters."
+            )
+        seen.add(id(parameter))
 
 
 def _norm(vectors: Vectors) -> float:

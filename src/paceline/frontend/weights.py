@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..core.layout import Layout, Parameter
+from ..core.layout import Layout, Parameter, of_set
 from ..errors import WeightsChangedError
 from ..shard.vectors import Vectors, dtype_name, parameter_views
 from .session import Session
@@ -51,25 +52,35 @@ class Weights:
         for parameter, view in zip(self._parameters, parameter_views(self._layout, vectors), strict=True):
             view.copy_(parameter.detach())
 
-    def equal(self, vectors: Vectors) -> bool:
-        """Return True if the parameters have exactly the values in these flat vectors."""
-        return all(map(_same, self._parameters, parameter_views(self._layout, vectors)))
+    def use(self, vectors: Vectors) -> bool:
+        """Point each parameter at its part of these flat vectors. Return True if the values differ.
 
-    def use(self, vectors: Vectors) -> None:
-        """Point each parameter at its part of these flat vectors."""
+        A graph that holds a parameter stays usable unless the values of this parameter change.
+        """
         self._vectors = vectors
         self._views = parameter_views(self._layout, vectors)
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.data = view
+        changed = [p for p, v in zip(self._parameters, self._views, strict=True) if not _same(p, v)]
+        with _unsafe_preserve_version_counter(tuple(self._parameters)):
+            for parameter, view in zip(self._parameters, self._views, strict=True):
+                parameter.data = view
+        for parameter in changed:
+            torch.autograd.graph.increment_version(parameter)
         sampled = [_bits(v)[:: -(-v.numel() // SAMPLE_SIZE)] for v in vectors.values() if v.numel()]
         self._samples = [(part, part.clone()) for part in sampled]
         self._complete = all(vector.numel() <= SAMPLE_SIZE for vector in vectors.values())
+        return bool(changed)
 
-    def mark_pulled(self, *, changed: bool = True) -> None:
-        """Record the current weights as the result of the last pull. `changed` is False if it left them the same."""
-        for parameter in self._parameters if changed else ():
+    def mark_pulled(self, set_index: int | None = None) -> None:
+        """Record the current weights as the result of the last pull: of one parameter set, or of all sets if None."""
+        vectors = of_set(self._vectors, set_index)
+        for parameter, described in zip(self._parameters, self._layout.parameters, strict=True):
             # Tell autograd that the weights have changed, because it cannot detect that a pull has written to them.
-            torch.autograd.graph.increment_version(parameter)
+            if described.vector in vectors:
+                torch.autograd.graph.increment_version(parameter)
+        self.mark()
+
+    def mark(self) -> None:
+        """Record the current weights as unchanged from here on."""
         self._kept = None
         self._mark()
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..core import coordinator as core
+from ..core.layout import dtype_of
 from ..core.messages import (
     CreateShards,
     FetchSnapshot,
@@ -368,8 +369,9 @@ class CoordinatorHost:
 
     def _shortage(self, model: ModelSpec, workers: int) -> str:
         """Return an error message if this machine has too little memory for all processes of the run, else ""."""
-        job, optimizer, layout = self.job, model.optimizer, model.layout
-        vectors = state_vectors(optimizer.name, optimizer.groups, layout.sizes)
+        job, layout = self.job, model.layout
+        dtypes = {dtype_of(vector) for vector in layout.sizes}
+        vectors = max(state_vectors(each.name, each.groups, dtypes) for each in model.optimizers)
         needed = footprint(layout.size_bytes, vectors, workers, job.servers, job.transport)
         return shortage(needed, available_bytes(), f"{workers} workers over {job.transport}")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ..core.layout import ShardSlice
+from ..core.layout import ShardSlice, of_set
 from ..core.messages import Message, Stage
 from ..wire.memory import PIECE_BYTES, cut, cut_pieces
 
@@ -108,10 +108,16 @@ class Outbox:
             self._send(shard, Stage(shard, (number,)), [piece])
         self._due = waiting
 
-    def rest(self, shard: int) -> tuple[tuple[int, ...], list[memoryview]]:
-        """Return the numbers and the bytes of those pieces of a shard that must be sent with the commit."""
+    def rest(self, shard: int, set_index: int | None = None) -> tuple[tuple[int, ...], list[memoryview]]:
+        """Return the numbers and the bytes of those pieces of a shard that must be sent with the commit.
+
+        If `set_index` is not None, only the pieces of this parameter set are sent.
+        """
         pieces = []
-        for number in range(len(self._pieces[shard])):
+        vectors = of_set(self._gradients[shard], set_index)
+        for number, piece in enumerate(self._pieces[shard]):
+            if piece.dtype not in vectors:
+                continue
             sent = self._sent.get((shard, number))
             if sent is not None and sent == _checksum(*self._bytes(shard, [number])):
                 continue

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
-from ..core.layout import ITEM_BYTES, Layout, ShardSlice
+from ..core.layout import Layout, ShardSlice, item_bytes
 from ..core.messages import FetchSnapshot, FromServer, Hello, Message, Snapshot
 from ..core.model_spec import ModelSpec
 from ..errors import ProtocolError
 from ..shard.buffers import packed_bytes, unpack
 from ..shard.store import Vectors
+from ..shard.vectors import parameter_views
 from ..wire.addresses import connect
 from ..wire.memory import cut
 from ..wire.stream import Stream
@@ -58,7 +59,7 @@ class Assembly:
         self._shards = {shard.index: shard for shard in shards}
         self._versions = dict.fromkeys(self.missing, -1)
         self._vectors = {
-            dtype: memoryview(bytearray(size * ITEM_BYTES[dtype]))
+            dtype: memoryview(bytearray(size * item_bytes(dtype)))
             for dtype, size in model.layout.sizes.items()
         }
         # The model's buffers, which are sent with the snapshot of shard 0.
@@ -173,7 +174,7 @@ def named_weights(layout: Layout, vectors: Vectors) -> dict[str, torch.Tensor]:
     Tied parameters appear under all of their names.
     """
     return {
-        name: vectors[p.dtype][offset : offset + p.size].view(p.shape).clone()
-        for p, offset in zip(layout.parameters, layout.offsets, strict=True)
+        name: view.clone()
+        for p, view in zip(layout.parameters, parameter_views(layout, vectors), strict=True)
         for name in p.names
     }

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core.layout import Layout, Parameter
+from ..core.layout import Layout, Parameter, dtype_of, of_set
 from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 from ..errors import ConfigurationError, ProtocolError
 from ..plugins.optimizer_sources import OptimizerSources
@@ -53,7 +53,7 @@ def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> N
     Raises:
         ProtocolError: the model is not valid; the message says why.
     """
-    parameters, optimizer = model.layout.parameters, model.optimizer
+    parameters = model.layout.parameters
     shapes = [parameter.shape for parameter in parameters] + [buffer.shape for buffer in model.buffers]
     if not all(parameter.names for parameter in parameters) or any(n < 0 for shape in shapes for n in shape):
         raise ProtocolError("the model has a parameter without a name, or a shape with a negative size")
@@ -68,6 +68,21 @@ def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> N
             raise ProtocolError(f"the buffer {buffer} has an unknown dtype")
     if (largest := max(layout.size_bytes, *(packed_bytes(spec) for spec in model.buffers), 0)) > MOST_BYTES:
         raise ProtocolError(f"a buffer or the parameters have {largest} bytes, expected at most {MOST_BYTES}")
+    members = [
+        sum(parameter.set_index == set_index for parameter in parameters)
+        for set_index in range(len(model.optimizers))
+    ]
+    indices = [parameter.set_index for parameter in parameters]
+    if sum(members) != len(parameters) or indices != sorted(indices):
+        raise ProtocolError("the parameters are not ordered by parameter sets, or a set has no optimizer")
+    for set_index, (optimizer, size) in enumerate(zip(model.optimizers, members, strict=True)):
+        _require_sound_optimizer(model, set_index, optimizer, size, sources)
+
+
+def _require_sound_optimizer(
+    model: ModelSpec, set_index: int, optimizer: OptimizerSpec, size: int, sources: OptimizerSources
+) -> None:
+    """Check the optimizer of a parameter set that has `size` parameters. Raise `ProtocolError` if it is not valid."""
     foreign = ":" in optimizer.name
     if not (foreign or optimizer.name in ELEMENTWISE) or not optimizer.groups:
         raise ProtocolError(
@@ -78,7 +93,7 @@ def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> N
             sources.require_named(optimizer.name)
         except ConfigurationError as error:
             raise ProtocolError(str(error)) from error
-    if len(optimizer.group_of) != len(parameters) or not all(
+    if len(optimizer.group_of) != size or not all(
         0 <= group < len(optimizer.groups) for group in optimizer.group_of
     ):
         raise ProtocolError("not every parameter of the model is assigned to one of the optimizer's groups")
@@ -88,38 +103,38 @@ def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> N
     [known] = read_groups(ELEMENTWISE[optimizer.name]([torch.zeros(1)]))  # type: ignore[call-arg]
     if any(group.keys() != known.keys() for group in optimizer.groups):
         raise ProtocolError(f"the hyper-parameters do not have the names that torch's {optimizer.name} uses")
-    _try(model, optimizer.groups)
+    _try(model, optimizer.groups, set_index)
 
 
-def require_groups(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
-    """Check that training can continue with new hyper-parameters.
+def require_groups(model: ModelSpec, groups: tuple[HyperParameters, ...], set_index: int = 0) -> None:
+    """Check that training can continue with new hyper-parameters of a parameter set.
 
     Raises:
         ProtocolError: the names or types of the hyper-parameters have changed, or torch cannot use the new values.
     """
-    before = model.optimizer.groups
+    before = model.optimizers[set_index].groups
     if [_kinds(group) for group in groups] != [_kinds(group) for group in before]:
         raise ProtocolError("the names or types of the hyper-parameters have changed since training began")
     # No trial is necessary if only the learning rate has changed, as it often does with a scheduler.
     same = [{**group, "lr": 0} for group in groups] == [{**group, "lr": 0} for group in before]
     if not (same and all(isinstance(r := g["lr"], float | int) and 0 <= r <= PLAIN_RATE for g in groups)):
-        _try(model, groups)
+        _try(model, groups, set_index)
 
 
-def _try(model: ModelSpec, groups: tuple[HyperParameters, ...]) -> None:
-    """Try a step with the model's hyper-parameters, a step with `groups`, and step `LATE_STEP` with `groups`.
+def _try(model: ModelSpec, groups: tuple[HyperParameters, ...], set_index: int = 0) -> None:
+    """Try a step with the set's hyper-parameters, a step with `groups`, and step `LATE_STEP` with `groups`.
 
     Raises:
         ProtocolError: a step failed.
     """
     if not all(map(math.isfinite, _numbers(groups))):
         raise ProtocolError("a hyper-parameter is infinite or NaN")
-    before = model.optimizer
+    before = model.optimizers[set_index]
     count = len(before.groups)
-    dtypes = [*model.layout.sizes] * count
+    dtypes = [dtype_of(vector) for vector in of_set(model.layout.sizes, set_index)] * count
     layout = Layout.of([Parameter((str(i),), (1,), dtype) for i, dtype in enumerate(dtypes)])
     [bounds] = layout.slice_evenly(1)
-    group_of = tuple(i // len(model.layout.sizes) for i in range(len(dtypes)))
+    group_of = tuple(i // (len(dtypes) // count) for i in range(len(dtypes)))
 
     def ones() -> dict[str, torch.Tensor]:
         return {dtype: torch.ones(size, dtype=getattr(torch, dtype)) for dtype, size in layout.sizes.items()}

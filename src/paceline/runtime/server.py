@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import server as core
-from ..core.layout import Layout
+from ..core.layout import Layout, of_set
 from ..core.messages import (
     Answer,
     Bell,
@@ -87,12 +87,14 @@ class ServerCaller(Caller):
     Attributes:
         inboxes: shard -> (memory for this worker's pushes, the gradient in this memory as tensors).
         payload: the parts of the payload of the current message that are not stored in an inbox.
+        pulls: shard -> the parameter set whose weights the worker pulls; None for all sets.
     """
 
     def __init__(self, stream: Stream[Message]) -> None:
         super().__init__(stream)
         self.inboxes: dict[int, tuple[Inbox, Vectors]] = {}
         self.payload: list[bytearray] = []
+        self.pulls: dict[int, int | None] = {}
 
     @classmethod
     def coordinator(cls, stream: Stream[Any]) -> ServerCaller:
@@ -208,6 +210,8 @@ class ServerHost:
             case Commit() if message.shard in peer.inboxes:
                 self._commit(peer, message, memory)
             case PullRequested() | PullRepeated() if message.shard in peer.inboxes:
+                if isinstance(message, PullRepeated):
+                    peer.pulls[message.shard] = None
                 self._pass_on(peer, message)
             case WorkerFinished() if peer.role == "worker":
                 self._pass_on(peer, message)
@@ -258,8 +262,11 @@ class ServerHost:
     def _handle_coordinator(self, message: Message) -> None:
         match message:
             case CreateShards():
-                if ":" in (name := message.model.optimizer.name):
-                    class_of(name)  # fails here, before training begins, if the class cannot be loaded
+                for optimizer in message.model.optimizers:
+                    if ":" in optimizer.name:
+                        class_of(
+                            optimizer.name
+                        )  # fails here, before training begins, if the class cannot be loaded
                 master = self._attach_master(message.model.layout)
                 self._memory = ServerMemory(message, self._job.servers, master, self._keep)
                 self._pass_on(self._coordinator, message)
@@ -283,7 +290,8 @@ class ServerHost:
         inbox, gradient = peer.inboxes[commit.shard]
         push: Push | None = memory.read(commit, gradient)
         inbox.take(commit.pieces)
-        inbox.close(empty=commit.empty)
+        inbox.close(empty=commit.empty, set_index=commit.set_index)
+        peer.pulls[commit.shard] = commit.set_index
         requests = self._core.handle(worker_peer(peer.index), commit, self._job.now_s())
         memory.keep(peer.index, commit, push, peer.payload)
         self._perform(requests)
@@ -322,13 +330,14 @@ class ServerHost:
             return  # the worker's connection has ended
         payload: Sequence[memoryview] = ()
         if not answer.in_place:
-            weights = self._require_memory().weights[answer.shard]
+            set_index = peer.pulls.get(answer.shard)
+            weights = of_set(self._require_memory().weights[answer.shard], set_index)
             inbox, _ = peer.inboxes[answer.shard]
             if inbox.weights is None:
                 payload = list(weights.values())
             else:
-                for dtype, target in inbox.weights.items():
-                    target[:] = weights[dtype]
+                for dtype, source in weights.items():
+                    inbox.weights[dtype][:] = source
         self._hub.send(peer, answer, payload, lent=answer.shard)
 
     def _keep(self, shard: int) -> None:

@@ -7,11 +7,12 @@ shard's initial weights arrive. This module is independent of sockets, clocks an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import safetensors.torch
 import torch
 
-from ..core.layout import ITEM_BYTES
+from ..core.layout import item_bytes, of_set
 from ..core.messages import Commit, Content, CreateShards, InitialState, InitialWeights, Message
 from ..errors import ProtocolError
 from ..shard.buffers import bytes_of, pack, packed_bytes, unpack
@@ -59,7 +60,10 @@ class ServerMemory:
         self._servers = servers
         self._before_update = before_update
         self._slices = {shard.index: shard for shard in created.shards}
-        self._groups = GroupsReader(lambda groups: require_groups(created.model, groups))
+        self._groups = [
+            GroupsReader(partial(require_groups, created.model, set_index=set_index))
+            for set_index in range(len(created.model.optimizers))
+        ]
         # shard -> initial optimizer state, until the shard's store is created
         self._states: dict[int, Vectors] = {}
         self._slots: BufferSlots | None = None  # None unless this server holds shard 0
@@ -102,7 +106,7 @@ class ServerMemory:
                 )
             case InitialWeights() if message.shard in self._slices:
                 bounds = self._slices[message.shard].bounds
-                sizes = [(stop - start) * ITEM_BYTES[dtype] for dtype, (start, stop) in bounds.items()]
+                sizes = [(stop - start) * item_bytes(dtype) for dtype, (start, stop) in bounds.items()]
                 return sizes + [packed_bytes(spec) for spec in buffers if message.shard == 0]
             case InitialState() if message.shard in self._slices:
                 limit_bytes = STATE_LIMIT_FACTOR * self._slices[message.shard].size_bytes + STATE_SLACK_BYTES
@@ -132,7 +136,7 @@ class ServerMemory:
         if self.master is not None:
             for dtype, target in tensors_over(cut(self.master.weights, bounds)).items():
                 weights[dtype] = target.copy_(weights[dtype])
-        store = Store(bounds, weights, self._model.optimizer, lambda: self._before_update(index))
+        store = Store(bounds, weights, self._model.optimizers, lambda: self._before_update(index))
         store.load_optimizer_state(self._states.pop(index, {}))
         if index == 0:
             specs = self._model.buffers
@@ -154,8 +158,17 @@ class ServerMemory:
             raise ProtocolError("a commit does not state for each parameter whether it has a gradient")
         if commit.empty:
             return None
-        groups = self._groups.read(content.groups) if commit.edit is None else ()
-        return Push(gradient, content.present, groups)
+        if commit.edit is not None:
+            return Push(gradient, content.present, ())
+        set_index = commit.set_index
+        if set_index is None and len(self._groups) == 1:
+            return Push(gradient, content.present, self._groups[0].read(content.groups))
+        if set_index is None or set_index >= len(self._groups):
+            raise ProtocolError(
+                f"a commit contains parameter set {set_index}, expected one from 0 to {len(self._groups) - 1}"
+            )
+        groups = self._groups[set_index].read(content.groups)
+        return Push(of_set(gradient, set_index), content.present, groups, set_index)
 
     def keep(self, worker: int, commit: Commit, push: Push | None, payload: Sequence[bytearray]) -> None:
         """Store the push of an accepted commit, and the buffers that have changed."""

@@ -28,7 +28,7 @@ import torch
 
 from ..core import worker as core
 from ..core.data_feed import DataFeed
-from ..core.layout import ShardSlice
+from ..core.layout import ShardSlice, of_set
 from ..core.messages import (
     Answer,
     Bell,
@@ -112,7 +112,7 @@ class WorkerSession:
         self.gradients: Vectors = {}
         self._job = job
         self._lock = threading.RLock()
-        self.on_moved: Callable[[], None] = lambda: None
+        self.on_moved: Callable[[], object] = lambda: None
         self.on_finish: Callable[[], str] = str
         self._core = core.Worker(
             job.schedule,
@@ -136,6 +136,7 @@ class WorkerSession:
         self._servers: list[Stream[FromServer]] = []
         self._ringed: list[Stream[FromServer]] = []  # the streams that use rings
         self._shards: tuple[ShardSlice, ...] = ()
+        self._pulls: int | None = None  # the parameter set that is being pulled; None for all sets
         self._parameters = 0  # number of parameters of the model
         self._region: Region | None = None  # memory of this worker
         self._master: Master | None = None  # shared memory in which the servers update the weights
@@ -193,6 +194,9 @@ class WorkerSession:
             self._outbox = Outbox(started.shards, region.gradients, self._stage, self._is_busy, early=early)
         self.weights = tensors_over(region.weights)
         self.gradients = tensors_over(region.gradients)
+        # With several parameter sets, another worker may push another set in the same round. In the servers' memory,
+        # it would then change under a graph that the script still uses.
+        follows = self._master is not None and not model.further
         descriptors = [region.descriptor] if region.descriptor is not None else []
         size_bytes = region.size_bytes if descriptors else 0
         for channel, address in enumerate(addresses):
@@ -206,7 +210,7 @@ class WorkerSession:
                 memory_bytes=size_bytes,
                 channels=channels,
                 channel=channel,
-                follows=self._master is not None,
+                follows=follows,
             )
             self._send(stream, hello, descriptors=descriptors)
             if channels:
@@ -413,6 +417,7 @@ class WorkerSession:
         loss: float | None,
         clip: Clip | None = None,
         clipped: bool = False,
+        set_index: int | None = None,
     ) -> None:
         assert self._region is not None
         assert self._begun_s is not None
@@ -422,23 +427,37 @@ class WorkerSession:
             self._hear_coordinator()
         pushed_s = self._job.now_s()
         self._computing_s.append(pushed_s - self._begun_s)
-        contents, payloads = self._contents(present, groups, buffers, empty=empty)
+        contents, payloads = self._contents(present, groups, buffers, empty=empty, set_index=set_index)
         begun_s = self._restarted[1] if self._restarted is not None else self._begun_s
         # The script computed the first gradient before the session began to measure the time.
         first = self._core.last_commit is None
         busy_s = None if first else max(0.0, pushed_s - begun_s - self._supply_s)
         self._supply_s = 0.0
         requests = self._core.push(
-            contents, empty=empty, significance=significance, busy_s=busy_s, clip=clip, clipped=clipped
+            contents,
+            empty=empty,
+            significance=significance,
+            busy_s=busy_s,
+            clip=clip,
+            clipped=clipped,
+            set_index=set_index,
         )
+        self._pulls = set_index
         self._perform(requests, payloads)
         self._await_answers(loss)
+        self._pulls = None
         if self._outbox is not None:
             self._outbox.committed()
         self._end_iteration(pushed_s, loss)
 
     def _contents(
-        self, present: bytes, groups: bytes, buffers: Mapping[int, torch.Tensor], *, empty: bool
+        self,
+        present: bytes,
+        groups: bytes,
+        buffers: Mapping[int, torch.Tensor],
+        *,
+        empty: bool,
+        set_index: int | None = None,
     ) -> tuple[list[Content], dict[int, list[memoryview]]]:
         """Return, for each shard, the content and the payload of a push."""
         contents: list[Content] = []
@@ -448,7 +467,7 @@ class WorkerSession:
             pieces: tuple[int, ...] = ()
             payload: list[memoryview] = []
             if self._outbox is not None and not empty:
-                pieces, payload = self._outbox.rest(shard.index)
+                pieces, payload = self._outbox.rest(shard.index, set_index)
             contents.append(Content(present, groups, pieces, tuple(changed)))
             payloads[shard.index] = payload + pack(list(changed.values())) if changed else payload
         return contents, payloads
@@ -676,7 +695,8 @@ class WorkerSession:
             case Answer() if self._core.awaits(message.shard):
                 if self._job.transport == "shm":
                     return []
-                return list(cut(self._region.weights, shards[message.shard]).values())
+                weights = cut(self._region.weights, shards[message.shard])
+                return list(of_set(weights, self._pulls).values())
             case OptimizerState() if message.shard == self._fetching:
                 limit_bytes = STATE_LIMIT_FACTOR * shards[message.shard].size_bytes + STATE_SLACK_BYTES
                 if size_bytes > limit_bytes:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..core.layout import ITEM_BYTES, ShardSlice, aligned
+from ..core.layout import ShardSlice, aligned, dtype_of, item_bytes
 from ..core.model_spec import HyperParameters, OptimizerSpec
 from .optimizer_state import entry_of, segments_of_state, tensors_of
 from .optimizers import ELEMENTWISE, make_optimizer
@@ -74,7 +74,7 @@ class SliceOptimizer(Protocol):
 
 def optimizer_of_slice(spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> SliceOptimizer:
     """Return the optimizer for a slice. The optimizer updates `weights` in place."""
-    if spec.name in FUSED and weights.keys() <= {"float32", "float64"}:
+    if spec.name in FUSED and set(map(dtype_of, weights)) <= {"float32", "float64"}:
         return FusedOptimizer(spec, bounds, weights)
     return TorchOptimizer(spec, bounds, weights)
 
@@ -178,7 +178,7 @@ class SegmentRun:
 
     def chunks(self, vector: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return this run's part of a vector, divided into chunks."""
-        size = CHUNK_BYTES // ITEM_BYTES[self.dtype]
+        size = CHUNK_BYTES // item_bytes(self.dtype)
         part = vector[self.start : self.stop]
         return (part,) if self.stop - self.start <= size else part.split(size)
 
@@ -198,7 +198,7 @@ class FusedOptimizer:
         # (key, dtype) -> state vector, as long as the weight vector of this dtype
         self._state: dict[tuple[str, str], torch.Tensor] = {}
         self._scratch = {
-            dtype: torch.empty(min(vector.numel(), CHUNK_BYTES // ITEM_BYTES[dtype]), dtype=vector.dtype)
+            dtype: torch.empty(min(vector.numel(), CHUNK_BYTES // item_bytes(dtype)), dtype=vector.dtype)
             for dtype, vector in weights.items()
         }
         self._runs = self._divide([0] * len(bounds.segments))

@@ -7,13 +7,16 @@ simulation without gradients uses a `NullStore` instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
-from ..core.layout import ShardSlice
+from ..core.layout import ShardSlice, of_set
 from ..core.model_spec import HyperParameters, OptimizerSpec
-from .slice_optimizers import optimizer_of_slice
+from .optimizer_state import segments_of_state
+from .slice_optimizers import SliceOptimizer, optimizer_of_slice
 from .vectors import Vectors, segment_views, squared_norm
 
 __all__ = ["Push", "Store", "Vectors"]
@@ -31,11 +34,14 @@ class Push(msgspec.Struct, frozen=True):
             preserved.
         present: one byte per parameter of the layout: 1 if the parameter has a gradient, 0 if not.
         groups: the hyper-parameters of the parameter groups at the time of the push.
+        set_index: the parameter set to which the gradient and the groups belong. `gradient` contains the vectors of
+            this set only. Without meaning if the push is an edit.
     """
 
     gradient: Vectors
     present: bytes
     groups: tuple[HyperParameters, ...]
+    set_index: int = 0
 
 
 class Store:
@@ -44,7 +50,7 @@ class Store:
     Args:
         bounds: the shard's slice of the layout.
         weights: the shard's slice of the weights, per dtype. The store takes ownership of these vectors.
-        optimizer: a description of the user's optimizer.
+        optimizers: a description of the optimizer of each parameter set.
         before_update: function to call before each change to the weights.
     """
 
@@ -52,7 +58,7 @@ class Store:
         self,
         bounds: ShardSlice,
         weights: Vectors,
-        optimizer: OptimizerSpec,
+        optimizers: Sequence[OptimizerSpec],
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.bounds = bounds
@@ -60,7 +66,7 @@ class Store:
         self._before_update = before_update
         self._pushes: dict[Key, Push] = {}  # pushes that have been neither applied nor discarded
         self._edited: dict[int, int] = {}  # parameter -> highest number of the edits that have set it
-        self._optimizer = optimizer_of_slice(optimizer, bounds, weights)
+        self._sets = _sets_of(bounds, weights, optimizers)
 
     def put(self, worker: int, iteration: int, push: Push) -> None:
         """Store a push until it is applied or discarded."""
@@ -70,22 +76,29 @@ class Store:
         """Take one optimizer step with the sum of these pushes' gradients, each multiplied by its scale.
 
         The gradients are added in the order given. The step uses the hyper-parameters from the push with the highest
-        iteration, and skips each parameter for which none of the pushes contains a gradient.
+        iteration, and skips each parameter for which none of the pushes contains a gradient. If the pushes belong to
+        several parameter sets, each set takes a step with those that belong to it; their scales then have the same
+        sum as the scales of all.
         """
-        taken = [self._pushes.pop(key) for key in pushes]
+        taken = {key: self._pushes.pop(key) for key in pushes}
         self._before_update()
-        newest = max(range(len(pushes)), key=lambda i: (pushes[i][1], -pushes[i][0]))
-        self._optimizer.step(
-            [push.gradient for push in taken],
-            scales,
-            lambda parameter: any(push.present[parameter] for push in taken),
-            taken[newest].groups,
-        )
+        for set_index, keys, shares in _by_set(taken, scales):
+            held = [taken[key] for key in keys]
+            newest = max(range(len(keys)), key=lambda i: (keys[i][1], -keys[i][0]))
+            self._sets[set_index].optimizer.step(
+                [push.gradient for push in held],
+                shares,
+                partial(_is_present, held),
+                held[newest].groups,
+            )
 
     def squared_norm(self, pushes: Sequence[Key], scales: Sequence[float]) -> float:
         """Return the squared L2 norm of the gradient with which `apply` would take a step, in double precision."""
-        gradients = [self._pushes[key].gradient for key in pushes]
-        return sum(squared_norm([each[dtype] for each in gradients], scales) for dtype in self.weights)
+        square = 0.0
+        for _, keys, shares in _by_set({key: self._pushes[key] for key in pushes}, scales):
+            gradients = [self._pushes[key].gradient for key in keys]
+            square += sum(squared_norm([each[dtype] for each in gradients], shares) for dtype in gradients[0])
+        return square
 
     def overwrite(self, worker: int, iteration: int, number: int) -> None:
         """Set each parameter that is present in a push to the push's values. The optimizer's state is unchanged.
@@ -118,8 +131,70 @@ class Store:
 
     def optimizer_state(self) -> Vectors:
         """Return the optimizer's state: "<segment>/<key>" -> tensor."""
-        return self._optimizer.state()
+        return {
+            f"{part.positions[int(position)]}/{key}": value
+            for part in self._sets
+            for name, value in part.optimizer.state().items()
+            for position, _, key in [name.partition("/")]
+        }
 
     def load_optimizer_state(self, state: Vectors) -> None:
         """Restore a state returned by `optimizer_state()`. Raise `ProtocolError` if it does not fit this shard."""
-        self._optimizer.load_state(state)
+        if len(self._sets) == 1:
+            self._sets[0].optimizer.load_state(state)
+            return
+        places = segments_of_state(self.bounds, state, scalars=True)
+        for part in self._sets:
+            inside = {position: index for index, position in enumerate(part.positions)}
+            part.optimizer.load_state(
+                {
+                    f"{inside[position]}/{key}": state[name]
+                    for name, (position, key) in places.items()
+                    if position in inside
+                }
+            )
+
+
+class _Set(NamedTuple):
+    """The part of a shard that belongs to one parameter set.
+
+    Attributes:
+        optimizer: the optimizer of the set, on this part.
+        positions: for each segment of this part, its position among all segments of the shard.
+    """
+
+    optimizer: SliceOptimizer
+    positions: tuple[int, ...]
+
+
+def _sets_of(bounds: ShardSlice, weights: Vectors, optimizers: Sequence[OptimizerSpec]) -> list[_Set]:
+    sets = []
+    first = 0  # index of the set's first parameter
+    for set_index, optimizer in enumerate(optimizers):
+        part = bounds.of_set(set_index)
+        # Segments name parameters by their index in the whole layout.
+        indexed = msgspec.structs.replace(optimizer, group_of=(0,) * first + optimizer.group_of)
+        positions = tuple(i for i, segment in enumerate(bounds.segments) if segment.dtype in part.bounds)
+        sets.append(_Set(optimizer_of_slice(indexed, part, of_set(weights, set_index)), positions))
+        first += len(optimizer.group_of)
+    return sets
+
+
+def _by_set(
+    pushes: Mapping[Key, Push], scales: Sequence[float]
+) -> Iterator[tuple[int, list[Key], Sequence[float]]]:
+    """For each parameter set among some pushes, return its index, its pushes, and their scales."""
+    keys = list(pushes)
+    indices = [push.set_index for push in pushes.values()]
+    if indices.count(indices[0]) == len(indices):
+        yield indices[0], keys, scales
+        return
+    for set_index in sorted(set(indices)):
+        held = [position for position, index in enumerate(indices) if index == set_index]
+        part = sum(scales[position] for position in held)
+        factor = sum(scales) / part if part else 0.0
+        yield set_index, [keys[position] for position in held], [scales[p] * factor for p in held]
+
+
+def _is_present(pushes: Sequence[Push], parameter: int) -> bool:
+    return any(push.present[parameter] for push in pushes)

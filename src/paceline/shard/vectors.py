@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import torch
 
-from ..core.layout import Layout, ShardSlice
+from ..core.layout import Layout, ShardSlice, dtype_of
 
 __all__ = [
     "Vectors",
@@ -26,12 +26,12 @@ DIGESTED = 4096
 """Maximum number of elements of a tensor, evenly spaced, that enter a hash."""
 
 Vectors = dict[str, torch.Tensor]
-"""Mapping from dtype to flat vector: the weights or the gradients of a whole model or of one shard."""
+"""Flat vectors by name (see `core.layout`): the weights or the gradients of a whole model or of one shard."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype called `name`, for example "float32"."""
-    dtype = getattr(torch, name)
+    """Return the torch dtype called `name`, for example "float32", or the dtype of the vector with this name."""
+    dtype = getattr(torch, dtype_of(name))
     assert isinstance(dtype, torch.dtype)
     return dtype
 
@@ -44,7 +44,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def parameter_views(layout: Layout, vectors: Vectors) -> list[torch.Tensor]:
     """Return, for each parameter, a view of its part of a model's flat vectors, with the parameter's shape."""
     return [
-        vectors[p.dtype][offset : offset + p.size].view(p.shape)
+        vectors[p.vector][offset : offset + p.size].view(p.shape)
         for p, offset in zip(layout.parameters, layout.offsets, strict=True)
     ]
 

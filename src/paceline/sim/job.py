@@ -288,6 +288,7 @@ class VirtualJob:
         loss: float | None = None,
         clip: Clip | None = None,
         clipped: bool = False,
+        set_index: int | None = None,
     ) -> None:
         """Push to every shard, then pull. `Driver.answered` is called when every shard has answered the pull.
 
@@ -299,13 +300,19 @@ class VirtualJob:
             loss: loss of the iteration, which is recorded; None if it is unknown.
             clip: set if the script clips the gradient that is applied.
             clipped: True if the script has clipped this worker's own gradient.
+            set_index: the parameter set that is pushed; None for all sets.
         """
         state = self.workers[worker]
         state.pushed_s = self.kernel.now_s
         state.loss = loss
         busy_s = (self.kernel.now_ns - state.started_ns) / SECOND_NS
         requests = state.core.push(
-            empty=empty, significance=significance, busy_s=busy_s, clip=clip, clipped=clipped
+            empty=empty,
+            significance=significance,
+            busy_s=busy_s,
+            clip=clip,
+            clipped=clipped,
+            set_index=set_index,
         )
         self._from_worker(worker, requests, pushes)
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from ..core.data_feed import DataFeed
-from ..core.layout import ShardSlice
+from ..core.layout import ShardSlice, of_set
 from ..core.lease import BatchSizing
 from ..core.messages import Combined, Warned
 from ..core.model_spec import HyperParameters, ModelSpec, first_difference
@@ -173,7 +173,7 @@ class Training:
         self._slots = BufferSlots(self.model.buffers, [tensor.clone() for tensor in buffers])
         for bounds in self.slices:
             weights = {d: vectors[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
-            store = Store(bounds, weights, self.model.optimizer)
+            store = Store(bounds, weights, self.model.optimizers)
             store.load_optimizer_state(state_of(bounds))
             self.stores.append(store)
 
@@ -225,7 +225,8 @@ class Training:
     def sent(self, worker: int, shard: int) -> None:
         session = self._sessions.get(worker)
         if session is not None and session.weights:
-            for dtype, (start, stop) in self.slices[shard].bounds.items():
+            bounds = of_set(self.slices[shard].bounds, session.pulls)
+            for dtype, (start, stop) in bounds.items():
                 session.weights[dtype][start:stop] = self.stores[shard].weights[dtype]
 
     def lost(self, worker: int) -> None:
@@ -316,11 +317,12 @@ class VirtualSession:
         self.skips_nan = training.skips_nan
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
-        self.on_moved: Callable[[], None] = lambda: None
+        self.on_moved: Callable[[], object] = lambda: None
         self.on_finish: Callable[[], str] = str
         self.strand: Strand
         self.model: ModelSpec | None = None
         self.joined = False  # True once the worker takes part in the job
+        self.pulls: int | None = None  # the parameter set that is being pulled; None for all sets
         self.awaits_data = False  # True while the function waits for answers to its requests for data
         self.generators: GeneratorStates | None = None
         self.generator_seed = generator_seed
@@ -419,17 +421,20 @@ class VirtualSession:
         return self._held_back
 
     def pull_again(self) -> None:
+        self.pulls = None
         self._training.job.pull_again(self.worker)
         self.strand.pause()
 
     def refresh(self) -> None:
         self.strand.require_own_thread()
+        self.pulls = None
         self._end_uncommitted()
         self._training.job.refresh(self.worker)
         self.strand.pause()
 
     def begin_edit(self) -> bool:
         self.strand.require_own_thread()
+        self.pulls = None
         self._end_uncommitted()
         if self._training.job.begin_edit(self.worker):
             self.strand.pause()
@@ -438,6 +443,7 @@ class VirtualSession:
     def push_edit(self, present: bytes, *, buffers: Mapping[int, torch.Tensor]) -> None:
         self.strand.require_own_thread()
         training = self._training
+        self.pulls = None
         pushes = self._pushes(present, ()) if self._core.edits else []
         if buffers:
             training.keep_buffers(self.worker, buffers)
@@ -490,9 +496,11 @@ class VirtualSession:
         loss: float | None,
         clip: Clip | None = None,
         clipped: bool = False,
+        set_index: int | None = None,
     ) -> None:
         training = self._training
-        pushes = [] if empty else self._pushes(present, self._groups.read(groups))
+        pushes = [] if empty else self._pushes(present, self._groups.read(groups), set_index)
+        self.pulls = set_index
 
         def send() -> None:
             self._passed = self._held_back = False
@@ -507,6 +515,7 @@ class VirtualSession:
                 loss=loss,
                 clip=clip,
                 clipped=clipped,
+                set_index=set_index,
             )
 
         if self._passed:
@@ -577,13 +586,19 @@ class VirtualSession:
     def _send_request(self, models: Sequence[SyncModel], shard: int | None) -> None:
         self._training.job.request_sync(self.worker, models, shard)
 
-    def _pushes(self, present: bytes, groups: tuple[HyperParameters, ...]) -> list[Push]:
+    def _pushes(
+        self, present: bytes, groups: tuple[HyperParameters, ...], set_index: int | None = None
+    ) -> list[Push]:
         """Return the push for each shard."""
         return [
             Push(
-                {d: self.gradients[d][start:stop] for d, (start, stop) in bounds.bounds.items()},
+                {
+                    d: self.gradients[d][start:stop]
+                    for d, (start, stop) in of_set(bounds.bounds, set_index).items()
+                },
                 present,
                 groups,
+                set_index or 0,
             )
             for bounds in self._training.slices
         ]

@@ -153,6 +153,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
         clip: set if the script clips the gradient that is applied. No model depends on it.
         clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
         edit: set if the push contains new values of parameters instead of a gradient. No model depends on it.
+        repeated: True if an earlier push of the worker was computed from the same samples. They are counted once.
     """
 
     worker: int
@@ -166,6 +167,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
     clip: Clip | None = None
     clipped: bool = False
     edit: Edit | None = None
+    repeated: bool = False
 
 
 class PullRequested(Event, frozen=True, kw_only=True, tag=True):

@@ -428,7 +428,7 @@ class _ShardMeter:
         self.gradients += push.edit is None  # decremented in `record` if the push is dropped
         if push.clipped:
             self._clipped.add((push.worker, push.iteration))
-        if push.samples is not None:
+        if push.samples is not None and not push.repeated:
             self.samples += push.samples
             self.worker_samples[push.worker] += push.samples
             self._pending[push.worker, push.iteration] = push.samples

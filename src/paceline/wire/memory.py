@@ -29,7 +29,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, Protocol
 
-from ..core.layout import ITEM_BYTES, Layout, Piece, ShardSlice
+from ..core.layout import Layout, Piece, ShardSlice, item_bytes, of_set
 from ..errors import ProtocolError
 from .follow import Follower
 from .forks import close_in_forks
@@ -210,8 +210,12 @@ class Inbox(Protocol):
         """Record that these pieces have been received."""
         ...
 
-    def close(self, *, empty: bool) -> None:
-        """Record that the iteration is committed. `empty` is True if the worker skipped it and pushed no gradient.
+    def close(self, *, empty: bool, set_index: int | None = None) -> None:
+        """Record that the iteration is committed.
+
+        Args:
+            empty: True if the worker skipped the iteration and pushed no gradient.
+            set_index: the parameter set whose gradient is pushed; None for all sets.
 
         Raises:
             ProtocolError: a piece of the gradient has not been received, and the iteration is not `empty`.
@@ -234,7 +238,7 @@ class SharedInbox:
     def take(self, pieces: Sequence[int]) -> None:
         pass
 
-    def close(self, *, empty: bool) -> None:
+    def close(self, *, empty: bool, set_index: int | None = None) -> None:
         pass
 
 
@@ -248,7 +252,7 @@ class StreamedInbox:
 
     def __init__(self, shard: ShardSlice) -> None:
         self.gradient = {
-            dtype: memoryview(bytearray((stop - start) * ITEM_BYTES[dtype]))
+            dtype: memoryview(bytearray((stop - start) * item_bytes(dtype)))
             for dtype, (start, stop) in shard.bounds.items()
         }
         self.weights: dict[str, memoryview] | None = None
@@ -265,11 +269,13 @@ class StreamedInbox:
     def take(self, pieces: Sequence[int]) -> None:
         self.missing.difference_update(pieces)
 
-    def close(self, *, empty: bool) -> None:
+    def close(self, *, empty: bool, set_index: int | None = None) -> None:
         if self.missing and not empty:
-            raise ProtocolError(
-                f"an iteration was committed without {len(self.missing)} of {len(self.pieces)} pieces of the gradient"
-            )
+            vectors = of_set(self.gradient, set_index)
+            if missing := sum(self.pieces[number].dtype in vectors for number in self.missing):
+                raise ProtocolError(
+                    f"an iteration was committed without {missing} of {len(self.pieces)} pieces of the gradient"
+                )
         self.missing.update(range(len(self.pieces)))
 
 
@@ -282,14 +288,14 @@ def cut_pieces(vectors: Vectors, pieces: Sequence[Piece]) -> list[memoryview]:
         else:
             ranges.append((dtype, start, stop))
     return [
-        vectors[dtype][start * ITEM_BYTES[dtype] : stop * ITEM_BYTES[dtype]] for dtype, start, stop in ranges
+        vectors[dtype][start * item_bytes(dtype) : stop * item_bytes(dtype)] for dtype, start, stop in ranges
     ]
 
 
 def cut(vectors: Vectors, shard: ShardSlice) -> dict[str, memoryview]:
     """Return the memory of a shard's slice of each vector."""
     return {
-        dtype: vectors[dtype][start * ITEM_BYTES[dtype] : stop * ITEM_BYTES[dtype]]
+        dtype: vectors[dtype][start * item_bytes(dtype) : stop * item_bytes(dtype)]
         for dtype, (start, stop) in shard.bounds.items()
     }
 
@@ -316,7 +322,7 @@ def _places(layout: Layout, kinds: Sequence[Kind]) -> tuple[dict[tuple[Kind, str
     end = 0
     for kind in kinds:
         for dtype, size in layout.sizes.items():
-            size_bytes = size * ITEM_BYTES[dtype]
+            size_bytes = size * item_bytes(dtype)
             places[kind, dtype] = (end, end + size_bytes)
             end += -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
     return places, max(end, PAGE_BYTES)
