@@ -264,7 +264,7 @@ class WorkerTraining:
             clipped=take_clipped(session),
             set_index=selected,
         )
-        self._weights.mark_pulled(selected)
+        self._weights.mark_pulled(self._ranges[set_index])
 
     def refresh(self) -> None:
         """Pull the current weights between two iterations, without a push.

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..core.layout import Layout, Parameter, of_set
+from ..core.layout import Layout, Parameter
 from ..errors import WeightsChangedError
 from ..shard.vectors import Vectors, dtype_name, parameter_views
 from .session import Session
@@ -70,13 +70,12 @@ class Weights:
         self._complete = all(vector.numel() <= SAMPLE_SIZE for vector in vectors.values())
         return bool(changed)
 
-    def mark_pulled(self, set_index: int | None = None) -> None:
-        """Record the current weights as the result of the last pull: of one parameter set, or of all sets if None."""
-        vectors = of_set(self._vectors, set_index)
-        for parameter, described in zip(self._parameters, self._layout.parameters, strict=True):
+    def mark_pulled(self, indices: range | None = None) -> None:
+        """Record the current weights as the result of the last pull, of these parameters or, if None, of all."""
+        pulled = self._parameters if indices is None else self._parameters[indices.start : indices.stop]
+        for parameter in pulled:
             # Tell autograd that the weights have changed, because it cannot detect that a pull has written to them.
-            if described.vector in vectors:
-                torch.autograd.graph.increment_version(parameter)
+            torch.autograd.graph.increment_version(parameter)
         self.mark()
 
     def mark(self) -> None:
