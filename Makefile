@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PORTING := .venv-porting
 
 FUZZ   ?= 500000
 NAMES  ?= all
 
-.PHONY: help install demo check test check-models stress chaos fuzz siege bench bench-overlap paper tune docs clean
+.PHONY: help install demo check test check-models stress chaos fuzz siege porting bench bench-overlap paper tune docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +47,15 @@ fuzz: $(READY)  ## send 500,000 mutated frames to hosts in the same process and 
 siege: $(READY)  ## during a run with few file descriptors, open 10,000 connections that reset immediately, and hold 2,000 open (about 3 minutes)
 	PACELINE_SIEGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_siege.py
 
+$(PORTING)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PORTING)
+	$(PORTING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(PORTING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,porting]'
+	@touch $@
+
+porting: $(PORTING)/.ready  ## create .venv-porting with Hugging Face, Lightning and Jupyter, and run the scripts in docs/porting.md (2 minutes after the installation)
+	OMP_NUM_THREADS=1 $(PORTING)/bin/python -m pytest -p no:cacheprovider tests/test_porting.py
+
 bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)
 	$(BIN)/python -m benchmarks transport
 
@@ -64,4 +74,4 @@ docs: $(READY)  ## regenerate pages and pictures of the documentation, and run i
 	$(BIN)/python -m pytest docs README.md
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PORTING) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,150 @@
+"""The scripts in docs/porting.md: complete, and equal to one process on the joint batch."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import paceline
+
+from . import live
+
+pytestmark = pytest.mark.processes
+
+PAGE = Path(__file__).parent.parent / "docs" / "porting.md"
+PYTHON_BLOCK = re.compile(r"^```python\n# ([^\n:]+)(?::[^\n]*)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = dict(PYTHON_BLOCK.findall(PAGE.read_text()))
+
+FRAMEWORKS = {
+    "train_trainer.py": "transformers",
+    "train_lightning.py": "lightning",
+    "train_fabric.py": "lightning",
+    "train_accelerate.py": "accelerate",
+}
+
+
+def require(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; `make porting` runs this test")
+
+
+def start(folder: Path, script: str, *command: str, **variables: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(script)
+    return subprocess.Popen(
+        [sys.executable, *command, "train.py"],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def output(process: subprocess.Popen[str]) -> str:
+    with process:
+        printed, _ = process.communicate(timeout=live.DEADLINE_S)
+    return printed
+
+
+def run(folder: Path, script: str, *options: str) -> dict[str, torch.Tensor]:
+    """Run a script with two workers; return the weights that the run saves."""
+    command = ("-m", "paceline", "run", "--workers", "2", "--servers", "1", "--run-dir", "run", *options)
+    process = start(folder, script, *command)
+    printed = output(process)
+    assert process.returncode == 0, printed
+    return load_file(folder / "run" / "weights.safetensors")
+
+
+def test_two_workers_equal_distributed_data_parallel_to_the_last_bit(mark: str, tmp_path: Path) -> None:
+    # Each worker has 16 consecutive samples of each joint batch, a DistributedSampler every other sample.
+    reordered = "x = torch.randn(512, 8).view(-1, 16, 2, 8).transpose(1, 2).reshape(512, 8)"
+    ours = BLOCKS["train.py"].replace("shuffle=True", "shuffle=False")
+    weights = run(tmp_path / "ours", ours.replace("x = torch.randn(512, 8)", reordered))
+    store = f'"gloo", init_method="file://{tmp_path}/store", rank=int(os.environ["RANK"]), world_size=2'
+    theirs = "import os\n" + BLOCKS["train_ddp.py"].replace('"gloo"', store)
+    theirs = theirs.replace("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)")
+    processes = [
+        start(tmp_path / "theirs", theirs, RANK=str(rank), GLOO_SOCKET_IFNAME="lo") for rank in range(2)
+    ]
+    printed = [output(process) for process in processes]
+    expected = torch.load(tmp_path / "theirs" / "model.pt")
+    saved = torch.load(tmp_path / "ours" / "model.pt")
+    assert weights.keys() == saved.keys() == expected.keys(), printed
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor), name
+        assert torch.equal(saved[name], tensor), name
+
+
+def test_the_page_counts_the_lines_that_change() -> None:
+    changes = difflib.ndiff(BLOCKS["train_ddp.py"].splitlines(), BLOCKS["train.py"].splitlines())
+    signs = [line[0] for line in changes if line[2:].strip()]
+    assert (signs.count("+"), signs.count("-")) == (6, 12)
+    assert "six lines are new, and twelve are gone:" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_under_bsp_equals_one_process_on_the_joint_batch(
+    name: str, mark: str, tmp_path: Path
+) -> None:
+    require(FRAMEWORKS[name])
+    weights = run(tmp_path / "two", BLOCKS[name])
+    whole = re.sub(r"batch_size=4", "batch_size=8", BLOCKS[name])
+    assert whole != BLOCKS[name]
+    process = start(tmp_path / "one", whole, "-m", "paceline", "run", "--workers", "1", "--run-dir", "run")
+    printed = output(process)
+    assert process.returncode == 0, printed
+    expected = load_file(tmp_path / "one" / "run" / "weights.safetensors")
+    assert weights.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+def run_cells() -> Any:
+    """Run the cells of the notebook; return the value of the last one."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    cells = [text for name, text in BLOCKS.items() if name.startswith("notebook")]
+    assert len(cells) == 3
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=int(live.DEADLINE_S), kernel_name="python3").execute()
+    return notebook.cells[-1].outputs[-1]["data"]["text/plain"]
+
+
+def test_a_notebook_launches_a_run(mark: str, tmp_path: Path) -> None:
+    for package in ("nbclient", "ipykernel"):
+        require(package)
+    # In a process of its own, because the kernel's client changes this one's event loop and signals.
+    (tmp_path / "client.py").write_text("from tests.test_porting import run_cells\nprint(run_cells())\n")
+    root = Path(__file__).parent.parent
+    path = os.pathsep.join([str(root), os.environ["PYTHONPATH"]])
+    ended = subprocess.run(
+        [sys.executable, "client.py"],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split()[-1] == str(3 * 128)
+
+
+def test_the_cells_of_the_notebook_run_without_one(mark: str, tmp_path: Path) -> None:
+    cells = [text for name, text in BLOCKS.items() if name.startswith("notebook")]
+    process = start(
+        tmp_path / "cells", "\n".join(cells).replace("result.summary", "assert 384 == result.summary")
+    )
+    printed = output(process)
+    assert process.returncode == 0, printed
+    assert paceline.worker_count() == 1
