@@ -69,7 +69,9 @@ def train_gan(worker: int | None = None, workers: int = 1, steps: int = STEPS) -
     of_g: torch.optim.Optimizer = torch.optim.SGD(generator.parameters(), lr=0.1, momentum=0.9)
     of_d: torch.optim.Optimizer = torch.optim.Adam(discriminator.parameters(), lr=0.01)
     if worker is not None:
-        of_g, of_d = paceline.DistributedOptimizer(of_g), paceline.DistributedOptimizer(of_d)
+        # The search for a model holds references to all objects, among them tuples that other threads are building.
+        of_g = paceline.DistributedOptimizer(of_g, model=generator)
+        of_d = paceline.DistributedOptimizer(of_d, model=discriminator)
     for step in range(steps):
         noise, real = data(step, worker, workers)
         fake = generator(noise)  # used again after the discriminator's step
