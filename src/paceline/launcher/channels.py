@@ -6,18 +6,15 @@ has a terminal, too (see `terminal`); all other processes, and worker 0 otherwis
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
+from .copying import copy_output
 from .terminal import Screen, Terminal
 
 __all__ = ["Channel", "Channels", "Streams"]
-
-logger = logging.getLogger("paceline.channels")
 
 
 class Streams(NamedTuple):
@@ -70,9 +67,19 @@ class Channels:
             stdin = os.dup(stdout) if terminal.reads else self._input(name)
             return Channel(stdin, stdout, lambda: terminal.copy_output(log, self._screen), lambda: None)
         source, sink = os.pipe()
-        output = open(source, "rb")  # noqa: SIM115 - closed by `copy_lines` or `close`
+        output = open(source, "rb")  # noqa: SIM115 - closed by `copy` or `close`
         show = self._show(name)
-        return Channel(self._input(name), sink, lambda: copy_lines(output, log, show), output.close)
+
+        def copy() -> None:
+            with output:
+                copy_output(
+                    output,
+                    log,
+                    lambda file: file.write,
+                    lambda line: show(line.decode(errors="replace").rstrip("\n")),
+                )
+
+        return Channel(self._input(name), sink, copy, output.close)
 
     def _input(self, name: str) -> int:
         if name == "worker 0" and self._streams.reads and not os.isatty(0):
@@ -84,26 +91,3 @@ class Channels:
         if self._streams.show_all:
             return lambda line: self._screen.print(f"{name} | {line}")
         return self._screen.print if name == "worker 0" else lambda line: None
-
-
-def copy_lines(source: IO[bytes], log: Path, show: Callable[[str], None]) -> None:
-    """Copy the output of a process to its log and to `show` until the output ends.
-
-    If writing to the log fails, no more output is written to the log; the same applies to `show`. The output is still
-    read, because otherwise the process would block on a full pipe.
-    """
-    sinks: dict[str, Callable[[bytes], object]] = {}
-    with source, contextlib.ExitStack() as opened:
-        try:
-            sinks["written"] = opened.enter_context(log.open("wb", buffering=0)).write
-        except OSError as error:
-            logger.warning("the log %s cannot be written: %s", log, error.strerror)
-        sinks["shown"] = lambda line: show(line.decode(errors="replace").rstrip("\n"))
-        for line in source:
-            for done, write in list(sinks.items()):
-                try:
-                    write(line)
-                except Exception as error:
-                    # The disk may be full, and `show` may raise any exception from the caller's output stream.
-                    logger.warning("the output for the log %s can no longer be %s: %s", log, done, error)
-                    del sinks[done]

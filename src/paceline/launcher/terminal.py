@@ -22,11 +22,12 @@ import signal
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from .copying import copy_output
 from .transcript import Transcript
 
 __all__ = ["Screen", "Terminal", "left_behind"]
@@ -151,32 +152,8 @@ class Terminal:
 
     def copy_output(self, log: Path, screen: Screen) -> None:
         """Copy the output of worker 0 to its log and to the screen, until worker 0 has ended."""
-        source = os.dup(self._main)
         lines = _Lines(screen)
-        sinks: dict[str, Callable[[bytes], object]] = {"shown": lines.write}
-        with contextlib.ExitStack() as opened:
-            opened.callback(os.close, source)
-            try:
-                sinks["written"] = Transcript(opened.enter_context(log.open("wb"))).write
-            except OSError as error:
-                logger.warning("the log %s cannot be written: %s", log, error.strerror)
-            while True:
-                timeout_s = LINE_TIMEOUT_S if lines.unfinished else None
-                if not select.select([source], [], [], timeout_s)[0]:
-                    data = b""
-                else:
-                    try:
-                        data = os.read(source, CHUNK_BYTES)
-                    except OSError:
-                        break  # no process has the terminal open any more
-                    if not data:
-                        break
-                for done, write in list(sinks.items()):
-                    try:
-                        write(data)
-                    except Exception as error:
-                        logger.warning("the output for the log %s can no longer be %s: %s", log, done, error)
-                        del sinks[done]
+        copy_output(self._output(lines), log, lambda file: Transcript(file).write, lines.write)
 
     def awaits_user(self, process_id: int) -> bool:
         """Return True if the process waits for the user to type something, as far as the system tells.
@@ -196,6 +173,24 @@ class Terminal:
             return os.readlink(f"/proc/{process_id}/fd/{int(call[1], 16)}") in (self.name, "/dev/tty")
         except (OSError, IndexError):
             return False
+
+    def _output(self, lines: _Lines) -> Iterator[bytes]:
+        """Yield the output of worker 0 as it arrives, and b"" if a line has been unfinished for `LINE_TIMEOUT_S`."""
+        source = os.dup(self._main)
+        try:
+            while True:
+                if not select.select([source], [], [], LINE_TIMEOUT_S if lines.unfinished else None)[0]:
+                    yield b""
+                    continue
+                try:
+                    data = os.read(source, CHUNK_BYTES)
+                except OSError:
+                    return  # no process has the terminal open any more
+                if not data:
+                    return
+                yield data
+        finally:
+            os.close(source)
 
     def _run(self) -> None:
         """Copy what the user types to worker 0, and keep the sizes of both terminals equal."""
