@@ -44,6 +44,8 @@ def logged(*chunks: bytes) -> str:
         "a whole line that is erased": (b"loading...\x1b[2K\rdone\r\n", "done\n"),
         "the end of a line": (b"abc\x1b[2D\x1b[K\r\n", "a\n"),
         "colors": (b"\x1b[1;31mred\x1b[0m\r\n", "red\n"),
+        "a wavy underline": (b"\x1b[4:3mred\x1b[0m\r\n", "red\n"),
+        "a column that does not exist": (b"\x1b[999999999999Gx\r\x1b[Kdone\r\n", "done\n"),
         "a title and a hidden cursor": (b"\x1b]0;title\x07\x1b[?25lx\x1b[?25h\r\n", "x\n"),
         "two bars": (b"one 0\r\ntwo 0\x1b[A\rone 9\x1b[B\rtwo 9\r\n", "one 9\ntwo 9\n"),
         "a correction by the user": (b"nane\b \b\b \bme\r\n", "name\n"),

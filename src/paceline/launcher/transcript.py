@@ -16,7 +16,7 @@ HEIGHT = 100
 """Number of lines that can still be changed. Programs move the cursor up by a few lines only."""
 
 TOKEN = re.compile(
-    r"\x1b\[(?P<numbers>[\d;:]*)(?P<command>[@-~])"  # a control sequence
+    r"\x1b\[(?P<number>\d{0,5})[\d;:]*(?P<command>[@-~])"  # a control sequence
     r"|\x1b\[[\x20-?]*[@-~]"  # a private control sequence, for example to hide the cursor
     r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # a command to the terminal's window, such as its title or a link
     r"|\x1b[\x20-/]*[0-Z\\^-~]"  # a short sequence
@@ -62,7 +62,7 @@ class Transcript:
             elif token["control"]:
                 self._control(token["control"])
             elif token["command"]:
-                self._command(token["command"], token["numbers"].split(";")[0])
+                self._command(token["command"], token["number"])
         self._save()
 
     def _put(self, text: str) -> None:
@@ -100,8 +100,10 @@ class Transcript:
                 self._column = count - 1
             case "K" if number in ("", "0"):
                 del line[self._column :]
+            case "K" if number == "1":
+                line[: self._column] = " " * self._column
             case "K":
-                line[: self._column if number == "1" else None] = " " * self._column if number == "1" else ""
+                line.clear()
             case "J" if number in ("", "0"):
                 del line[self._column :]
                 del self._lines[self._row + 1 :]
