@@ -1,4 +1,4 @@
-"""Functions that describe how a process ended, and that recognize crashes.
+"""Functions that describe how a process ended, recognize crashes, and end what a failed process leaves behind.
 
 When a machine is preempted, its processes are terminated by SIGKILL or SIGTERM, which Paceline is designed to handle.
 A segmentation fault is a crash, and so is a SIGKILL from the system's out-of-memory killer. The run continues without
@@ -7,10 +7,19 @@ a crashed worker, but the exit code of the run reports the crash.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from pathlib import Path
 
-__all__ = ["CRASHES", "EXIT_PEER_LOST", "describe_ending", "is_crash", "out_of_memory_kills"]
+__all__ = [
+    "CRASHES",
+    "EXIT_PEER_LOST",
+    "await_group_leader",
+    "describe_ending",
+    "is_crash",
+    "out_of_memory_kills",
+]
 
 CRASHES = frozenset(
     {
@@ -68,3 +77,17 @@ def out_of_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def await_group_leader(process_id: int) -> None:
+    """Wait until a child process has ended. If it failed or was killed, kill the rest of its process group.
+
+    The child is not reaped here, because the id of its group may be reused as soon as it is.
+
+    Raises:
+        ChildProcessError: another part of the program has already reaped the child.
+    """
+    end = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
+    if end is not None and (end.si_code, end.si_status) != (os.CLD_EXITED, 0):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process_id, signal.SIGKILL)

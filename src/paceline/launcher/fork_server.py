@@ -27,7 +27,6 @@ import fcntl
 import gc
 import os
 import selectors
-import signal
 import socket
 import sys
 import termios
@@ -35,6 +34,7 @@ from io import TextIOWrapper
 from typing import cast
 
 from .boot import end_with_parent, set_title
+from .endings import await_group_leader
 from .orders import Descriptors, Order, Received, receive_order, report_end, report_ready, report_start
 
 __all__ = ["EXIT_THREADS", "begin"]
@@ -144,10 +144,7 @@ def _require_one_thread() -> None:
 
 def _reap(process_id: int) -> int:
     """Return the exit code of a process that has ended. If it failed or was killed, kill the rest of its group."""
-    end = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
-    if end is not None and (end.si_code, end.si_status) != (os.CLD_EXITED, 0):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process_id, signal.SIGKILL)
+    await_group_leader(process_id)
     return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
 
 

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Protocol
 
 from . import boot
+from .endings import await_group_leader
 from .fork_server import EXIT_THREADS
 from .orders import Descriptors, Order, await_end, await_ready, await_start, file_of, open_file, send_order
 
@@ -180,14 +181,10 @@ class Executed:
         pass
 
     def await_end(self) -> int:
-        end = None
-        # `ChildProcessError` is raised if the program that called the launcher has already reaped the process.
+        # The program that called the launcher may have reaped the process.
         with contextlib.suppress(ChildProcessError):
-            end = os.waitid(os.P_PID, self.id, os.WEXITED | os.WNOWAIT)
+            await_group_leader(self.id)
         with self._lock:
-            if end is not None and (end.si_code, end.si_status) != (os.CLD_EXITED, 0):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.id, signal.SIGKILL)
             self._ended = True
             return self._popen.wait()
 
@@ -350,6 +347,7 @@ def _execute(
     *,
     session: bool = False,
 ) -> subprocess.Popen[bytes]:
+    """Execute `boot`, with the socket `control` as its standard input. See `boot` for `kind`."""
     return subprocess.Popen(
         [*prefix, sys.executable, "-P", boot.__file__, kind],
         env=environment,
