@@ -61,7 +61,7 @@ def launch(
 ) -> RunResult:
     """Run a training function in several workers, each in its own process, and return the result.
 
-    Each worker is a new Python process. The function is sent to the workers by value if it was defined in a script or
+    Each worker is a separate process. The function is sent to the workers by value if it was defined in a script or
     a notebook, and by reference if it can be imported. The script itself is not run again in the workers.
 
     Args:
@@ -99,9 +99,9 @@ def launch(
             worker, as torchrun does, for scripts and loggers that read them.
         progress: True to show the progress of the run. Default: True if standard error is a terminal.
         snapshot_every_s: interval in seconds at which copies of the weights are stored in the result. Default: none.
+        placement: machine of each process; requires transport "tcp". Default: all processes run on this machine.
         show_all: True to show the output of all workers and servers, each line with the name of its process. Default:
             show the output of worker 0.
-        placement: machine of each process; requires transport "tcp". Default: all processes run on this machine.
 
     Raises:
         ConfigurationError: an argument is not valid; no process was started.

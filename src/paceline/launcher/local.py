@@ -1,4 +1,4 @@
-"""The local engine, which runs every server and worker as a new Python process on this machine.
+"""The local engine, which runs every server and worker as a process on this machine.
 
 The engine starts the processes, monitors them, stores their output, and ends them. The output of each process is
 written to a file in the run directory. The output of worker 0 is also shown.

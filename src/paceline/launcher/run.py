@@ -67,7 +67,7 @@ def start(
 
     Args:
         job: the configuration of the run. The run directory is created here, after all arguments have been checked.
-        worker_arguments: command-line arguments of each worker.
+        worker_arguments: what each worker runs; see `Order`.
         worker_payload: the objects that are sent to each worker.
         path: module search path from which the servers import user-defined conditions.
         console: console for the progress display.
