@@ -68,6 +68,14 @@ def test_a_script_that_fails_alone_is_not_run_with_workers(tmp_path: Path) -> No
     assert mistake["text"] == "The script fails in a single process, too: ValueError: no data"
 
 
+def test_a_script_that_is_killed_alone_is_reported(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\n\nprint('working')\nos.kill(os.getpid(), 9)\n")
+    [mistake] = check_script(script)
+    expected = "The script fails in a single process, too: it was terminated by signal SIGKILL: working"
+    assert mistake.text == expected
+
+
 def test_bad_input_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     with pytest.raises(ConfigurationError, match=r"train\.py' does not exist"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,13 +55,8 @@ def check(
     with interruptible():
         from ..inspection.check import check_script
 
-        console = Console(stderr=True)
-        with console.status("") if console.is_terminal and not as_json else open(os.devnull):
-
-            def tell(text: str) -> None:
-                if not as_json:
-                    console.print(text, style="dim", highlight=False, markup=False)
-
+        console = Console(stderr=True, quiet=as_json)
+        with console.status("") if console.is_terminal and not as_json else nullcontext():
             found = check_script(
                 script,
                 arguments or (),
@@ -67,7 +64,7 @@ def check(
                 iterations=iterations,
                 sync=sync,
                 timeout_s=timeout,
-                tell=tell,
+                tell=partial(console.print, style="dim", highlight=False, markup=False),
             )
     if as_json:
         print_json(found)

@@ -116,7 +116,7 @@ def run(
     paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 train.py --epochs 10
     """
     with interruptible("nothing was started"):
-        from ..runtime.job import describe, make_job
+        from ..runtime.job import describe, make_job, require_script
 
         module = str(script) if as_module else ""
         if module:
@@ -124,9 +124,7 @@ def run(
             script = _find_module(module)
         else:
             sys.path.insert(0, str(script.resolve().parent))  # --import may name modules in this directory
-        if not script.is_file():
-            what = "is not a file" if script.exists() else "does not exist"
-            raise ConfigurationError(f"the script {str(script)!r} {what}; give the path of a Python file.")
+        require_script(script)
         job = make_job(
             workers=workers,
             servers=servers,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import ConfigurationError
 from ..launcher.endings import describe_ending
-from ..runtime.job import make_job
+from ..runtime.job import make_job, require_script
 from . import probe
 from .mistakes import Evidence, Mistake, find_mistakes
 from .observations import Observation, read_observations
@@ -50,9 +50,7 @@ def check_script(
     Raises:
         ConfigurationError: an argument is not valid; nothing was started.
     """
-    if not script.is_file():
-        what = "is not a file" if script.exists() else "does not exist"
-        raise ConfigurationError(f"the script {str(script)!r} {what}; give the path of a Python file.")
+    require_script(script)
     for name, value, least in (
         ("workers", workers, 2),
         ("iterations", iterations, 1),
@@ -102,13 +100,9 @@ def _run(arguments: Sequence[str], log: Path, timeout_s: float) -> str:
             _end(process)
     if process.returncode == 0:
         return ""
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(errors="replace").splitlines() or ["no output"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (
-        errors[0]
-        if errors
-        else f"it {describe_ending(process.returncode)}: {lines[-1] if lines else 'no output'}"
-    )
+    return errors[0] if errors else f"{describe_ending(process.returncode)}: {lines[-1]}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

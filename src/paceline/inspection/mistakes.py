@@ -253,11 +253,11 @@ def _not_distributed(evidence: Evidence) -> Iterator[Mistake]:
 
 
 def _unseeded(evidence: Evidence) -> Iterator[Mistake]:
-    worker = _of(evidence.workers[0], "initialized") if evidence.workers else []
-    if worker and [each.detail for each in worker] != [
-        each.detail for each in _of(evidence.alone, "initialized")
-    ]:
-        yield _mistake("not seeded")
+    alone = [each.detail for each in _of(evidence.alone, "initialized")]
+    for worker in evidence.workers[:1]:
+        in_run = [each.detail for each in _of(worker, "initialized")]
+        if in_run and in_run != alone:
+            yield _mistake("not seeded")
 
 
 def _warned(evidence: Evidence) -> Iterator[Mistake]:

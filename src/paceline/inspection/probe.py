@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import runpy
 import signal
 import sys
@@ -69,11 +70,10 @@ class Probe:
         """Write an observation. `frame` is the innermost frame that may belong to the user; None if there is none."""
         while frame is not None and not is_users(frame.f_code.co_filename):
             frame = frame.f_back
-        file, line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
-        iteration = max(self._steps.values(), default=0)
-        self._observations.add(
-            Observation(kind, detail, os.path.abspath(file) if file else "", line, iteration)
-        )
+        if frame is None:
+            self._add(kind, detail)
+        else:
+            self._add(kind, detail, frame.f_code.co_filename, frame.f_lineno)
 
     def install(self) -> None:
         """Replace the functions whose calls are observed, and install hooks."""
@@ -88,7 +88,7 @@ class Probe:
             )
         for owner, name, label in (
             (torch, "manual_seed", "torch.manual_seed"),
-            (random_module(), "seed", "random.seed"),
+            (random, "seed", "random.seed"),
         ):
             self._observe(
                 [owner], name, lambda *a, label=label: ("seeded", f"{label}({', '.join(map(repr, a[1:]))})")
@@ -153,16 +153,13 @@ class Probe:
         if event != "open":
             return
         path, mode, flags = arguments
-        writes = flags & WRITE_FLAGS if not isinstance(mode, str) else set(mode) & set("wax+")
-        if writes and isinstance(path, str | bytes | os.PathLike):
-            self._wrote(os.fsdecode(path), sys._getframe(1))
-
-    def _wrote(self, path: str, frame: FrameType) -> None:
-        path = os.path.abspath(path)
-        parts = Path(path).parts
-        if path.startswith(("/dev/", "/proc/", self._own)) or "__pycache__" in parts or ".cache" in parts:
+        writes = set(mode) & set("wax+") if isinstance(mode, str) else flags & WRITE_FLAGS
+        if not writes or not isinstance(path, str | bytes | os.PathLike):
             return
-        self.note("wrote", path, frame)
+        path = os.path.abspath(os.fsdecode(path))
+        if path.startswith(("/dev/", "/proc/", self._own)) or {"__pycache__", ".cache"} & {*Path(path).parts}:
+            return
+        self.note("wrote", path, sys._getframe(1))
 
     def _forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if not self._initialized and torch.is_grad_enabled():
@@ -192,10 +189,16 @@ class Probe:
     def raised(self, error: BaseException) -> None:
         """Write that the script has failed, with the user's line that was last reached."""
         frames = [each for each in traceback.extract_tb(error.__traceback__) if is_users(each.filename)]
-        place = frames[-1] if frames else None
         text = "".join(traceback.format_exception_only(error)).strip()
-        file, line = (os.path.abspath(place.filename), place.lineno or 0) if place is not None else ("", 0)
-        self._observations.add(Observation("raised", text, file, line, max(self._steps.values(), default=0)))
+        if frames:
+            self._add("raised", text, frames[-1].filename, frames[-1].lineno or 0)
+        else:
+            self._add("raised", text)
+
+    def _add(self, kind: Kind, detail: str, file: str = "", line: int = 0) -> None:
+        iteration = max(self._steps.values(), default=0)
+        path = os.path.abspath(file) if file else ""
+        self._observations.add(Observation(kind, detail, path, line, iteration))
 
 
 class _Warnings(logging.Handler):
@@ -222,13 +225,6 @@ def name_of(function: Any) -> str:
 def path_of(target: Any) -> str:
     """Return the path to which `torch.save` writes; "" if it writes to a file object."""
     return os.path.abspath(os.fsdecode(target)) if isinstance(target, str | os.PathLike) else ""
-
-
-def random_module() -> Any:
-    """Return Python's `random` module."""
-    import random
-
-    return random
 
 
 def main(folder: str, iterations: str, timeout_s: str, script: str, *arguments: str) -> None:

@@ -44,6 +44,7 @@ __all__ = [
     "claim_run_dir",
     "describe",
     "make_job",
+    "require_script",
     "require_usable",
 ]
 
@@ -415,6 +416,13 @@ def _per_worker(name: str, values: Sequence[float] | None, workers: int, least: 
         if not (math.isfinite(value) and value >= least):
             raise ConfigurationError(f"{name} is {value:g} for one worker, expected a number >= {least:g}.")
     return tuple(float(value) for value in values)
+
+
+def require_script(path: Path) -> None:
+    """Raise `ConfigurationError` if a script does not exist or is not a file."""
+    if not path.is_file():
+        what = "is not a file" if path.exists() else "does not exist"
+        raise ConfigurationError(f"the script {str(path)!r} {what}; give the path of a Python file.")
 
 
 def require_usable(path: str | os.PathLike[str]) -> None:
