@@ -3,10 +3,10 @@
 A worker registers such an optimizer by the name of its class, as "module:Class". The name alone loads nothing: a
 server takes a class only from the places that the user named when the run was launched:
 
-    the modules in `--import`, and the packages that the script itself imports;
-    the script, for a class that it defines: the server executes the definition of the class, the definitions and
-        imports that this definition uses, and nothing else of the script;
-    the classes that `launch` has sent along, for classes that are defined in a script or notebook.
+- the modules in `--import`, and the packages that the script itself imports;
+- the script, for a class that it defines: the server executes the definition of the class, the definitions and
+  imports that this definition uses, and nothing else of the script;
+- the classes that `launch` has sent along, for classes that are defined in a script or notebook.
 
 This module does not import torch.
 """
@@ -119,14 +119,24 @@ def definition(script: Path, name: str) -> object:
     Raises:
         ConfigurationError: there is no such definition, or it uses a value that the script computes.
     """
-    places: dict[str, list[ast.stmt]] = {}
+    module = types.ModuleType(MAIN)
+    module.__file__ = str(script)
+    exec(compile(ast.Module(_required_statements(script, name), []), str(script), "exec"), vars(module))
+    found: object = vars(module)[name]
+    return found
+
+
+def _required_statements(script: Path, name: str) -> list[ast.stmt]:
+    """Return the top-level statements of a script that a definition needs, in order. See `definition`."""
     statements = ast.parse(script.read_bytes()).body
+    places: dict[str, list[ast.stmt]] = {}
     for statement in statements:
         for bound in _bound(statement):
             places.setdefault(bound, []).append(statement)
     if not any(isinstance(node, ast.ClassDef | ast.FunctionDef) for node in places.get(name, [])):
         raise ConfigurationError(f"{script.name} does not define {name} at its top level.")
-    needed: set[int] = set()
+    required: set[ast.stmt] = set()
+    required.update(n for n in statements if isinstance(n, ast.ImportFrom) and n.module == "__future__")
     waiting = [name]
     seen = set(waiting)
     while waiting:
@@ -137,19 +147,11 @@ def definition(script: Path, name: str) -> object:
                     f"the servers cannot define {name} without running the script, because {name} uses {wanted!r}, "
                     f"which line {node.lineno} of {script.name} computes. Move {name} into a module of its own."
                 )
-            needed.add(id(node))
+            required.add(node)
             used = _globals_of(compile(ast.Module([node], []), str(script), "exec")) & places.keys()
             waiting += sorted(used - seen)
             seen |= used
-    futures = [
-        node for node in statements if isinstance(node, ast.ImportFrom) and node.module == "__future__"
-    ]
-    chosen = [node for node in statements if id(node) in needed and node not in futures]
-    module = types.ModuleType(MAIN)
-    module.__file__ = str(script)
-    exec(compile(ast.Module([*futures, *chosen], []), str(script), "exec"), vars(module))
-    found: object = vars(module)[name]
-    return found
+    return [node for node in statements if node in required]
 
 
 def _imported_modules(node: ast.AST) -> list[str]:

@@ -3,8 +3,8 @@
 A server builds such an optimizer from the hyper-parameters alone, as `Class(groups)`, and runs it on slices of the
 parameters. This gives the right result only if two conditions hold, which a worker tests before training begins:
 
-    the class updates each element independently, and keeps its state per element or as one number per parameter;
-    an optimizer that is built from the hyper-parameters makes the same updates as the script's own.
+- The class updates each element independently, and keeps its state per element or as one number per parameter.
+- An optimizer that is built from the hyper-parameters makes the same updates as the script's own.
 
 The test takes a few steps on small parameters of several shapes, with the script's optimizer, and with optimizers
 that are built like those of two servers. It is done in double precision and in the dtypes of the model, and takes
@@ -50,9 +50,8 @@ Kind = TypeVar("Kind", bound=type[torch.optim.Optimizer])
 _registered: set[type] = set()
 _classes: dict[str, type[torch.optim.Optimizer]] = {}
 _counters: dict[type, set[str]] = {}  # the hyper-parameters that an optimizer changes in its own steps
-_sources: list[
-    OptimizerSources
-] = []  # the sources of this process; empty in a process that is not part of a run
+# The sources of this process, in a list of at most one. The list is empty in a process that is not part of a run.
+_sources: list[OptimizerSources] = []
 
 
 def register_elementwise(cls: Kind) -> Kind:
@@ -211,15 +210,7 @@ def _trial(
     """Compare the script's optimizer with those that servers build. Return what differs, or ""."""
     groups = [{**group, "lr": group["lr"] or USUAL_RATE} if "lr" in group else group for group in groups]
     used = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.is_floating_point()}
-    parameters = [(group, index) for group in range(len(groups)) for index in range(len(SHAPES))]
-    whole = [Segment(*place) for place in parameters]
-    shards: list[list[Segment]] = [[], []]
-    for place in parameters:
-        count = torch.Size(SHAPES[place[1]]).numel()
-        cut = count // 3
-        shards[1].append(Segment(*place, cut, count))
-        if cut:
-            shards[0].append(Segment(*place, 0, cut))
+    whole, shards = _segments(len(groups))
     for dtype in sorted({torch.float64} | used, key=str):
         try:
             expected = list(_steps([_twin(optimizer, groups, dtype)], [whole], dtype))
@@ -238,13 +229,37 @@ def _trial(
                 return f"{change}it failed with {first_line(error)}"
             if difference := _difference(expected, found, dtype):
                 return change + difference
-            if problem := _unusual_state([one for one, _ in built]):
+            tested = [each for each, _ in built]
+            if problem := _unusual_state(tested):
                 return problem
-            for one, _ in built:
-                for group, settings in zip(one.param_groups, groups, strict=True):
-                    changed = [key for key, value in settings.items() if group.get(key) != value]
-                    _counters.setdefault(type(optimizer), set()).update(changed)
+            _counters.setdefault(type(optimizer), set()).update(_changed_settings(tested, groups))
     return ""
+
+
+def _segments(group_count: int) -> tuple[list[Segment], list[list[Segment]]]:
+    """Return all parameters of the test, as they are, and divided between two shards."""
+    whole = [Segment(group, index) for group in range(group_count) for index in range(len(SHAPES))]
+    first, second = [], []
+    for segment in whole:
+        count = torch.Size(SHAPES[segment.parameter]).numel()
+        cut = count // 3
+        second.append(segment._replace(start=cut, stop=count))
+        if cut:
+            first.append(segment._replace(stop=cut))
+    return whole, [first, second]
+
+
+def _changed_settings(
+    optimizers: Sequence[torch.optim.Optimizer], groups: Sequence[HyperParameters]
+) -> set[str]:
+    """Return the hyper-parameters that optimizers have changed since they were built with `groups`."""
+    return {
+        key
+        for optimizer in optimizers
+        for group, settings in zip(optimizer.param_groups, groups, strict=True)
+        for key, value in settings.items()
+        if group.get(key) != value
+    }
 
 
 Runnable = tuple[torch.optim.Optimizer, list[torch.Tensor]]
