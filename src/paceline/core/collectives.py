@@ -78,15 +78,13 @@ def combine(contributions: Mapping[int, Contributed]) -> Combined:
                 refused=f"worker {first} called {one.call}, but worker {worker} called {other.call}. All workers "
                 "must make the same calls of paceline.barrier() and paceline.reduce(), in the same order."
             )
-    weights = [contributions[worker].weight for worker in (first, *others)] if one.op == "mean" else []
     total = array("d", bytes(len(one.numbers)))
-    for place, worker in enumerate((first, *others)):
+    divisor = 0.0
+    for worker in (first, *others):
+        weight = contributions[worker].weight if one.op == "mean" else 1.0
+        divisor += weight
         numbers = array("d", contributions[worker].numbers)
-        if weights:
-            weight = weights[place]
-            numbers = array("d", [weight * number for number in numbers])
-        total = array("d", [a + b for a, b in zip(total, numbers, strict=True)]) if place else numbers
-    if weights:
-        divisor = sum(weights)
+        total = array("d", [each + weight * number for each, number in zip(total, numbers, strict=True)])
+    if one.op == "mean":
         total = array("d", [number / divisor if divisor else float("nan") for number in total])
     return Combined(total.tobytes())

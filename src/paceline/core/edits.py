@@ -7,11 +7,11 @@ out after the gradients of its round. An edit is not an update: it changes neith
 
 All shards must take the same worker's edit. There are two cases:
 
-    lockstep    every worker pushes its edit, and the shards take that of the lowest index in the round. Rounds are
-                the same at all shards. If a worker is lost inside the block, the edit of the next one is taken
-    otherwise   shard 0 names one editor: the first worker that enters the block. Only this worker pushes its edit;
-                the other workers' pushes are empty. If the editor is lost before its push, the next worker that
-                enters the block is named, unless a later edit has already been made
+- In lockstep, every worker pushes its edit, and the shards take the edit of the worker with the lowest index in the
+  round. Rounds are the same at all shards. If a worker is lost inside the block, the next worker's edit is taken.
+- Otherwise, shard 0 names one editor: the first worker that enters the block. Only this worker pushes its edit; the
+  other workers' pushes are empty. If the editor is lost before its push, the next worker that enters the block is
+  named, unless a later edit has already been made.
 
 Two edits by different editors may reach two shards in different orders. Therefore an edit leaves those parameters
 alone that an edit with a higher number has set (`Store.overwrite`).

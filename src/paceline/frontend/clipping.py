@@ -64,8 +64,6 @@ def _watched(*arguments: Any, **options: Any) -> Any:
 
 
 def _place(function: Callable[..., Any]) -> None:
-    for module in (
-        utils,
-        clip_grad,
-    ):  # scripts look up the function in the first module, torch itself in the second
+    # Scripts look up the function in the first module, torch itself in the second.
+    for module in (utils, clip_grad):
         vars(module)[ORIGINAL.__name__] = function

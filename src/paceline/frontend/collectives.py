@@ -54,8 +54,7 @@ def reduce(value: Value, op: Literal["mean", "sum"] = "mean", *, weight: float |
 
     Args:
         value: a number, a tensor, or a dictionary of numbers and tensors with the same keys and shapes in all
-        workers;
-            at most 1 MiB as float64.
+            workers; at most 1 MiB as float64.
         op: "mean" or "sum".
         weight: the weight of this worker's value in the mean, for example the number of samples that it describes.
             Default: 1 for each worker. If all weights are 0, the mean is NaN.
@@ -74,29 +73,20 @@ def reduce(value: Value, op: Literal["mean", "sum"] = "mean", *, weight: float |
         >>> paceline.reduce({"loss": 0.5, "correct": 12}, "sum")
         {'loss': 0.5, 'correct': 12}
     """
-    if op not in ("mean", "sum"):
-        raise UsageError(f'reduce() got op={op!r}, expected "mean" or "sum".')
-    if weight is not None:
-        usable = isinstance(weight, numbers.Real) and math.isfinite(weight) and weight >= 0
-        if op == "sum" or not usable:
-            raise UsageError(
-                f"reduce() got weight={weight!r}, expected a number >= 0 for a mean, and no weight for a sum."
-            )
-    entries = value if isinstance(value, Mapping) else {None: value}
+    _require_operation(op, weight)
     if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
         raise UsageError(f"reduce() got a dictionary with the keys {list(value)}, expected strings.")
+    entries = value if isinstance(value, Mapping) else {None: value}
     names = sorted(entries)
     for name in names:
         _require_real(name, entries[name])
-    count = sum(each.numel() if isinstance(each := entries[name], torch.Tensor) else 1 for name in names)
+    count = sum(_count(entries[name]) for name in names)
     if count * ITEM_BYTES > LIMIT_BYTES:
         raise UsageError(
             f"reduce() got {count} numbers, expected at most {LIMIT_BYTES // ITEM_BYTES}. It is meant for metrics; "
             "gradients and weights are exchanged by step()."
         )
-    flat = array("d")
-    for name in names:
-        flat.extend(_flat(entries[name]))
+    flat = array("d", [number for name in names for number in _flat(entries[name])])
     shapes = ", ".join(_described(name, entries[name]) for name in names)
     call = f"reduce(op={op!r}) of {shapes if shapes else 'nothing'}"
     if len(call) > MOST_WORDS:
@@ -106,7 +96,7 @@ def reduce(value: Value, op: Literal["mean", "sum"] = "mean", *, weight: float |
     combined = _combined(call, op, flat, 1.0 if weight is None else float(weight))
     results = {}
     for name in names:
-        size = each.numel() if isinstance(each := entries[name], torch.Tensor) else 1
+        size = _count(entries[name])
         results[name], combined = _like(entries[name], combined[:size], op), combined[size:]
     if isinstance(value, Mapping):
         return {name: results[name] for name in value}  # type: ignore[return-value]
@@ -126,6 +116,18 @@ def _combined(call: str, op: Literal["mean", "sum"], values: array[float], weigh
     return array("d", combined.numbers)
 
 
+def _require_operation(op: str, weight: float | None) -> None:
+    if op not in ("mean", "sum"):
+        raise UsageError(f'reduce() got op={op!r}, expected "mean" or "sum".')
+    if weight is None:
+        return
+    usable = isinstance(weight, numbers.Real) and math.isfinite(weight) and weight >= 0
+    if op == "sum" or not usable:
+        raise UsageError(
+            f"reduce() got weight={weight!r}, expected a number >= 0 for a mean, and no weight for a sum."
+        )
+
+
 def _require_real(name: str | None, value: object) -> None:
     real = not value.is_complex() if isinstance(value, torch.Tensor) else isinstance(value, numbers.Real)
     if not real:
@@ -133,6 +135,11 @@ def _require_real(name: str | None, value: object) -> None:
         raise UsageError(
             f"reduce() got {value!r}{where}, expected a number, a tensor, or a dictionary of numbers and tensors."
         )
+
+
+def _count(value: object) -> int:
+    """Return how many numbers a value consists of."""
+    return value.numel() if isinstance(value, torch.Tensor) else 1
 
 
 def _flat(value: Any) -> list[float]:

@@ -87,9 +87,8 @@ class EpochOrder:
     def _restart(self) -> None:
         self._iterator: Iterator[Any] | None = None
         with generators_lock:
-            self._generators = GeneratorStates.seeded(
-                self._seed
-            )  # the states with which the iteration continues
+            # The states with which the iteration continues.
+            self._generators = GeneratorStates.seeded(self._seed)
         self.start = 0  # position of the first item in `_drawn`
         self._drawn: list[Any] = []
         self._ended = False

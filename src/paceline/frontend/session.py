@@ -227,9 +227,9 @@ class Session(Protocol):
                 which it was computed; None if it is not needed.
             buffers: index -> buffer, for the buffers that have changed since the last call.
             loss: the loss to show and record, if known.
-            set_index: the parameter set that is pushed and pulled; None for all sets.
             clip: set if the script clips the gradient that is applied.
             clipped: True if the script has clipped this worker's own gradient.
+            set_index: the parameter set that is pushed and pulled; None for all sets.
         """
         ...
 

@@ -202,9 +202,8 @@ class ItemSource:
         return self._items
 
     def load(self, batches: Iterable[list[Any]], generator: torch.Generator | None) -> Iterable[Any]:
-        return _Each(
-            batches
-        )  # every worker must produce the same batches, so their seeds are the same as well
+        # Every worker must produce the same batches, so their seeds are the same as well.
+        return _Each(batches)
 
     def samples(self, items: list[Any]) -> int | None:
         return None

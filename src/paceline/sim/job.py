@@ -634,9 +634,8 @@ class VirtualJob:
                     self.bytes_sent["control"] += HEADER_BYTES
                     state = self.workers[to.index]
                     state.from_coordinator.send(0, self._at_worker, to.index, state.life, message)
-                case Send(
-                    to, message
-                ):  # a lost worker, which the servers already know, or a factor of a mean
+                case Send(to, message):
+                    # A lost worker, which the servers already know, or a message about a mean that is clipped.
                     self._from_server(
                         to.index, self._servers[to.index].handle(COORDINATOR, message, self.kernel.now_s)
                     )

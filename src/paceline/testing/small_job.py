@@ -294,9 +294,8 @@ class SmallJob:
             recorder=tape,
         )
         if len(set(models)) == 1 and type(parse(str(models[0]))) is not type(models[0]):
-            chief._sync._machine = models[0].at_coordinator(
-                seed
-            )  # `parse` cannot create an unregistered model
+            # `parse` cannot create an unregistered model.
+            chief._sync._machine = models[0].at_coordinator(seed)
         for index in range(shards):
             chief.connected(server_peer(index), 0.0)
         requests: list[Request] = []

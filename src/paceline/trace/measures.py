@@ -354,9 +354,8 @@ class _ShardMeter:
         self.worker_samples: dict[int, int] = defaultdict(int)
         self.dropped_samples = 0
         self.clipped_alone = 0
-        self._clipped: set[tuple[int, int]] = (
-            set()
-        )  # pushes that were clipped alone and are neither applied nor dropped
+        # Pushes that were clipped alone and are neither applied nor dropped.
+        self._clipped: set[tuple[int, int]] = set()
         # (worker, iteration) of each push that is neither applied nor dropped -> its number of samples
         self._pending: dict[tuple[int, int], int] = {}
         self.past: list[_Membership] = []
