@@ -4,10 +4,11 @@ This module contains only arithmetic and does not import torch. A *parameter set
 optimizer of the script trains. The parameters of a set are placed one after another in one flat vector per dtype, and
 each parameter begins at a 64-byte boundary. The name of a vector is its dtype; for sets after the first one, "/" and
 the index of the set follow. So each set is sliced by itself, and a push or a pull of one set is a selection of whole
-vectors. Elastic Parameter Slicing, or
-EPS, then cuts each vector into parts of almost equal size, regardless of the sizes of the layers, so a layer may be
-spread over several shards. EPS is described in section III of the FluentPS paper. A push or a pull transfers slices
-of these vectors without conversion.
+vectors.
+
+Elastic Parameter Slicing, or EPS, then cuts each vector into parts of almost equal size, regardless of the sizes of
+the layers, so a layer may be spread over several shards. EPS is described in section III of the FluentPS paper. A push
+or a pull transfers slices of these vectors without conversion.
 
 >>> layout = Layout.of([Parameter(("w",), (4, 5), "float32"), Parameter(("b",), (4,), "float32")])
 >>> layout.sizes, layout.offsets  # 20 elements, padded to 32; then 4, padded to 16

@@ -1,10 +1,10 @@
 """The optimizers that can run on slices of the parameters, and their hyper-parameters as plain data.
 
 A shard holds an arbitrary slice of the flat vector, so only *elementwise* optimizers, which update each element
-independently, give the same result on slices as on whole tensors. `ELEMENTWISE` lists those of torch. Those of torch
-that use a whole matrix (Adafactor, Muon), need a closure (LBFGS) or need sparse gradients (SparseAdam) are rejected
-before training begins; classes of other packages are tested (see `foreign`). Paceline's own LARS needs whole tensors
-only to scale the gradients, so the workers scale the gradients and the servers run SGD.
+independently, give the same result on slices as on whole tensors. `ELEMENTWISE` lists torch's elementwise optimizers,
+and `REASONS` says why its other optimizers are rejected before training begins. Classes of other packages are tested
+(see `foreign`). Paceline's own LARS needs whole tensors only to scale the gradients, so the workers scale the gradients
+and the servers run SGD.
 
 Hyper-parameters are sent with every push as plain data; `read_groups` reads them from the user's optimizer.
 """
