@@ -107,22 +107,16 @@ class StallWatch:
             self._asked_s = now_s
             coordinator.ask_servers()
             return []
-        silent = [
-            Awaited("server", server, now_s - asked_s, "has not answered the coordinator yet", tuple(late))
-            for server, asked_s in sorted(coordinator.asked_s.copy().items())
-            if now_s - asked_s > SERVER_PATIENCE_S
-        ]
+        silent = self._silent_servers(now_s, late)
         if silent or not self._answered:
             return silent
         if not coordinator.started.is_set():
             initializer = coordinator.core.initializer
+            if initializer not in late:
+                return []
             waiting = tuple(worker for worker in live if worker != initializer)
             doing = "has not sent the initial weights yet"
-            return (
-                [Awaited("worker", initializer, quiet_s[initializer], doing, waiting)]
-                if initializer in late
-                else []
-            )
+            return [Awaited("worker", initializer, quiet_s[initializer], doing, waiting)]
         held = {worker for answer in self._answers for shard in answer.shards for worker, _ in shard.pulls}
         held |= coordinator.core.awaiting_turn | gathered.keys()
         awaited = [worker for worker in late if worker not in held]
@@ -130,6 +124,13 @@ class StallWatch:
             return []  # no worker waits, so the other workers can continue without the late ones
         waiting = tuple(worker for worker in live if worker in held)
         return [self._awaited(worker, quiet_s[worker], waiting) for worker in awaited]
+
+    def _silent_servers(self, now_s: float, waiting: list[int]) -> list[Awaited]:
+        return [
+            Awaited("server", server, now_s - asked_s, "has not answered the coordinator yet", tuple(waiting))
+            for server, asked_s in sorted(self._coordinator.asked_s.copy().items())
+            if now_s - asked_s > SERVER_PATIENCE_S
+        ]
 
     def _awaited(self, worker: int, quiet_s: float, waiting: tuple[int, ...]) -> Awaited:
         status = self._coordinator.core.board.get(worker)
