@@ -285,7 +285,7 @@ ONLY_IN_WORKER_0 = "paceline.is_main() and paceline.barrier()"
     ("place", "waits"),
     [
         ("inside", "worker 1, after its iteration 1, waits at shard 0 (bsp) for"),
-        ("before", "worker 1, in its first step, waits for the models of the other workers"),
+        ("before", "worker 1, which is about to train, waits for the models of the other workers"),
     ],
 )
 def test_a_barrier_that_waits_for_a_worker_that_waits_is_named(

@@ -40,7 +40,7 @@ def unable_to_begin(workers: Iterable[int], gathered: Mapping[int, Contributed])
         gathered: the workers that wait in a barrier or a reduction.
     """
     lines = [
-        f"  worker {worker}, in its first step, waits for the models of the other workers"
+        f"  worker {worker}, which is about to train, waits for the models of the other workers"
         for worker in workers
         if worker not in gathered
     ]

@@ -77,7 +77,7 @@ class CoordinatorHost:
         gone_servers: servers that disconnected before the run was over, in order of disconnection.
         heard_s: (role, index) -> time of the last message from this peer, on the clock of `time.monotonic`.
         usual_s: worker -> moving average of the worker's iteration time in seconds, including waiting.
-        registered_s: worker -> time at which the worker reached its first `step()`, on the clock of `time.monotonic`.
+        registered_s: worker -> time at which the worker registered its model, on the clock of `time.monotonic`.
         asked_s: server -> time on the monotonic clock at which the server was asked which workers are waiting.
             Contains only servers that have not answered yet.
     """
