@@ -7,8 +7,8 @@ the index of the set follow. So each set is sliced by itself, and a push or a pu
 vectors.
 
 Elastic Parameter Slicing, or EPS, then cuts each vector into parts of almost equal size, regardless of the sizes of
-the layers, so a layer may be spread over several shards. EPS is described in section III of the FluentPS paper. A push
-or a pull transfers slices of these vectors without conversion.
+the layers, so a layer may be spread over several shards. EPS is described in section III of the FluentPS paper. A
+push or a pull transfers slices of these vectors without conversion.
 
 >>> layout = Layout.of([Parameter(("w",), (4, 5), "float32"), Parameter(("b",), (4,), "float32")])
 >>> layout.sizes, layout.offsets  # 20 elements, padded to 32; then 4, padded to 16

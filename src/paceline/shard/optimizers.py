@@ -3,8 +3,8 @@
 A shard holds an arbitrary slice of the flat vector, so only *elementwise* optimizers, which update each element
 independently, give the same result on slices as on whole tensors. `ELEMENTWISE` lists torch's elementwise optimizers,
 and `REASONS` says why its other optimizers are rejected before training begins. Classes of other packages are tested
-(see `foreign`). Paceline's own LARS needs whole tensors only to scale the gradients, so the workers scale the gradients
-and the servers run SGD.
+(see `foreign`). Paceline's own LARS needs whole tensors only to scale the gradients, so the workers scale the
+gradients and the servers run SGD.
 
 Hyper-parameters are sent with every push as plain data; `read_groups` reads them from the user's optimizer.
 """
