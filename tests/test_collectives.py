@@ -10,15 +10,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.core.collectives import Collectives
 from paceline.core.messages import Combined, Contributed
 from paceline.core.requests import Send
 from paceline.errors import ProtocolError, RunFailedError, UsageError
+from paceline.frontend.session import current
 from paceline.sim import Cluster, simulate
 from paceline.sim.machines import Presence
-from tests.live import run_program
+from tests.live import await_that, run_program
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -376,3 +379,32 @@ def test_a_simulated_worker_that_is_lost_releases_the_others() -> None:
     cluster = Cluster(compute_s=[1.0, 1.0], presence={1: Presence(lost_at_s=7.5)})
     simulate(cluster, "asp", train_fn=train)
     assert results == [0.0]
+
+
+def test_in_lockstep_a_worker_that_has_evaluated_makes_its_last_steps_while_the_other_waits(
+    run_on_threads: RunOnThreads,
+) -> None:
+    """During the evaluation, worker 0 pushes without gradients, so it still has steps left afterwards."""
+
+    def work() -> float:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(torch.ones(12, 1)), batch_size=1)
+        model, distributed, part = paceline.prepare(model, optimizer, loader)
+        for number, (batch,) in enumerate(part):
+            distributed.zero_grad()
+            model(batch).mean().backward()
+            distributed.step()
+            if number == 2 and paceline.worker_index() == 0:
+                with paceline.evaluating(model):
+                    evaluate_for(2)
+        paceline.barrier()
+        return paceline.reduce(1.0, op="sum")
+
+    def evaluate_for(iterations: int) -> None:
+        session = current()
+        assert session is not None
+        begun = session.iteration
+        await_that(lambda: session.iteration > begun + iterations, "worker 1 has gone on")
+
+    assert run_on_threads(work, workers=2, sync="bsp").results == {0: 2.0, 1: 2.0}

@@ -12,6 +12,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping
 
+import msgspec
+
 from ..errors import ProtocolError
 from .messages import Combined, Contributed
 from .requests import Request, Send, worker_peer
@@ -44,6 +46,11 @@ class Collectives:
             raise ProtocolError(f"a contribution has {len(message.numbers)} bytes, expected a multiple of 8")
         self.waiting[worker] = message
         return self._end_if_complete(live)
+
+    def allow_pushes(self) -> None:
+        """Note that the workers that wait may push without a gradient."""
+        for worker, contribution in self.waiting.items():
+            self.waiting[worker] = msgspec.structs.replace(contribution, may_push=True)
 
     def left(self, worker: int, live: Collection[int]) -> list[Request]:
         """Handle a worker that has finished or was lost; `live` no longer contains it."""

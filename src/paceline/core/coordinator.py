@@ -61,8 +61,10 @@ from .messages import (
     Refused,
     Register,
     RestartOrdered,
+    StandInAllowed,
     Started,
     Status,
+    StoodIn,
     StopRequested,
     TrainingStopped,
     Waits,
@@ -162,6 +164,7 @@ class Coordinator:
         self._left = set(late)  # workers that have finished, were lost, or will be admitted later
         self._live = set(range(workers)) - self._left  # all other workers
         self._fingerprints = Fingerprints()
+        self._uneven = False  # True once a worker has pushed in lockstep while its script was not training
         self._stopped: set[int] = set()  # training loops that a worker has stopped
         # Lost worker -> the reports of its pushes that have arrived, and the servers that have yet to send theirs.
         self._reports: dict[int, tuple[list[tuple[int, ...]], set[int]]] = {}
@@ -309,6 +312,8 @@ class Coordinator:
                 return self._hand_out(worker, message, now_s)
             case StopRequested():
                 return self._stop(message.loop)
+            case StoodIn():
+                return self._allow_stand_ins()
             case GradientHashed():
                 return self._compare(worker, message)
             case Contributed() if worker in self._live and worker not in self.collectives.waiting:
@@ -442,6 +447,8 @@ class Coordinator:
         )
         started = Started(self.slices, self.addresses, self.initializer, iteration, sync)
         stopped = [Send(worker_peer(worker), TrainingStopped(loop)) for loop in sorted(self._stopped)]
+        if self._uneven:
+            stopped.append(Send(worker_peer(worker), StandInAllowed()))
         return [Send(worker_peer(worker), started), *stopped, *self._join(event)]
 
     def _join(self, event: WorkerJoined) -> list[Request]:
@@ -528,6 +535,14 @@ class Coordinator:
             return []
         self.faults.append(warning)
         return [Warn(warning)]
+
+    def _allow_stand_ins(self) -> list[Request]:
+        """Let workers push without a gradient while they wait in a call, unless this has been done already."""
+        if self._uneven:
+            return []
+        self._uneven = True
+        self.collectives.allow_pushes()
+        return [Send(worker_peer(worker), StandInAllowed()) for worker in sorted(self._live)]
 
     def _stop(self, loop: int) -> list[Request]:
         """Stop a training loop in all workers, unless this has been done already."""

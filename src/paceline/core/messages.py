@@ -12,7 +12,7 @@ a push event and, if it includes a pull, a pull event.
                             DataRequested, StopRequested, GradientHashed, Contributed, Status, Warned,
                             WorkerFinished, Failed
     coordinator -> worker   Started, Refused, PlanPublished, RestartOrdered, ChangePublished, PullAllowed,
-                            DataGranted, TrainingStopped, Combined
+                            DataGranted, TrainingStopped, Combined, StandInAllowed
     server -> coordinator   Hello, Ready, WorkerWelcomed, PushesReported, MeanMeasured, MeanMissing, FaultReported,
                             Warned, Failed, Snapshot, Waits
     coordinator -> server   CreateShards, WorkerJoined, WorkerLost, MeanClipped, MeanAwaited, FetchSnapshot,
@@ -87,8 +87,10 @@ __all__ = [
     "Shutdown",
     "Snapshot",
     "Stage",
+    "StandInAllowed",
     "Started",
     "Status",
+    "StoodIn",
     "StopRequested",
     "SyncRequested",
     "TrainingStopped",
@@ -610,6 +612,18 @@ class Contributed(Message, frozen=True, tag=True):
         return f"{self.call.partition('(')[0]} {self.number}"
 
 
+class StoodIn(Message, frozen=True, tag=True):
+    """In lockstep, a worker has pushed without a gradient for the first time, while its script was not training."""
+
+
+class StandInAllowed(Message, frozen=True, tag=True):
+    """In lockstep, a worker may push without a gradient while it waits in a barrier or a reduction.
+
+    Sent once, when a worker has reported a `StoodIn`: from then on, the workers need not have the same number of
+    steps when they make a call.
+    """
+
+
 class Combined(Message, frozen=True, tag=True):
     """All live workers have made a call, so the call ends.
 
@@ -764,6 +778,7 @@ FromPeerToCoordinator = (
     | SyncRequested
     | DataRequested
     | StopRequested
+    | StoodIn
     | GradientHashed
     | Contributed
     | PushesReported
@@ -787,6 +802,7 @@ FromCoordinatorToWorker = (
     | PullAllowed
     | DataGranted
     | TrainingStopped
+    | StandInAllowed
     | Combined
 )
 FromCoordinatorToServer = (

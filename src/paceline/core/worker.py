@@ -46,7 +46,9 @@ from .messages import (
     Refused,
     Register,
     RestartOrdered,
+    StandInAllowed,
     Started,
+    StoodIn,
     SyncRequested,
     TrainingStopped,
     WorkerFinished,
@@ -117,6 +119,8 @@ class Worker:
         self._flagged: Change | None = None  # the flag of the push in flight
         # the next stop, and the iteration at or after which the worker stops
         self._plan: tuple[Stop, int] | None = None
+        # True once a worker has pushed in lockstep while its script was not training
+        self._uneven = False
         self._restart = -1  # the iteration that must be restarted
         self._progress: int | None = None  # if the worker is late: the round from which it must continue
         self._clips = False  # True if the script clips the gradient that is applied
@@ -151,10 +155,11 @@ class Worker:
     def may_stand_in(self) -> bool:
         """True if the worker may push without a gradient while its script waits in a barrier or a reduction.
 
-        In lockstep, no worker may go on without this one: all scripts must make their calls after the same number of
-        iterations.
+        In lockstep, all scripts must make their calls after the same number of iterations, and no worker may go on
+        without this one. That is different as soon as a worker has pushed without a gradient, during an evaluation:
+        this worker then makes its remaining steps later than the others.
         """
-        return self.started is not None and not self.lockstep
+        return self.started is not None and (self._uneven or not self.lockstep)
 
     def awaits(self, shard: int) -> bool:
         """Return True if the worker waits for an answer from this shard."""
@@ -213,6 +218,9 @@ class Worker:
                 samples, repeated = self._batch_samples, self._batch_samples is not None
             self._batch_samples = samples
         ahead = data.push(None if empty else busy_s) if data.used and not idle else []
+        if idle and self.lockstep and not self._uneven:
+            self._uneven = True
+            requests.append(Send(COORDINATOR, StoodIn()))
         # Every worker sends to the shards in descending order, because the last layers' gradients are ready first.
         for shard, server in self._last_first:
             self.last_commit = commit = Commit(
@@ -381,6 +389,8 @@ class Worker:
                 self.data.handle(message)
             case Combined():
                 self.combined = message
+            case StandInAllowed():
+                self._uneven = True
             case TrainingStopped():
                 self.data.stopped.add(message.loop)
             case Started():

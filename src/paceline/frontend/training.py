@@ -329,7 +329,7 @@ class WorkerTraining:
         session = self._session
         if self._inside == EDITING:
             self.require_not_idle(f"{call.partition('(')[0]}()")
-        if self._inside or session.lockstep:
+        if self._inside:
             return session.combine(call, op, numbers, weight)
         self._weights.require_unchanged(session)
         before = session.iteration
