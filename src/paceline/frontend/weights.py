@@ -205,7 +205,7 @@ def shape_change_outside_step(parameter: Parameter, shape: torch.Size) -> Weight
     """Return the error for a parameter whose shape, or whose gradient's shape, has changed since training began."""
     return WeightsChangedError(
         f"Parameter {parameter.names[0]!r} was changed from shape {list(parameter.shape)} to {list(shape)} outside "
-        "step() after training had started. Change shapes only before the first step."
+        "step() after training had started. Change shapes only before the first forward pass."
     )
 
 

@@ -85,7 +85,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
         "The initial weights differ from one start of the script to the next, so its results cannot be repeated.",
         "Call torch.manual_seed(...) before the model is created.",
     ),
-    "warning": ("note", "{detail}", SEE),
+    "warning": ("note", "{detail}", "Nothing, if this is intended."),
 }
 """Name of each mistake -> its severity, what happens, and what to do about it."""
 

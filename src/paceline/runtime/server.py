@@ -264,9 +264,8 @@ class ServerHost:
             case CreateShards():
                 for optimizer in message.model.optimizers:
                     if ":" in optimizer.name:
-                        class_of(
-                            optimizer.name
-                        )  # fails here, before training begins, if the class cannot be loaded
+                        # If the class cannot be loaded, this fails now, before training begins.
+                        class_of(optimizer.name)
                 master = self._attach_master(message.model.layout)
                 self._memory = ServerMemory(message, self._job.servers, master, self._keep)
                 self._pass_on(self._coordinator, message)
