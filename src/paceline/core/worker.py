@@ -218,9 +218,6 @@ class Worker:
                 samples, repeated = self._batch_samples, self._batch_samples is not None
             self._batch_samples = samples
         ahead = data.push(None if empty else busy_s) if data.used and not idle else []
-        if idle and self.lockstep and not self._uneven:
-            self._uneven = True
-            requests.append(Send(COORDINATOR, StoodIn()))
         # Every worker sends to the shards in descending order, because the last layers' gradients are ready first.
         for shard, server in self._last_first:
             self.last_commit = commit = Commit(
@@ -280,6 +277,14 @@ class Worker:
             Send(server, PullRepeated(shard, self.iteration, restart=False, edit=number))
             for shard, server in enumerate(self._servers)
         ]
+
+    def stand_in(self, contents: Sequence[Content] | None = None) -> list[Request]:
+        """Commit the current iteration without a gradient, because the script is not training at the moment."""
+        requests: list[Request] = []
+        if self.lockstep and not self._uneven:
+            self._uneven = True
+            requests.append(Send(COORDINATOR, StoodIn()))
+        return requests + self.push(contents, empty=True, idle=True)
 
     def push_edit(self, contents: Sequence[Content] | None = None) -> list[Request]:
         """Commit the current iteration with the worker's edit or, if the edit of another worker counts, empty."""

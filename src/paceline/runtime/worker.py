@@ -483,7 +483,7 @@ class WorkerSession:
         content = Content(bytes(self._parameters), b"")
         payloads: dict[int, list[memoryview]] = {shard.index: [] for shard in self._shards}
         self._computed_s = pushed_s = self._job.now_s()
-        self._perform(self._core.push([content] * len(self._shards), empty=True, idle=True), payloads)
+        self._perform(self._core.stand_in([content] * len(self._shards)), payloads)
         self._await_answers(None)
         self._end_iteration(pushed_s, None)
 

@@ -665,7 +665,7 @@ class VirtualJob:
             if not state.standing_in and core.is_awaited and core.may_stand_in:
                 state.standing_in = standing_in = True
                 state.pushed_s, state.loss = self.kernel.now_s, None
-                self._from_worker(worker, core.push(empty=True, idle=True))
+                self._from_worker(worker, core.stand_in())
         return standing_in
 
     # -- latencies and standstills ------------------------------------------------------------------------
