@@ -132,9 +132,11 @@ def _fork(turn: Turn, out: Path) -> None:
         process.start()
     while running:
         connection.wait([process.sentinel for process in running])
-        if any(process.exitcode for process in running):
+        # A process may end between two looks, so each exit code is read once.
+        codes = [(process, process.exitcode) for process in running]
+        if any(code for _, code in codes):
             sys.exit(1)  # the traceback is in the log
-        running = [process for process in running if process.exitcode is None]
+        running = [process for process, code in codes if code is None]
 
 
 def _run_server(turn: Turn, index: int, out: Path) -> None:
