@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -52,7 +53,8 @@ class RunCommand(TyperCommand):
         given = list(args)  # the parser empties `args`
         rest = super().parse_args(ctx, args)
         script, arguments = ctx.params["script"], list(ctx.params["arguments"] or ())
-        options = {name for parameter in self.params for name in parameter.opts if name.startswith("-")}
+        shown = [parameter for parameter in self.params if not getattr(parameter, "hidden", False)]
+        options = {name for parameter in shown for name in parameter.opts if name.startswith("-")}
         options.discard("-m")  # it means nothing after the script
         strays = _strays(arguments, options)
         separated = given[: len(given) - len(arguments) - 1][-1:] == ["--"]
@@ -110,6 +112,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the options, show what would be started, and exit.")
     ] = False,
+    observer: Annotated[str, typer.Option("--observer", hidden=True)] = "",  # for `paceline check`
 ) -> None:
     """Run a script in several worker processes. [bold]python script.py[/] runs the same script in one process.
 
@@ -170,6 +173,7 @@ def run(
                 starter=starter,
                 module=module,
                 show_all=show_all,
+                observer=shlex.split(observer),
             )
         except (Interrupted, Terminated) as end:
             if end.summary:

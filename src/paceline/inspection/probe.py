@@ -34,11 +34,14 @@ from paceline.shard.vectors import digest
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 
+TORCH = str(Path(torch.__file__).parent) + os.sep
+PACELINE = str(Path(__file__).parents[1]) + os.sep
+
 LIBRARIES = tuple(
     {
         *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        str(Path(torch.__file__).parent) + os.sep,
-        str(Path(__file__).parents[1]) + os.sep,
+        TORCH,
+        PACELINE,
         "<",
     }
 )
@@ -167,8 +170,10 @@ class Probe:
             self.note("initialized", digest(module.parameters()))
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        distributed = isinstance(optimizer, DistributedOptimizer)
         frame = sys._getframe(1)
+        if is_called_by_paceline(frame):  # the optimizer inside a distributed one, or a test of its class
+            return
+        distributed = isinstance(optimizer, DistributedOptimizer)
         self.note("stepped", "distributed" if distributed else type(optimizer).__name__, frame)
         gradients = [
             p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -215,6 +220,13 @@ class _Warnings(logging.Handler):
 def is_users(file: str) -> bool:
     """Return True if a file belongs to the user, not to Python, an installed library or Paceline."""
     return not file.startswith(LIBRARIES)
+
+
+def is_called_by_paceline(frame: FrameType | None) -> bool:
+    """Return True if the innermost frame outside torch belongs to Paceline."""
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(PACELINE)
 
 
 def name_of(function: Any) -> str:

@@ -169,6 +169,7 @@ def run_script(
     starter: Starter | None = None,
     module: str = "",
     show_all: bool = False,
+    observer: Sequence[str] = (),
 ) -> RunResult:
     """Run a script in every worker, as `python script arguments...` would.
 
@@ -180,10 +181,12 @@ def run_script(
         starter: starts the processes; by default, a new one.
         module: name of the script as a module, to run it as `python -m module arguments...` would.
         show_all: see `launch`.
+        observer: a program and its first arguments. If given, the workers run this program, which is also given the
+            script and its arguments, and runs them.
     """
     path = [os.getcwd() if module else str(script.resolve().parent), *sys.path]
     packages = (*job.optimizers.packages, *imported_packages(script))
     job = structs.replace(job, optimizers=OptimizerSources(packages, str(script.resolve())))
-    order = ["module", module] if module else ["script", str(script)]
+    order = ["module", module] if module else ["script", *observer, str(script)]
     streams = Streams(reads=True, show_all=show_all)
     return start(job, [*order, *arguments], b"", path, console=console, starter=starter, streams=streams)
