@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.inspection.check import check_script
+from paceline.inspection.check import _error_message, check_script
 from paceline.inspection.mistakes import CATALOG, Evidence, find_mistakes
 from paceline.inspection.observations import Observation
 from paceline.inspection.source import UnguardedWrite
@@ -22,7 +22,7 @@ MISTAKES = sorted(SCRIPTS.glob("mistakes/*.py"))
 CLEAN = sorted(SCRIPTS.glob("clean/*.py"))
 
 # These two scripts run with every test run; `make chaos` runs all of them.
-ALWAYS = {"clipping", "prepared_schedule"}
+ALWAYS = {"clipping", "own_optimizer"}
 
 
 def some(paths: list[Path]) -> list[Any]:
@@ -146,3 +146,10 @@ def test_every_text_of_the_catalog_is_a_sentence() -> None:
     for _, text, fix in CATALOG.values():
         assert text[0].isupper() or text[0] in "{l"
         assert fix.endswith((".", "}"))
+
+
+def test_the_whole_message_of_a_run_is_kept_without_its_traceback_and_its_files() -> None:
+    lines = ["epoch 0", "error: every worker waits:", "  worker 0 waits", "the logs are in /tmp/f/run"]
+    assert _error_message(lines, "/tmp/f") == "every worker waits:\n  worker 0 waits"
+    assert _error_message([*lines[:2], "Traceback (most recent call last):", "  x"], "/tmp/f") == lines[1][7:]
+    assert _error_message(["epoch 0"], "/tmp/f") == ""

@@ -477,10 +477,13 @@ def test_outside_a_run_clipping_is_torchs() -> None:
         assert torch.equal(mine.grad, its.grad)
 
 
-@pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", True])
-def test_a_norm_must_be_a_number_that_is_not_negative(max_norm: Any) -> None:
+@pytest.mark.parametrize("limit", [-1.0, math.nan, "1", True])
+def test_a_limit_must_be_a_number_that_is_not_negative(limit: Any) -> None:
+    optimizer = paceline.DistributedOptimizer(optimizer_of(made()))
     with pytest.raises(UsageError, match="max_norm is"):
-        paceline.DistributedOptimizer(optimizer_of(made())).clip_grad_norm(max_norm)
+        optimizer.clip_grad_norm(limit)
+    with pytest.raises(UsageError, match="clip_value is"):
+        optimizer.clip_grad_value(limit)
 
 
 @pytest.mark.parametrize("averages", [True, False])

@@ -311,6 +311,8 @@ def test_an_optimizer_of_none_of_the_models_is_refused() -> None:
 def test_a_part_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="got 3; expected modules, optimizers, loaders"):
         paceline.prepare(nn.Linear(1, 1), 3)
+    with pytest.raises(ConfigurationError, match="got 'train'; expected modules, optimizers, loaders"):
+        paceline.prepare(nn.Linear(1, 1), "train")
 
 
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:

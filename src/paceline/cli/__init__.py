@@ -12,6 +12,8 @@ The commands parse options, call the library and print results. Exit codes:
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -75,12 +77,20 @@ def sync(
         Console().print(page_text(describe(name)), highlight=False, markup=False)
 
 
+def _help(command: Callable[..., None]) -> str:
+    """Return the docstring of a command with each paragraph on one line, so that the terminal's width wraps it."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
 # The help text lists the commands in the order below. Arguments after the script's name are passed to the script.
-for command in (run, check):
+for with_script in (run, check):
     app.command(
-        cls=RunCommand, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
-    )(command)
-app.command()(demo)
-app.command()(simulate)
-app.command()(advise)
-app.command()(sync)
+        cls=RunCommand,
+        help=_help(with_script),
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+    )(with_script)
+app.command(help=_help(demo))(demo)
+app.command(help=_help(simulate))(simulate)
+app.command(help=_help(advise))(advise)
+app.command(help=_help(sync))(sync)

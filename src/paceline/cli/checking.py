@@ -69,16 +69,17 @@ def check(
     if as_json:
         print_json(found)
     else:
-        _print(found, workers, script)
+        _print(found, script, workers, iterations)
     if any(mistake.severity != "note" for mistake in found):
         raise typer.Exit(EXIT_FAILED)
 
 
-def _print(found: list[Mistake], workers: int, script: Path) -> None:
+def _print(found: list[Mistake], script: Path, workers: int, iterations: int) -> None:
     console = Console(soft_wrap=True, highlight=False)
     for mistake in found:
         place = f"{os.path.relpath(mistake.file)}:{mistake.line}: " if mistake.file else ""
         console.print(f"{place}[{COLORS[mistake.severity]}]{mistake.severity}[/]: ", end="")
         console.print(f"{mistake.name}\n  {mistake.text}\n  Fix: {mistake.fix}", markup=False)
     if not found:
-        console.print(f"{script} is ready: nothing was found with {workers} workers.", markup=False)
+        seen = f"the first {iterations} iterations" if iterations > 1 else "the first iteration"
+        console.print(f"{script}: nothing was found in {seen} with {workers} workers.", markup=False)

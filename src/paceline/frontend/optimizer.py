@@ -208,8 +208,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             >>> [round(number, 4) for number in weight.tolist()]
             [2.4, 3.2]
         """
-        if isinstance(max_norm, bool) or not isinstance(max_norm, numbers.Real) or not max_norm >= 0:
-            raise UsageError(f"max_norm is {max_norm!r}, expected a number >= 0.")
+        _require_limit("max_norm", max_norm)
         parameters = self._parameters()
         if self._session is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -228,7 +227,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Args:
             clip_value: largest absolute value of an element.
+
+        Raises:
+            UsageError: `clip_value` is not a number >= 0.
         """
+        _require_limit("clip_value", clip_value)
         torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
 
     def editing(self) -> AbstractContextManager[None]:
@@ -400,6 +403,11 @@ def _begin(session: Session) -> WorkerTraining:
         optimizer._training, optimizer._set_index = training, set_index
     _waiting.pop(session, None)
     return training
+
+
+def _require_limit(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= 0:
+        raise UsageError(f"{name} is {value!r}, expected a number >= 0.")
 
 
 def _require_early(session: Session) -> None:

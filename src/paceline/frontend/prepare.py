@@ -89,7 +89,8 @@ def prepare(*parts: Any, scheduler: LRScheduler | None = None) -> Any:
     if scheduler is not None:
         parts = (*parts, scheduler)
     for part in parts:
-        if not (part is None or isinstance(part, nn.Module | torch.optim.Optimizer | LRScheduler | Iterable)):
+        known = part is None or isinstance(part, nn.Module | torch.optim.Optimizer | LRScheduler | Iterable)
+        if not known or isinstance(part, str | bytes):
             raise ConfigurationError(
                 f"prepare() got {part!r}; expected modules, optimizers, loaders and learning-rate schedulers."
             )

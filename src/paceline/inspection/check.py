@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -62,9 +63,10 @@ def check_script(
     make_job(workers=workers, servers=1, sync=sync, dry_run=True)
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as name:
         folder = Path(name)
-        observed = [str(folder), str(iterations), str(timeout_s), str(script), *arguments]
+        observer = [probe.__file__, str(folder), str(iterations), str(timeout_s)]
+        observed = [str(script), *arguments]
         tell(f"running {script} in one process, for {iterations} iterations")
-        failure = _run([probe.__file__, *observed], folder / "alone.log", timeout_s)
+        failure = _run([*observer, *observed], folder / "alone.log", timeout_s)
         alone = read_observations(folder / "alone.jsonl")
         if failure and not any(each.kind == "raised" for each in alone):  # for example, it was killed
             alone.append(Observation("raised", failure))
@@ -72,7 +74,7 @@ def check_script(
         if any(each.kind == "stepped" for each in alone) and not any(each.kind == "raised" for each in alone):
             tell(f"running {script} with {workers} workers, for {iterations} iterations")
             run = ["-m", "paceline", "run", "--workers", str(workers), "--servers", "1", "--sync", sync]
-            run += ["--run-dir", str(folder / "run"), "--", probe.__file__, *observed]
+            run += ["--run-dir", str(folder / "run"), "--observer", shlex.join(observer), "--", *observed]
             failure = _run(run, folder / "run.log", timeout_s)
         found = [read_observations(folder / f"worker-{index}.jsonl") for index in range(workers)]
     files = {str(script.resolve()), *(each.file for each in alone if each.kind == "imported")}
@@ -101,8 +103,22 @@ def _run(arguments: Sequence[str], log: Path, timeout_s: float) -> str:
     if process.returncode == 0:
         return ""
     lines = log.read_text(errors="replace").splitlines() or ["no output"]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return errors[0] if errors else f"{describe_ending(process.returncode)}: {lines[-1]}"
+    message = _error_message(lines, str(log.parent))
+    return message or f"{describe_ending(process.returncode)}: {lines[-1]}"
+
+
+def _error_message(lines: Sequence[str], folder: str) -> str:
+    """Return the error message in the output of a run, without traceback, or "" if there is none.
+
+    Lines that name a file in `folder` are left out, because this folder is deleted.
+    """
+    message: list[str] = []
+    for line in lines:
+        if message and line.startswith("Traceback "):
+            break
+        if (message or line.startswith("error: ")) and folder not in line:
+            message.append(line.removeprefix("error: "))
+    return "\n".join(message)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

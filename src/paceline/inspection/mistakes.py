@@ -24,7 +24,7 @@ WRAP = (
     "Wrap the optimizer: model, optimizer, loader = paceline.prepare(model, optimizer, loader). Call only the step() "
     "of the optimizer that prepare returns."
 )
-SEE = "See the message."
+SEE = "Correct what the message names. With paceline run, the whole traceback is shown."
 
 CATALOG: dict[str, tuple[Severity, str, str]] = {
     "fails alone": (

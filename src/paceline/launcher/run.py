@@ -277,7 +277,8 @@ class LiveRun:
         if not coordinator.started.is_set():
             return RunFailedError(
                 "the run",
-                "no worker called step() on a paceline.DistributedOptimizer, so nothing was trained"
+                "no worker called step() on a paceline.DistributedOptimizer, so nothing was trained; wrap "
+                "the optimizer with paceline.prepare, and call step() on the optimizer that prepare returns"
                 + self._losses(),
             )
         return None
