@@ -313,6 +313,10 @@ def test_a_part_of_another_kind_is_refused() -> None:
         paceline.prepare(nn.Linear(1, 1), 3)
     with pytest.raises(ConfigurationError, match="got 'train'; expected modules, optimizers, loaders"):
         paceline.prepare(nn.Linear(1, 1), "train")
+    with pytest.raises(ConfigurationError, match=r"got tensor\(\[0\.\]\); expected modules"):
+        paceline.prepare(nn.Linear(1, 1), torch.zeros(1))
+    with pytest.raises(ConfigurationError, match="got nothing"):
+        paceline.prepare()
 
 
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:

@@ -88,9 +88,11 @@ def prepare(*parts: Any, scheduler: LRScheduler | None = None) -> Any:
     """
     if scheduler is not None:
         parts = (*parts, scheduler)
+    if not parts:
+        raise ConfigurationError("prepare() got nothing; pass the model, its optimizer and its loader.")
     for part in parts:
         known = part is None or isinstance(part, nn.Module | torch.optim.Optimizer | LRScheduler | Iterable)
-        if not known or isinstance(part, str | bytes):
+        if not known or isinstance(part, str | bytes | torch.Tensor):
             raise ConfigurationError(
                 f"prepare() got {part!r}; expected modules, optimizers, loaders and learning-rate schedulers."
             )
