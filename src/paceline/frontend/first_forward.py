@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
-from .hooks import remove_after, weakly
+from .hooks import Weakly, remove_after
 from .session import Session, current
 
 __all__ = ["before_each_forward", "can_compute_gradients"]
@@ -31,7 +31,7 @@ def before_each_forward(session: Session, method: Callable[[nn.Module, object], 
     """
     # A compiled module warns that a global hook may be called twice, which is harmless here.
     warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-    handle = register_module_forward_pre_hook(weakly(method))
+    handle = register_module_forward_pre_hook(Weakly(method))
     remove_after(session, [handle])
     return handle
 

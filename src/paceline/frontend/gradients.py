@@ -24,7 +24,7 @@ import torch
 
 from ..core.layout import Layout, of_set
 from ..shard.vectors import Vectors, parameter_views
-from .hooks import remove_after, weakly
+from .hooks import Weakly, remove_after
 from .session import Session
 from .weights import shape_change_outside_step
 
@@ -98,7 +98,7 @@ class Gradients:
             session: the session, which is notified of each gradient if it sends gradients early.
             final: False if gradients are scaled before they are pushed. In this case the session is not notified.
         """
-        accumulated = weakly(self._accumulated)
+        accumulated = Weakly(self._accumulated)
         notified = ref(session) if final else None
         remove_after(
             session,

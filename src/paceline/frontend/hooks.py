@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .session import Session
 
-__all__ = ["remove_after", "weakly", "without_hooks"]
+__all__ = ["Weakly", "remove_after", "without_hooks"]
 
 
-class _Weakly:
+class Weakly:
     """Calls a bound method, or does nothing if the method's object no longer exists.
 
     A copy of a model, in memory or in a file, does not belong to the run. Its hooks do nothing, and a file that
@@ -36,11 +36,6 @@ class _Weakly:
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
         return getattr, ("", "format")  # the copy is `"".format`, which ignores its arguments
-
-
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a bound method, or does nothing if the method's object no longer exists."""
-    return _Weakly(method)
 
 
 def remove_after(session: Session, handles: Iterable[RemovableHandle]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .generators import GeneratorStates, generators_lock
-from .hooks import remove_after, weakly
+from .hooks import Weakly, remove_after
 from .joint_model import JointModel
 from .session import Session
 
@@ -54,7 +54,7 @@ class Restartable:
         self._session = session
         self._pulled = pulled
         self._before: _Before | None = None  # the state to restore; None while no closure runs
-        before, after = weakly(self._before_forward), weakly(self._after_gradient)
+        before, after = Weakly(self._before_forward), Weakly(self._after_gradient)
         hooks = [module.register_forward_pre_hook(before) for module in model.modules()]
         hooks += [p.register_post_accumulate_grad_hook(after) for p in parameters if p.requires_grad]
         remove_after(session, hooks)

@@ -26,7 +26,7 @@ from ..sync.events import Clip
 from .buffers import Buffers
 from .clipping import take_clipped
 from .gradients import Gradients
-from .hooks import remove_after, weakly
+from .hooks import Weakly, remove_after
 from .joint_model import JointModel
 from .model import describe_parameter, layout_of, require_trainable
 from .restart import Restartable
@@ -357,7 +357,7 @@ class WorkerTraining:
 
     def _keep_before_loading(self) -> None:
         """Let each module keep a copy of the weights before `load_state_dict()` may change them."""
-        keep = weakly(self._before_loading)
+        keep = Weakly(self._before_loading)
         trained = set(map(id, self._parameters))
         remove_after(
             self._session,
