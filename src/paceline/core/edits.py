@@ -1,9 +1,10 @@
 """A shard's part of an edit: values that a script sets between two iterations (see `DistributedOptimizer.editing`).
 
-Every worker runs the block of an edit, and the edit of one worker becomes everybody's. An edit travels as a push that
-contains new values instead of a gradient. Like any push, it has a label, and the sync model decides when it takes
-effect: on arrival, or when its round closes. But an edit is never part of a mean, and never dropped: it is carried
-out after the gradients of its round. An edit is not an update: it changes neither the version nor any staleness.
+Every worker runs the block of an edit, and the edit of one worker takes effect in all of them. An edit travels as a
+push that contains new values instead of a gradient. Like any push, it has a label, and the sync model decides when it
+takes effect: on arrival, or when its round closes. But an edit is never part of a mean, and never dropped: it is
+carried out after the gradients of its round. An edit is not an update: it changes neither the version nor any
+staleness.
 
 All shards must take the same worker's edit. There are two cases:
 

@@ -237,9 +237,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def editing(self) -> AbstractContextManager[None]:
         """Return a context in which the weights may be edited between two steps.
 
-        All workers run the block. The edit of one worker becomes everybody's: at the end of the block, the values
-        that it has changed replace those at the servers, and every worker continues with the result. Values that are
-        set to what they were before are not changed. The optimizer's state, such as momentum, is kept.
+        All workers run the block. The edit of one worker takes effect in all of them: at the end of the block, the
+        values that it has changed replace those at the servers, and every worker continues with the result. Values
+        that are set to what they were before are not changed. The optimizer's state, such as momentum, is kept.
 
         An edit counts as an iteration, but not as an update. If all workers are kept in lockstep, as under `bsp`, all
         of them see the edit after the same iteration, and the edit is that of the worker with the lowest index. Under

@@ -32,9 +32,9 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
 
     Under data parallelism, each worker has its own BatchNorm statistics. Where `obj` contains such buffers of the
     trained model, the file contains the statistics of all workers together, as in the weights that the run saves. The
-    buffers are recognized in a module and in nested dictionaries, lists and tuples, by the memory that they share
-    with the model, as in `model.state_dict()`; a copy, such as `copy.deepcopy(model.state_dict())`, is saved as it
-    is.
+    buffers are recognized in a module and in nested dictionaries, lists and tuples (but not in named tuples), by the
+    memory that they share with the model, as in `model.state_dict()`; a copy, such as
+    `copy.deepcopy(model.state_dict())`, is saved as it is.
 
     Args:
         obj: the object, for example `model.state_dict()`.

@@ -89,11 +89,7 @@ class WorkerTraining:
         ConfigurationError: the model or its parameters are not supported, or this worker may not join the run.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        sets: Sequence[ParameterSet],
-    ) -> None:
+    def __init__(self, session: Session, sets: Sequence[ParameterSet]) -> None:
         self._session = session
         self._sets = sets
         self._model = model = JointModel([each.model for each in sets])
@@ -136,9 +132,8 @@ class WorkerTraining:
         self._buffers.changed()  # from here on, only changed buffers are sent
         weights.mark()
         self._keep_before_loading()
-        self._inside = (
-            ""  # the context that the script is in: "paceline.evaluating(...)", "optimizer.editing()" or ""
-        )
+        # the context that the script is in: `EVALUATING`, `EDITING` or ""
+        self._inside = ""
         _trainings[session] = ref(self)
 
     def require_not_idle(self, call: str) -> None:

@@ -187,7 +187,7 @@ def _fails(evidence: Evidence) -> Iterator[Mistake]:
     raised = evidence.of_workers("raised")
     for each in raised:
         yield _mistake("fails in a run", each, detail=each.detail)
-    # A run in which nobody trains fails as a consequence.
+    # If no worker trains, the run fails as a consequence.
     trains = any(each.detail == "distributed" for each in evidence.of_workers("stepped"))
     if evidence.failure and not raised and (trains or not evidence.of_workers("stepped")):
         yield _mistake("fails in a run", detail=evidence.failure)

@@ -184,7 +184,7 @@ def await_start(report: socket.socket) -> tuple[int, int] | None:
 
 
 def await_end(report: socket.socket) -> int | None:
-    """Return the exit code of the process (see `report_end`), or None if nobody is left who could report it."""
+    """Return the exit code of the process (see `report_end`), or None if the process that reports it has ended."""
     data = report.recv(REPORT.size)
     return REPORT.unpack(data)[0] if data else None
 

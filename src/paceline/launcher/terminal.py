@@ -131,7 +131,7 @@ class Terminal:
     def take_worker(self) -> int:
         """Return the descriptor of worker 0's terminal, once. The caller must close it.
 
-        The output of worker 0 ends as soon as no process has the descriptor any more.
+        The output of worker 0 ends as soon as every process has closed the descriptor.
         """
         assert self._worker is not None
         descriptor, self._worker = self._worker, None
@@ -185,7 +185,7 @@ class Terminal:
                 try:
                     data = os.read(source, CHUNK_BYTES)
                 except OSError:
-                    return  # no process has the terminal open any more
+                    return  # every process has closed the terminal
                 if not data:
                     return
                 yield data
