@@ -281,6 +281,21 @@ def test_no_interleaving_of_a_quorum_of_three_workers_deadlocks(iterations: int)
     assert explore(cluster) > 500
 
 
+def sized_cluster(sync: Any, size: str, **options: Any) -> SmallJob:
+    """A job of a size "workers,shards,iterations,losses", in which plans may name any iteration."""
+    workers, shards, iterations, losses = map(int, size.split(","))
+    return SmallJob(
+        sync,
+        workers=workers,
+        shards=shards,
+        iterations=iterations,
+        losses=losses,
+        commits=True,
+        any_plan=True,
+        **options,
+    )
+
+
 # -- changes of model ---------------------------------------------------------------------------------------
 
 CHANGES = [
@@ -365,18 +380,7 @@ def test_without_questions_about_torn_means_the_search_finds_that_a_shard_waits_
 
 
 def clipped_cluster(name: str, changes: list[str], size: str) -> SmallJob:
-    workers, shards, iterations, losses = map(int, size.split(","))
-    return SmallJob(
-        MODELS[name],
-        workers=workers,
-        shards=shards,
-        iterations=iterations,
-        losses=losses,
-        changes=changes,
-        commits=True,
-        any_plan=True,
-        clips=True,
-    )
+    return sized_cluster(MODELS[name], size, changes=changes, clips=True)
 
 
 # -- edits of the weights ------------------------------------------------------------------------------------
@@ -413,19 +417,7 @@ def test_if_every_shard_named_an_editor_the_search_would_find_that_they_differ(
 
 
 def edited_cluster(name: str, changes: list[str], size: str, edits: tuple[int, ...]) -> SmallJob:
-    workers, shards, iterations, losses = map(int, size.split(","))
-    return SmallJob(
-        MODELS[name],
-        workers=workers,
-        shards=shards,
-        iterations=iterations,
-        losses=losses,
-        changes=changes,
-        commits=True,
-        any_plan=True,
-        agree=name != "drop-stragglers",
-        edits=edits,
-    )
+    return sized_cluster(MODELS[name], size, changes=changes, agree=name != "drop-stragglers", edits=edits)
 
 
 # -- the search itself --------------------------------------------------------------------------------------
@@ -463,19 +455,8 @@ LARGER_SEARCHED: list[Searched] = [
 @pytest.mark.parametrize(("sync", "changes", "size"), LARGER_SEARCHED if LARGE else SEARCHED, ids=str)
 def test_the_reductions_lose_no_end(sync: SyncModel, changes: list[str], size: str) -> None:
     """Nor anything that the coordinator or a worker comes to know on the way."""
-    workers, shards, iterations, losses = map(int, size.split(","))
-    cluster = SmallJob(
-        sync,
-        workers=workers,
-        shards=shards,
-        iterations=iterations,
-        losses=losses,
-        changes=changes,
-        commits=True,
-        any_plan=True,
-        agree=not isinstance(sync, DropStragglers),
-    )
-    require_equal_ends(cluster)
+    agree = not isinstance(sync, DropStragglers)
+    require_equal_ends(sized_cluster(sync, size, changes=changes, agree=agree))
 
 
 @pytest.mark.parametrize(("name", "size"), [("bsp", "2,2,2,1"), ("elastic-bsp", "2,2,2,1")])
@@ -530,6 +511,8 @@ LARGER_ORDERED: list[tuple[SyncModel, str]] = [(ElasticBSP(), "3,1,2,1"), (Elast
 def test_it_does_not_matter_in_which_order_a_shard_takes_what_two_workers_have_sent(
     sync: SyncModel, size: str
 ) -> None:
+    workers = int(size.split(",")[0])
+
     def in_both_orders(state: State) -> None:
         for one, other in combinations(range(workers), 2):
             for (a, first), (b, second) in product(steps(state, one), steps(state, other)):
@@ -541,16 +524,7 @@ def test_it_does_not_matter_in_which_order_a_shard_takes_what_two_workers_have_s
     def steps(state: State, worker: int) -> list[Step]:
         return list(cluster.steps_of(state, 0, worker))
 
-    workers, shards, iterations, losses = map(int, size.split(","))
-    cluster = SmallJob(
-        sync,
-        workers=workers,
-        shards=shards,
-        iterations=iterations,
-        losses=losses,
-        commits=True,
-        any_plan=True,
-    )
+    cluster = sized_cluster(sync, size)
     pairs: set[tuple[str, str]] = set()
     explore(cluster, whole=True, visit=in_both_orders)
     assert len(pairs) > 10
