@@ -202,6 +202,13 @@ def test_lost_workers_are_not_awaited() -> None:
     assert take(fingerprints, 1, "abc", {0, 1}) != ""
 
 
+def test_workers_that_have_finished_are_compared() -> None:
+    """A fast worker may finish before a slow one has sent its last hash."""
+    fingerprints = Fingerprints()
+    take(fingerprints, 0, "abc", {0, 1})
+    assert take(fingerprints, 1, "abc", {1}).startswith("workers 0, 1 compute")
+
+
 @pytest.mark.parametrize("hashes", ["---", "ab-"])
 def test_gradients_of_zeros_are_not_compared(hashes: str) -> None:
     fingerprints = Fingerprints()

@@ -529,7 +529,8 @@ class Coordinator:
 
     def _compare(self, worker: int, message: GradientHashed) -> list[Request]:
         """Warn once if workers compute the same gradients."""
-        lockstep = _is_lockstep(self._sync.sync)
+        # The first iterations are those under the first sync model.
+        lockstep = _is_lockstep(self._first)
         warning = self._fingerprints.take(worker, message, self._live, lockstep=lockstep)
         if not warning:
             return []

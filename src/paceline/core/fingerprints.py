@@ -42,13 +42,13 @@ class Fingerprints:
         hashes = self._hashes.setdefault(worker, [])
         if message.iteration == len(hashes) < HASHED_ITERATIONS:
             hashes.append(message.gradient)
-        complete = all(len(self._hashes.get(each, ())) == HASHED_ITERATIONS for each in live)
-        if self._compared or not complete or len(live) < 2:
+        complete = [each for each in sorted(self._hashes) if len(self._hashes[each]) == HASHED_ITERATIONS]
+        if self._compared or not set(live) <= set(complete) or len(complete) < 2:
             return ""
         self._compared = True
         compared = HASHED_ITERATIONS if lockstep else 1
         groups: dict[tuple[str, ...], list[int]] = {}
-        for each in sorted(live):
+        for each in complete:  # a worker may have left since it sent its hashes
             groups.setdefault(tuple(self._hashes[each][:compared]), []).append(each)
         same = [workers for hashes, workers in groups.items() if len(workers) > 1 and all(hashes)]
         return _report(same[0], compared) if same else ""
