@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import NamedTuple
 
 from ..errors import InternalError, InvalidEventError
 from ..sync import SyncModel
@@ -28,6 +29,26 @@ from .shard_sync import ShardSync
 from .versions import Versions
 
 __all__ = ["Shard"]
+
+Key = tuple[int, int]
+"""A push: (worker, iteration)."""
+
+
+class Details(NamedTuple):
+    """What a shard needs to know about a push until it is applied or dropped.
+
+    Attributes:
+        samples: number of samples over which the gradient is averaged; None if it is unknown.
+        repeated: True if these samples were counted with an earlier push.
+        clip: set if the script clips the gradient that is applied.
+    """
+
+    samples: int | None
+    repeated: bool
+    clip: Clip | None
+
+
+UNKNOWN = Details(None, False, None)
 
 
 class Shard:
@@ -66,19 +87,14 @@ class Shard:
         self._readers = readers
         self._recorder = recorder
         self._versions = Versions()
-        # (worker, iteration) of each held push whose gradient has not been copied
-        self._held: set[tuple[int, int]] = set()
+        self._held: set[Key] = set()  # held pushes whose gradients have not been copied
         self._usual_samples = usual_samples
-        # (worker, iteration) of each push that is neither applied nor dropped yet -> its number of samples, if known
-        self._samples: dict[tuple[int, int], int] = {}
-        # those of these pushes whose samples were counted with an earlier push
-        self._repeated: set[tuple[int, int]] = set()
-        # (worker, iteration) of each push that is neither applied nor dropped yet -> its flag, if the script clips
-        self._clips: dict[tuple[int, int], Clip] = {}
+        # details of the pushes that are neither applied nor dropped yet, except for those without any
+        self._details: dict[Key, Details] = {}
         self.clipped = ClippedMeans()
         self._edits = Edits(index)
         # pushes that other shards have measured in a mean, of which the coordinator asks whether they are in one here
-        self._asked: list[tuple[tuple[int, int], ...]] = []
+        self._asked: list[tuple[Key, ...]] = []
 
     @property
     def version(self) -> int:
@@ -105,22 +121,8 @@ class Shard:
         except InvalidEventError as error:
             self._record(Entry(event, [], str(error), self.version))
             raise
-        versions, counts, index = self._versions, self.sync.counts, self.index
         if type(event) is not PullRequested:
-            versions.note(event)
-            if type(event) is PushReceived:
-                if event.samples is not None:
-                    self._samples[event.worker, event.iteration] = event.samples
-                    if event.repeated:
-                        self._repeated.add((event.worker, event.iteration))
-                    else:
-                        self.samples += event.samples
-                if event.clip is not None:
-                    self._clips[event.worker, event.iteration] = event.clip
-                if event.edit is not None:
-                    self._edits.receive((event.worker, event.iteration), event.edit)
-            elif type(event) is WorkerLost or type(event) is WorkerFinished:
-                self._edits.leave(event.worker)
+            self._note(event)
         edits = (
             type(event) is PullRepeated
             and event.edit is not None
@@ -131,71 +133,32 @@ class Shard:
         gap = 0
         for action in actions:
             if type(action) is AnswerPull:
-                worker, iteration = action.worker, action.iteration
-                versions.answered(worker)
-                if (ahead := counts.gap(worker)) > gap:
+                if (ahead := self.sync.counts.gap(action.worker)) > gap:
                     gap = ahead
-                if self._held and (worker, iteration) in self._held:
-                    self._held.remove((worker, iteration))
-                    requests.append(Preserve(index, worker, iteration))
-                requests.append(
-                    Send(worker_peer(worker), self._answer(worker, iteration, action.v_train, edits=edits))
-                )
+                self._answer_pull(action, edits, requests)
             elif type(action) is ApplyPush:
-                key = action.worker, action.iteration
-                if self._edits.pending and key in self._edits.pending:
-                    versions.drop(*key)
-                    requests += self._edits.carry_out([key])
-                    continue
-                staleness.append(versions.apply_one(key))
-                scale = action.scale * self._weight(key) if self._samples else action.scale
-                if self._clips and (clip := self._clips.pop(key, None)) is not None:
-                    scale *= clip.factor
-                requests.append(Apply(index, (key,), (scale,)))
+                self._apply_push(action, requests, staleness)
             elif type(action) is ApplyMean:
-                self._held.difference_update(action.pushes)
-                pushes, edited = action.pushes, [p for p in action.pushes if p in self._edits.pending]
-                if edited:
-                    pushes = tuple(push for push in pushes if push not in edited)
-                if pushes:
-                    staleness += versions.apply(pushes)
-                    update = Apply(index, pushes, self._mean_scales(pushes))
-                    max_norm = self._max_norm(pushes) if self._clips else None
-                    requests += [update] if max_norm is None else self.clipped.measure(update, max_norm)
-                if edited:  # after the gradients of the same round
-                    for push in edited:
-                        versions.drop(*push)
-                    requests += self._edits.carry_out(edited)
+                self._apply_mean(action, requests, staleness)
             elif type(action) is HoldPush:
                 self._held.add((action.worker, action.iteration))
             elif type(action) is DropPush:
-                key = action.worker, action.iteration
-                versions.drop(*key)
-                if key in self._edits.pending:  # an edit is never dropped
-                    requests += self._edits.carry_out([key])
-                    continue
-                samples = self._samples.pop(key, 0)
-                if key not in self._repeated:
-                    self.samples -= samples
-                self._clips.pop(key, None)
-                requests.append(Discard(index, *key))
+                self._drop_push(action, requests)
             elif type(action) is SetTimer:
-                requests.append(Timer(action.due_s, action.worker, action.iteration, index))
+                requests.append(Timer(action.due_s, action.worker, action.iteration, self.index))
             elif type(action) is ReportFault:
-                faulted = FaultReported(index, action.reason, action.traceback, action.sync)
+                faulted = FaultReported(self.index, action.reason, action.traceback, action.sync)
                 requests.append(Send(COORDINATOR, faulted))
             else:
                 raise InternalError(f"a shard cannot carry out {action}", (event,))
-        if self._repeated:
-            self._repeated &= self._samples.keys()
-        self._record(Entry(event, actions, None, versions.version, staleness, gap))
+        self._record(Entry(event, actions, None, self._versions.version, staleness, gap))
         if self.clipped.measured:
             if type(event) is WorkerLost or type(event) is WorkerFinished:
                 self.clipped.leave(event.worker)
             requests = self.clipped.pass_on(requests)
         return requests + self._replies() if self._asked else requests
 
-    def ask(self, pushes: tuple[tuple[int, int], ...]) -> list[Request]:
+    def ask(self, pushes: tuple[Key, ...]) -> list[Request]:
         """Reply with a `MeanMissing`, now or later, if this shard will not measure a mean with any of the pushes."""
         self._asked.append(pushes)
         return self._replies()
@@ -209,37 +172,81 @@ class Shard:
         """Return the request that sends a worker its first weights."""
         return Send(worker_peer(worker), self._answer(worker, -1, None))
 
+    def _note(self, event: AnyEvent) -> None:
+        """Record what an event other than a pull says about a push, or about a worker that leaves."""
+        self._versions.note(event)
+        if type(event) is PushReceived:
+            if event.samples is not None or event.clip is not None:
+                key = event.worker, event.iteration
+                self._details[key] = Details(event.samples, event.repeated, event.clip)
+                if event.samples is not None and not event.repeated:
+                    self.samples += event.samples
+            if event.edit is not None:
+                self._edits.receive((event.worker, event.iteration), event.edit)
+        elif type(event) is WorkerLost or type(event) is WorkerFinished:
+            self._edits.leave(event.worker)
+
+    def _answer_pull(self, action: AnswerPull, edits: bool, requests: list[Request]) -> None:
+        worker, iteration = action.worker, action.iteration
+        self._versions.answered(worker)
+        if self._held and (worker, iteration) in self._held:
+            self._held.remove((worker, iteration))
+            requests.append(Preserve(self.index, worker, iteration))
+        answer = self._answer(worker, iteration, action.v_train, edits=edits)
+        requests.append(Send(worker_peer(worker), answer))
+
+    def _apply_push(
+        self, action: ApplyPush, requests: list[Request], staleness: list[tuple[int, int, int]]
+    ) -> None:
+        key = action.worker, action.iteration
+        if self._edits.pending and key in self._edits.pending:
+            self._versions.drop(*key)
+            requests += self._edits.carry_out([key])
+            return
+        staleness.append(self._versions.apply_one(key))
+        scale = action.scale
+        if self._details and (details := self._details.pop(key, None)) is not None:
+            if details.samples is not None and self._usual_samples:
+                scale *= details.samples / self._usual_samples
+            if details.clip is not None:
+                scale *= details.clip.factor
+        requests.append(Apply(self.index, (key,), (scale,)))
+
+    def _apply_mean(
+        self, action: ApplyMean, requests: list[Request], staleness: list[tuple[int, int, int]]
+    ) -> None:
+        """Apply the mean of the gradients, and then carry out the edits of the same round."""
+        self._held.difference_update(action.pushes)
+        pushes: tuple[Key, ...] = action.pushes
+        edited = [push for push in pushes if push in self._edits.pending] if self._edits.pending else []
+        if edited:
+            pushes = tuple(push for push in pushes if push not in edited)
+        if pushes:
+            staleness += self._versions.apply(pushes)
+            details = [self._details.pop(push, UNKNOWN) for push in pushes]
+            update = Apply(self.index, pushes, _mean_scales(details))
+            max_norm = _max_norm(pushes, details)
+            requests += [update] if max_norm is None else self.clipped.measure(update, max_norm)
+        if edited:
+            for push in edited:
+                self._versions.drop(*push)
+            requests += self._edits.carry_out(edited)
+
+    def _drop_push(self, action: DropPush, requests: list[Request]) -> None:
+        """Discard a push, but carry out an edit: an edit is never dropped."""
+        key = action.worker, action.iteration
+        self._versions.drop(*key)
+        if key in self._edits.pending:
+            requests += self._edits.carry_out([key])
+            return
+        details = self._details.pop(key, UNKNOWN)
+        if details.samples is not None and not details.repeated:
+            self.samples -= details.samples
+        requests.append(Discard(self.index, *key))
+
     def _answer(self, worker: int, iteration: int, v_train: int | None, *, edits: bool = False) -> Answer:
         in_place = worker in self._readers and self._lockstep
         return Answer(self.index, iteration, self._versions.version, v_train, in_place, self.samples, edits)
-
-    def _weight(self, push: tuple[int, int]) -> float:
-        """Return the factor for a push that is applied on arrival: samples / usual samples; 1 if one is unknown."""
-        samples, usual = self._samples.pop(push, None), self._usual_samples
-        return samples / usual if samples is not None and usual else 1.0
-
-    def _mean_scales(self, pushes: Sequence[tuple[int, int]]) -> tuple[float, ...]:
-        """Return each push's factor in the mean: its share of all samples.
-
-        If the number of samples of any push is unknown, all factors are equal.
-        """
-        samples = [self._samples.pop(push, None) for push in pushes]
-        counts = [count for count in samples if count is not None]
-        if len(counts) < len(samples) or min(counts) == max(counts):
-            return (1.0 / len(pushes),) * len(pushes)
-        return tuple(count / sum(counts) for count in counts)
-
-    def _max_norm(self, pushes: Sequence[tuple[int, int]]) -> float | None:
-        """Return the largest norm of a mean; None if the mean is not clipped.
-
-        The mean is clipped if any of its workers clips. If they pass different norms, the norm from the most advanced
-        worker is used, as for hyper-parameters.
-        """
-        clips = [(push, clip) for push in pushes if (clip := self._clips.pop(push, None)) is not None]
-        if not clips:
-            return None
-        _, clip = max(clips, key=lambda each: (each[0][1], -each[0][0]))
-        return clip.max_norm
 
     def _require_answered(self, event: AnyEvent) -> None:
         """Raise `InvalidEventError` if a worker pushes or pulls although its last answer is kept.
@@ -272,7 +279,7 @@ class Shard:
             if not self.clipped.contain(pushes)
         ]
 
-    def _may_average(self, push: tuple[int, int]) -> bool:
+    def _may_average(self, push: Key) -> bool:
         """Return True if a push has been received and not applied yet, or may still be received."""
         worker, iteration = push
         return (
@@ -292,3 +299,27 @@ class Shard:
     def _record(self, entry: Entry) -> None:
         if self._recorder is not None:
             self._recorder.record(entry)
+
+
+def _mean_scales(details: Sequence[Details]) -> tuple[float, ...]:
+    """Return the factor of each push in a mean: its share of all samples.
+
+    If the number of samples of any push is unknown, all factors are equal.
+    """
+    counts = [each.samples for each in details if each.samples is not None]
+    if len(counts) < len(details) or min(counts) == max(counts):
+        return (1.0 / len(details),) * len(details)
+    return tuple(count / sum(counts) for count in counts)
+
+
+def _max_norm(pushes: Sequence[Key], details: Sequence[Details]) -> float | None:
+    """Return the largest norm of a mean; None if the mean is not clipped.
+
+    The mean is clipped if any of its workers clips. If they pass different norms, the norm from the most advanced
+    worker is used, as for hyper-parameters.
+    """
+    clips = [(push, each.clip) for push, each in zip(pushes, details, strict=True) if each.clip is not None]
+    if not clips:
+        return None
+    _, clip = max(clips, key=lambda each: (each[0][1], -each[0][0]))
+    return clip.max_norm

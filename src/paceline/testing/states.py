@@ -508,8 +508,7 @@ IRRELEVANT: Set[str] = frozenset(
         *("model", "slices", "addresses", "started", "_connected", "_registered", "_addresses"),
         # A small job has no data, and its scripts do not call barrier or reduce.
         *("collectives", "combined", "_calls"),
-        *("data", "_live", "_reports", "_drawn", "_samples", "_usual_samples", "samples", "updates"),
-        *("_batch_samples", "_repeated"),
+        *("data", "_live", "_reports", "_drawn", "_batch_samples", "_usual_samples", "samples", "updates"),
     }
 )
 
