@@ -21,7 +21,7 @@ from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 from ..core.requests import COORDINATOR, Send
 from ..errors import ConfigurationError, NonFiniteGradientError, UsageError
 from ..shard.optimizer_state import join_state, slice_state
-from ..shard.vectors import Vectors, digest
+from ..shard.vectors import Vectors, digest, squared_norm
 from ..sync.events import Clip
 from .buffers import Buffers
 from .clipping import take_clipped
@@ -392,6 +392,4 @@ def _require_disjoint(model: JointModel, parameters: Sequence[torch.Tensor]) -> 
 
 def _norm(vectors: Vectors) -> float:
     """Return the L2 norm over all elements of the given vectors."""
-    return math.sqrt(
-        sum(float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2 for v in vectors.values())
-    )
+    return math.sqrt(sum(squared_norm([vector]) for vector in vectors.values()))
