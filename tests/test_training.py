@@ -753,6 +753,10 @@ def watched(
         for iteration in range(steps[worker]):
             optimizer.zero_grad()
             plain_backward(model, worker, iteration)
+            if (
+                iteration == 0
+            ):  # the first forward pass has pulled the first weights, which others may have changed
+                kept = weights_of(model)
             time.sleep(0.0005 * (1 + worker))  # others go on meanwhile
             assert_same(weights_of(model), kept)
             if iteration in changes:
