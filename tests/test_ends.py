@@ -144,6 +144,9 @@ def weights(path: str | Path = "run/weights.safetensors") -> list[str]:
 ALONE = ("--workers", "1")  # where a second one would only take time
 PACE = ("--pace", "0.06,0.06")  # so that it is known how long iterations take
 
+# The script reaches no step in this worker, as if its imports took long.
+SLOW_IMPORT = "if worker == {worker}:\n    time.sleep(60)"
+
 NAMES = ["first.bias", "first.weight", "second.bias", "second.weight"]
 
 
@@ -151,7 +154,7 @@ NAMES = ["first.bias", "first.weight", "second.bias", "second.weight"]
 
 
 def test_a_worker_that_is_killed_during_its_imports_is_lost_and_the_others_train(mark: str) -> None:
-    with running("") as program:
+    with running(SLOW_IMPORT.format(worker=1)) as program:
         await_that(lambda: "worker 1" in processes(mark), "worker 1 is there")
         os.kill(processes(mark)["worker 1"], signal.SIGKILL)
         program.communicate(timeout=DEADLINE_S)
@@ -163,8 +166,20 @@ def test_a_worker_that_is_killed_during_its_imports_is_lost_and_the_others_train
     assert "worker 1 was lost: it was terminated by signal SIGKILL" in said()
 
 
+def test_the_error_says_how_a_worker_was_lost_before_the_run_could_begin(mark: str) -> None:
+    """The worker registers, and is killed before it sends the initial weights."""
+    kill = """
+from paceline.runtime.worker import WorkerSession
+WorkerSession.initialize = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = run(kill, *ALONE)
+    assert ended.returncode == 1
+    assert "worker 0 failed: it was lost before it had sent the initial weights" in ended.stderr
+    assert "worker 0: it was terminated by signal SIGKILL" in ended.stderr
+
+
 def test_a_run_whose_only_worker_is_killed_during_its_imports_ends(mark: str) -> None:
-    with running("", *ALONE) as program:
+    with running(SLOW_IMPORT.format(worker=0), *ALONE) as program:
         await_that(lambda: "worker 0" in processes(mark), "worker 0 is there")
         os.kill(processes(mark)["worker 0"], signal.SIGSEGV)
         program.communicate(timeout=DEADLINE_S)

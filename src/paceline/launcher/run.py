@@ -201,7 +201,10 @@ class LiveRun:
                 raise
             finally:
                 grace_s = FAILED_GRACE_S if early or self._notes else GRACE_S
+                deadline_s = time.monotonic() + grace_s
                 coordinator.stop(grace_s, self._interruption.hurried)
+                # A server that the coordinator has awaited in vain gets no more time.
+                grace_s = max(FAILED_GRACE_S, deadline_s - time.monotonic())
                 processes = [*engine.workers, *engine.servers]
                 left = engine.end(processes, grace_s=grace_s, hurried=self._interruption.hurried)
         # The coordinator has stopped and no longer records how processes end, so the launcher records it here.
@@ -361,6 +364,10 @@ class LiveRun:
         for note in [*self._coordinator.core.faults, *self._notes]:
             if note != failure.reason:
                 failure.add_note(note)
+        for worker in self._coordinator.core.lost:
+            ending = self._coordinator.ending(worker)
+            if failure.process == f"worker {worker}" and ending not in failure.reason:
+                failure.add_note(f"worker {worker}: {ending}")
         log_path = self._run_dir / f"{failure.process.replace(' ', '-')}.log"
         where = f"the output of {failure.process} is in {log_path}"
         failure.add_note(where if log_path.exists() else f"the logs are in {self._run_dir}")
