@@ -405,12 +405,22 @@ def test_a_simulation_reports_a_condition_that_fails_in_the_words_of_a_live_run(
 
     sync = Conditions(pull=fails_at_once)
     run_on_threads(training(), workers=2, servers=1, sync=sync)
-    live = [record.getMessage() for record in caplog.records if record.name == "paceline.coordinator"]
+    live = _faults(caplog, "paceline.coordinator")
+    assert len(live) == 1
     caplog.clear()
     result = simulate(Cluster(compute_s=[1.0, 2.0]), sync, train_fn=training())
     assert result.measures.iterations == {0: STEPS, 1: STEPS}
-    assert result.faults == live
-    assert [record.getMessage() for record in caplog.records if record.name == "paceline.sim"] == live
+    assert [fault for fault in result.faults if fault.startswith("shard")] == live
+    assert _faults(caplog, "paceline.sim") == live
+
+
+def _faults(caplog: pytest.LogCaptureFixture, logger: str) -> list[str]:
+    """Return the faults of shards that were logged, without the warning that the workers train on the same data.
+
+    Whether their gradients are equal depends on the order in which threads draw from the same generator.
+    """
+    messages = [record.getMessage() for record in caplog.records if record.name == logger]
+    return [message for message in messages if message.startswith("shard")]
 
 
 ELSEWHERE = "a_module_that_is_only_here"
