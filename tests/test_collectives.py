@@ -61,7 +61,7 @@ class Trainer:
 
 
 def test_a_call_ends_when_every_live_worker_has_made_it() -> None:
-    calls = Collectives()
+    calls = Collectives(lambda models: [])
     assert calls.contributed(2, contributed(1.0), {0, 1, 2}) == []
     assert calls.contributed(0, contributed(2.0), {0, 1, 2}) == []
     sent = calls.contributed(1, contributed(6.0), {0, 1, 2})
@@ -73,7 +73,7 @@ def test_a_call_ends_when_every_live_worker_has_made_it() -> None:
 
 
 def test_a_worker_that_leaves_is_not_waited_for_and_not_counted() -> None:
-    calls = Collectives()
+    calls = Collectives(lambda models: [])
     calls.contributed(0, contributed(2.0), {0, 1, 2})
     calls.contributed(1, contributed(40.0), {0, 1, 2})
     assert calls.left(1, {0, 2}) == []
@@ -85,7 +85,7 @@ def test_a_worker_that_leaves_is_not_waited_for_and_not_counted() -> None:
 
 
 def test_different_calls_are_refused_in_all_workers() -> None:
-    calls = Collectives()
+    calls = Collectives(lambda models: [])
     calls.contributed(0, contributed(call="barrier()", op="sum"), {0, 1})
     first, second = calls.contributed(1, contributed(1.0), {0, 1})
     assert isinstance(first, Send)
@@ -96,7 +96,7 @@ def test_different_calls_are_refused_in_all_workers() -> None:
 
 
 def test_a_part_of_a_number_is_a_violation_of_the_protocol_and_changes_nothing() -> None:
-    calls = Collectives()
+    calls = Collectives(lambda models: [])
     with pytest.raises(ProtocolError, match="3 bytes"):
         calls.contributed(0, Contributed("reduce()", 1, "sum", b"abc"), {0})
     assert not calls.waiting
@@ -106,7 +106,7 @@ def test_a_part_of_a_number_is_a_violation_of_the_protocol_and_changes_nothing()
 def test_every_call_ends_once_for_the_live_workers_with_the_same_result(data: st.DataObject) -> None:
     """Workers call and leave in any order; a model of each worker says what must have arrived."""
     count = data.draw(st.integers(1, 4))
-    calls, live = Collectives(), set(range(count))
+    calls, live = Collectives(lambda models: []), set(range(count))
     made = dict.fromkeys(range(count), 0)  # worker -> calls that it has made
     ended = dict.fromkeys(range(count), 0)  # worker -> calls that have ended for it
     results: dict[int, list[float]] = {}  # number of the call -> its result

@@ -627,7 +627,7 @@ def shifts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def noting(memory: ServerMemory, commit: Commit, gradient: Any) -> Any:
         push = read(memory, commit, gradient)
-        if push is not None and push.groups != memory._model.optimizer.groups:
+        if push is not None and push.groups != memory._plan.model.optimizer.groups:
             noted.append("hyper-parameters")
         return push
 

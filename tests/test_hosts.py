@@ -703,7 +703,7 @@ def test_readers_are_not_let_in_without_limit(run_on_threads: RunOnThreads) -> N
 def reader_beside(worker: Worker, model: Slope, trained: DistributedOptimizer) -> Iterator[Reader]:
     session = worker.session
     assert trained._training is not None
-    spec = trained._training.spec
+    spec = trained._training._trained.spec
     shards = list(zip(session._shards, [address_of(s.sock) for s in session._servers], strict=True))
     with contextlib.closing(Reader.connect(spec, shards, session._job.token)) as reader:
         yield reader

@@ -236,7 +236,7 @@ def test_a_mean_of_pushes_of_different_sets_is_taken_for_each_set() -> None:
     assert list(layout.sizes) == ["float64", "float64/1"]
     [bounds] = layout.slice_evenly(1)
     settings = read_groups(torch.optim.SGD([torch.zeros(1)], lr=1.0))
-    spec = OptimizerSpec("SGD", settings, (0,))
+    spec = OptimizerSpec("SGD", settings, (0, 0))
     store = Store(
         bounds, {name: torch.zeros(size).double() for name, size in layout.sizes.items()}, [spec, spec]
     )

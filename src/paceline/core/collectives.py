@@ -1,21 +1,23 @@
-"""Barriers and reductions: calls that every worker's script makes, and that end together in all workers.
+"""Barriers, reductions and extensions: calls that every worker's script makes, and that end together in all workers.
 
 A worker that makes such a call sends a `Contributed` and waits for a `Combined`. A call ends when every live worker
 has made it. So at most one call is in progress, and each worker is in it or has yet to reach it. A worker that
 finishes or is lost is no longer waited for. What a worker contributed before it was lost is not used, so the result
 is over the workers that receive it. The numbers are added in the order of the workers' indices, in float64, so the
-result does not depend on the order in which the contributions arrive.
+result does not depend on the order in which the contributions arrive. A worker whose script has added parameters
+contributes the extended model; the call then continues in `core.extension`.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from ..errors import ProtocolError
 from .messages import Combined, Contributed
+from .model_spec import ModelSpec
 from .requests import Request, Send, worker_peer
 
 __all__ = ["LIMIT_BYTES", "Collectives", "combine"]
@@ -29,12 +31,16 @@ LIMIT_BYTES = 1024 * 1024
 class Collectives:
     """The call that is in progress.
 
+    Args:
+        extend: function that begins an extension, given the extended model of each worker.
+
     Attributes:
         waiting: the contribution of each worker that has made the call and waits for the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, extend: Callable[[Mapping[int, ModelSpec]], list[Request]]) -> None:
         self.waiting: dict[int, Contributed] = {}
+        self._extend = extend
 
     def contributed(self, worker: int, message: Contributed, live: Collection[int]) -> list[Request]:
         """Handle the call of a worker that is not in a call. If every live worker has made the call, end it.
@@ -62,6 +68,10 @@ class Collectives:
             return []
         contributions, self.waiting = self.waiting, {}
         combined = combine(contributions)
+        if not combined.refused:
+            models = {w: each.model for w, each in sorted(contributions.items()) if each.model is not None}
+            if models:
+                return self._extend(models)
         return [Send(worker_peer(worker), combined) for worker in sorted(contributions)]
 
 
@@ -80,10 +90,12 @@ def combine(contributions: Mapping[int, Contributed]) -> Combined:
     one = contributions[first]
     for worker in others:
         other = contributions[worker]
-        if (other.call, other.op, len(other.numbers)) != (one.call, one.op, len(one.numbers)):
+        kinds = [(each.call, each.op, len(each.numbers), each.model is None) for each in (one, other)]
+        if kinds[0] != kinds[1]:
             return Combined(
                 refused=f"worker {first} called {one.call}, but worker {worker} called {other.call}. All workers "
-                "must make the same calls of paceline.barrier() and paceline.reduce(), in the same order."
+                "must make the same calls of paceline.barrier() and paceline.reduce(), and add the same parameters, "
+                "in the same order."
             )
     total = array("d", bytes(len(one.numbers)))
     divisor = 0.0

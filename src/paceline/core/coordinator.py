@@ -6,7 +6,8 @@
               model; its plans, restarts and changes are sent to the workers; with overlap off, the coordinator also
               tells the workers when they may pull
     data      a worker sends DataRequested when it needs data, and receives DataGranted
-    calls     a worker sends Contributed when its script calls barrier or reduce, and receives Combined
+    calls     a worker sends Contributed when its script calls barrier or reduce, and receives Combined; if the script
+              has added parameters, all servers receive ExtendShards and then, like all workers, ModelExtended
     end       a worker sends WorkerFinished, or its connection is lost; every server is notified of a lost worker
 
 No push or pull goes through the coordinator.
@@ -14,7 +15,7 @@ No push or pull goes through the coordinator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 
 from ..errors import ConfigurationError, InternalError, ProtocolError
@@ -37,6 +38,7 @@ from . import messages
 from .collectives import Collectives
 from .data_ledger import DataLedger
 from .entry import Entry, EntryRecorder
+from .extension import Extension
 from .fingerprints import Fingerprints
 from .job_sync import JobSync
 from .joint_norms import JointNorms
@@ -48,6 +50,7 @@ from .messages import (
     CreateShards,
     DataGranted,
     DataRequested,
+    ExtensionReady,
     Failed,
     FaultReported,
     GradientHashed,
@@ -71,7 +74,7 @@ from .messages import (
     Warned,
     WorkerWelcomed,
 )
-from .model_spec import ModelSpec, first_difference
+from .model_spec import ModelSpec, first_difference, require_extension
 from .requests import Fail, Peer, Request, Send, Timer, Warn, server_peer, worker_peer
 
 __all__ = ["Coordinator", "fault_report"]
@@ -98,7 +101,7 @@ class Coordinator:
         recorder: receives each event for the sync model, and the resulting actions; None to record nothing.
 
     Attributes:
-        model: the model to train; None until the shards are created.
+        model: the model to train, including the parameters added so far; None until the shards are created.
         slices: the slices of the parameters; empty until the shards are created.
         addresses: for each shard, the address of its server; empty until the shards are created.
         initializer: the worker that sends the initial weights; -1 before the shards are created.
@@ -112,7 +115,7 @@ class Coordinator:
         board: worker -> the last status that the worker reported.
         waits: server -> the last list of waiting workers that the server sent.
         data: the ledger of the data that the workers use.
-        collectives: the barrier or reduction that workers wait in.
+        collectives: the barrier, the reduction or the extension in which workers wait.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class Coordinator:
         self.board: dict[int, Status] = {}
         self.waits: dict[int, Waits] = {}
         self.data = DataLedger()
-        self.collectives = Collectives()
+        self.collectives = Collectives(self._extend)
         self._workers = workers
         self._servers = servers
         self._shards = shards
@@ -170,6 +173,7 @@ class Coordinator:
         self._reports: dict[int, tuple[list[tuple[int, ...]], set[int]]] = {}
         # Worker that joins a run in progress -> the message to the servers, and the servers yet to acknowledge it.
         self._admitted: dict[int, tuple[messages.WorkerJoined, set[int]]] = {}
+        self._extension: Extension | None = None  # the extension of the model that is in progress
         # With overlap off: worker that waits for permission to pull -> the iteration that the worker has just pushed.
         self._committed: dict[int, int] = {}
 
@@ -317,6 +321,8 @@ class Coordinator:
             case GradientHashed():
                 return self._compare(worker, message)
             case Contributed() if worker in self._live and worker not in self.collectives.waiting:
+                if message.model is not None:
+                    self._require_extension(message.model)
                 return self.collectives.contributed(worker, message, self._live)
             case AllCommitted() if not self._overlap and worker in self.present:
                 self._committed[worker] = message.iteration
@@ -342,6 +348,8 @@ class Coordinator:
             case Ready():
                 self._ready.add(sender.index)
                 return self._start_if_ready()
+            case ExtensionReady() if self._extension is not None:
+                return self._complete_extension(sender.index, message)
             case WorkerWelcomed() if message.worker in self._admitted:
                 return self._welcome(sender.index, message.worker, now_s)
             case PushesReported() if message.worker in self._reports:
@@ -424,6 +432,38 @@ class Coordinator:
             if worker not in self._left
         ]
 
+    # -- extension of the model ---------------------------------------------------------------------------
+
+    def _require_extension(self, model: ModelSpec) -> None:
+        """Raise `ProtocolError` unless a worker may extend the model to this one."""
+        if self.model is None or self._extension is not None:
+            raise ProtocolError("the model cannot be extended now")
+        require_extension(self.model, model)
+
+    def _extend(self, models: Mapping[int, ModelSpec]) -> list[Request]:
+        """Begin to extend the model. All live workers wait for it; `models` contains their extended models."""
+        first, *others = models
+        for worker in others:
+            if difference := first_difference(models[first], models[worker]):
+                reason = f"its new parameters differ from those of worker {first}: {difference}"
+                return self._refuse([worker], reason, f"worker {worker}")
+        model = models[first]
+        if reason := self._shortage(model, len(models)):
+            return self._refuse(list(models), reason, "the run")
+        self._extension = Extension(
+            model, model.layout.sliced(self._shards, self._slicing), models, self._servers
+        )
+        return self._extension.begin()
+
+    def _complete_extension(self, server: int, message: ExtensionReady) -> list[Request]:
+        """Handle a server's report. After the last report, the extended model is the model of the run."""
+        assert self._extension is not None
+        requests = self._extension.ready(server, message)
+        if self._extension.complete:
+            self.model, self.slices = self._extension.model, self._extension.slices
+            self._extension = None
+        return requests
+
     def _refuse(self, workers: Sequence[int], reason: str, where: str) -> list[Request]:
         return [*(Send(worker_peer(worker), Refused(reason)) for worker in workers), Fail(where, reason)]
 
@@ -491,6 +531,8 @@ class Coordinator:
         if worker in self.present:
             self.present.remove(worker)
             requests += self.take(kind(now_s=now_s, worker=worker))
+        if self._extension is not None:
+            requests += self._extension.left(worker)
         requests += self.collectives.left(worker, self._live)
         return requests + self._begin_if_complete(now_s) + self._allow_pulls()
 

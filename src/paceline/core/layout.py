@@ -6,6 +6,10 @@ each parameter begins at a 64-byte boundary. The name of a vector is its dtype; 
 the index of the set follow. So each set is sliced by itself, and a push or a pull of one set is a selection of whole
 vectors.
 
+A script may add parameters after training has begun: with a later optimizer, or as a later group of an existing one.
+The parameters that are added together form a *part* of the layout. Each part has vectors of its own, whose names end
+with "." and the number of the part, so parameters and slices that exist already keep their places.
+
 Elastic Parameter Slicing, or EPS, then cuts each vector into parts of almost equal size, regardless of the sizes of
 the layers, so a layer may be spread over several shards. EPS is described in section III of the FluentPS paper. A
 push or a pull transfers slices of these vectors without conversion.
@@ -62,13 +66,17 @@ def item_bytes(vector: str) -> int:
 def of_set(vectors: Mapping[str, T], set_index: int | None) -> dict[str, T]:
     """Return the vectors of one parameter set; all vectors if `set_index` is None.
 
-    >>> of_set({"float32": 1, "float64": 2, "float32/1": 3}, 1)
-    {'float32/1': 3}
+    >>> of_set({"float32": 1, "float64": 2, "float32/1": 3, "float32/1.4": 4}, 1)
+    {'float32/1': 3, 'float32/1.4': 4}
     """
     if set_index is None:
         return dict(vectors)
-    suffix = str(set_index or "")
-    return {name: vector for name, vector in vectors.items() if name.partition("/")[2] == suffix}
+    return {name: vector for name, vector in vectors.items() if _set_of(name) == set_index}
+
+
+def _set_of(vector: str) -> int:
+    """Return the index of the parameter set to which the vector with this name belongs."""
+    return int(vector.partition("/")[2].partition(".")[0] or 0)
 
 
 class Parameter(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -79,16 +87,20 @@ class Parameter(msgspec.Struct, frozen=True, omit_defaults=True):
         shape: shape of the tensor.
         dtype: name of the dtype in torch, for example "float32".
         set_index: index of the parameter set that the parameter belongs to.
+        part: number of the part of the layout with which the parameter was added; 0 if it was there from the start.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     set_index: int = 0
+    part: int = 0
 
     @property
     def vector(self) -> str:
         """Name of the vector that contains the parameter."""
+        if self.part:
+            return f"{self.dtype}/{self.set_index}.{self.part}"
         return f"{self.dtype}/{self.set_index}" if self.set_index else self.dtype
 
     @property
@@ -105,7 +117,7 @@ class Segment(msgspec.Struct, frozen=True):
 
     Attributes:
         parameter: index of the parameter.
-        dtype: name of the vector that contains the segment: the dtype, with the index of the set if it is not 0.
+        dtype: name of the vector that contains the segment: the dtype, with the set and the part if they are not 0.
         start: index of the segment's first element within the shard's slice of the vector.
         stop: index of the segment's last element within the shard's slice of the vector, plus one.
         offset: index of the segment's first element within the flattened parameter.
@@ -164,7 +176,7 @@ class Layout(msgspec.Struct, frozen=True):
     """The position of each parameter in the flat vectors.
 
     Attributes:
-        parameters: the parameters, in the order of the optimizer's groups.
+        parameters: the parameters: part by part, in each part set by set, in the order of the optimizer's groups.
         offsets: for each parameter, the index of its first element in the vector of its dtype.
         sizes: name of each vector -> number of its elements, including padding.
     """
@@ -222,11 +234,16 @@ class Layout(msgspec.Struct, frozen=True):
 
         By default, PS-Lite slices in this way: it divides the range of parameter keys equally. The shard with the
         largest layer then holds most of the model (FluentPS, section III). This slicing is provided for comparison.
+        Each part of the layout is sliced by itself.
 
         Raises:
-            ConfigurationError: there are fewer parameters than shards.
+            ConfigurationError: there are fewer parameters than shards at the start of training.
         """
-        count = len(self.parameters)
+        parts = [
+            [index for index, parameter in enumerate(self.parameters) if parameter.part == part]
+            for part in range(max(parameter.part for parameter in self.parameters) + 1)
+        ]
+        count = len(parts[0])
         if shards > count:
             raise ConfigurationError(
                 f"shards is {shards}, but the model has {count} parameters, and with slicing 'by-parameter' each "
@@ -236,9 +253,10 @@ class Layout(msgspec.Struct, frozen=True):
         ends = dict.fromkeys(self.sizes, 0)
         for shard in range(shards):
             starts = dict(ends)
-            for index in range(count * shard // shards, count * (shard + 1) // shards):
-                parameter = self.parameters[index]
-                ends[parameter.vector] = self.offsets[index] + aligned(parameter.size, parameter.dtype)
+            for part in parts:
+                for index in part[len(part) * shard // shards : len(part) * (shard + 1) // shards]:
+                    parameter = self.parameters[index]
+                    ends[parameter.vector] = self.offsets[index] + aligned(parameter.size, parameter.dtype)
             bounds.append({dtype: (starts[dtype], ends[dtype]) for dtype in self.sizes})
         return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
 

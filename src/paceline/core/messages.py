@@ -12,14 +12,14 @@ a push event and, if it includes a pull, a pull event.
                             DataRequested, StopRequested, GradientHashed, Contributed, Status, Warned,
                             WorkerFinished, Failed
     coordinator -> worker   Started, Refused, PlanPublished, RestartOrdered, ChangePublished, PullAllowed,
-                            DataGranted, TrainingStopped, Combined, StandInAllowed
-    server -> coordinator   Hello, Ready, WorkerWelcomed, PushesReported, MeanMeasured, MeanMissing, FaultReported,
-                            Warned, Failed, Snapshot, Waits
-    coordinator -> server   CreateShards, WorkerJoined, WorkerLost, MeanClipped, MeanAwaited, FetchSnapshot,
-                            FetchWaits, Shutdown
+                            DataGranted, TrainingStopped, Combined, StandInAllowed, ModelExtended
+    server -> coordinator   Hello, Ready, ExtensionReady, WorkerWelcomed, PushesReported, MeanMeasured, MeanMissing,
+                            FaultReported, Warned, Failed, Snapshot, Waits
+    coordinator -> server   CreateShards, ExtendShards, ModelExtended, WorkerJoined, WorkerLost, MeanClipped,
+                            MeanAwaited, FetchSnapshot, FetchWaits, Shutdown
     worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, PullRequested, PullRepeated,
                             FetchOptimizerState, FetchBuffers, WorkerFinished
-    server -> worker        Committed, Answer, OptimizerState, PooledBuffers
+    server -> worker        Committed, Answer, InitialWeightsRequested, OptimizerState, PooledBuffers
     reader -> server        Hello, FetchSnapshot, FetchOptimizerState
     server -> reader        Snapshot, OptimizerState
 """
@@ -50,6 +50,8 @@ __all__ = [
     "CreateShards",
     "DataGranted",
     "DataRequested",
+    "ExtendShards",
+    "ExtensionReady",
     "Failed",
     "FaultReported",
     "FetchBuffers",
@@ -65,6 +67,7 @@ __all__ = [
     "Hello",
     "InitialState",
     "InitialWeights",
+    "InitialWeightsRequested",
     "IterationFinished",
     "IterationStarted",
     "MeanAwaited",
@@ -72,6 +75,7 @@ __all__ = [
     "MeanMeasured",
     "MeanMissing",
     "Message",
+    "ModelExtended",
     "OptimizerState",
     "PlanPublished",
     "PooledBuffers",
@@ -235,7 +239,7 @@ class WorkerWelcomed(Message, frozen=True, tag=True):
 class InitialState(Message, frozen=True, tag=True):
     """The optimizer state of a shard. When a run is resumed, the initializer sends this message before the weights.
 
-    The payload is in safetensors format.
+    The payload is in safetensors format. If the model is being extended, it is the state of the new parameters.
     """
 
     shard: Number
@@ -244,10 +248,55 @@ class InitialState(Message, frozen=True, tag=True):
 class InitialWeights(Message, frozen=True, tag=True):
     """The initial weights of a shard, sent by the initializer.
 
-    The payload contains the weights and, for shard 0, the other tensors of the model.
+    The payload contains the weights and, for shard 0, the other tensors of the model. If the model is being extended,
+    it contains only those that are new.
     """
 
     shard: Number
+
+
+# -- extension of the model --------------------------------------------------------------------------------
+
+
+class ExtendShards(Message, frozen=True, tag=True):
+    """A server must prepare to extend its shards: the script has added parameters. See `core.extension`.
+
+    With shared memory, the file descriptor of the memory for all weights of the extended model is attached to this
+    message and to the `ModelExtended` messages to the workers. The message is repeated if the initializer is lost.
+
+    Attributes:
+        model: the extended model.
+        shards: the slices that this server will hold.
+        initializer: the worker that sends the initial weights of the new parameters.
+    """
+
+    model: ModelSpec
+    shards: tuple[ShardSlice, ...]
+    initializer: int
+
+
+class InitialWeightsRequested(Message, frozen=True, tag=True):
+    """The initializer must send the initial weights of the new parameters to a shard."""
+
+    shard: int
+
+
+class ExtensionReady(Message, frozen=True, tag=True):
+    """A server has received the initial weights of the new parameters from the initializer, for all of its shards."""
+
+    initializer: int
+
+
+class ModelExtended(Message, frozen=True, tag=True):
+    """All servers are ready, so the extension takes effect, and the workers connect to the servers again.
+
+    A server may receive the greeting of a worker before this message.
+
+    Attributes:
+        shards: the slices of all shards, in order.
+    """
+
+    shards: tuple[ShardSlice, ...]
 
 
 # -- an iteration -----------------------------------------------------------------------------------------
@@ -588,7 +637,9 @@ class PushesReported(Message, frozen=True, tag=True):
 
 
 class Contributed(Message, frozen=True, tag=True):
-    """A worker's script has called `paceline.barrier` or `paceline.reduce`, and waits. See `core.collectives`.
+    """A worker's script has called `paceline.barrier` or `paceline.reduce`, or has added parameters, and waits.
+
+    See `core.collectives` and `core.extension`.
 
     Attributes:
         call: the call and the structure of its argument, in words; the same in all workers.
@@ -597,6 +648,7 @@ class Contributed(Message, frozen=True, tag=True):
         numbers: the numbers to combine, as native float64; b"" for a barrier.
         weight: the weight of the numbers in a mean.
         may_push: True if the worker may push without a gradient while it waits, so that others need not wait for it.
+        model: the extended model, if the script has added parameters; else None.
     """
 
     call: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
@@ -605,6 +657,7 @@ class Contributed(Message, frozen=True, tag=True):
     numbers: Annotated[bytes, msgspec.Meta(max_length=2**20)] = b""
     weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     may_push: bool = False
+    model: ModelSpec | None = None
 
     @property
     def name(self) -> str:
@@ -771,6 +824,7 @@ class Shutdown(Message, frozen=True, tag=True):
 FromPeerToCoordinator = (
     Hello
     | Ready
+    | ExtensionReady
     | Register
     | IterationFinished
     | IterationStarted
@@ -804,9 +858,12 @@ FromCoordinatorToWorker = (
     | TrainingStopped
     | StandInAllowed
     | Combined
+    | ModelExtended
 )
 FromCoordinatorToServer = (
     CreateShards
+    | ExtendShards
+    | ModelExtended
     | WorkerJoined
     | WorkerLost
     | MeanClipped
@@ -829,4 +886,4 @@ FromPeerToServer = (
     | WorkerFinished
     | Bell
 )
-FromServer = Committed | Answer | OptimizerState | PooledBuffers | Snapshot | Bell
+FromServer = Committed | Answer | InitialWeightsRequested | OptimizerState | PooledBuffers | Snapshot | Bell

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import msgspec
 
+from ..errors import ProtocolError
 from .layout import Layout
 
-__all__ = ["BufferSpec", "HyperParameters", "ModelSpec", "OptimizerSpec", "first_difference"]
+__all__ = [
+    "BufferSpec",
+    "HyperParameters",
+    "ModelSpec",
+    "OptimizerSpec",
+    "first_difference",
+    "require_extension",
+]
 
 HyperParameter = float | int | bool | str | tuple[float, ...] | None
 
@@ -24,7 +32,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     Attributes:
         name: name of the class in `torch.optim` that the servers use, or "module:Class" for any other class.
         groups: hyper-parameters of each group.
-        group_of: for each parameter of the optimizer's parameter set, the index of its group.
+        group_of: for each parameter of the optimizer's parameter set, in the order of the layout, the index of its
+            group.
     """
 
     name: str
@@ -54,8 +63,9 @@ class BufferSpec(msgspec.Struct, frozen=True):
 class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The description of the model that a worker trains. All workers of a job must train the same model.
 
-    A script may train with several optimizers. Each of them has a parameter set of its own, and the parameters of a
-    set follow those of the set before it.
+    A script may train with several optimizers. Each of them has a parameter set of its own. A script may also add
+    parameters after training has begun. The description is then replaced by an extended one, in which all earlier
+    parameters keep their places.
 
     Attributes:
         layout: layout of the parameters of all sets.
@@ -73,6 +83,25 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     def optimizers(self) -> tuple[OptimizerSpec, ...]:
         """The optimizer of each parameter set."""
         return (self.optimizer, *self.further)
+
+    def buffers_beyond(self, before: ModelSpec) -> list[BufferSpec]:
+        """Return the buffers that this model has and a model without its latest parameters does not have."""
+        known = {buffer.name for buffer in before.buffers}
+        return [buffer for buffer in self.buffers if buffer.name not in known]
+
+    @property
+    def optimizers_over_layout(self) -> tuple[OptimizerSpec, ...]:
+        """The optimizer of each parameter set, where `group_of` lists all parameters of the layout.
+
+        The group of a parameter that belongs to another set is 0.
+        """
+        parameters = self.layout.parameters
+        spread = []
+        for set_index, optimizer in enumerate(self.optimizers):
+            groups = iter(optimizer.group_of)
+            group_of = tuple(next(groups) if p.set_index == set_index else 0 for p in parameters)
+            spread.append(msgspec.structs.replace(optimizer, group_of=group_of))
+        return tuple(spread)
 
 
 def first_difference(model: ModelSpec, other: ModelSpec) -> str:
@@ -96,6 +125,35 @@ def first_difference(model: ModelSpec, other: ModelSpec) -> str:
     if len(model.buffers) != len(other.buffers):
         return f"{len(other.buffers)} buffers instead of {len(model.buffers)}"
     return ""
+
+
+def require_extension(model: ModelSpec, extended: ModelSpec) -> None:
+    """Check that an extended model contains all of a model at the same place, and further parameters in one new part.
+
+    Raises:
+        ProtocolError: it does not.
+    """
+    before, after = model.layout.parameters, extended.layout.parameters
+    part = max(parameter.part for parameter in before) + 1
+    if after[: len(before)] != before or {parameter.part for parameter in after[len(before) :]} != {part}:
+        raise ProtocolError(
+            f"the extended model does not consist of the earlier parameters and those of part {part}"
+        )
+    for old, new in zip(model.optimizers, extended.optimizers, strict=False):
+        groups, members = len(old.groups), len(old.group_of)
+        if (
+            new.name != old.name
+            or len(new.groups) < groups
+            or new.group_of[:members] != old.group_of
+            or any(group < groups for group in new.group_of[members:])
+        ):
+            raise ProtocolError("the extended model changes the groups of earlier parameters")
+    if len(extended.optimizers) < len(model.optimizers):
+        raise ProtocolError("the extended model lacks an optimizer")
+    named = {buffer.name: buffer for buffer in model.buffers}
+    for buffer in extended.buffers:
+        if named.get(buffer.name, buffer) != buffer:
+            raise ProtocolError(f"the buffer {named[buffer.name]} has become {buffer} since training began")
 
 
 def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> str:

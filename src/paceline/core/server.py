@@ -1,6 +1,8 @@
 """The protocol of a server, without I/O: which workers it serves, and how each message affects its shards.
 
     create      CreateShards from the coordinator; each shard begins when the initializer's initial weights arrive
+    extend      ExtendShards from the coordinator; the initial weights of the new parameters arrive in the same way;
+                then ModelExtended from the coordinator, and each worker connects again
     iteration   Commit = push + pull; with overlap off: Commit, Committed, PullRequested
     restart     PullRepeated
     end         WorkerFinished from the worker, WorkerLost from the coordinator, or the worker's connection is closed
@@ -34,9 +36,13 @@ from .messages import (
     Commit,
     Committed,
     CreateShards,
+    ExtendShards,
+    ExtensionReady,
     InitialWeights,
+    InitialWeightsRequested,
     MeanAwaited,
     Message,
+    ModelExtended,
     PushesReported,
     Ready,
     ShardWaits,
@@ -65,6 +71,7 @@ class Server:
         shards: index -> shard, for each shard that has received its initial weights.
         expected: the workers that have joined the run and have not left.
         initializer: the worker that sends the initial weights; -1 before the shards are created.
+        outdated: connected workers that must connect again, because their memory is too small for the extended model.
     """
 
     def __init__(
@@ -81,7 +88,8 @@ class Server:
         self._recorder_of = recorder_of
         self._models: tuple[SyncModel, ...] = ()
         self._usual_samples: int | None = None
-        self._to_begin: set[int] = set()  # shards that were created but have no weights yet
+        self.outdated: set[int] = set()
+        self._to_begin: set[int] = set()  # shards that wait for initial weights
         self._connected: set[int] = set()  # connected workers
         # worker -> shard -> `drawn` of the worker's last push
         self._drawn: dict[int, dict[int, tuple[int, ...]]] = {}
@@ -99,7 +107,7 @@ class Server:
         return self.shards[index]
 
     def require_beginning(self, index: int) -> None:
-        """Raise `ProtocolError` unless this shard was created and waits for its initial weights."""
+        """Raise `ProtocolError` unless this shard waits for initial weights."""
         if index not in self._to_begin:
             raise ProtocolError(f"initial weights for shard {index} are not expected")
 
@@ -109,13 +117,15 @@ class Server:
         """Raise `ProtocolError` unless this worker may connect now."""
         if self.initializer < 0:
             raise ProtocolError("training has not begun")
-        if worker not in self.expected or worker in self._connected:
+        if worker not in self.expected or worker in self._connected - self.outdated:
             raise ProtocolError(f"worker {worker} is not expected, or is already connected")
 
     def connected(self, worker: int, *, reads_in_place: bool = False) -> list[Request]:
         """Handle a worker that has connected: send it the weights of all shards that have begun."""
         self.require_expected(worker)
         self._connected.add(worker)
+        self.outdated.discard(worker)
+        self._readers.discard(worker)
         if reads_in_place:
             self._readers.add(worker)
         return [shard.welcome(worker) for shard in self.shards.values()]
@@ -123,6 +133,7 @@ class Server:
     def disconnected(self, worker: int, now_s: float) -> list[Request]:
         """Handle a closed connection to a worker. If the worker has not finished, it is lost."""
         self._connected.discard(worker)
+        self.outdated.discard(worker)
         self._readers.discard(worker)
         return self._leave(worker, WorkerLost, now_s)
 
@@ -163,6 +174,10 @@ class Server:
                 return self._join(message, now_s)
             case CreateShards():
                 return self._create(message)
+            case ExtendShards():
+                return self._extend(message)
+            case ModelExtended():
+                return []  # for the host
             case InitialWeights():
                 return self._begin(worker, message.shard, now_s)
             case _:
@@ -204,13 +219,15 @@ class Server:
         return [Send(COORDINATOR, Ready())]
 
     def _begin(self, worker: int, index: int, now_s: float) -> list[Request]:
-        """Create a shard whose initial weights have arrived, and send the weights to the connected workers."""
+        """Handle the initial weights of a shard or, if the shard exists already, of its new parameters."""
         if worker != self.initializer:
             raise ProtocolError(
                 f"the initial weights must come from worker {self.initializer}, not from worker {worker}"
             )
         self.require_beginning(index)
         self._to_begin.remove(index)
+        if index in self.shards:
+            return self._report_if_ready()
         recorder = self._recorder_of(index)
         shard = self.shards[index] = Shard(
             index, self._models, self._seed, self._readers, recorder, self._usual_samples
@@ -218,6 +235,20 @@ class Server:
         for member in sorted(self.expected):
             shard.handle(WorkerJoined(now_s=now_s, worker=member))
         return [shard.welcome(member) for member in sorted(self._connected)]
+
+    def _extend(self, message: ExtendShards) -> list[Request]:
+        """Request the initial weights of the new parameters. If they are requested again, earlier ones are unused."""
+        self.initializer = message.initializer
+        self._to_begin = {bounds.index for bounds in message.shards}
+        initializer = worker_peer(message.initializer)
+        requested = [Send(initializer, InitialWeightsRequested(shard)) for shard in sorted(self._to_begin)]
+        return [*requested, *self._report_if_ready()]
+
+    def _report_if_ready(self) -> list[Request]:
+        if self._to_begin:
+            return []
+        self.outdated = set(self._connected)
+        return [Send(COORDINATOR, ExtensionReady(self.initializer))]
 
     def _commit(self, worker: int, commit: Commit, now_s: float) -> list[Request]:
         shard = self.shard(commit.shard)

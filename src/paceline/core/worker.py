@@ -7,6 +7,7 @@
     restart       RestartOrdered during a computation -> PullRepeated to every shard -> Answer from every shard
                   -> compute again
     calls         Contributed -> Combined from the coordinator
+    extension     Contributed -> ModelExtended from the coordinator -> new connections -> all weights from every shard
     end           WorkerFinished to every server and to the coordinator
 
 The host of this class moves bytes and tensors, runs the training script and determines how long a computation takes.
@@ -36,9 +37,11 @@ from .messages import (
     Contributed,
     DataGranted,
     InitialWeights,
+    InitialWeightsRequested,
     IterationFinished,
     IterationStarted,
     Message,
+    ModelExtended,
     PlanPublished,
     PullAllowed,
     PullRepeated,
@@ -57,6 +60,9 @@ from .model_spec import ModelSpec
 from .requests import COORDINATOR, PROCEED, Abort, Request, Send, server_peer
 
 __all__ = ["Worker"]
+
+ADDED = "DistributedOptimizer() or add_param_group() with parameters that are not trained yet"
+"""How a call that extends the model is described to other workers."""
 
 
 class Worker:
@@ -85,6 +91,7 @@ class Worker:
         samples: number of samples in all workers' pushes that shard 0 had received, and not dropped, when it last
             answered; 0 before its first answer.
         combined: the result of the worker's last barrier or reduction; None if it has not arrived.
+        extended: the message that ends the worker's last extension; None if it has not arrived.
     """
 
     def __init__(
@@ -99,6 +106,7 @@ class Worker:
         self.data = DataFeed()
         self.updates = self.samples = 0
         self.combined: Combined | None = None
+        self.extended: ModelExtended | None = None
         self._schedule = schedule
         self._workers = workers
         self._shards = shards
@@ -303,6 +311,21 @@ class Worker:
         self._calls += 1
         return [Send(COORDINATOR, Contributed(call, self._calls, op, numbers, weight, self.may_stand_in))]
 
+    def propose(self, model: ModelSpec) -> list[Request]:
+        """Propose an extended model, because the script has added parameters.
+
+        When all workers have done so, `extended` is set. If their calls differ, `combined` is set instead.
+        """
+        self.combined = self.extended = None
+        self._calls += 1
+        may_push = self.may_stand_in
+        return [Send(COORDINATOR, Contributed(ADDED, self._calls, may_push=may_push, model=model))]
+
+    def await_extended_weights(self) -> None:
+        """Wait for the weights of the extended model, which every shard sends when the worker has connected again."""
+        self._pulls_again = True
+        self._await("answers")
+
     def finish(self) -> list[Request]:
         """Leave the run, because the script has finished."""
         self.waiting_for, self.left = "", True
@@ -394,6 +417,10 @@ class Worker:
                 self.data.handle(message)
             case Combined():
                 self.combined = message
+            case InitialWeightsRequested():
+                return [Send(self._servers[message.shard], InitialWeights(message.shard))]
+            case ModelExtended():
+                self.extended = message
             case StandInAllowed():
                 self._uneven = True
             case TrainingStopped():

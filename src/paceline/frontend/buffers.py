@@ -45,6 +45,23 @@ class Buffers:
         """Return every tensor, in the order of `specs`."""
         return [self._get(spec) for spec in self.specs]
 
+    def follow(self, before: Buffers) -> dict[str, torch.Tensor]:
+        """Continue for the buffers of a smaller model: what they have sent is not sent again.
+
+        Returns:
+            The buffers that the smaller model did not have, by name. They count as sent.
+        """
+        self.have_changed = before.have_changed
+        sent = {before.specs[index].name: each for index, each in before._sent.items()}
+        earlier = {spec.name for spec in before.specs}
+        added = {spec.name: self._get(spec) for spec in self.specs if spec.name not in earlier}
+        for index, spec in enumerate(self.specs):
+            if spec.name in added and not spec.fixed:
+                self._sent[index] = _Sent(added[spec.name])
+            elif spec.name in sent:
+                self._sent[index] = sent[spec.name]
+        return added
+
     def changed(self) -> dict[int, torch.Tensor]:
         """Return the buffers that have changed since the last call, by index in `specs`. The first call returns all.
 

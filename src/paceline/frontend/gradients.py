@@ -82,13 +82,14 @@ class Gradients:
             parameter.grad = view
         return True
 
-    def adopt_all(self, indices: range) -> bytes:
+    def adopt_all(self, indices: Sequence[int]) -> bytes:
         """Adopt the gradients of the parameters with these indices.
 
         Return one byte per parameter of the layout: 1 if it is one of these and has a gradient, else 0.
         """
         present = bytearray(len(self._parameters))
-        present[indices.start : indices.stop] = bytes(map(self.adopt, indices))
+        for index in indices:
+            present[index] = self.adopt(index)
         return bytes(present)
 
     def adopt_as_accumulated(self, session: Session, *, final: bool) -> None:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .session import Session
 
-__all__ = ["Weakly", "remove_after", "without_hooks"]
+__all__ = ["Weakly", "remove_after", "remove_now", "without_hooks"]
 
 
 class Weakly:
@@ -43,6 +43,11 @@ def remove_after(session: Session, handles: Iterable[RemovableHandle]) -> None:
     added = tuple(handles)
     _handles.setdefault(session, []).extend(added)
     finalize(session, _remove, added).atexit = False
+
+
+def remove_now(session: Session) -> None:
+    """Remove all hooks that would be removed when the session is garbage-collected."""
+    _remove(_handles.pop(session, []))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -10,15 +11,31 @@ from torch import nn
 __all__ = ["JointModel"]
 
 
+class _Part(NamedTuple):
+    """One of the modules.
+
+    Attributes:
+        model: the module.
+        prefix: the beginning of the names of its tensors.
+        known: `id` of each tensor that was a part of the joint model before the module was added.
+    """
+
+    model: nn.Module
+    prefix: str
+    known: frozenset[int]
+
+
 class JointModel:
     """The modules that one or several optimizers train, with one name for each of their tensors.
 
     A module that is a part of another one is not counted twice. If two modules give the same name to different
     tensors, all names of the n-th module begin with "model<n>.", where n is counted from 0 in the order of the
-    optimizers.
+    optimizers. A joint model can be extended by further modules: earlier names remain the same, and only the names of
+    an added module get such a prefix, if one of them exists already.
 
     Args:
         models: the module that each optimizer trains, in the order of the optimizers.
+        before: the joint model that these modules extend; None if there is none.
 
     Example:
         >>> one, other = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
@@ -26,43 +43,47 @@ class JointModel:
         ['weight']
         >>> list(JointModel([one, other]).tensors())
         ['model0.weight', 'model1.weight']
+        >>> list(JointModel([other], before=JointModel([one])).tensors())
+        ['weight', 'model1.weight']
     """
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        distinct = list({id(model): model for model in models}.values())
+    def __init__(self, models: Sequence[nn.Module], before: JointModel | None = None) -> None:
+        self._parts: list[_Part] = list(before._parts) if before is not None else []
+        self._owners: dict[str, tuple[nn.Module, str]] = dict(before._owners) if before is not None else {}
+        earlier = [part.model for part in self._parts]
+        distinct = list({id(model): model for model in [*earlier, *models]}.values())
         inner = {id(sub) for model in distinct for sub in model.modules() if sub is not model}
-        self._models = [model for model in distinct if id(model) not in inner]
-        named: dict[str, torch.Tensor] = {}
-        collide = any(
-            named.setdefault(name, tensor) is not tensor
-            for model in self._models
-            for name, tensor in _tensors(model).items()
-        )
-        self._prefixes = [f"model{index}." if collide else "" for index in range(len(self._models))]
-        self._owners = {
-            prefix + name: (model, name)
-            for prefix, model in zip(self._prefixes, self._models, strict=True)
-            for name in _tensors(model)
-        }
+        added = [model for model in distinct[len(earlier) :] if id(model) not in inner]
+        named = before.tensors() if before is not None else {}
+        known = frozenset(map(id, named.values()))
+        contents = [{k: v for k, v in _tensors(model).items() if id(v) not in known} for model in added]
+        collide = [
+            any(named.setdefault(name, tensor) is not tensor for name, tensor in content.items())
+            for content in contents
+        ]
+        if before is None:
+            collide = [any(collide)] * len(added)
+        for model, content, needs_prefix in zip(added, contents, collide, strict=True):
+            prefix = f"model{len(self._parts)}." if needs_prefix else ""
+            self._parts.append(_Part(model, prefix, known))
+            self._owners |= {prefix + name: (model, name) for name in content}
 
     def modules(self) -> Iterator[nn.Module]:
         """Return every module once."""
-        found = {id(module): module for model in self._models for module in model.modules()}
+        found = {id(module): module for part in self._parts for module in part.model.modules()}
         return iter(found.values())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return each parameter with its name. A tied parameter is returned with each of its names."""
-        for prefix, model in zip(self._prefixes, self._models, strict=True):
+        for model, prefix, known in self._parts:
             for name, parameter in model.named_parameters(remove_duplicate=False):
-                yield prefix + name, parameter
+                if id(parameter) not in known:
+                    yield prefix + name, parameter
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors in the `state_dict` of the modules, by name."""
-        return {
-            prefix + name: tensor
-            for prefix, model in zip(self._prefixes, self._models, strict=True)
-            for name, tensor in _tensors(model).items()
-        }
+        tensors = {id(part.model): _tensors(part.model) for part in self._parts}
+        return {full: tensors[id(model)][name] for full, (model, name) in self._owners.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the tensor that now has this name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +14,14 @@ from ..errors import ConfigurationError
 from ..shard.vectors import dtype_name
 from .joint_model import JointModel
 
-__all__ = ["describe_parameter", "find_model", "layout_of", "require_not_wrapped", "require_trainable"]
+__all__ = [
+    "Place",
+    "describe_parameter",
+    "find_model",
+    "layout_of",
+    "require_not_wrapped",
+    "require_trainable",
+]
 
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 """Names of torch's classes whose instances exchange gradients between processes by themselves."""
@@ -109,24 +117,44 @@ def require_trainable(model: nn.Module, parameters: Sequence[torch.Tensor]) -> N
             )
 
 
-def layout_of(model: JointModel, sets: Sequence[Sequence[torch.Tensor]]) -> Layout:
-    """Return the flat-vector layout of the parameters of all sets, in the given order.
+class Place(NamedTuple):
+    """The place of a parameter in the layout. See `core.layout`.
+
+    Attributes:
+        parameter: the parameter.
+        set_index: index of the parameter set that the parameter belongs to.
+        position: index of the parameter in the set.
+        part: number of the part of the layout with which the parameter was added.
+    """
+
+    parameter: torch.Tensor
+    set_index: int
+    position: int
+    part: int
+
+
+def layout_of(model: JointModel, places: Sequence[Place], before: Sequence[Parameter] = ()) -> Layout:
+    """Return the flat-vector layout of parameters.
+
+    Args:
+        model: the model that contains the parameters.
+        places: the parameters, in the order of the layout.
+        before: the descriptions of the first of these parameters, if they are trained already.
 
     Raises:
         ConfigurationError: a parameter does not belong to the model, is not on the CPU, or has a dtype that cannot
             be trained.
     """
     names = _names(model)
-    entries = []
-    numbered = [(set_index, index, p) for set_index, each in enumerate(sets) for index, p in enumerate(each)]
-    for set_index, index, parameter in numbered:
+    entries = list(before)
+    for parameter, set_index, position, part in places[len(before) :]:
         if id(parameter) not in names:
             raise ConfigurationError(
-                f"The optimizer's parameter {index}, of shape {list(parameter.shape)}, is not a parameter of the "
+                f"The optimizer's parameter {position}, of shape {list(parameter.shape)}, is not a parameter of the "
                 "model. Pass the module that holds all parameters: DistributedOptimizer(optimizer, model=...)."
             )
         entry = Parameter(
-            names[id(parameter)], tuple(parameter.shape), dtype_name(parameter.dtype), set_index
+            names[id(parameter)], tuple(parameter.shape), dtype_name(parameter.dtype), set_index, part
         )
         if parameter.device.type != "cpu":
             raise ConfigurationError(

@@ -33,7 +33,7 @@ from .model import find_model, require_not_wrapped
 from .progress import count_step
 from .schedule import ScheduleWatch
 from .session import Session, current
-from .training import ParameterSet, WorkerTraining
+from .training import ParameterSet, WorkerTraining, training_of
 
 __all__ = ["DistributedOptimizer"]
 
@@ -51,9 +51,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     first forward pass, weights may change only inside `step()`. Outside a run, this class behaves exactly like the
     wrapped optimizer.
 
-    A script may wrap several optimizers, for example for a GAN. All of them must be created before that first forward
-    pass, in the same order in all workers, and must train different parameters. Each step of any of them is one
-    iteration, and changes only the weights of its own parameters.
+    A script may wrap several optimizers, for example for a GAN, in the same order in all workers. They must train
+    different parameters. Each step of any of them is one iteration, and changes only the weights of its own
+    parameters. An optimizer may also be created after training has begun, for example for the next fold of a
+    cross-validation, and `add_param_group` may add parameters. At the first forward pass or step that uses the new
+    parameters, each worker waits until all live workers have added the same ones, and receives the initial weights of
+    the live worker with the lowest index.
 
     This class shares the wrapped optimizer's `param_groups` and sends their hyper-parameters with every push, so
     learning-rate schedulers need no change. Do not call the wrapped optimizer's own `step()`.
@@ -68,7 +71,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ConfigurationError: in a run, the optimizer cannot run on slices of the parameters; the message says why.
-        UsageError: `optimizer` is a `DistributedOptimizer`, or training has already begun without it.
+        UsageError: `optimizer` is a `DistributedOptimizer`.
 
     Example:
         >>> import paceline, torch
@@ -96,15 +99,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._clip: list[Clip] = []
         self.schedule_watch = ScheduleWatch(self._session) if self._session is not None else None
         self._set_index = 0  # index of this optimizer among those of the script
-        self._forward_hook: RemovableHandle | None = None  # until training begins
+        # notices the first forward pass with parameters that are not trained yet; None if there are none
+        self._forward_hook: RemovableHandle | None = None
         if self._session is not None:
             # The wrapped optimizer takes no step in a run, so the hooks that are registered on it run here.
             self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
             self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
-            _require_early(self._session)
             require_not_wrapped(model, self._parameters())
-            _waiting.setdefault(self._session, []).append(ref(self))
-            self._forward_hook = before_each_forward(self._session, self._before_forward)
+            self._wait_for_forward(self._session)
 
     @overload
     def step(self, closure: None = None, *, samples: int | None = None) -> None: ...
@@ -131,7 +133,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigurationError: the model or its parameters are not supported. Only the first forward pass or step
-                raises this error.
+                with new parameters raises this error.
             NonFiniteGradientError: a gradient contains NaN or inf, and the run does not skip it. Nothing was pushed.
             WeightsChangedError: weights have been edited or moved since the last step.
             UsageError: the groups were replaced, or no longer hold the same parameters as when training began, or
@@ -152,8 +154,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if samples is not None:
             self._session.data.samples, self._session.data.used = samples, True
-        if self._training is None:
-            self._training = _begin(self._session)
+        if self._training is None or self._forward_hook is not None:
+            _begin(self._session)
+        assert self._training is not None
         self._training.require_not_idle("step()")
         self._training.require_same(self._set_index, self._parameters())
         loss: Any = None
@@ -299,23 +302,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._share_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters. In a run, call this before the first forward pass.
+        """Add a group of parameters. After training has begun, all workers must add the same groups.
+
+        See the description of the class: the parameters begin with the first forward pass or step that uses them.
 
         Args:
             param_group: dict with the parameters (key `"params"`) and hyper-parameters that differ from the defaults.
-
-        Raises:
-            UsageError: training has begun.
         """
         if "_wrapped" not in self.__dict__:  # torch's constructor calls this method for each group
             super().add_param_group(param_group)
             return
-        if self._training is not None:
-            tensors = param_group["params"]
-            added = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            names = ", ".join(map(self._training.describe, added))
-            self._require_not_begun("add_param_group()", f" Not added: {names}.")
         self._wrapped.add_param_group(param_group)
+        if self._training is not None and self._forward_hook is None and self._session is not None:
+            self._wait_for_forward(self._session)
 
     def __getattr__(self, name: str) -> Any:
         """Return a public attribute of the wrapped optimizer that this class does not have, for example `eval`.
@@ -345,18 +344,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups = self._wrapped.param_groups
         self.state = self._wrapped.state
 
-    def _require_not_begun(self, call: str, consequence: str = "") -> None:
+    def _require_not_begun(self, call: str) -> None:
         if self._training is not None:
             raise UsageError(
                 f"{call} must be called before the first forward pass with gradients enabled: since that pass, the "
-                f"servers hold the optimizer's state.{consequence}"
+                "servers hold the optimizer's state."
             )
 
+    def _wait_for_forward(self, session: Session) -> None:
+        """Train this optimizer's parameters from the first forward pass on that may compute gradients of them."""
+        _waiting.setdefault(session, []).append(ref(self))
+        self._forward_hook = before_each_forward(session, self._before_forward)
+
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
-        """Begin training if the module may compute gradients of this optimizer's parameters."""
+        """Begin to train the parameters that are not trained yet, if the module may compute gradients of them."""
         session = self._session
         assert session is not None
-        if self._training is None and can_compute_gradients(session, module, self._parameters()):
+        if self._forward_hook is None:
+            return
+        if (training := training_of(session)) is not None and training.is_idle:
+            return  # the script evaluates; the step that follows begins to train them
+        if can_compute_gradients(session, module, self._new_parameters()):
             _begin(session)
 
     def _parameter_set(self) -> ParameterSet:
@@ -364,12 +372,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         require_not_wrapped(self._model, parameters)
         group_of = tuple(index for index, group in enumerate(self.param_groups) for _ in group["params"])
         return ParameterSet(
-            self._model if self._model is not None else find_model(parameters),
+            self._models(),
             parameters,
             OptimizerSpec(self._kind, read_groups(self._wrapped), group_of),
             self._wrapped.state,
             self._wrapped.scale_gradients if isinstance(self._wrapped, LARS) else None,
         )
+
+    def _models(self) -> tuple[nn.Module, ...]:
+        """Return the modules that hold the parameters. A later group may belong to a module of its own."""
+        if self._training is None:
+            return (self._model if self._model is not None else find_model(self._parameters()),)
+        models = self._training.sets[self._set_index].models
+        held = {id(parameter) for model in models for parameter in model.parameters()}
+        outside = [parameter for parameter in self._new_parameters() if id(parameter) not in held]
+        return (*models, find_model(outside)) if outside else models
+
+    def _new_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that are not trained yet."""
+        trained = 0 if self._training is None else len(self._training.sets[self._set_index].parameters)
+        return self._parameters()[trained:]
 
 
 def _as_number(loss: object) -> float | None:
@@ -383,37 +405,40 @@ def _as_number(loss: object) -> float | None:
         return None
 
 
-# The optimizers of each session, in the order of their creation, until training begins.
+# The optimizers of each session with parameters that are not trained yet, in the order in which they were created, or
+# in which parameters were added to them.
 _waiting: WeakKeyDictionary[Session, list[ref[DistributedOptimizer]]] = WeakKeyDictionary()
 
 
-def _begin(session: Session) -> WorkerTraining:
-    """Begin training with all optimizers that exist."""
-    _require_early(session)
+def _begin(session: Session) -> None:
+    """Begin to train all parameters of all existing optimizers."""
     waiting = _waiting.get(session, [])
     if len(waiting) > 1:
         gc.collect()  # frees optimizers that the script has replaced
     found = [optimizer for each in waiting if (optimizer := each()) is not None]
+    training = training_of(session)
+    sets = list(training.sets) if training is not None else []
+    begun = [optimizer for optimizer in found if optimizer._training is not None]
+    for optimizer in begun:
+        assert training is not None
+        training.require_same(optimizer._set_index, optimizer._parameters(), may_grow=True)
+        sets[optimizer._set_index] = optimizer._parameter_set()
+    new = [optimizer for optimizer in found if optimizer._training is None]
+    first = len(sets)
+    sets += [optimizer._parameter_set() for optimizer in new]
+    if training is None:
+        training = WorkerTraining(session, sets)
+    else:
+        training.extend(sets)
     for optimizer in found:
         if optimizer._forward_hook is not None:
             optimizer._forward_hook.remove()
             optimizer._forward_hook = None
-    training = WorkerTraining(session, [optimizer._parameter_set() for optimizer in found])
-    for set_index, optimizer in enumerate(found):
+    for set_index, optimizer in enumerate(new, start=first):
         optimizer._training, optimizer._set_index = training, set_index
     _waiting.pop(session, None)
-    return training
 
 
 def _require_limit(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= 0:
         raise UsageError(f"{name} is {value!r}, expected a number >= 0.")
-
-
-def _require_early(session: Session) -> None:
-    if session.weights:
-        raise UsageError(
-            "A DistributedOptimizer was created after training had begun. A run trains the parameters of all "
-            "optimizers that exist in the first forward pass with gradients enabled. Create all optimizers before "
-            "that pass; an optimizer need not be used from the beginning."
-        )

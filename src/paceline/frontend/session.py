@@ -32,8 +32,8 @@ class Session(Protocol):
 
     The order of the calls is: `begin`; then `initialize` if this worker is the initializer, otherwise
     `await_first_weights`; then `hold_back` and `commit` once per iteration; then `finish`. Only these methods and
-    `pull_again`, `refresh`, `idle` and `combine` change the weights, and `finish` may move the weights to other
-    memory. The caller may change `gradients` at any time except during `commit`.
+    `pull_again`, `refresh`, `idle`, `combine` and `extend` change the weights, and `finish` may move the weights to
+    other memory. The caller may change `gradients` at any time except during `commit`.
 
     Attributes:
         worker: index of this worker.
@@ -107,6 +107,30 @@ class Session(Protocol):
 
     def await_first_weights(self) -> None:
         """Wait until `weights` holds the initializer's weights."""
+        ...
+
+    def extend(
+        self,
+        model: ModelSpec,
+        weights: Vectors,
+        buffers: Sequence[torch.Tensor],
+        state_of: Callable[[ShardSlice], Vectors],
+    ) -> str:
+        """Extend the model by parameters that the script has added, together with all other workers.
+
+        Wait until all live workers have made this call. Then replace `weights` and `gradients` by vectors of the
+        extended layout; the weights are the newest ones of all parameters, the gradients are zero. Meanwhile, the
+        worker may push without a gradient, as in `combine`.
+
+        Args:
+            model: the extended model.
+            weights: name -> flat vector with the initial weights of the new parameters. Those of one worker are used.
+            buffers: the buffers that the model did not have before.
+            state_of: function that returns a shard's part of the new parameters' initial optimizer state.
+
+        Returns:
+            "", or the reason why the model was not extended: the workers' calls differ.
+        """
         ...
 
     def weights_edited(self) -> bool | None:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -15,20 +15,20 @@ import torch
 from torch import nn
 
 from ..core.fingerprints import HASHED_ITERATIONS
-from ..core.layout import of_set
+from ..core.layout import ShardSlice, of_set
 from ..core.messages import Combined, GradientHashed, Warned
 from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 from ..core.requests import COORDINATOR, Send
 from ..errors import ConfigurationError, NonFiniteGradientError, UsageError
 from ..shard.optimizer_state import join_state, slice_state
-from ..shard.vectors import Vectors, digest, squared_norm
+from ..shard.vectors import Vectors, digest, squared_norm, torch_dtype
 from ..sync.events import Clip
 from .buffers import Buffers
 from .clipping import take_clipped
 from .gradients import Gradients
-from .hooks import Weakly, remove_after
+from .hooks import Weakly, remove_after, remove_now
 from .joint_model import JointModel
-from .model import describe_parameter, layout_of, require_trainable
+from .model import Place, describe_parameter, layout_of, require_trainable
 from .restart import Restartable
 from .session import Session
 from .weights import Weights
@@ -56,18 +56,87 @@ class ParameterSet(NamedTuple):
     """The parameters that one optimizer of the script trains.
 
     Attributes:
-        model: the module that contains the parameters.
+        models: the modules that contain the parameters.
         parameters: the parameters, in the order of the optimizer's groups.
         optimizer: the optimizer that the servers run.
         state: the optimizer's initial state: parameter -> key -> value. Only the initializer's state is used.
         scale_gradients: function that scales the gradients in place before each push; None for unscaled gradients.
     """
 
-    model: nn.Module
+    models: tuple[nn.Module, ...]
     parameters: Sequence[torch.Tensor]
     optimizer: OptimizerSpec
     state: Mapping[Any, Mapping[str, Any]]
     scale_gradients: Callable[[], None] | None = None
+
+
+class _Trained(NamedTuple):
+    """All that a script trains, as one model.
+
+    Attributes:
+        sets: the parameter sets. Below, a set is given by its index in this sequence.
+        model: the modules of all sets.
+        parameters: the parameters of all sets, in the order of the layout.
+        members: for each set, the indices of its parameters in `parameters`.
+        buffers: the tensors of the model that are not trained.
+        spec: description of the model and the optimizers, which must be the same in all workers.
+    """
+
+    sets: Sequence[ParameterSet]
+    model: JointModel
+    parameters: Sequence[torch.Tensor]
+    members: Sequence[Sequence[int]]
+    buffers: Buffers
+    spec: ModelSpec
+
+    @classmethod
+    def of(cls, sets: Sequence[ParameterSet], before: _Trained | None = None) -> _Trained:
+        """Return what a script trains with these parameter sets.
+
+        Args:
+            sets: the parameter sets.
+            before: what it has trained before parameters were added to some sets, or sets were added.
+
+        Raises:
+            ConfigurationError: the model or its parameters are not supported.
+        """
+        model = JointModel(
+            [each for parameters in sets for each in parameters.models], before.model if before else None
+        )
+        _require_disjoint(model, [parameter for each in sets for parameter in each.parameters])
+        for each in sets:
+            for module in each.models:
+                require_trainable(module, each.parameters)
+        described = before.spec.layout.parameters if before else ()
+        parts = {
+            id(parameter): known.part
+            for parameter, known in zip(before.parameters if before else (), described, strict=True)
+        }
+        new = max(parts.values()) + 1 if parts else 0
+        places = sorted(
+            (
+                Place(parameter, set_index, position, parts.get(id(parameter), new))
+                for set_index, each in enumerate(sets)
+                for position, parameter in enumerate(each.parameters)
+            ),
+            key=lambda place: (place.part, place.set_index, place.position),
+        )
+        parameters = [place.parameter for place in places]
+        members = [
+            [index for index, place in enumerate(places) if place.set_index == set_index]
+            for set_index in range(len(sets))
+        ]
+        layout = layout_of(model, places, described)
+        buffers = Buffers(model, parameters)
+        first, *further = (each.optimizer for each in sets)
+        spec = ModelSpec(layout, first, buffers.specs, tuple(further))
+        return cls(sets, model, parameters, members, buffers, spec)
+
+    def initial_state(self, parameters: Sequence[torch.Tensor]) -> Callable[[ShardSlice], Vectors]:
+        """Return a function that returns a shard's part of these parameters' optimizer state."""
+        state = {p: each.state[p] for each in self.sets for p in each.parameters if p in each.state}
+        wanted = {p: state[p] for p in parameters if p in state}
+        return lambda shard: slice_state(shard, self.parameters, wanted)
 
 
 class WorkerTraining:
@@ -81,7 +150,6 @@ class WorkerTraining:
         sets: the parameter sets. Below, a set is given by its index in this sequence.
 
     Attributes:
-        spec: description of the models and the optimizers, which must be the same in all workers.
         stale: the sets with gradients that were computed with weights that differed from the initializer's weights.
             The first push of such a set must not contain these gradients.
 
@@ -89,52 +157,103 @@ class WorkerTraining:
         ConfigurationError: the model or its parameters are not supported, or this worker may not join the run.
     """
 
+    _trained: _Trained
+    _weights: Weights
+    _gradients: Gradients
+    _restartable: Restartable | None
+
     def __init__(self, session: Session, sets: Sequence[ParameterSet]) -> None:
         self._session = session
-        self._sets = sets
-        self._model = model = JointModel([each.model for each in sets])
-        self._parameters = parameters = [parameter for each in sets for parameter in each.parameters]
-        ends = list(accumulate(len(each.parameters) for each in sets))
-        self._ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        _require_disjoint(model, parameters)
-        # created before the first computation that may be aborted
-        self._restartable: Restartable | None = None
         self._said_unabortable = False
-        for each in sets:
-            require_trainable(each.model, each.parameters)
-        layout = layout_of(model, [each.parameters for each in sets])
-        self._buffers = Buffers(model, parameters)
-        first, *further = (each.optimizer for each in sets)
-        self.spec = ModelSpec(layout, first, self._buffers.specs, tuple(further))
-
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-            session.data.least = 2  # BatchNorm cannot normalize a batch of one sample
-        initializer = session.begin(self.spec)
-        self._weights = weights = Weights(layout, parameters)
-        self._gradients = Gradients(layout, parameters, session.gradients)
+        self._inside = ""  # the context that the script is in: `EVALUATING`, `EDITING` or ""
+        self.stale: set[int] = set()
+        trained = _Trained.of(sets)
+        layout = trained.spec.layout
+        self._expect_batches_for(trained)
+        initializer = session.begin(trained.spec)
+        weights = Weights(layout, trained.parameters)
         if initializer:
             weights.copy_to(session.weights)
-            state = {p: each.state[p] for each in sets for p in each.parameters if p in each.state}
-            session.initialize(self._buffers.all(), lambda shard: slice_state(shard, parameters, state))
+            session.initialize(trained.buffers.all(), trained.initial_state(trained.parameters))
         else:
             session.await_first_weights()
-        replaced = weights.use(session.weights)
-        self.stale = {
-            set_index
-            for set_index, each in enumerate(sets)
-            if replaced and any(parameter.grad is not None for parameter in each.parameters)
-        }
+        trained.buffers.changed()  # from here on, only changed buffers are sent
+        self._train(trained, weights, range(len(trained.parameters)))
         # The session refers to this object, so that it lives on if the script keeps only the model.
         session.on_moved = self._follow_weights
-        session.on_finish = lambda: weights.change_after_training(session)
-        final = all(each.scale_gradients is None for each in sets)
+        session.on_finish = lambda: self._weights.change_after_training(session)
+        _trainings[session] = ref(self)
+
+    @property
+    def sets(self) -> Sequence[ParameterSet]:
+        """The parameter sets."""
+        return self._trained.sets
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the script evaluates or edits the model."""
+        return bool(self._inside)
+
+    def extend(self, sets: Sequence[ParameterSet]) -> None:
+        """Train further parameters: wait for the other workers to add them, and copy one worker's weights.
+
+        Args:
+            sets: the parameter sets, which may have further parameters at their ends. Further sets may follow.
+
+        Raises:
+            ConfigurationError: the model or its parameters are not supported.
+            UsageError: the script evaluates or edits the model, or the workers' calls differ.
+            WeightsChangedError: weights have been changed since the last step.
+        """
+        self.require_not_idle("The first forward pass or step with new parameters")
+        session, before = self._session, self._trained
+        self._weights.require_unchanged(session)
+        trained = _Trained.of(sets, before)
+        layout = trained.spec.layout
+        self._expect_batches_for(trained)
+        added = range(len(before.parameters), len(trained.parameters))
+        initial = {
+            name: torch.zeros(size, dtype=torch_dtype(name))
+            for name, size in layout.sizes.items()
+            if name not in before.spec.layout.sizes
+        }
+        weights = Weights(layout, trained.parameters)
+        weights.copy_to(initial)
+        buffers = trained.buffers.follow(before.buffers)
+        state_of = trained.initial_state([trained.parameters[index] for index in added])
+        if refused := session.extend(trained.spec, initial, list(buffers.values()), state_of):
+            raise UsageError(f"The workers' calls differ: {refused}")
+        remove_now(session)
+        self._train(trained, weights, added)
+
+    def _train(self, trained: _Trained, weights: Weights, added: range) -> None:
+        """Take over the weights of the session, and train with its memory from now on.
+
+        Args:
+            trained: what the script trains.
+            weights: the weights of all parameters.
+            added: the indices of the parameters that were not trained before.
+        """
+        session, parameters = self._session, trained.parameters
+        self._trained, self._weights = trained, weights
+        # created before the first computation that may be aborted
+        self._restartable = None
+        replaced = weights.use(session.weights)
+        if any(index in added for index in replaced):
+            self.stale |= {
+                set_index
+                for set_index, members in enumerate(trained.members)
+                if any(index in added and parameters[index].grad is not None for index in members)
+            }
+        self._gradients = Gradients(trained.spec.layout, parameters, session.gradients)
+        final = all(each.scale_gradients is None for each in trained.sets)
         self._gradients.adopt_as_accumulated(session, final=final)
-        self._buffers.changed()  # from here on, only changed buffers are sent
         weights.mark()
         self._keep_before_loading()
-        # the context that the script is in: `EVALUATING`, `EDITING` or ""
-        self._inside = ""
-        _trainings[session] = ref(self)
+
+    def _expect_batches_for(self, trained: _Trained) -> None:
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained.model.modules()):
+            self._session.data.least = 2  # BatchNorm cannot normalize a batch of one sample
 
     def require_not_idle(self, call: str) -> None:
         """Raise `UsageError` if the script evaluates or edits the model."""
@@ -146,26 +265,35 @@ class WorkerTraining:
         if self._inside:
             raise UsageError(f"{call} was called inside `with {self._inside}:`. End this block first.")
 
-    def require_same(self, set_index: int, parameters: Sequence[torch.Tensor]) -> None:
-        """Check that the optimizer's groups still hold the same parameters as when training began.
+    def require_same(
+        self, set_index: int, parameters: Sequence[torch.Tensor], *, may_grow: bool = False
+    ) -> None:
+        """Check that the optimizer's groups still hold the same parameters as when their training began.
+
+        Args:
+            set_index: the parameter set.
+            parameters: the parameters that the groups hold now.
+            may_grow: True if further parameters may follow.
 
         Raises:
             UsageError: a parameter was added, removed or replaced.
         """
-        for index, (now, then) in enumerate(zip_longest(parameters, self._sets[set_index].parameters)):
-            if now is then:
+        for index, (now, then) in enumerate(
+            zip_longest(parameters, self._trained.sets[set_index].parameters)
+        ):
+            if now is then or (may_grow and then is None):
                 continue
             change = (
                 f"{self.describe(now)} was added" if now is not None else f"{self.describe(then)} was removed"
             )
             raise UsageError(
-                f"The optimizer's groups have changed since training began: {change} at index {index}. Add or remove "
-                "parameters before the first forward pass; afterwards, the set of trained parameters is fixed."
+                f"The optimizer's groups have changed since training began: {change} at index {index}. Add "
+                "parameters with add_param_group(); trained parameters cannot be removed or replaced."
             )
 
     def describe(self, parameter: torch.Tensor) -> str:
         """Return a parameter's name in the model, or its shape if it is not a parameter of the model."""
-        return describe_parameter(self._model, parameter)
+        return describe_parameter(self._trained.model, parameter)
 
     def compute(self, closure: Callable[[], Any]) -> Any:
         """Run a closure and return its result.
@@ -178,7 +306,7 @@ class WorkerTraining:
             return result
         if self._restartable is None:
             self._restartable = Restartable(
-                self._model, self._parameters, self._session, self._weights.mark_pulled
+                self._trained.model, self._trained.parameters, self._session, self._weights.mark_pulled
             )
         return self._restartable.run(closure)
 
@@ -219,9 +347,9 @@ class WorkerTraining:
         """
         session = self._session
         self._weights.require_unchanged(session)
-        scale_gradients = self._sets[set_index].scale_gradients
-        selected = set_index if len(self._sets) > 1 else None
-        present = self._gradients.adopt_all(self._ranges[set_index])
+        scale_gradients = self._trained.sets[set_index].scale_gradients
+        selected = set_index if len(self._trained.sets) > 1 else None
+        present = self._gradients.adopt_all(self._trained.members[set_index])
         empty = leave_out_gradient
         if not empty and (name := self._gradients.first_not_finite(selected)) is not None:
             error = NonFiniteGradientError(session.worker, session.iteration, name)
@@ -253,13 +381,13 @@ class WorkerTraining:
             msgspec.msgpack.encode(groups),
             empty=empty,
             significance=significance,
-            buffers=self._buffers.changed(),
+            buffers=self._trained.buffers.changed(),
             loss=loss,
             clip=clip,
             clipped=take_clipped(session),
             set_index=selected,
         )
-        self._weights.mark_pulled(self._ranges[set_index])
+        self._weights.mark_pulled(self._trained.members[set_index])
 
     def refresh(self) -> None:
         """Pull the current weights between two iterations, without a push.
@@ -307,10 +435,10 @@ class WorkerTraining:
             self._inside = ""
             weights.restore(before, session)
             weights.mark_pulled()
-        present = bytes(index in changed for index in range(len(self._parameters)))
+        present = bytes(index in changed for index in range(len(self._trained.parameters)))
         with lent:
             session.push_edit(
-                present if pushes_edit else bytes(len(present)), buffers=self._buffers.changed()
+                present if pushes_edit else bytes(len(present)), buffers=self._trained.buffers.changed()
             )
         weights.mark_pulled()
 
@@ -335,16 +463,18 @@ class WorkerTraining:
 
     def pooled_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the model's buffers, pooled over the workers; {} if this worker's have not changed in training."""
-        return self._session.fetch_buffers() if self._buffers.have_changed else {}
+        return self._session.fetch_buffers() if self._trained.buffers.have_changed else {}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return this worker's own buffers, by their names in the model's `state_dict`."""
-        return dict(zip((spec.name for spec in self.spec.buffers), self._buffers.all(), strict=True))
+        buffers = self._trained.buffers
+        return dict(zip((spec.name for spec in buffers.specs), buffers.all(), strict=True))
 
     def fetch_state(self, set_index: int) -> dict[int, dict[str, Any]]:
         """Fetch the state of a set's optimizer from the servers, as the "state" entry of a `state_dict()`."""
-        state, indices = join_state(self.spec.layout, self._session.fetch_state()), self._ranges[set_index]
-        return {index - indices.start: entries for index, entries in state.items() if index in indices}
+        state = join_state(self._trained.spec.layout, self._session.fetch_state())
+        members = self._trained.members[set_index]
+        return {position: state[index] for position, index in enumerate(members) if index in state}
 
     def _follow_weights(self) -> None:
         """Point the parameters at the session's weights, which were moved to other memory."""
@@ -353,12 +483,12 @@ class WorkerTraining:
     def _keep_before_loading(self) -> None:
         """Let each module keep a copy of the weights before `load_state_dict()` may change them."""
         keep = Weakly(self._before_loading)
-        trained = set(map(id, self._parameters))
+        trained = set(map(id, self._trained.parameters))
         remove_after(
             self._session,
             [
                 module.register_load_state_dict_pre_hook(keep)
-                for module in self._model.modules()
+                for module in self._trained.model.modules()
                 if any(id(parameter) in trained for parameter in module.parameters(recurse=False))
             ],
         )

@@ -48,34 +48,37 @@ class Weights:
         self._kept: list[torch.Tensor] | None = None  # copy of each parameter as of the last pull
 
     def copy_to(self, vectors: Vectors) -> None:
-        """Copy the values of the parameters into flat vectors."""
-        for parameter, view in zip(self._parameters, parameter_views(self._layout, vectors), strict=True):
-            view.copy_(parameter.detach())
+        """Copy the values of the parameters into flat vectors. Parameters of other vectors are not copied."""
+        places = zip(self._parameters, self._layout.parameters, self._layout.offsets, strict=True)
+        for parameter, described, offset in places:
+            if described.vector in vectors:
+                view = vectors[described.vector][offset : offset + described.size]
+                view.copy_(parameter.detach().reshape(-1))
 
-    def use(self, vectors: Vectors) -> bool:
-        """Point each parameter at its part of these flat vectors. Return True if the values differ.
+    def use(self, vectors: Vectors) -> list[int]:
+        """Point each parameter at its part of these flat vectors. Return those whose values differ, by index.
 
         A graph that holds a parameter stays usable unless the values of this parameter change.
         """
         self._vectors = vectors
         self._views = parameter_views(self._layout, vectors)
-        changed = [p for p, v in zip(self._parameters, self._views, strict=True) if not _same(p, v)]
+        pairs = zip(self._parameters, self._views, strict=True)
+        changed = [index for index, (parameter, view) in enumerate(pairs) if not _same(parameter, view)]
         with _unsafe_preserve_version_counter(tuple(self._parameters)):
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 parameter.data = view
-        for parameter in changed:
-            torch.autograd.graph.increment_version(parameter)
+        for index in changed:
+            torch.autograd.graph.increment_version(self._parameters[index])
         sampled = [_bits(v)[:: -(-v.numel() // SAMPLE_SIZE)] for v in vectors.values() if v.numel()]
         self._samples = [(part, part.clone()) for part in sampled]
         self._complete = all(vector.numel() <= SAMPLE_SIZE for vector in vectors.values())
-        return bool(changed)
+        return changed
 
-    def mark_pulled(self, indices: range | None = None) -> None:
+    def mark_pulled(self, indices: Sequence[int] | None = None) -> None:
         """Record the current weights as the result of the last pull, of these parameters or, if None, of all."""
-        pulled = self._parameters if indices is None else self._parameters[indices.start : indices.stop]
-        for parameter in pulled:
+        for index in range(len(self._parameters)) if indices is None else indices:
             # Tell autograd that the weights have changed, because it cannot detect that a pull has written to them.
-            torch.autograd.graph.increment_version(parameter)
+            torch.autograd.graph.increment_version(self._parameters[index])
         self.mark()
 
     def mark(self) -> None:

@@ -425,18 +425,21 @@ class Sampler:
         while not coordinator.started.wait(POLL_INTERVAL_S):
             if self._stopped.is_set() or coordinator.over.is_set():
                 return
-        # If a server is lost, the thread ends without a message, because the run itself reports the failure.
-        with contextlib.suppress(PacelineError), _reader(coordinator) as reader:
-            tick = 0
-            while True:
-                due_s = coordinator.started_s + tick * self._interval_s
-                if self._stopped.wait(max(0.0, due_s - coordinator.job.now_s())) or coordinator.over.is_set():
-                    return
-                snapshot = reader.read()
-                now_s = coordinator.job.now_s() - coordinator.started_s
-                self.taken.append((now_s, snapshot))
-                # Skip the due times that passed while the snapshot was being taken.
-                tick = max(tick + 1, math.ceil(now_s / self._interval_s))
+        tick = 0
+        while not self._stopped.wait(POLL_INTERVAL_S) and not coordinator.over.is_set():
+            # If a server is lost, there is no message, because the run itself reports the failure. If the model has
+            # been extended, snapshots of the former model fail, and a new reader is needed.
+            with contextlib.suppress(PacelineError), _reader(coordinator) as reader:
+                while True:
+                    due_s = coordinator.started_s + tick * self._interval_s
+                    wait_s = max(0.0, due_s - coordinator.job.now_s())
+                    if self._stopped.wait(wait_s) or coordinator.over.is_set():
+                        return
+                    snapshot = reader.read()
+                    now_s = coordinator.job.now_s() - coordinator.started_s
+                    self.taken.append((now_s, snapshot))
+                    # Skip the due times that passed while the snapshot was being taken.
+                    tick = max(tick + 1, math.ceil(now_s / self._interval_s))
 
 
 def _reader(coordinator: CoordinatorHost) -> contextlib.closing[Reader]:

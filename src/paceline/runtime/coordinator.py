@@ -20,12 +20,15 @@ from pathlib import Path
 from ..core import coordinator as core
 from ..core.layout import dtype_of
 from ..core.messages import (
+    Contributed,
     CreateShards,
+    ExtendShards,
     FetchSnapshot,
     FetchWaits,
     FromPeerToCoordinator,
     Hello,
     Message,
+    ModelExtended,
     Register,
     Shutdown,
     Snapshot,
@@ -55,6 +58,7 @@ log = logging.getLogger("paceline.coordinator")
 
 STOP_GRACE_S = 10.0
 STOP_POLL_S = 0.05
+DRAIN_TIMEOUT_S = 1.0  # maximum time to wait until a peer has received earlier messages
 PACE_SPAN = 8  # approximate number of recent iterations over which a worker's iteration time is averaged
 
 
@@ -116,6 +120,7 @@ class CoordinatorHost:
         self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection
         self._timers: Timers[Timer] = Timers()
         self._master: Region | None = None  # shared memory in which the servers update the weights
+        self._new_master: Region | None = None  # the same until it has been passed to all processes
         self._collection: Collection | None = None  # None except while the final weights are collected
         self._stops_s: float | None = None  # latest time at which the loop ends; None while the run continues
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # see `_call`
@@ -264,7 +269,7 @@ class CoordinatorHost:
         finally:
             self._recorder.close()
             self._hub.close()
-            self._master = None  # releases the mapping, which keeps a file descriptor open
+            self._master = self._new_master = None  # releases the mappings, which keep file descriptors open
             self._bell.close()
             self._bell_end.close()
 
@@ -302,8 +307,9 @@ class CoordinatorHost:
             self._collect_from(peer.index)
             return
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
-        if isinstance(message, Register) and self.core.expects_model(party):
-            require_sound(message.model, self.job.optimizers)
+        model = message.model if isinstance(message, Register | Contributed) else None
+        if model is not None and (isinstance(message, Contributed) or self.core.expects_model(party)):
+            require_sound(model, self.job.optimizers)
         self._perform(self.core.handle(party, message, self.job.now_s()))
         match message:
             case Register():
@@ -330,16 +336,16 @@ class CoordinatorHost:
     # -- requests of the core -----------------------------------------------------------------------------
 
     def _perform(self, requests: Sequence[Request]) -> None:
-        started = False
+        passed = False
         for request in requests:
             match request:
-                case Send(to, CreateShards() as message):
-                    if self._master is None and self.job.transport == "shm":
-                        self._master = Region.create(message.model.layout, MASTER, shared=True)
+                case Send(to, CreateShards() | ExtendShards() as message):
+                    if self._new_master is None and self.job.transport == "shm":
+                        self._new_master = Region.create(message.model.layout, MASTER, shared=True)
                     self._send(to, message, self._descriptors)
-                case Send(to, Started() as message):
-                    started = True
-                    self._send(to, message, self._descriptors)
+                case Send(to, Started() | ModelExtended() as message):
+                    passed = True
+                    self._send(to, message, self._descriptors if to.role == "worker" else ())
                 case Send(to, message):
                     self._send(to, message)
                 case Timer():
@@ -350,21 +356,24 @@ class CoordinatorHost:
                     self.fail(RunFailedError(where, reason, traceback))
                 case _:
                     raise InternalError(f"a coordinator cannot carry out {request}")
-        if started and self._master is not None:
+        if passed and self._new_master is not None:
             # The descriptor has already been sent to every peer, so this process need not keep it open.
-            self._master.close()
+            self._new_master.close()
+            self._master, self._new_master = self._new_master, None
         if self.core.everybody_left:
             self.over.set()
 
     def _send(self, to: Peer, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message to a worker or server if it is connected."""
         if (member := self._member(to.role, to.index)) is not None:
+            if descriptors:  # they cannot be queued
+                self._hub.drain(member, DRAIN_TIMEOUT_S)
             self._hub.send(member, message, descriptors=descriptors)
 
     @property
     def _descriptors(self) -> list[int]:
-        """A list with the file descriptor of the shared memory for the weights; [] if there is no shared memory."""
-        descriptor = self._master.descriptor if self._master is not None else None
+        """A list with the file descriptor of the new shared memory for the weights; [] if there is none."""
+        descriptor = self._new_master.descriptor if self._new_master is not None else None
         return [] if descriptor is None else [descriptor]
 
     def _shortage(self, model: ModelSpec, workers: int) -> str:

@@ -72,9 +72,10 @@ def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> N
         sum(parameter.set_index == set_index for parameter in parameters)
         for set_index in range(len(model.optimizers))
     ]
-    indices = [parameter.set_index for parameter in parameters]
-    if sum(members) != len(parameters) or indices != sorted(indices):
-        raise ProtocolError("the parameters are not ordered by parameter sets, or a set has no optimizer")
+    places = [(parameter.part, parameter.set_index) for parameter in parameters]
+    parts = {parameter.part for parameter in parameters}
+    if sum(members) != len(parameters) or places != sorted(places) or max(parts) != len(parts) - 1:
+        raise ProtocolError("the parameters are not ordered by parts and sets, or a set has no optimizer")
     for set_index, (optimizer, size) in enumerate(zip(model.optimizers, members, strict=True)):
         _require_sound_optimizer(model, set_index, optimizer, size, sources)
 

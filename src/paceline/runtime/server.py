@@ -22,6 +22,7 @@ from ..core.messages import (
     Bell,
     Commit,
     CreateShards,
+    ExtendShards,
     Failed,
     FetchBuffers,
     FetchOptimizerState,
@@ -35,6 +36,7 @@ from ..core.messages import (
     MeanAwaited,
     MeanClipped,
     Message,
+    ModelExtended,
     OptimizerState,
     PooledBuffers,
     PullRepeated,
@@ -46,6 +48,7 @@ from ..core.messages import (
     WorkerFinished,
     WorkerLost,
 )
+from ..core.model_spec import ModelSpec
 from ..core.requests import (
     COORDINATOR,
     Apply,
@@ -177,6 +180,8 @@ class ServerHost:
             return
         self._core.require_expected(hello.index)
         memory = self._require_memory()
+        if hello.index in self._core.outdated:
+            memory.extend()
         region = None
         if hello.memory_bytes:
             if not peer.stream.descriptors:
@@ -189,7 +194,7 @@ class ServerHost:
             incoming, outgoing = map(Ring, region.channels[hello.channel])
             peer.stream.use_rings(outgoing, incoming)
             self._hub.watch_ring(peer)
-        in_place = hello.follows and memory.master is not None
+        in_place = hello.follows and memory.in_shared_memory
         self._perform(self._core.connected(peer.index, reads_in_place=in_place))
 
     def received(self, peer: ServerCaller, message: Message) -> None:
@@ -261,14 +266,17 @@ class ServerHost:
 
     def _handle_coordinator(self, message: Message) -> None:
         match message:
-            case CreateShards():
-                for optimizer in message.model.optimizers:
-                    if ":" in optimizer.name:
-                        # If the class cannot be loaded, this fails now, before training begins.
-                        class_of(optimizer.name)
-                master = self._attach_master(message.model.layout)
-                self._memory = ServerMemory(message, self._job.servers, master, self._keep)
+            case CreateShards(model, shards):
+                _load_classes(model)
+                master = self._attach_master(model.layout)
+                self._memory = ServerMemory(model, shards, self._job.servers, master, self._keep)
                 self._pass_on(self._coordinator, message)
+            case ExtendShards(model, shards):
+                _load_classes(model)
+                self._require_memory().prepare(model, shards, self._attach_master(model.layout))
+                self._pass_on(self._coordinator, message)
+            case ModelExtended():
+                self._require_memory().extend()
             case WorkerLost() if message.worker in self._workers:
                 self._hub.expect_end(self._workers[message.worker])
             case WorkerLost() | MeanClipped() | MeanAwaited():
@@ -329,14 +337,15 @@ class ServerHost:
             return  # the worker's connection has ended
         payload: Sequence[memoryview] = ()
         if not answer.in_place:
-            set_index = peer.pulls.get(answer.shard)
-            weights = of_set(self._require_memory().weights[answer.shard], set_index)
+            weights = self._require_memory().weights[answer.shard]
             inbox, _ = peer.inboxes[answer.shard]
+            # Until the worker has connected again, its memory has no room for parameters that were added.
+            pulled = of_set(inbox.gradient, peer.pulls.get(answer.shard))
             if inbox.weights is None:
-                payload = list(weights.values())
+                payload = [weights[vector] for vector in pulled]
             else:
-                for dtype, source in weights.items():
-                    inbox.weights[dtype][:] = source
+                for vector in pulled:
+                    inbox.weights[vector][:] = weights[vector]
         self._hub.send(peer, answer, payload, lent=answer.shard)
 
     def _keep(self, shard: int) -> None:
@@ -383,6 +392,13 @@ class ServerHost:
         if self._memory is None:
             raise ProtocolError("training has not begun")
         return self._memory
+
+
+def _load_classes(model: ModelSpec) -> None:
+    """Load the classes of optimizers that are not torch's. If one cannot be loaded, this fails before it is used."""
+    for optimizer in model.optimizers:
+        if ":" in optimizer.name:
+            class_of(optimizer.name)
 
 
 def serve(place: Assignment) -> None:

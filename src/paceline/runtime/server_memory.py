@@ -1,19 +1,22 @@
 """The tensors of one server: the stores of its shards, the memory in which pushes arrive, and the model's buffers.
 
 The memory is created when the coordinator assigns shards to the server. The store of each shard is created when the
-shard's initial weights arrive. This module is independent of sockets, clocks and sync models.
+shard's initial weights arrive. If a script adds parameters, the initial weights of the new parameters arrive in the
+same way, and a larger store replaces each store. This module is independent of sockets, clocks and sync models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import safetensors.torch
 import torch
 
-from ..core.layout import item_bytes, of_set
-from ..core.messages import Commit, Content, CreateShards, InitialState, InitialWeights, Message
+from ..core.layout import ShardSlice, item_bytes, of_set
+from ..core.messages import Commit, Content, InitialState, InitialWeights, Message
+from ..core.model_spec import BufferSpec, ModelSpec
 from ..errors import ProtocolError
 from ..shard.buffers import bytes_of, pack, packed_bytes, unpack
 from ..shard.groups import GroupsReader
@@ -31,42 +34,70 @@ STATE_LIMIT_FACTOR = 8
 STATE_SLACK_BYTES = 16 * 1024 * 1024
 
 
+class _Plan(NamedTuple):
+    """A model, and what a server needs in order to store its part of it.
+
+    Attributes:
+        model: the model.
+        slices: shard -> its slice, for each shard of the server.
+        master: the shared memory that contains the weights; None if they are in the server's own memory.
+        groups: for each parameter set, the decoder of its hyper-parameters.
+    """
+
+    model: ModelSpec
+    slices: dict[int, ShardSlice]
+    master: Region | None
+    groups: list[GroupsReader]
+
+    @classmethod
+    def of(cls, model: ModelSpec, slices: Sequence[ShardSlice], master: Region | None) -> _Plan:
+        """Return the plan for a model."""
+        readers = [
+            GroupsReader(partial(require_groups, model, set_index=set_index))
+            for set_index in range(len(model.optimizers))
+        ]
+        return cls(model, {shard.index: shard for shard in slices}, master, readers)
+
+
 class ServerMemory:
     """The tensors of one server: its shards' weights, optimizer states and pushes, and the model's buffers.
 
     Args:
-        created: the message that contains the server's shards and the model.
+        model: the model to train.
+        slices: the slice of each of the server's shards.
         servers: number of servers of the run.
         master: the shared memory that contains the weights; None to keep them in the server's own memory.
         before_update: function that is called with the index of a shard before the shard's weights change.
 
     Attributes:
-        master: the shared memory that contains the weights, or None.
         stores: shard -> the store of this shard, for shards whose initial weights have arrived.
         weights: shard -> the bytes of this shard's weights, for shards whose initial weights have arrived.
     """
 
     def __init__(
         self,
-        created: CreateShards,
+        model: ModelSpec,
+        slices: Sequence[ShardSlice],
         servers: int,
         master: Region | None,
         before_update: Callable[[int], None],
     ) -> None:
-        self.master = master
         self.stores: dict[int, Store] = {}
         self.weights: dict[int, dict[str, memoryview]] = {}
-        self._model = created.model
         self._servers = servers
         self._before_update = before_update
-        self._slices = {shard.index: shard for shard in created.shards}
-        self._groups = [
-            GroupsReader(partial(require_groups, created.model, set_index=set_index))
-            for set_index in range(len(created.model.optimizers))
-        ]
-        # shard -> initial optimizer state, until the shard's store is created
+        self._plan = _Plan.of(model, slices, master)
+        self._next: _Plan | None = None  # the plan for the extended model, until the extension takes effect
+        # shard -> initial optimizer state, until the shard's store is created or extended
         self._states: dict[int, Vectors] = {}
+        # shard -> payload of the initial weights of new parameters, until the extension takes effect
+        self._added: dict[int, Sequence[bytearray]] = {}
         self._slots: BufferSlots | None = None  # None unless this server holds shard 0
+
+    @property
+    def in_shared_memory(self) -> bool:
+        """True if the weights are in shared memory."""
+        return self._plan.master is not None
 
     # -- memory in which pushes arrive --------------------------------------------------------------------
 
@@ -80,12 +111,12 @@ class ServerMemory:
             raise ProtocolError(
                 f"the shared memory has {channels} pairs of rings, expected at most {self._servers}"
             )
-        return Region.attach(self._model.layout, descriptor, channels=channels)
+        return Region.attach(self._plan.model.layout, descriptor, channels=channels)
 
     def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
         """Return, for each shard, an inbox in `region` or in new memory, and its gradient as tensors."""
         inboxes = {}
-        for index, shard in self._slices.items():
+        for index, shard in self._plan.slices.items():
             inbox: Inbox = SharedInbox(region, shard) if region is not None else StreamedInbox(shard)
             inboxes[index] = inbox, tensors_over(inbox.gradient)
         return inboxes
@@ -96,7 +127,8 @@ class ServerMemory:
         Raises:
             ProtocolError: the message cannot have a valid payload.
         """
-        buffers = self._model.buffers
+        buffers = self._plan.model.buffers
+        slices = (self._next or self._plan).slices
         match message:
             case Commit(shard=0, content=Content(buffers=changed)) if _are_some_of(changed, len(buffers)):
                 return [packed_bytes(buffers[index]) for index in changed]
@@ -104,12 +136,15 @@ class ServerMemory:
                 raise ProtocolError(
                     f"a commit to shard {message.shard} contains unexpected buffers {changed[:8]}"
                 )
-            case InitialWeights() if message.shard in self._slices:
-                bounds = self._slices[message.shard].bounds
-                sizes = [(stop - start) * item_bytes(dtype) for dtype, (start, stop) in bounds.items()]
-                return sizes + [packed_bytes(spec) for spec in buffers if message.shard == 0]
-            case InitialState() if message.shard in self._slices:
-                limit_bytes = STATE_LIMIT_FACTOR * self._slices[message.shard].size_bytes + STATE_SLACK_BYTES
+            case InitialWeights() if message.shard in slices:
+                bounds = slices[message.shard].bounds
+                sizes = [
+                    (bounds[vector][1] - bounds[vector][0]) * item_bytes(vector)
+                    for vector in self._new_vectors(message.shard)
+                ]
+                return sizes + [packed_bytes(spec) for spec in self._new_buffers() if message.shard == 0]
+            case InitialState() if message.shard in slices:
+                limit_bytes = STATE_LIMIT_FACTOR * slices[message.shard].size_bytes + STATE_SLACK_BYTES
                 if size_bytes <= limit_bytes:
                     return [size_bytes]
                 raise ProtocolError(
@@ -121,29 +156,73 @@ class ServerMemory:
     # -- start of training --------------------------------------------------------------------------------
 
     def keep_state(self, message: InitialState, payload: bytes) -> None:
-        """Keep the initial optimizer state of a shard until the shard's store is created."""
+        """Keep the initial optimizer state of a shard until the shard's store is created or extended."""
         try:
             self._states[message.shard] = safetensors.torch.load(payload)
         except Exception as error:  # safetensors may raise any exception for invalid data
             raise ProtocolError(f"an optimizer state cannot be read: {error}") from error
 
     def begin(self, index: int, payload: Sequence[bytearray]) -> None:
-        """Create the store of a shard from its initial weights."""
-        bounds = self._slices[index]
-        weights = tensors_over(
-            {dtype: memoryview(part) for dtype, part in zip(bounds.bounds, payload, strict=False)}
-        )
-        if self.master is not None:
-            for dtype, target in tensors_over(cut(self.master.weights, bounds)).items():
-                weights[dtype] = target.copy_(weights[dtype])
-        store = Store(bounds, weights, self._model.optimizers, lambda: self._before_update(index))
-        store.load_optimizer_state(self._states.pop(index, {}))
+        """Create the store of a shard from its initial weights, or keep the initial weights of its new parameters."""
+        if self._next is not None:
+            self._added[index] = payload
+            return
+        self._put(index, payload)
+
+    def prepare(self, model: ModelSpec, slices: Sequence[ShardSlice], master: Region | None) -> None:
+        """Prepare to store an extended model. If this method is called again, what has arrived since is forgotten."""
+        self._next = _Plan.of(model, slices, master)
+        self._states.clear()
+        self._added.clear()
+
+    def extend(self) -> None:
+        """Store the extended model from now on, if it has not been done yet. All initial weights have arrived."""
+        if self._next is None:
+            return
+        if self._added.keys() != self._next.slices.keys():
+            raise ProtocolError("the initial weights of new parameters have not arrived")
+        for index, payload in self._added.items():
+            self._put(index, payload)
+        self._plan, self._next = self._next, None
+        self._added.clear()
+
+    def _put(self, index: int, payload: Sequence[bytearray]) -> None:
+        """Create or replace the store of a shard, given the weights and buffers that the shard does not have yet."""
+        model, slices, master, _ = self._next or self._plan
+        bounds, before = slices[index], self.stores.get(index)
+        new = self._new_vectors(index)
+        added = tensors_over({vector: memoryview(part) for vector, part in zip(new, payload, strict=False)})
+        weights = {
+            vector: added[vector] if before is None or vector in added else before.weights[vector]
+            for vector in bounds.bounds
+        }
+        if master is not None:
+            for vector, target in tensors_over(cut(master.weights, bounds)).items():
+                weights[vector] = target.copy_(weights[vector])
+        store = Store(bounds, weights, model.optimizers_over_layout, lambda: self._before_update(index))
+        state = self._states.pop(index, {})
+        if before is None:
+            store.load_optimizer_state(state)
+        else:
+            store.take_over(before, state, len(model.layout.parameters))
         if index == 0:
-            specs = self._model.buffers
-            parts = payload[len(bounds.bounds) :]
-            self._slots = BufferSlots(specs, [unpack(s, p) for s, p in zip(specs, parts, strict=True)])
+            specs = self._new_buffers()
+            first = {s.name: unpack(s, p) for s, p in zip(specs, payload[len(new) :], strict=True)}
+            self._slots = self._slots or BufferSlots((), ())
+            self._slots.extend(model.buffers, first)
         self.stores[index] = store
-        self.weights[index] = {dtype: bytes_of(vector) for dtype, vector in weights.items()}
+        self.weights[index] = {vector: bytes_of(weights[vector]) for vector in weights}
+
+    def _new_vectors(self, index: int) -> list[str]:
+        """Return the names of the vectors of a shard whose initial weights have to be sent."""
+        bounds = (self._next or self._plan).slices[index].bounds
+        return [vector for vector in bounds if vector not in self.weights.get(index, {})]
+
+    def _new_buffers(self) -> list[BufferSpec]:
+        """Return the buffers whose initial values have to be sent."""
+        if self._next is None:
+            return list(self._plan.model.buffers)
+        return self._next.model.buffers_beyond(self._plan.model)
 
     # -- an iteration -------------------------------------------------------------------------------------
 
@@ -154,20 +233,21 @@ class ServerMemory:
             ProtocolError: the content of the commit does not match the model.
         """
         content = commit.content
-        if content is None or len(content.present) != len(self._model.layout.parameters):
+        if commit.empty and content is not None:
+            return None  # perhaps from a worker that does not know yet that the model was extended
+        if content is None or len(content.present) != len(self._plan.model.layout.parameters):
             raise ProtocolError("a commit does not state for each parameter whether it has a gradient")
-        if commit.empty:
-            return None
         if commit.edit is not None:
             return Push(gradient, content.present, ())
         set_index = commit.set_index
-        if set_index is None and len(self._groups) == 1:
-            return Push(gradient, content.present, self._groups[0].read(content.groups))
-        if set_index is None or set_index >= len(self._groups):
+        readers = self._plan.groups
+        if set_index is None and len(readers) == 1:
+            return Push(gradient, content.present, readers[0].read(content.groups))
+        if set_index is None or set_index >= len(readers):
             raise ProtocolError(
-                f"a commit contains parameter set {set_index}, expected one from 0 to {len(self._groups) - 1}"
+                f"a commit contains parameter set {set_index}, expected one from 0 to {len(readers) - 1}"
             )
-        groups = self._groups[set_index].read(content.groups)
+        groups = readers[set_index].read(content.groups)
         return Push(of_set(gradient, set_index), content.present, groups, set_index)
 
     def keep(self, worker: int, commit: Commit, push: Push | None, payload: Sequence[bytearray]) -> None:
@@ -175,7 +255,7 @@ class ServerMemory:
         if push is not None:
             self.stores[commit.shard].put(worker, commit.iteration, push)
         if commit.content is not None and commit.content.buffers and self._slots is not None:
-            buffers = self._model.buffers
+            buffers = self._plan.model.buffers
             changed = zip(commit.content.buffers, payload, strict=True)
             self._slots.put(worker, {index: unpack(buffers[index], part) for index, part in changed})
 
@@ -190,7 +270,7 @@ class ServerMemory:
         if self._slots is None:
             return []
         pooled = self._slots.pooled()
-        return pack([pooled[spec.name] for spec in self._model.buffers])
+        return pack([pooled[spec.name] for spec in self._plan.model.buffers])
 
     def optimizer_state(self, index: int) -> bytes:
         """Return the optimizer state of a shard in safetensors format."""

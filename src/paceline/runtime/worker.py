@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 import safetensors.torch
@@ -41,7 +41,9 @@ from ..core.messages import (
     FromServer,
     Hello,
     InitialState,
+    InitialWeights,
     Message,
+    ModelExtended,
     OptimizerState,
     PooledBuffers,
     Started,
@@ -98,6 +100,22 @@ def _exclusive(method: Method) -> Method:
     return cast(Method, call)
 
 
+class _Initial(NamedTuple):
+    """What an initializer sends to the servers.
+
+    Attributes:
+        shards: the slices of all shards, in order.
+        weights: the flat vectors of the initial weights.
+        buffers: the initial values of the model's buffers.
+        state_of: function that returns a shard's part of the initial optimizer state.
+    """
+
+    shards: Sequence[ShardSlice]
+    weights: Vectors
+    buffers: Sequence[torch.Tensor]
+    state_of: Callable[[ShardSlice], Vectors]
+
+
 class WorkerSession:
     """The session of a worker in a live run. See `paceline.frontend.session.Session`."""
 
@@ -136,6 +154,7 @@ class WorkerSession:
         self._servers: list[Stream[FromServer]] = []
         self._ringed: list[Stream[FromServer]] = []  # the streams that use rings
         self._shards: tuple[ShardSlice, ...] = ()
+        self._initial: _Initial | None = None  # what the servers receive if this worker is the initializer
         self._pulls: int | None = None  # the parameter set that is being pulled; None for all sets
         self._parameters = 0  # number of parameters of the model
         self._region: Region | None = None  # memory of this worker
@@ -172,15 +191,26 @@ class WorkerSession:
 
     @_exclusive
     def begin(self, model: ModelSpec) -> bool:
-        self._parameters = len(model.layout.parameters)
-        self._buffer_specs = model.buffers
         self._perform(self._core.register(model))
         while self._core.started is None:
             self._hear(timeout_s=None)
         started = self._core.started
-        self._shards = started.shards
+        self._connect(model, started.shards)
+        return started.initializer == self.worker
+
+    def _connect(self, model: ModelSpec, shards: tuple[ShardSlice, ...]) -> None:
+        """Connect to the servers, with memory for the model. Earlier connections stay open."""
+        assert self._core.started is not None
+        self._servers, self._ringed = [], []
+        self._parameters = len(model.layout.parameters)
+        self._buffer_specs = model.buffers
+        self._shards = shards
+        self._in_place = False
+        for memory in (self._region, self._master):
+            if memory is not None:
+                memory.close()
         shared = self._job.transport == "shm"
-        addresses = list(dict.fromkeys(started.addresses))  # addresses of the servers, in order
+        addresses = list(dict.fromkeys(self._core.started.addresses))  # addresses of the servers, in order
         channels = len(addresses) if shared and rings_available() else 0
         self._region = region = Region.create(model.layout, shared=shared, channels=channels)
         if shared:
@@ -191,7 +221,7 @@ class WorkerSession:
             # Early sending uses the network during the backward pass. If all servers are on this machine, no network
             # is used, and early sending would only take CPU time from the backward pass.
             early = self._job.overlap == "shards" and not all(map(is_local, addresses))
-            self._outbox = Outbox(started.shards, region.gradients, self._stage, self._is_busy, early=early)
+            self._outbox = Outbox(shards, region.gradients, self._stage, self._is_busy, early=early)
         self.weights = tensors_over(region.weights)
         self.gradients = tensors_over(region.gradients)
         # With several parameter sets, another worker may push another set in the same round. In the servers' memory,
@@ -217,22 +247,40 @@ class WorkerSession:
                 outgoing, incoming = map(Ring, region.channels[channel])
                 stream.use_rings(outgoing, incoming)
                 self._ringed.append(stream)
-        return started.initializer == self.worker
 
     @_exclusive
     def initialize(self, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]) -> None:
-        assert self._region is not None
-        payloads: dict[int, list[memoryview]] = {}
-        for shard in self._shards:
-            state = state_of(shard)
-            if state:
-                blob = safetensors.torch.save({key: value.contiguous() for key, value in state.items()})
-                self._send_to_shard(shard.index, InitialState(shard.index), [memoryview(blob)])
-            payloads[shard.index] = list(cut(self._region.weights, shard).values())
-            if shard.index == 0:
-                payloads[0] += pack(buffers)
-        self._perform(self._core.initialize(), payloads)
+        self._initial = _Initial(self._shards, self.weights, buffers, state_of)
+        self._perform(self._core.initialize())
         self.await_first_weights()
+
+    @_exclusive
+    def extend(
+        self,
+        model: ModelSpec,
+        weights: Vectors,
+        buffers: Sequence[torch.Tensor],
+        state_of: Callable[[ShardSlice], Vectors],
+    ) -> str:
+        shards = model.layout.sliced(self._job.shards, self._job.slicing)
+        self._initial = _Initial(shards, weights, buffers, state_of)
+        self._coordinator.takes_descriptor = self._job.transport == "shm"
+        self._perform(self._core.propose(model))
+        self._wait_in_call(
+            lambda: self._core.combined is not None or self._core.extended is not None, servers=True
+        )
+        if self._core.extended is None:
+            assert self._core.combined is not None
+            return self._core.combined.refused
+        before = self._servers
+        self._connect(model, self._core.extended.shards)
+        self._core.await_extended_weights()
+        self._await_answers(None)
+        # only now, because a server that sees no connection of a worker considers the worker as lost
+        for stream in before:
+            self._selector.unregister(stream)
+            stream.close()
+        return ""
 
     @_exclusive
     def await_first_weights(self) -> None:
@@ -360,21 +408,31 @@ class WorkerSession:
         self, call: str, op: Literal["mean", "sum"] = "sum", numbers: bytes = b"", weight: float = 1.0
     ) -> Combined:
         self._perform(self._core.contribute(call, op, numbers, weight))
+        self._wait_in_call(lambda: self._core.combined is not None)
+        assert self._core.combined is not None
+        return self._core.combined
+
+    def _wait_in_call(self, ended: Callable[[], bool], *, servers: bool = False) -> None:
+        """Wait for a call that all workers make to end. Meanwhile, push without a gradient if others may wait.
+
+        Args:
+            ended: function that returns True once the call has ended.
+            servers: True if servers may send messages before it ends.
+        """
         interval_s = self._idle_interval_s
         due_s = self._job.now_s() + max(interval_s, COMBINING_S)
-        while self._core.combined is None:
+        while not ended():
             wait_s = min(max(due_s - self._job.now_s(), LEAST_IDLE_S), STATUS_INTERVAL_S)
-            if self._coordinator.backlog:
+            if servers or self._coordinator.backlog:
                 self._hear(timeout_s=wait_s)
             else:
                 self._orders.poll(1000 * wait_s)
                 self._hear_coordinator()
-            if self._core.combined is None and self._core.may_stand_in and self._job.now_s() >= due_s:
+            if not ended() and self._core.may_stand_in and self._job.now_s() >= due_s:
                 self._stand_in()
                 due_s = self._job.now_s() + interval_s
         if self._begun_s is not None and self._restarted is None:
             self._begun_s = self._job.now_s()
-        return self._core.combined
 
     @property
     def now_s(self) -> float:
@@ -597,6 +655,8 @@ class WorkerSession:
                 message = request.message
                 if request.to is COORDINATOR:
                     self._send(self._coordinator, message)
+                elif type(message) is InitialWeights:
+                    self._send_initial(message)
                 else:
                     payload = payloads[message.shard] if payloads is not None else ()  # type: ignore[attr-defined]
                     self._send(self._servers[request.to.index], message, payload)
@@ -657,7 +717,7 @@ class WorkerSession:
 
     def _hear_coordinator(self) -> None:
         for message in self._coordinator.receive():
-            if type(message) is Started:
+            if type(message) is Started or type(message) is ModelExtended:
                 self._coordinator.takes_descriptor = False
             self._perform(self._core.handle(message))
 
@@ -677,6 +737,17 @@ class WorkerSession:
         self, shard: int, message: Message, payload: Sequence[memoryview] = (), *, lent: Hashable = LENT
     ) -> None:
         self._send(self._servers[shard % len(self._servers)], message, payload, lent=lent)
+
+    def _send_initial(self, message: InitialWeights) -> None:
+        """Send a shard its initial weights, preceded by the initial optimizer state if there is one."""
+        assert self._initial is not None
+        shards, vectors, buffers, state_of = self._initial
+        shard = shards[message.shard]
+        if state := state_of(shard):
+            blob = safetensors.torch.save({key: value.contiguous() for key, value in state.items()})
+            self._send_to_shard(shard.index, InitialState(shard.index), [memoryview(blob)])
+        weights = [vectors[name][a:b] for name, (a, b) in shard.bounds.items() if name in vectors]
+        self._send_to_shard(shard.index, message, pack([*weights, *(buffers if shard.index == 0 else ())]))
 
     def _stage(self, shard: int, message: Message, payload: Sequence[memoryview]) -> None:
         """Send a piece of a gradient. The gradient may change as soon as this method returns."""

@@ -71,6 +71,14 @@ class SliceOptimizer(Protocol):
         """
         ...
 
+    def take_counters(self, before: SliceOptimizer) -> None:
+        """Continue to count where another optimizer of the same class has stopped, if the class counts in its groups.
+
+        Args:
+            before: an optimizer whose groups are the first groups of this one.
+        """
+        ...
+
 
 def optimizer_of_slice(spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> SliceOptimizer:
     """Return the optimizer for a slice. The optimizer updates `weights` in place."""
@@ -238,6 +246,9 @@ class FusedOptimizer:
                 steps[position] = max(steps[position], 1)
         self._runs = self._divide(steps)
 
+    def take_counters(self, before: SliceOptimizer) -> None:
+        pass  # steps are counted in the state
+
     def _step_run(
         self,
         run: SegmentRun,
@@ -356,3 +367,11 @@ class TorchOptimizer:
     def load_state(self, state: Vectors) -> None:
         for name, (position, key) in segments_of_state(self._bounds, state, scalars=self._foreign).items():
             self._optimizer.state[self._parameters[position]].update(entry_of(key, state[name].clone()))
+
+    def take_counters(self, before: SliceOptimizer) -> None:
+        assert isinstance(before, TorchOptimizer)
+        groups = zip(
+            self._optimizer.param_groups, before._optimizer.param_groups, before._groups, strict=False
+        )
+        for group, earlier, settings in groups:
+            group.update({key: earlier[key] for key in settings if earlier[key] != settings[key]})

@@ -25,6 +25,20 @@ class BufferSlots:
         self._first = {spec.name: tensor for spec, tensor in zip(specs, first, strict=True)}
         self._slots: dict[int, dict[str, torch.Tensor]] = {}
 
+    def extend(self, specs: Sequence[BufferSpec], added: Mapping[str, torch.Tensor]) -> None:
+        """Replace the description of the buffers. `added` maps the name of each new buffer to its initial value.
+
+        A tensor that was a buffer may have become a parameter, and is then no longer described.
+        """
+        self._specs = specs
+        names = {spec.name for spec in specs}
+        first = {**self._first, **added}
+        self._first = {name: first[name] for name in first if name in names}
+        self._slots = {
+            worker: self._first | {name: tensor for name, tensor in slot.items() if name in names}
+            for worker, slot in self._slots.items()
+        }
+
     def put(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
         """Replace some of a worker's buffers (index -> tensor), and take ownership of the new tensors."""
         slot = self._slots.setdefault(worker, dict(self._first))

@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
+import torch
 
 from ..core.layout import ShardSlice, of_set
 from ..core.model_spec import HyperParameters, OptimizerSpec
@@ -33,7 +34,7 @@ class Push(msgspec.Struct, frozen=True):
             modify the slice. The memory of the slice must not change until the push is applied, discarded or
             preserved.
         present: one byte per parameter of the layout: 1 if the parameter has a gradient, 0 if not.
-        groups: the hyper-parameters of the parameter groups at the time of the push.
+        groups: the hyper-parameters of the parameter groups at the time of the push; () if the push is an edit.
         set_index: the parameter set to which the gradient and the groups belong. `gradient` contains the vectors of
             this set only. Without meaning if the push is an edit.
     """
@@ -50,7 +51,8 @@ class Store:
     Args:
         bounds: the shard's slice of the layout.
         weights: the shard's slice of the weights, per dtype. The store takes ownership of these vectors.
-        optimizers: a description of the optimizer of each parameter set.
+        optimizers: a description of the optimizer of each parameter set. In each of them, `group_of` lists all
+            parameters of the layout.
         before_update: function to call before each change to the weights.
     """
 
@@ -67,6 +69,20 @@ class Store:
         self._pushes: dict[Key, Push] = {}  # pushes that have been neither applied nor discarded
         self._edited: dict[int, int] = {}  # parameter -> highest number of the edits that have set it
         self._sets = _sets_of(bounds, weights, optimizers)
+
+    def take_over(self, before: Store, state: Vectors, parameters: int) -> None:
+        """Continue for a store with fewer parameters, whose segments and parameters precede those of this store.
+
+        Args:
+            before: the other store, which is no longer used.
+            state: the initial optimizer state of the new segments: "<segment>/<key>" -> tensor.
+            parameters: number of parameters of the layout.
+        """
+        self.load_optimizer_state(before.optimizer_state() | state)
+        for part, earlier in zip(self._sets, before._sets, strict=False):
+            part.optimizer.take_counters(earlier.optimizer)
+        self._edited = before._edited
+        self._pushes = {key: self._extended(push, parameters) for key, push in before._pushes.items()}
 
     def put(self, worker: int, iteration: int, push: Push) -> None:
         """Store a push until it is applied or discarded."""
@@ -154,29 +170,41 @@ class Store:
                 }
             )
 
+    def _extended(self, push: Push, parameters: int) -> Push:
+        """Return a push that arrived before parameters were added. It has no gradients for the new parameters."""
+        edits = not push.groups
+        vectors = self.weights if edits else of_set(self.weights, push.set_index)
+        added = {name: torch.zeros_like(each) for name, each in vectors.items() if name not in push.gradient}
+        groups = () if edits else self._sets[push.set_index].groups[len(push.groups) :]
+        return msgspec.structs.replace(
+            push,
+            gradient=push.gradient | added,
+            present=push.present.ljust(parameters, b"\0"),
+            groups=push.groups + groups,
+        )
+
 
 class _Set(NamedTuple):
     """The part of a shard that belongs to one parameter set.
 
     Attributes:
         optimizer: the optimizer of the set, on this part.
+        groups: the optimizer's initial hyper-parameters.
         positions: for each segment of this part, its position among all segments of the shard.
     """
 
     optimizer: SliceOptimizer
+    groups: tuple[HyperParameters, ...]
     positions: tuple[int, ...]
 
 
 def _sets_of(bounds: ShardSlice, weights: Vectors, optimizers: Sequence[OptimizerSpec]) -> list[_Set]:
     sets = []
-    first = 0  # index of the set's first parameter
     for set_index, optimizer in enumerate(optimizers):
         part = bounds.of_set(set_index)
-        # Segments name parameters by their index in the whole layout.
-        indexed = msgspec.structs.replace(optimizer, group_of=(0,) * first + optimizer.group_of)
         positions = tuple(i for i, segment in enumerate(bounds.segments) if segment.dtype in part.bounds)
-        sets.append(_Set(optimizer_of_slice(indexed, part, of_set(weights, set_index)), positions))
-        first += len(optimizer.group_of)
+        sliced = optimizer_of_slice(optimizer, part, of_set(weights, set_index))
+        sets.append(_Set(sliced, optimizer.groups, positions))
     return sets
 
 

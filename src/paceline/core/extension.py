@@ -1,0 +1,87 @@
+"""The extension of the model: a script adds parameters after training has begun, with an optimizer or as a group.
+
+All live workers make a call with the extended model, and wait in it as in a barrier (see `core.collectives`). Then:
+
+    Contributed     from each live worker to the coordinator, with the extended model
+    ExtendShards    to each server, which allocates memory
+    InitialWeightsRequested, InitialWeights
+                    each server fetches the initial weights of the new parameters from the initializer
+    ExtensionReady  from each server to the coordinator
+    ModelExtended   to all; each worker connects to the servers again, with memory for the extended model, and
+                    receives all weights, as it did at the start
+
+The initializer is the worker with the lowest index. If it is lost before all servers are ready, the next worker takes
+its place, and sends its weights to all servers. So the initial weights of all shards come from one worker. Until all
+servers are ready, the shards keep their earlier parameters only. An extension is not an event of the sync model: no
+worker computes while it lasts, it is not an iteration, and it is not an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .layout import ShardSlice
+from .messages import ExtendShards, ExtensionReady, ModelExtended
+from .model_spec import ModelSpec
+from .requests import Request, Send, server_peer, worker_peer
+
+__all__ = ["Extension"]
+
+
+class Extension:
+    """The coordinator's part of an extension that is in progress.
+
+    Args:
+        model: the extended model.
+        slices: the slices of the extended model.
+        workers: the workers that wait for the extension.
+        servers: number of servers. Shard k is at server k modulo the number of servers.
+
+    Attributes:
+        model: the extended model.
+        slices: the slices of the extended model.
+        complete: True once all servers have received the initial weights from the same worker.
+    """
+
+    def __init__(
+        self, model: ModelSpec, slices: Sequence[ShardSlice], workers: Iterable[int], servers: int
+    ) -> None:
+        self.model = model
+        self.slices = tuple(slices)
+        self.complete = False
+        self._workers = sorted(workers)
+        self._servers = servers
+        self._ready: set[int] = set()  # servers that have received the initial weights
+
+    def begin(self) -> list[Request]:
+        """Let the servers fetch the initial weights from the initializer."""
+        self._ready.clear()
+        return [
+            Send(
+                server_peer(server),
+                ExtendShards(self.model, self.slices[server :: self._servers], self._workers[0]),
+            )
+            for server in range(self._servers)
+        ]
+
+    def ready(self, server: int, message: ExtensionReady) -> list[Request]:
+        """Handle a server's report. After the last report, the extension takes effect."""
+        if message.initializer != self._workers[0]:
+            return []  # this worker has been lost meanwhile, and the server fetches the weights of another one
+        self._ready.add(server)
+        if len(self._ready) < self._servers:
+            return []
+        self.complete = True
+        extended = ModelExtended(self.slices)
+        return [
+            *(Send(server_peer(each), extended) for each in range(self._servers)),
+            *(Send(worker_peer(worker), extended) for worker in self._workers),
+        ]
+
+    def left(self, worker: int) -> list[Request]:
+        """Handle a lost worker. If it is the initializer, the next worker takes its place."""
+        if worker not in self._workers:
+            return []
+        first = self._workers[0]
+        self._workers.remove(worker)
+        return self.begin() if worker == first and self._workers else []
