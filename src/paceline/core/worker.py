@@ -307,7 +307,7 @@ class Worker:
         self, call: str, op: Literal["mean", "sum"], numbers: bytes, weight: float
     ) -> list[Request]:
         """Take part in a barrier or a reduction. `combined` is None until the call ends. See `Contributed`."""
-        self.combined = None
+        self.combined = self.extended = None
         self._calls += 1
         return [Send(COORDINATOR, Contributed(call, self._calls, op, numbers, weight, self.may_stand_in))]
 

@@ -103,6 +103,12 @@ class Clockwork:
     def combined(self, worker: int) -> None:
         pass
 
+    def model_extended(self, initializer: int) -> None:
+        pass
+
+    def extended(self, worker: int) -> None:
+        pass
+
     def supplied(self, worker: int) -> None:
         pass
 

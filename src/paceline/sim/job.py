@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from ..core.coordinator import Coordinator
-from ..core.messages import Answer, Combined, Commit, DataGranted, Message, Started, Status
+from ..core.messages import (
+    Answer,
+    Combined,
+    Commit,
+    DataGranted,
+    Message,
+    ModelExtended,
+    Started,
+    Status,
+)
 from ..core.model_spec import ModelSpec
 from ..core.requests import (
     COORDINATOR,
@@ -82,6 +91,12 @@ class Driver(Protocol):
 
     def combined(self, worker: int) -> None:
         """Called when the barrier or the reduction in which the worker's script waits has ended."""
+
+    def model_extended(self, initializer: int) -> None:
+        """Called when the shards must be extended, with the initial weights that this worker has proposed."""
+
+    def extended(self, worker: int) -> None:
+        """Called when the worker needs memory for the extended model. `answered` follows when its weights arrive."""
 
     def sent(self, worker: int, shard: int) -> None:
         """Called when a shard sends its current weights to the worker."""
@@ -374,6 +389,14 @@ class VirtualJob:
         requests = self.workers[worker].core.contribute(call, op, numbers, weight)
         self.carry(worker, requests, at_once=at_once)
 
+    def propose(self, worker: int, model: ModelSpec) -> None:
+        """Let a worker propose an extended model.
+
+        When all workers have done so, `Driver.extended` and then `Driver.answered` are called. If their calls differ,
+        `Driver.combined` is called instead.
+        """
+        self._from_worker(worker, self.workers[worker].core.propose(model))
+
     def request_sync(self, worker: int, models: Sequence[SyncModel], shard: int | None) -> None:
         """Request a change of the sync model."""
         self._from_worker(worker, self.workers[worker].core.request_sync(models, shard))
@@ -518,6 +541,8 @@ class VirtualJob:
         state.standing_in = False
         if state.core.combined is not None:
             self._driver.combined(worker)
+        elif state.core.extended is not None:
+            self._extend(worker)
 
     def _abort(self, worker: int) -> None:
         state = self.workers[worker]
@@ -551,6 +576,8 @@ class VirtualJob:
             self._driver.supplied(worker)
         elif type(message) is Combined and not state.standing_in:
             self._driver.combined(worker)
+        elif type(message) is ModelExtended and not state.standing_in:
+            self._extend(worker)
         for request in requests:
             if type(request) is Proceed:
                 self._proceed(worker)
@@ -635,10 +662,13 @@ class VirtualJob:
                     state = self.workers[to.index]
                     state.from_coordinator.send(0, self._at_worker, to.index, state.life, message)
                 case Send(to, message):
-                    # A lost worker, which the servers already know, or a message about a mean that is clipped.
+                    # A lost worker, which the servers already know, a mean that is clipped, or an extension.
                     self._from_server(
                         to.index, self._servers[to.index].handle(COORDINATOR, message, self.kernel.now_s)
                     )
+                    if type(message) is ModelExtended and to.index == 0:
+                        self._shard_bytes = [bounds.size_bytes for bounds in self.coordinator.slices]
+                        self._driver.model_extended(self._servers[0].initializer)
                 case Timer():
                     due_ns = nanoseconds(request.due_s)
                     self.kernel.at(due_ns, self._fire_at_coordinator, request, priority=TIMER)
@@ -667,6 +697,17 @@ class VirtualJob:
                 state.pushed_s, state.loss = self.kernel.now_s, None
                 self._from_worker(worker, core.stand_in())
         return standing_in
+
+    # -- extension of the model ---------------------------------------------------------------------------
+
+    def _extend(self, worker: int) -> None:
+        """Let a worker take over the extended model: all shards send it their weights."""
+        state = self.workers[worker]
+        state.refreshing = True
+        state.core.await_extended_weights()
+        self._driver.extended(worker)
+        for index, server in enumerate(self._servers):
+            self._from_server(index, server.connected(worker))
 
     # -- latencies and standstills ------------------------------------------------------------------------
 

@@ -166,6 +166,26 @@ class Training:
             live = [worker for worker, session in self._sessions.items() if not session.strand.ended]
             raise RunFailedError("the run", unable_to_begin(live, gathered))
 
+    def model_extended(self, initializer: int) -> None:
+        model, slices = self.job.coordinator.model, self.job.coordinator.slices
+        assert model is not None
+        vectors, buffers, state_of = self._sessions[initializer].initial
+        for index, bounds in enumerate(slices):
+            before = self.stores[index]
+            weights = {
+                name: vectors[name][start:stop].clone() if name in vectors else before.weights[name]
+                for name, (start, stop) in bounds.bounds.items()
+            }
+            store = Store(bounds, weights, model.optimizers_over_layout)
+            store.take_over(before, state_of(bounds), len(model.layout.parameters))
+            self.stores[index] = store
+        added = zip(model.buffers_beyond(self.model), buffers, strict=True)
+        self._slots.extend(model.buffers, {spec.name: tensor.clone() for spec, tensor in added})
+        self.model, self.slices = model, slices
+
+    def extended(self, worker: int) -> None:
+        self._sessions[worker].allocate(self.model)
+
     def start_stores(
         self, vectors: Vectors, buffers: Sequence[torch.Tensor], state_of: Callable[[ShardSlice], Vectors]
     ) -> None:
@@ -173,7 +193,7 @@ class Training:
         self._slots = BufferSlots(self.model.buffers, [tensor.clone() for tensor in buffers])
         for bounds in self.slices:
             weights = {d: vectors[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
-            store = Store(bounds, weights, self.model.optimizers)
+            store = Store(bounds, weights, self.model.optimizers_over_layout)
             store.load_optimizer_state(state_of(bounds))
             self.stores.append(store)
 
@@ -192,6 +212,12 @@ class Training:
             self.job.finish(worker)
             return
         assert session.model is not None
+        if self.model.layout.parameters[-1].part:
+            raise RunFailedError(
+                f"worker {worker}",
+                "it joins a run whose script has added parameters after training had begun. A simulation supports "
+                "this only for workers that are present from the beginning.",
+            )
         if difference := first_difference(self.model, session.model):
             initializer = f"worker {self._initializer}"
             raise RunFailedError(f"worker {worker}", f"its model differs from {initializer}'s: {difference}")
@@ -226,8 +252,11 @@ class Training:
         session = self._sessions.get(worker)
         if session is not None and session.weights:
             bounds = of_set(self.slices[shard].bounds, session.pulls)
-            for dtype, (start, stop) in bounds.items():
-                session.weights[dtype][start:stop] = self.stores[shard].weights[dtype]
+            for vector, (start, stop) in bounds.items():
+                if (
+                    vector in session.weights
+                ):  # otherwise, the worker does not know yet that the model was extended
+                    session.weights[vector][start:stop] = self.stores[shard].weights[vector]
 
     def lost(self, worker: int) -> None:
         session = self._sessions.pop(worker)
@@ -321,6 +350,8 @@ class VirtualSession:
         self.on_finish: Callable[[], str] = str
         self.strand: Strand
         self.model: ModelSpec | None = None
+        # the initial weights, buffers and optimizer state of parameters that the script adds
+        self.initial: tuple[Vectors, Sequence[torch.Tensor], Callable[[ShardSlice], Vectors]]
         self.joined = False  # True once the worker takes part in the job
         self.pulls: int | None = None  # the parameter set that is being pulled; None for all sets
         self.awaits_data = False  # True while the function waits for answers to its requests for data
@@ -376,6 +407,22 @@ class VirtualSession:
     @property
     def sends_early(self) -> bool:
         return False
+
+    def extend(
+        self,
+        model: ModelSpec,
+        weights: Vectors,
+        buffers: Sequence[torch.Tensor],
+        state_of: Callable[[ShardSlice], Vectors],
+    ) -> str:
+        self.strand.require_own_thread()
+        self._end_uncommitted()
+        self.pulls = None
+        self.initial = weights, buffers, state_of
+        self._training.job.propose(self.worker, model)
+        self.strand.pause()
+        del self.initial
+        return self._core.combined.refused if self._core.combined is not None else ""
 
     def weights_edited(self) -> bool | None:
         return None
