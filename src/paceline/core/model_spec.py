@@ -33,12 +33,14 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
         name: name of the class in `torch.optim` that the servers use, or "module:Class" for any other class.
         groups: hyper-parameters of each group.
         group_of: for each parameter of the optimizer's parameter set, in the order of the layout, the index of its
-            group.
+            group. Parameters that the optimizer does not train, because it has replaced one that did, have group 0.
+        replaced: number of times that another optimizer has replaced the set's optimizer. Its state is then dropped.
     """
 
     name: str
     groups: tuple[HyperParameters, ...]
     group_of: tuple[int, ...]
+    replaced: int = 0
 
 
 class BufferSpec(msgspec.Struct, frozen=True):
@@ -135,13 +137,15 @@ def require_extension(model: ModelSpec, extended: ModelSpec) -> None:
     """
     before, after = model.layout.parameters, extended.layout.parameters
     part = max(parameter.part for parameter in before) + 1
-    if after[: len(before)] != before or {parameter.part for parameter in after[len(before) :]} != {part}:
+    if after[: len(before)] != before or not {parameter.part for parameter in after[len(before) :]} <= {part}:
         raise ProtocolError(
             f"the extended model does not consist of the earlier parameters and those of part {part}"
         )
     for old, new in zip(model.optimizers, extended.optimizers, strict=False):
         groups, members = len(old.groups), len(old.group_of)
-        if (
+        if new.replaced == old.replaced + 1:
+            continue
+        if new.replaced != old.replaced or (
             new.name != old.name
             or len(new.groups) < groups
             or new.group_of[:members] != old.group_of

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from weakref import ref
@@ -92,11 +92,12 @@ class Gradients:
             present[index] = self.adopt(index)
         return bytes(present)
 
-    def adopt_as_accumulated(self, session: Session, *, final: bool) -> None:
+    def adopt_as_accumulated(self, session: Session, indices: Container[int], *, final: bool) -> None:
         """While the session exists, adopt each gradient as soon as autograd has accumulated it.
 
         Args:
             session: the session, which is notified of each gradient if it sends gradients early.
+            indices: the indices of the parameters whose gradients are adopted.
             final: False if gradients are scaled before they are pushed. In this case the session is not notified.
         """
         accumulated = Weakly(self._accumulated)
@@ -106,7 +107,7 @@ class Gradients:
             [
                 parameter.register_post_accumulate_grad_hook(partial(accumulated, index, notified))
                 for index, parameter in enumerate(self._parameters)
-                if parameter.requires_grad
+                if index in indices and parameter.requires_grad
             ],
         )
 

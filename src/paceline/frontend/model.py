@@ -134,12 +134,12 @@ class Place(NamedTuple):
 
 
 def layout_of(model: JointModel, places: Sequence[Place], before: Sequence[Parameter] = ()) -> Layout:
-    """Return the flat-vector layout of parameters.
+    """Return the flat-vector layout of parameters. See `Layout`.
 
     Args:
         model: the model that contains the parameters.
         places: the parameters, in the order of the layout.
-        before: the descriptions of the first of these parameters, if they are trained already.
+        before: the descriptions of the parameters that precede them, because they are trained already.
 
     Raises:
         ConfigurationError: a parameter does not belong to the model, is not on the CPU, or has a dtype that cannot
@@ -147,7 +147,7 @@ def layout_of(model: JointModel, places: Sequence[Place], before: Sequence[Param
     """
     names = _names(model)
     entries = list(before)
-    for parameter, set_index, position, part in places[len(before) :]:
+    for parameter, set_index, position, part in places:
         if id(parameter) not in names:
             raise ConfigurationError(
                 f"The optimizer's parameter {position}, of shape {list(parameter.shape)}, is not a parameter of the "

@@ -56,7 +56,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     parameters. An optimizer may also be created after training has begun, for example for the next fold of a
     cross-validation, and `add_param_group` may add parameters. At the first forward pass or step that uses the new
     parameters, each worker waits until all live workers have added the same ones, and receives the initial weights of
-    the live worker with the lowest index.
+    the live worker with the lowest index. If a later optimizer trains parameters of one earlier optimizer, it takes
+    them over, and the state of the earlier optimizer is dropped.
 
     This class shares the wrapped optimizer's `param_groups` and sends their hyper-parameters with every push, so
     learning-rate schedulers need no change. Do not call the wrapped optimizer's own `step()`.
@@ -157,6 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._training is None or self._forward_hook is not None:
             _begin(self._session)
         assert self._training is not None
+        self._require_current("step()")
         self._training.require_not_idle("step()")
         self._training.require_same(self._set_index, self._parameters())
         loss: Any = None
@@ -264,6 +266,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ...     for parameter in model.parameters():
             ...         _ = parameter.clamp_(-0.01, 0.01)
         """
+        self._require_current("editing()")
         return self._training.editing() if self._training is not None else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,6 +277,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: the optimizer is not one of torch's, and counts steps in its parameter groups.
         """
+        self._require_current("state_dict()")
         own = self._wrapped.state_dict()
         if self._training is not None:
             if counters := counters_of(self._wrapped):
@@ -312,6 +316,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if "_wrapped" not in self.__dict__:  # torch's constructor calls this method for each group
             super().add_param_group(param_group)
             return
+        self._require_current("add_param_group()")
         self._wrapped.add_param_group(param_group)
         if self._training is not None and self._forward_hook is None and self._session is not None:
             self._wait_for_forward(self._session)
@@ -351,6 +356,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "servers hold the optimizer's state."
             )
 
+    def _require_current(self, call: str) -> None:
+        """Raise `UsageError` if another optimizer has taken over the parameters."""
+        training = self._training
+        if training is not None and training.sets[self._set_index].owner is not self._wrapped:
+            raise UsageError(
+                f"{call} was called, but another DistributedOptimizer that was created later has taken over this "
+                "optimizer's parameters, and its state has been dropped. Use the other one, or give the optimizers "
+                "different parameters."
+            )
+
     def _wait_for_forward(self, session: Session) -> None:
         """Train this optimizer's parameters from the first forward pass on that may compute gradients of them."""
         _waiting.setdefault(session, []).append(ref(self))
@@ -375,6 +390,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._models(),
             parameters,
             OptimizerSpec(self._kind, read_groups(self._wrapped), group_of),
+            self._wrapped,
             self._wrapped.state,
             self._wrapped.scale_gradients if isinstance(self._wrapped, LARS) else None,
         )
@@ -418,24 +434,28 @@ def _begin(session: Session) -> None:
     found = [optimizer for each in waiting if (optimizer := each()) is not None]
     training = training_of(session)
     sets = list(training.sets) if training is not None else []
-    begun = [optimizer for optimizer in found if optimizer._training is not None]
-    for optimizer in begun:
-        assert training is not None
-        training.require_same(optimizer._set_index, optimizer._parameters(), may_grow=True)
-        sets[optimizer._set_index] = optimizer._parameter_set()
-    new = [optimizer for optimizer in found if optimizer._training is None]
-    first = len(sets)
-    sets += [optimizer._parameter_set() for optimizer in new]
+    indices: list[int] = []
+    for optimizer in found:
+        if optimizer._training is not None:
+            optimizer._training.require_same(optimizer._set_index, optimizer._parameters(), may_grow=True)
+            set_index: int | None = optimizer._set_index
+        else:
+            set_index = training.set_of(optimizer._parameters()) if training is not None else None
+        if set_index is None or set_index in indices:
+            indices.append(len(sets))
+            sets.append(optimizer._parameter_set())
+        else:
+            indices.append(set_index)
+            sets[set_index] = optimizer._parameter_set()
     if training is None:
         training = WorkerTraining(session, sets)
     else:
         training.extend(sets)
-    for optimizer in found:
+    for optimizer, index in zip(found, indices, strict=True):
+        optimizer._training, optimizer._set_index = training, index
         if optimizer._forward_hook is not None:
             optimizer._forward_hook.remove()
             optimizer._forward_hook = None
-    for set_index, optimizer in enumerate(new, start=first):
-        optimizer._training, optimizer._set_index = training, set_index
     _waiting.pop(session, None)
 
 

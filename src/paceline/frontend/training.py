@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..core.fingerprints import HASHED_ITERATIONS
-from ..core.layout import ShardSlice, of_set
+from ..core.layout import Layout, ShardSlice, of_set
 from ..core.messages import Combined, GradientHashed, Warned
 from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
 from ..core.requests import COORDINATOR, Send
@@ -59,6 +59,7 @@ class ParameterSet(NamedTuple):
         models: the modules that contain the parameters.
         parameters: the parameters, in the order of the optimizer's groups.
         optimizer: the optimizer that the servers run.
+        owner: the script's optimizer. If it changes, another optimizer has taken over the set.
         state: the optimizer's initial state: parameter -> key -> value. Only the initializer's state is used.
         scale_gradients: function that scales the gradients in place before each push; None for unscaled gradients.
     """
@@ -66,6 +67,7 @@ class ParameterSet(NamedTuple):
     models: tuple[nn.Module, ...]
     parameters: Sequence[torch.Tensor]
     optimizer: OptimizerSpec
+    owner: torch.optim.Optimizer
     state: Mapping[Any, Mapping[str, Any]]
     scale_gradients: Callable[[], None] | None = None
 
@@ -76,8 +78,9 @@ class _Trained(NamedTuple):
     Attributes:
         sets: the parameter sets. Below, a set is given by its index in this sequence.
         model: the modules of all sets.
-        parameters: the parameters of all sets, in the order of the layout.
-        members: for each set, the indices of its parameters in `parameters`.
+        parameters: the parameters of all sets, in the order of the layout. An optimizer that has taken over a set may
+            not train all of the set's parameters.
+        members: for each set, the indices in `parameters` of those that its optimizer trains, in its order.
         buffers: the tensors of the model that are not trained.
         spec: description of the model and the optimizers, which must be the same in all workers.
     """
@@ -100,43 +103,62 @@ class _Trained(NamedTuple):
         Raises:
             ConfigurationError: the model or its parameters are not supported.
         """
-        model = JointModel(
-            [each for parameters in sets for each in parameters.models], before.model if before else None
-        )
+        modules = [module for each in sets for module in each.models]
+        model = JointModel(modules, before.model if before else None)
         _require_disjoint(model, [parameter for each in sets for parameter in each.parameters])
         for each in sets:
             for module in each.models:
                 require_trainable(module, each.parameters)
+        earlier = before.parameters if before else ()
         described = before.spec.layout.parameters if before else ()
-        parts = {
-            id(parameter): known.part
-            for parameter, known in zip(before.parameters if before else (), described, strict=True)
-        }
-        new = max(parts.values()) + 1 if parts else 0
-        places = sorted(
-            (
-                Place(parameter, set_index, position, parts.get(id(parameter), new))
-                for set_index, each in enumerate(sets)
-                for position, parameter in enumerate(each.parameters)
-            ),
-            key=lambda place: (place.part, place.set_index, place.position),
-        )
-        parameters = [place.parameter for place in places]
-        members = [
-            [index for index, place in enumerate(places) if place.set_index == set_index]
-            for set_index in range(len(sets))
-        ]
-        layout = layout_of(model, places, described)
+        known = {id(parameter): place for parameter, place in zip(earlier, described, strict=True)}
+        part = max((place.part for place in described), default=-1) + 1
+        added = []
+        for set_index, each in enumerate(sets):
+            for position, parameter in enumerate(each.parameters):
+                if (place := known.get(id(parameter))) is None:
+                    added.append(Place(parameter, set_index, position, part))
+                elif place.set_index != set_index:
+                    raise ConfigurationError(
+                        f"Parameter {place.names[0]!r} has been trained by another optimizer. A new optimizer may "
+                        "take over the parameters of one earlier optimizer, and only one new optimizer may do so."
+                    )
+        parameters = [*earlier, *(place.parameter for place in added)]
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        members = [[index_of[id(parameter)] for parameter in each.parameters] for each in sets]
+        layout = layout_of(model, added, described)
         buffers = Buffers(model, parameters)
-        first, *further = (each.optimizer for each in sets)
+        first, *further = (
+            msgspec.structs.replace(
+                each.optimizer,
+                group_of=_in_layout(layout, set_index, members[set_index], each.optimizer.group_of),
+                replaced=_replaced(set_index, each, before),
+            )
+            for set_index, each in enumerate(sets)
+        )
         spec = ModelSpec(layout, first, buffers.specs, tuple(further))
         return cls(sets, model, parameters, members, buffers, spec)
 
+    def new_since(self, before: _Trained) -> list[torch.Tensor]:
+        """Return the parameters whose optimizer state is new: they or their optimizers have been added."""
+        known = set(map(id, before.parameters))
+        return [
+            parameter
+            for set_index, each in enumerate(self.sets)
+            for parameter in each.parameters
+            if id(parameter) not in known or each.owner is not before.sets[set_index].owner
+        ]
+
     def initial_state(self, parameters: Sequence[torch.Tensor]) -> Callable[[ShardSlice], Vectors]:
         """Return a function that returns a shard's part of these parameters' optimizer state."""
-        state = {p: each.state[p] for each in self.sets for p in each.parameters if p in each.state}
-        wanted = {p: state[p] for p in parameters if p in state}
-        return lambda shard: slice_state(shard, self.parameters, wanted)
+        wanted = set(map(id, parameters))
+        state = {
+            parameter: each.state[parameter]
+            for each in self.sets
+            for parameter in each.parameters
+            if id(parameter) in wanted and parameter in each.state
+        }
+        return lambda shard: slice_state(shard, self.parameters, state)
 
 
 class WorkerTraining:
@@ -194,11 +216,18 @@ class WorkerTraining:
         """True if the script evaluates or edits the model."""
         return bool(self._inside)
 
+    def set_of(self, parameters: Sequence[torch.Tensor]) -> int | None:
+        """Return the only set to which some of these parameters belong already; None if there is none, or several."""
+        places = zip(self._trained.parameters, self._trained.spec.layout.parameters, strict=True)
+        wanted = set(map(id, parameters))
+        found = {place.set_index for parameter, place in places if id(parameter) in wanted}
+        return found.pop() if len(found) == 1 else None
+
     def extend(self, sets: Sequence[ParameterSet]) -> None:
         """Train further parameters: wait for the other workers to add them, and copy one worker's weights.
 
         Args:
-            sets: the parameter sets, which may have further parameters at their ends. Further sets may follow.
+            sets: the parameter sets, which may have further parameters or another optimizer. Further sets may follow.
 
         Raises:
             ConfigurationError: the model or its parameters are not supported.
@@ -220,7 +249,7 @@ class WorkerTraining:
         weights = Weights(layout, trained.parameters)
         weights.copy_to(initial)
         buffers = trained.buffers.follow(before.buffers)
-        state_of = trained.initial_state([trained.parameters[index] for index in added])
+        state_of = trained.initial_state(trained.new_since(before))
         if refused := session.extend(trained.spec, initial, list(buffers.values()), state_of):
             raise UsageError(f"The workers' calls differ: {refused}")
         remove_now(session)
@@ -247,7 +276,8 @@ class WorkerTraining:
             }
         self._gradients = Gradients(trained.spec.layout, parameters, session.gradients)
         final = all(each.scale_gradients is None for each in trained.sets)
-        self._gradients.adopt_as_accumulated(session, final=final)
+        members = {index for each in trained.members for index in each}
+        self._gradients.adopt_as_accumulated(session, members, final=final)
         weights.mark()
         self._keep_before_loading()
 
@@ -518,6 +548,31 @@ def _require_disjoint(model: JointModel, parameters: Sequence[torch.Tensor]) -> 
                 "parameter may be trained by one optimizer only. Give the optimizers different parameters."
             )
         seen.add(id(parameter))
+
+
+def _in_layout(
+    layout: Layout, set_index: int, members: Sequence[int], group_of: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the group of each parameter of a set, in the order of the layout.
+
+    Args:
+        layout: the layout.
+        set_index: the set.
+        members: the indices of the parameters that the optimizer trains, in its order.
+        group_of: the groups of these parameters.
+    """
+    groups = dict(zip(members, group_of, strict=True))
+    return tuple(
+        groups.get(index, 0) for index, place in enumerate(layout.parameters) if place.set_index == set_index
+    )
+
+
+def _replaced(set_index: int, parameters: ParameterSet, before: _Trained | None) -> int:
+    """Return how often the optimizer of a set has been replaced."""
+    if before is None or set_index >= len(before.sets):
+        return 0
+    changed = parameters.owner is not before.sets[set_index].owner
+    return before.spec.optimizers[set_index].replaced + changed
 
 
 def _norm(vectors: Vectors) -> float:

@@ -75,11 +75,18 @@ class Store:
 
         Args:
             before: the other store, which is no longer used.
-            state: the initial optimizer state of the new segments: "<segment>/<key>" -> tensor.
+            state: the initial optimizer state of the new segments, and of sets whose optimizer has been replaced:
+                "<segment>/<key>" -> tensor.
             parameters: number of parameters of the layout.
         """
-        self.load_optimizer_state(before.optimizer_state() | state)
-        for part, earlier in zip(self._sets, before._sets, strict=False):
+        kept = [
+            (part, earlier)
+            for part, earlier in zip(self._sets, before._sets, strict=False)
+            if part.spec.replaced == earlier.spec.replaced
+        ]
+        earlier_state = {name: value for _, earlier in kept for name, value in earlier.state().items()}
+        self.load_optimizer_state(earlier_state | state)
+        for part, earlier in kept:
             part.optimizer.take_counters(earlier.optimizer)
         self._edited = before._edited
         self._pushes = {key: self._extended(push, parameters) for key, push in before._pushes.items()}
@@ -147,12 +154,7 @@ class Store:
 
     def optimizer_state(self) -> Vectors:
         """Return the optimizer's state: "<segment>/<key>" -> tensor."""
-        return {
-            f"{part.positions[int(position)]}/{key}": value
-            for part in self._sets
-            for name, value in part.optimizer.state().items()
-            for position, _, key in [name.partition("/")]
-        }
+        return {name: value for part in self._sets for name, value in part.state().items()}
 
     def load_optimizer_state(self, state: Vectors) -> None:
         """Restore a state returned by `optimizer_state()`. Raise `ProtocolError` if it does not fit this shard."""
@@ -175,12 +177,11 @@ class Store:
         edits = not push.groups
         vectors = self.weights if edits else of_set(self.weights, push.set_index)
         added = {name: torch.zeros_like(each) for name, each in vectors.items() if name not in push.gradient}
-        groups = () if edits else self._sets[push.set_index].groups[len(push.groups) :]
         return msgspec.structs.replace(
             push,
             gradient=push.gradient | added,
             present=push.present.ljust(parameters, b"\0"),
-            groups=push.groups + groups,
+            groups=() if edits else self._sets[push.set_index].spec.groups,
         )
 
 
@@ -188,14 +189,19 @@ class _Set(NamedTuple):
     """The part of a shard that belongs to one parameter set.
 
     Attributes:
+        spec: the description of the set's optimizer.
         optimizer: the optimizer of the set, on this part.
-        groups: the optimizer's initial hyper-parameters.
         positions: for each segment of this part, its position among all segments of the shard.
     """
 
+    spec: OptimizerSpec
     optimizer: SliceOptimizer
-    groups: tuple[HyperParameters, ...]
     positions: tuple[int, ...]
+
+    def state(self) -> Vectors:
+        """Return the optimizer's state, with the segments' positions among all segments of the shard."""
+        places = ((*name.partition("/"), value) for name, value in self.optimizer.state().items())
+        return {f"{self.positions[int(position)]}/{key}": value for position, _, key, value in places}
 
 
 def _sets_of(bounds: ShardSlice, weights: Vectors, optimizers: Sequence[OptimizerSpec]) -> list[_Set]:
@@ -204,7 +210,7 @@ def _sets_of(bounds: ShardSlice, weights: Vectors, optimizers: Sequence[Optimize
         part = bounds.of_set(set_index)
         positions = tuple(i for i, segment in enumerate(bounds.segments) if segment.dtype in part.bounds)
         sliced = optimizer_of_slice(optimizer, part, of_set(weights, set_index))
-        sets.append(_Set(sliced, optimizer.groups, positions))
+        sets.append(_Set(optimizer, sliced, positions))
     return sets
 
 
