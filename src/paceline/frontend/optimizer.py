@@ -30,10 +30,11 @@ from ..sync.events import MOST_NORM, Clip
 from .clipping import gradient_norm
 from .first_forward import before_each_forward, can_compute_gradients
 from .model import find_model, require_not_wrapped
+from .parameter_sets import ParameterSet
 from .progress import count_step
 from .schedule import ScheduleWatch
 from .session import Session, current
-from .training import ParameterSet, WorkerTraining, training_of
+from .training import WorkerTraining, training_of
 
 __all__ = ["DistributedOptimizer"]
 

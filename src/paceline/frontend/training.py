@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import msgspec
@@ -15,25 +15,24 @@ import torch
 from torch import nn
 
 from ..core.fingerprints import HASHED_ITERATIONS
-from ..core.layout import Layout, ShardSlice, of_set
+from ..core.layout import of_set
 from ..core.messages import Combined, GradientHashed, Warned
-from ..core.model_spec import HyperParameters, ModelSpec, OptimizerSpec
+from ..core.model_spec import HyperParameters
 from ..core.requests import COORDINATOR, Send
-from ..errors import ConfigurationError, NonFiniteGradientError, UsageError
-from ..shard.optimizer_state import join_state, slice_state
+from ..errors import NonFiniteGradientError, UsageError
+from ..shard.optimizer_state import join_state
 from ..shard.vectors import Vectors, digest, squared_norm, torch_dtype
 from ..sync.events import Clip
-from .buffers import Buffers
 from .clipping import take_clipped
 from .gradients import Gradients
 from .hooks import Weakly, remove_after, remove_now
-from .joint_model import JointModel
-from .model import Place, describe_parameter, layout_of, require_trainable
+from .model import describe_parameter
+from .parameter_sets import ParameterSet, Trained
 from .restart import Restartable
 from .session import Session
 from .weights import Weights
 
-__all__ = ["ParameterSet", "WorkerTraining", "training_of"]
+__all__ = ["WorkerTraining", "training_of"]
 
 log = logging.getLogger("paceline.frontend.training")
 
@@ -50,115 +49,6 @@ UNABORTABLE = (
 
 LEAST_NORM = 1e-12
 """Minimum denominator of |g| / |w|, because the norm of the weights may be zero."""
-
-
-class ParameterSet(NamedTuple):
-    """The parameters that one optimizer of the script trains.
-
-    Attributes:
-        models: the modules that contain the parameters.
-        parameters: the parameters, in the order of the optimizer's groups.
-        optimizer: the optimizer that the servers run.
-        owner: the script's optimizer. If it changes, another optimizer has taken over the set.
-        state: the optimizer's initial state: parameter -> key -> value. Only the initializer's state is used.
-        scale_gradients: function that scales the gradients in place before each push; None for unscaled gradients.
-    """
-
-    models: tuple[nn.Module, ...]
-    parameters: Sequence[torch.Tensor]
-    optimizer: OptimizerSpec
-    owner: torch.optim.Optimizer
-    state: Mapping[Any, Mapping[str, Any]]
-    scale_gradients: Callable[[], None] | None = None
-
-
-class _Trained(NamedTuple):
-    """All that a script trains, as one model.
-
-    Attributes:
-        sets: the parameter sets. Below, a set is given by its index in this sequence.
-        model: the modules of all sets.
-        parameters: the parameters of all sets, in the order of the layout. An optimizer that has taken over a set may
-            not train all of the set's parameters.
-        members: for each set, the indices in `parameters` of those that its optimizer trains, in its order.
-        buffers: the tensors of the model that are not trained.
-        spec: description of the model and the optimizers, which must be the same in all workers.
-    """
-
-    sets: Sequence[ParameterSet]
-    model: JointModel
-    parameters: Sequence[torch.Tensor]
-    members: Sequence[Sequence[int]]
-    buffers: Buffers
-    spec: ModelSpec
-
-    @classmethod
-    def of(cls, sets: Sequence[ParameterSet], before: _Trained | None = None) -> _Trained:
-        """Return what a script trains with these parameter sets.
-
-        Args:
-            sets: the parameter sets.
-            before: what it has trained before parameters were added to some sets, or sets were added.
-
-        Raises:
-            ConfigurationError: the model or its parameters are not supported.
-        """
-        modules = [module for each in sets for module in each.models]
-        model = JointModel(modules, before.model if before else None)
-        _require_disjoint(model, [parameter for each in sets for parameter in each.parameters])
-        for each in sets:
-            for module in each.models:
-                require_trainable(module, each.parameters)
-        earlier = before.parameters if before else ()
-        described = before.spec.layout.parameters if before else ()
-        known = {id(parameter): place for parameter, place in zip(earlier, described, strict=True)}
-        part = max((place.part for place in described), default=-1) + 1
-        added = []
-        for set_index, each in enumerate(sets):
-            for position, parameter in enumerate(each.parameters):
-                if (place := known.get(id(parameter))) is None:
-                    added.append(Place(parameter, set_index, position, part))
-                elif place.set_index != set_index:
-                    raise ConfigurationError(
-                        f"Parameter {place.names[0]!r} has been trained by another optimizer. A new optimizer may "
-                        "take over the parameters of one earlier optimizer, and only one new optimizer may do so."
-                    )
-        parameters = [*earlier, *(place.parameter for place in added)]
-        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        members = [[index_of[id(parameter)] for parameter in each.parameters] for each in sets]
-        layout = layout_of(model, added, described)
-        buffers = Buffers(model, parameters)
-        first, *further = (
-            msgspec.structs.replace(
-                each.optimizer,
-                group_of=_in_layout(layout, set_index, members[set_index], each.optimizer.group_of),
-                replaced=_replaced(set_index, each, before),
-            )
-            for set_index, each in enumerate(sets)
-        )
-        spec = ModelSpec(layout, first, buffers.specs, tuple(further))
-        return cls(sets, model, parameters, members, buffers, spec)
-
-    def new_since(self, before: _Trained) -> list[torch.Tensor]:
-        """Return the parameters whose optimizer state is new: they or their optimizers have been added."""
-        known = set(map(id, before.parameters))
-        return [
-            parameter
-            for set_index, each in enumerate(self.sets)
-            for parameter in each.parameters
-            if id(parameter) not in known or each.owner is not before.sets[set_index].owner
-        ]
-
-    def initial_state(self, parameters: Sequence[torch.Tensor]) -> Callable[[ShardSlice], Vectors]:
-        """Return a function that returns a shard's part of these parameters' optimizer state."""
-        wanted = set(map(id, parameters))
-        state = {
-            parameter: each.state[parameter]
-            for each in self.sets
-            for parameter in each.parameters
-            if id(parameter) in wanted and parameter in each.state
-        }
-        return lambda shard: slice_state(shard, self.parameters, state)
 
 
 class WorkerTraining:
@@ -179,7 +69,7 @@ class WorkerTraining:
         ConfigurationError: the model or its parameters are not supported, or this worker may not join the run.
     """
 
-    _trained: _Trained
+    _trained: Trained
     _weights: Weights
     _gradients: Gradients
     _restartable: Restartable | None
@@ -189,7 +79,7 @@ class WorkerTraining:
         self._said_unabortable = False
         self._inside = ""  # the context that the script is in: `EVALUATING`, `EDITING` or ""
         self.stale: set[int] = set()
-        trained = _Trained.of(sets)
+        trained = Trained.of(sets)
         layout = trained.spec.layout
         self._expect_batches_for(trained)
         initializer = session.begin(trained.spec)
@@ -237,7 +127,7 @@ class WorkerTraining:
         self.require_not_idle("The first forward pass or step with new parameters")
         session, before = self._session, self._trained
         self._weights.require_unchanged(session)
-        trained = _Trained.of(sets, before)
+        trained = Trained.of(sets, before)
         layout = trained.spec.layout
         self._expect_batches_for(trained)
         added = range(len(before.parameters), len(trained.parameters))
@@ -255,7 +145,7 @@ class WorkerTraining:
         remove_now(session)
         self._train(trained, weights, added)
 
-    def _train(self, trained: _Trained, weights: Weights, added: range) -> None:
+    def _train(self, trained: Trained, weights: Weights, added: range) -> None:
         """Take over the weights of the session, and train with its memory from now on.
 
         Args:
@@ -281,7 +171,7 @@ class WorkerTraining:
         weights.mark()
         self._keep_before_loading()
 
-    def _expect_batches_for(self, trained: _Trained) -> None:
+    def _expect_batches_for(self, trained: Trained) -> None:
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained.model.modules()):
             self._session.data.least = 2  # BatchNorm cannot normalize a batch of one sample
 
@@ -537,42 +427,6 @@ def training_of(session: Session) -> WorkerTraining | None:
 # The references are weak: a `WorkerTraining` refers to its session, which is the key, so with a strong reference the
 # session would never be freed.
 _trainings: WeakKeyDictionary[Session, ref[WorkerTraining]] = WeakKeyDictionary()
-
-
-def _require_disjoint(model: JointModel, parameters: Sequence[torch.Tensor]) -> None:
-    seen: set[int] = set()
-    for parameter in parameters:
-        if id(parameter) in seen:
-            raise ConfigurationError(
-                f"Parameter {describe_parameter(model, parameter)} belongs to two optimizers. In a run, each "
-                "parameter may be trained by one optimizer only. Give the optimizers different parameters."
-            )
-        seen.add(id(parameter))
-
-
-def _in_layout(
-    layout: Layout, set_index: int, members: Sequence[int], group_of: Sequence[int]
-) -> tuple[int, ...]:
-    """Return the group of each parameter of a set, in the order of the layout.
-
-    Args:
-        layout: the layout.
-        set_index: the set.
-        members: the indices of the parameters that the optimizer trains, in its order.
-        group_of: the groups of these parameters.
-    """
-    groups = dict(zip(members, group_of, strict=True))
-    return tuple(
-        groups.get(index, 0) for index, place in enumerate(layout.parameters) if place.set_index == set_index
-    )
-
-
-def _replaced(set_index: int, parameters: ParameterSet, before: _Trained | None) -> int:
-    """Return how often the optimizer of a set has been replaced."""
-    if before is None or set_index >= len(before.sets):
-        return 0
-    changed = parameters.owner is not before.sets[set_index].owner
-    return before.spec.optimizers[set_index].replaced + changed
 
 
 def _norm(vectors: Vectors) -> float:

@@ -1,0 +1,171 @@
+"""What the optimizers of a script train, as one model: the parameter sets, and their extension by further parameters.
+
+A parameter set consists of the parameters that one optimizer trains. When a script adds parameters after training has
+begun, the earlier parameters keep their sets and their places in the layout. If a new optimizer trains parameters of
+one earlier set, it takes over this set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import nn
+
+from ..core.layout import Layout, ShardSlice
+from ..core.model_spec import ModelSpec, OptimizerSpec
+from ..errors import ConfigurationError
+from ..shard.optimizer_state import slice_state
+from ..shard.vectors import Vectors
+from .buffers import Buffers
+from .joint_model import JointModel
+from .model import Place, describe_parameter, layout_of, require_trainable
+
+__all__ = ["ParameterSet", "Trained"]
+
+
+class ParameterSet(NamedTuple):
+    """The parameters that one optimizer of the script trains.
+
+    Attributes:
+        models: the modules that contain the parameters.
+        parameters: the parameters, in the order of the optimizer's groups.
+        optimizer: the optimizer that the servers run.
+        owner: the script's optimizer. If it changes, another optimizer has taken over the set.
+        state: the optimizer's initial state: parameter -> key -> value. Only the initializer's state is used.
+        scale_gradients: function that scales the gradients in place before each push; None for unscaled gradients.
+    """
+
+    models: tuple[nn.Module, ...]
+    parameters: Sequence[torch.Tensor]
+    optimizer: OptimizerSpec
+    owner: torch.optim.Optimizer
+    state: Mapping[Any, Mapping[str, Any]]
+    scale_gradients: Callable[[], None] | None = None
+
+
+class Trained(NamedTuple):
+    """All that a script trains, as one model.
+
+    Attributes:
+        sets: the parameter sets. Below, a set is given by its index in this sequence.
+        model: the modules of all sets.
+        parameters: the parameters of all sets, in the order of the layout. An optimizer that has taken over a set may
+            not train all of the set's parameters.
+        members: for each set, the indices in `parameters` of those that its optimizer trains, in its order.
+        buffers: the tensors of the model that are not trained.
+        spec: description of the model and the optimizers, which must be the same in all workers.
+    """
+
+    sets: Sequence[ParameterSet]
+    model: JointModel
+    parameters: Sequence[torch.Tensor]
+    members: Sequence[Sequence[int]]
+    buffers: Buffers
+    spec: ModelSpec
+
+    @classmethod
+    def of(cls, sets: Sequence[ParameterSet], before: Trained | None = None) -> Trained:
+        """Return what a script trains with these parameter sets.
+
+        Args:
+            sets: the parameter sets.
+            before: what it has trained before parameters were added to some sets, or sets were added.
+
+        Raises:
+            ConfigurationError: the model or its parameters are not supported.
+        """
+        modules = [module for each in sets for module in each.models]
+        model = JointModel(modules, before.model if before else None)
+        _require_disjoint(model, [parameter for each in sets for parameter in each.parameters])
+        for each in sets:
+            for module in each.models:
+                require_trainable(module, each.parameters)
+        earlier = before.parameters if before else ()
+        described = before.spec.layout.parameters if before else ()
+        known = {id(parameter): place for parameter, place in zip(earlier, described, strict=True)}
+        part = max((place.part for place in described), default=-1) + 1
+        added = []
+        for set_index, each in enumerate(sets):
+            for position, parameter in enumerate(each.parameters):
+                if (place := known.get(id(parameter))) is None:
+                    added.append(Place(parameter, set_index, position, part))
+                elif place.set_index != set_index:
+                    raise ConfigurationError(
+                        f"Parameter {place.names[0]!r} has been trained by another optimizer. A new optimizer may "
+                        "take over the parameters of one earlier optimizer, and only one new optimizer may do so."
+                    )
+        parameters = [*earlier, *(place.parameter for place in added)]
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        members = [[index_of[id(parameter)] for parameter in each.parameters] for each in sets]
+        layout = layout_of(model, added, described)
+        buffers = Buffers(model, parameters)
+        first, *further = (
+            msgspec.structs.replace(
+                each.optimizer,
+                group_of=_in_layout(layout, set_index, members[set_index], each.optimizer.group_of),
+                replaced=_replaced(set_index, each, before),
+            )
+            for set_index, each in enumerate(sets)
+        )
+        spec = ModelSpec(layout, first, buffers.specs, tuple(further))
+        return cls(sets, model, parameters, members, buffers, spec)
+
+    def new_since(self, before: Trained) -> list[torch.Tensor]:
+        """Return the parameters whose optimizer state is new: they or their optimizers have been added."""
+        known = set(map(id, before.parameters))
+        return [
+            parameter
+            for set_index, each in enumerate(self.sets)
+            for parameter in each.parameters
+            if id(parameter) not in known or each.owner is not before.sets[set_index].owner
+        ]
+
+    def initial_state(self, parameters: Sequence[torch.Tensor]) -> Callable[[ShardSlice], Vectors]:
+        """Return a function that returns a shard's part of these parameters' optimizer state."""
+        wanted = set(map(id, parameters))
+        state = {
+            parameter: each.state[parameter]
+            for each in self.sets
+            for parameter in each.parameters
+            if id(parameter) in wanted and parameter in each.state
+        }
+        return lambda shard: slice_state(shard, self.parameters, state)
+
+
+def _require_disjoint(model: JointModel, parameters: Sequence[torch.Tensor]) -> None:
+    seen: set[int] = set()
+    for parameter in parameters:
+        if id(parameter) in seen:
+            raise ConfigurationError(
+                f"Parameter {describe_parameter(model, parameter)} belongs to two optimizers. In a run, each "
+                "parameter may be trained by one optimizer only. Give the optimizers different parameters."
+            )
+        seen.add(id(parameter))
+
+
+def _in_layout(
+    layout: Layout, set_index: int, members: Sequence[int], group_of: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the group of each parameter of a set, in the order of the layout.
+
+    Args:
+        layout: the layout.
+        set_index: the set.
+        members: the indices of the parameters that the optimizer trains, in its order.
+        group_of: the groups of these parameters.
+    """
+    groups = dict(zip(members, group_of, strict=True))
+    return tuple(
+        groups.get(index, 0) for index, place in enumerate(layout.parameters) if place.set_index == set_index
+    )
+
+
+def _replaced(set_index: int, parameters: ParameterSet, before: Trained | None) -> int:
+    """Return how often the optimizer of a set has been replaced."""
+    if before is None or set_index >= len(before.sets):
+        return 0
+    changed = parameters.owner is not before.sets[set_index].owner
+    return before.spec.optimizers[set_index].replaced + changed
