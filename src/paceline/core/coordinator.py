@@ -46,6 +46,7 @@ from .layout import ShardSlice
 from .messages import (
     AllCommitted,
     ChangePublished,
+    Combined,
     Contributed,
     CreateShards,
     DataGranted,
@@ -445,8 +446,11 @@ class Coordinator:
         first, *others = models
         for worker in others:
             if difference := first_difference(models[first], models[worker]):
-                reason = f"its new parameters differ from those of worker {first}: {difference}"
-                return self._refuse([worker], reason, f"worker {worker}")
+                differ = Combined(
+                    refused=f"the new parameters of worker {worker} differ from those of worker {first}: "
+                    f"{difference}. All workers must add the same parameters in the same order."
+                )
+                return [Send(worker_peer(each), differ) for each in models]
         model = models[first]
         if reason := self._shortage(model, len(models)):
             return self._refuse(list(models), reason, "the run")
