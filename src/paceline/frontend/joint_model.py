@@ -31,7 +31,7 @@ class JointModel:
     A module that is a part of another one is not counted twice. If two modules give the same name to different
     tensors, all names of the n-th module begin with "model<n>.", where n is counted from 0 in the order of the
     optimizers. A joint model can be extended by further modules: earlier names remain the same, and only the names of
-    an added module get such a prefix, if one of them exists already.
+    an added module get such a prefix, if an earlier module has a tensor of the same name.
 
     Args:
         models: the module that each optimizer trains, in the order of the optimizers.
@@ -56,6 +56,8 @@ class JointModel:
         added = [model for model in distinct[len(earlier) :] if id(model) not in inner]
         named = before.tensors() if before is not None else {}
         known = frozenset(map(id, named.values()))
+        if before is not None:
+            named |= {name: named[full] for full, (_, name) in before._owners.items()}
         contents = [{k: v for k, v in _tensors(model).items() if id(v) not in known} for model in added]
         collide = [
             any(named.setdefault(name, tensor) is not tensor for name, tensor in content.items())

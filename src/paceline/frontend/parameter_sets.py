@@ -79,7 +79,6 @@ class Trained(NamedTuple):
         """
         modules = [module for each in sets for module in each.models]
         model = JointModel(modules, before.model if before else None)
-        _require_disjoint(model, [parameter for each in sets for parameter in each.parameters])
         for each in sets:
             for module in each.models:
                 require_trainable(module, each.parameters)
@@ -97,6 +96,7 @@ class Trained(NamedTuple):
                         f"Parameter {place.names[0]!r} has been trained by another optimizer. A new optimizer may "
                         "take over the parameters of one earlier optimizer, and only one new optimizer may do so."
                     )
+        _require_disjoint(model, [parameter for each in sets for parameter in each.parameters])
         parameters = [*earlier, *(place.parameter for place in added)]
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         members = [[index_of[id(parameter)] for parameter in each.parameters] for each in sets]
