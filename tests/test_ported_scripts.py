@@ -113,7 +113,9 @@ def test_unequal_workers_train_under_relaxed_models(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "sync"), [("language_model", "bsp"), ("gpt", "asp")])
+@pytest.mark.parametrize(
+    ("name", "sync"), [("language_model", "bsp"), ("gpt", "asp"), ("unfreeze", "elastic-bsp")]
+)
 def test_a_script_trains_in_processes(
     name: str, sync: str, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
