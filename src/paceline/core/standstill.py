@@ -9,8 +9,9 @@ from .messages import Contributed, ShardWaits
 __all__ = ["standstill", "unable_to_begin"]
 
 SAME_PLACES = (
-    "Workers wait in paceline.barrier() or paceline.reduce() for workers that wait for them. "
-    "Let all workers make the same calls, after the same number of iterations."
+    "Workers wait for others in a call that all workers must make: paceline.barrier(), paceline.reduce(), or the "
+    "first step with a new DistributedOptimizer or group. Let all workers make the same calls, after the same number "
+    "of iterations."
 )
 
 
@@ -19,7 +20,7 @@ def standstill(shards: Iterable[ShardWaits], gathered: Mapping[int, Contributed]
 
     Args:
         shards: the workers that wait at each shard.
-        gathered: the workers that wait in a barrier or a reduction. See `core.collectives`.
+        gathered: the workers that wait in a call of all workers. See `core.collectives`.
     """
     lines = [
         f"  worker {worker}, after its iteration {iteration}, waits at shard {shard.shard} ({shard.sync}) "
@@ -33,11 +34,11 @@ def standstill(shards: Iterable[ShardWaits], gathered: Mapping[int, Contributed]
 
 
 def unable_to_begin(workers: Iterable[int], gathered: Mapping[int, Contributed]) -> str:
-    """Return a report on a run that cannot begin, because some of its workers wait in a barrier or a reduction.
+    """Return a report on a run that cannot begin, because some of its workers wait in a call of all workers.
 
     Args:
         workers: all live workers.
-        gathered: the workers that wait in a barrier or a reduction.
+        gathered: the workers that wait in such a call.
     """
     lines = [
         f"  worker {worker}, which is about to train, waits for the models of the other workers"

@@ -124,7 +124,7 @@ class WorkerTraining:
             UsageError: the script evaluates or edits the model, or the workers' calls differ.
             WeightsChangedError: weights have been changed since the last step.
         """
-        self.require_not_idle("The first forward pass or step with new parameters")
+        self.require_not_idle("The first step with new parameters")
         session, before = self._session, self._trained
         self._weights.require_unchanged(session)
         trained = Trained.of(sets, before)

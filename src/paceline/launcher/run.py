@@ -167,6 +167,7 @@ class LiveRun:
         self._weights_path: Path | None = None
         # Messages about problems that occurred while the run was shutting down.
         self._notes: list[str] = []
+        self._lost: tuple[int, ...] = ()  # workers that were lost before the launcher ended the others
 
     def carry_out(
         self, worker_arguments: Sequence[str], worker_payload: bytes, server_payload: bytes
@@ -190,6 +191,7 @@ class LiveRun:
                 if self._sampler is not None:
                     self._sampler.start()
                 failure = self._await_end()
+                self._lost = tuple(coordinator.core.lost)
                 early = failure is not None or self._interruption.asked
                 if early:
                     engine.end(engine.workers, grace_s=0.0, hurried=self._interruption.hurried)
@@ -364,9 +366,13 @@ class LiveRun:
         for note in [*self._coordinator.core.faults, *self._notes]:
             if note != failure.reason:
                 failure.add_note(note)
-        for worker in self._coordinator.core.lost:
+        for worker in self._lost:
             ending = self._coordinator.ending(worker)
-            if failure.process == f"worker {worker}" and ending not in failure.reason:
+            if (
+                failure.process == f"worker {worker}"
+                and not failure.traceback
+                and ending not in failure.reason
+            ):
                 failure.add_note(f"worker {worker}: {ending}")
         log_path = self._run_dir / f"{failure.process.replace(' ', '-')}.log"
         where = f"the output of {failure.process} is in {log_path}"
