@@ -31,7 +31,8 @@ class JointModel:
     A module that is a part of another one is not counted twice. If two modules give the same name to different
     tensors, all names of the n-th module begin with "model<n>.", where n is counted from 0 in the order of the
     optimizers. A joint model can be extended by further modules: earlier names remain the same, and only the names of
-    an added module get such a prefix, if an earlier module has a tensor of the same name.
+    an added module get such a prefix, if an earlier module has a tensor of the same name. What was inserted into an
+    earlier module has the names of this module.
 
     Args:
         models: the module that each optimizer trains, in the order of the optimizers.
@@ -54,10 +55,14 @@ class JointModel:
         distinct = list({id(model): model for model in [*earlier, *models]}.values())
         inner = {id(sub) for model in distinct for sub in model.modules() if sub is not model}
         added = [model for model in distinct[len(earlier) :] if id(model) not in inner]
-        named = before.tensors() if before is not None else {}
+        known = frozenset(map(id, before.tensors().values())) if before is not None else frozenset()
+        for model, prefix, _ in self._parts:
+            for name, tensor in _tensors(model).items():
+                if id(tensor) not in known:  # a layer that was inserted into an earlier module
+                    self._owners.setdefault(prefix + name, (model, name))
+        named = self.tensors()
+        named |= {name: named[full] for full, (_, name) in self._owners.items()}
         known = frozenset(map(id, named.values()))
-        if before is not None:
-            named |= {name: named[full] for full, (_, name) in before._owners.items()}
         contents = [{k: v for k, v in _tensors(model).items() if id(v) not in known} for model in added]
         collide = [
             any(named.setdefault(name, tensor) is not tensor for name, tensor in content.items())
