@@ -149,6 +149,29 @@ def unfreezing(kind: Kind) -> State:
     return named(model)
 
 
+def growing(kind: Kind) -> State:
+    """Insert further layers into a model, each with a group of its own."""
+    model = network(mine(0))
+    optimizer = DistributedOptimizer(kind(model.parameters()), model=model)
+    fit(model, optimizer, 0)
+    for stage in (1, 2):
+        added = nn.Sequential(nn.BatchNorm1d(1, affine=False), nn.Linear(1, 1)).double()
+        model.append(filled(added, mine(stage)))
+        model.eval()  # so that the result does not depend on the sizes of batches
+        optimizer.add_param_group({"params": added.parameters(), "lr": 0.05})
+        fit(model, optimizer, STEPS * stage)
+    return named(model)
+
+
+def another_head(kind: Kind) -> State:
+    """Replace the last layer of a model by one of another size, and train all layers with a new optimizer."""
+    model = network(mine(0))
+    fit(model, DistributedOptimizer(kind(model.parameters()), model=model), 0)
+    model[2] = filled(nn.Linear(5, 2).double(), mine(1))
+    fit(model, DistributedOptimizer(kind(model.parameters()), model=model), STEPS)
+    return named(model)
+
+
 def late_discriminator(kind: Kind) -> State:
     """Train a generator by itself, and then against a discriminator."""
     generator = network(mine(0), outputs=3)
@@ -199,6 +222,8 @@ SCRIPTS: list[Script] = [
     k_fold,
     second_phase,
     unfreezing,
+    growing,
+    another_head,
     late_discriminator,
     several_in_each_fold,
     another_optimizer,
@@ -207,6 +232,8 @@ PUSHES: dict[Script, int] = {  # of each worker
     k_fold: 3 * STEPS,
     second_phase: 4 * STEPS,
     unfreezing: 3 * STEPS,
+    growing: 3 * STEPS,
+    another_head: 2 * STEPS,
     late_discriminator: 3 * STEPS,
     several_in_each_fold: 4 * STEPS,
     another_optimizer: 3 * STEPS,
