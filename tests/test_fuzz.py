@@ -34,6 +34,7 @@ from torch import nn
 from paceline import DistributedOptimizer, worker_index
 from paceline.core import worker as core
 from paceline.core.layout import Layout, Parameter, ShardSlice
+from paceline.core.lease import Order
 from paceline.core.messages import (
     AllCommitted,
     Answer,
@@ -41,20 +42,27 @@ from paceline.core.messages import (
     Commit,
     Committed,
     Content,
+    Contributed,
     CreateShards,
+    DataRequested,
+    ExtendShards,
+    ExtensionReady,
     Failed,
     FaultReported,
+    FetchBuffers,
     FetchOptimizerState,
     FetchSnapshot,
     FetchWaits,
     FromCoordinatorToWorker,
     FromServer,
+    GradientHashed,
     Hello,
     InitialState,
     InitialWeights,
     IterationFinished,
     IterationStarted,
     Message,
+    ModelExtended,
     OptimizerState,
     PullAllowed,
     PullRepeated,
@@ -66,6 +74,8 @@ from paceline.core.messages import (
     Stage,
     Started,
     Status,
+    StoodIn,
+    StopRequested,
     SyncRequested,
     WorkerFinished,
     WorkerLost,
@@ -272,6 +282,14 @@ OPTIMIZERS = {
 def model_of(optimizer: str) -> ModelSpec:
     spec = OptimizerSpec(optimizer, read_groups(OPTIMIZERS[optimizer]), (0, 0))
     return ModelSpec(Layout.of(PARAMETERS), spec, (BufferSpec("count", (3,), "float32", False),))
+
+
+def extended(model: ModelSpec) -> ModelSpec:
+    """Return the model with a further parameter of the same optimizer, and one of another optimizer."""
+    added = [Parameter(("c",), (9,), "float32", 0, 1), Parameter(("d",), (2, 2), "float64", 1, 1)]
+    first = msgspec.structs.replace(model.optimizer, group_of=(0, 0, 0))
+    further = OptimizerSpec("SGD", read_groups(OPTIMIZERS["SGD"]), (0,))
+    return ModelSpec(Layout.of([*PARAMETERS, *added]), first, model.buffers, (further,))
 
 
 class Puppet:
@@ -523,6 +541,18 @@ class Attacker:
             WorkerLost(0),
             PullAllowed(iteration),
             Bell(),
+            Contributed("barrier()", choice.randrange(3)),
+            Contributed(
+                "reduce()", choice.randrange(3), "mean", bytes(choice.choice((0, 3, 16))), choice.random()
+            ),
+            *[Contributed("DistributedOptimizer()", 1, model=extended(model))] * 3,
+            ExtensionReady(0),
+            ExtendShards(extended(model), puppet.shards, 0),
+            ModelExtended(puppet.shards),
+            GradientHashed(iteration, "abc"),
+            StoodIn(),
+            StopRequested(0),
+            DataRequested(0, "loader", 0, Order(100, 4, False, "auto", ""), 0, 0),
         ]
         return [(word, 0) for word in words]
 
@@ -561,6 +591,8 @@ class Attacker:
             (PullRequested(shard.index, iteration - 1 if iteration else 0), 0),
             (PullRepeated(shard.index, iteration), 0),
             (FetchOptimizerState(shard.index), 0),
+            (FetchBuffers(shard.index), 0),
+            (ModelExtended(puppet.shards), 0),
             (FetchSnapshot(shard.index), 0),
             (FetchWaits(), 0),
             (InitialState(shard.index), 8),
