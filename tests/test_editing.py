@@ -294,6 +294,34 @@ def test_the_next_worker_edits_if_a_worker_is_lost_inside_the_block(
     assert run.state_dict["unused"].tolist() == [8.0] * 3
 
 
+def test_a_new_optimizer_edits_weights_that_an_earlier_one_has_trained(run_on_threads: RunOnThreads) -> None:
+    """A cross-validation with one model, which is reset before each fold, and a new optimizer for each fold."""
+
+    def validate() -> list[State]:
+        model = nn.Linear(3, 1, bias=False).double()
+        first = {"weight": torch.ones(1, 3).double()}
+        began = []
+        for fold in range(3):
+            optimizer = DistributedOptimizer(sgd(model), model=model)
+            with optimizer.editing():
+                model.load_state_dict(first)
+            began.append({"weight": model.weight.detach().clone()})
+            for iteration in range(3):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(10 * fold + iteration)
+                inputs = torch.randn(4, 3, generator=generator).double()
+                model(inputs[worker_index() :: worker_count()]).square().mean().backward()
+                optimizer.step()
+        return [*began, {"weight": model.weight.detach().clone()}]
+
+    alone = validate()
+    assert torch.equal(alone[2]["weight"], alone[0]["weight"])
+    run = run_on_threads(validate, workers=2, servers=2, sync="bsp")
+    assert sorted(run.results) == [0, 1]
+    for found in run.results.values():
+        torch.testing.assert_close(found, alone)
+
+
 def test_an_edit_that_raises_is_undone(run_on_threads: RunOnThreads) -> None:
     def train() -> None:
         model = Net()

@@ -268,7 +268,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ...         _ = parameter.clamp_(-0.01, 0.01)
         """
         self._require_current("editing()")
-        return self._training.editing() if self._training is not None else nullcontext()
+        # The parameters of this optimizer may be trained already, by one that it replaces.
+        training = training_of(self._session) if self._session is not None else None
+        return training.editing() if training is not None else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state in the format of the wrapped optimizer's own `state_dict()`.
