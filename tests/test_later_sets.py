@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -513,7 +514,39 @@ def test_a_later_group_has_its_part_of_the_state(kind: Kind, run_on_threads: Run
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
-def test_buffers_of_later_models_are_those_of_worker_0_and_pooled_at_the_end(
+@pytest.mark.parametrize("later", [False, True], ids=["at the start", "later"])
+def test_what_is_not_trained_is_that_of_worker_0(later: bool, run_on_threads: RunOnThreads) -> None:
+    """A frozen layer, a constant, and the statistics of BatchNorm. Each worker builds others."""
+
+    def train() -> State:
+        worker = paceline.worker_index()
+        if later:
+            begin(network(0))
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False), network(mine(1))).double()
+        filled(model[0], mine(2)).requires_grad_(False)
+        model.register_buffer("constant", torch.tensor([math.nan, 1.0 + worker]))
+        norm: Any = model[1].eval()
+        norm.running_mean.fill_(worker)
+        fit(model, DistributedOptimizer(sgd(model[2].parameters()), model=model), 0)
+        return named(model)
+
+    def found(state: State) -> State:
+        return {
+            name.removeprefix("model1."): value
+            for name, value in state.items()
+            if not later or "model1" in name
+        }
+
+    expected = train()
+    run = run_on_threads(train, workers=2, servers=2, sync="bsp")
+    for state in (*run.results.values(), found(run.state_dict)):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12, equal_nan=True)
+    result = simulate(EQUAL, "bsp", train_fn=train)
+    assert result.state_dict is not None
+    torch.testing.assert_close(found(result.state_dict), expected, rtol=0, atol=1e-12, equal_nan=True)
+
+
+def test_the_statistics_of_later_models_are_pooled(
     run_on_threads: RunOnThreads,
 ) -> None:
     def train() -> State:

@@ -18,8 +18,9 @@ a push event and, if it includes a pull, a pull event.
     coordinator -> server   CreateShards, ExtendShards, ModelExtended, WorkerJoined, WorkerLost, MeanClipped,
                             MeanAwaited, FetchSnapshot, FetchWaits, Shutdown
     worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, PullRequested, PullRepeated,
-                            FetchOptimizerState, FetchBuffers, WorkerFinished
-    server -> worker        Committed, Answer, InitialWeightsRequested, OptimizerState, PooledBuffers
+                            FetchOptimizerState, FetchBuffers, FetchInitialBuffers, WorkerFinished
+    server -> worker        Committed, Answer, InitialWeightsRequested, OptimizerState, PooledBuffers,
+                            InitialBuffers
     reader -> server        Hello, FetchSnapshot, FetchOptimizerState
     server -> reader        Snapshot, OptimizerState
 """
@@ -55,6 +56,7 @@ __all__ = [
     "Failed",
     "FaultReported",
     "FetchBuffers",
+    "FetchInitialBuffers",
     "FetchOptimizerState",
     "FetchSnapshot",
     "FetchWaits",
@@ -65,6 +67,7 @@ __all__ = [
     "FromServer",
     "GradientHashed",
     "Hello",
+    "InitialBuffers",
     "InitialState",
     "InitialWeights",
     "InitialWeightsRequested",
@@ -716,6 +719,30 @@ class PooledBuffers(Message, frozen=True, tag=True):
     shard: int
 
 
+class FetchInitialBuffers(Message, frozen=True, tag=True):
+    """A worker requests the initial values of the buffers that were added last, from the server of shard 0.
+
+    Attributes:
+        shard: 0.
+        checksum: checksum of the worker's own values.
+    """
+
+    shard: Number
+    checksum: Number
+
+
+class InitialBuffers(Message, frozen=True, tag=True):
+    """The initial values of the buffers that were added last. They are the payload, in the order of the model.
+
+    Attributes:
+        shard: 0.
+        equal: True if the worker has the same values, so that there is no payload.
+    """
+
+    shard: int
+    equal: bool = False
+
+
 class FetchSnapshot(Message, frozen=True, tag=True):
     """Request the current weights of a shard. Sent by readers, and by the coordinator at the end of a run."""
 
@@ -882,8 +909,18 @@ FromPeerToServer = (
     | PullRepeated
     | FetchOptimizerState
     | FetchBuffers
+    | FetchInitialBuffers
     | FetchSnapshot
     | WorkerFinished
     | Bell
 )
-FromServer = Committed | Answer | InitialWeightsRequested | OptimizerState | PooledBuffers | Snapshot | Bell
+FromServer = (
+    Committed
+    | Answer
+    | InitialWeightsRequested
+    | OptimizerState
+    | PooledBuffers
+    | InitialBuffers
+    | Snapshot
+    | Bell
+)

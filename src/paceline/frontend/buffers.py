@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -62,6 +62,21 @@ class Buffers:
                 self._sent[index] = sent[spec.name]
         return added
 
+    @torch.no_grad()
+    def take_over(self, values: Mapping[str, torch.Tensor]) -> bool:
+        """Set buffers, by name, to these values, which count as sent. Return True if one has changed."""
+        differs = False
+        for index, spec in enumerate(self.specs):
+            if spec.name not in values:
+                continue
+            tensor, value = self._get(spec), values[spec.name]
+            if not torch.equal(_bits(tensor), _bits(value)):  # the bits, so that NaN equals NaN
+                tensor.copy_(value)
+                differs = True
+            if not spec.fixed:
+                self._sent[index] = _Sent(tensor)
+        return differs
+
     def changed(self) -> dict[int, torch.Tensor]:
         """Return the buffers that have changed since the last call, by index in `specs`. The first call returns all.
 
@@ -89,6 +104,10 @@ class Buffers:
 
     def _get(self, spec: BufferSpec) -> torch.Tensor:
         return self._model.tensor(spec.name).detach()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 class _Sent:

@@ -17,7 +17,7 @@ from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice
 from ..core.lease import BatchSizing
 from ..core.messages import Combined
-from ..core.model_spec import ModelSpec
+from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import Request
 from ..shard.vectors import Vectors
 from ..sync import SyncModel
@@ -263,6 +263,17 @@ class Session(Protocol):
 
     def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the model's buffers, pooled over the workers, by their names in the `state_dict`."""
+        ...
+
+    def fetch_initial_buffers(
+        self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return the initializer's values of the buffers that were added last, by their names in the `state_dict`.
+
+        Args:
+            specs: these buffers.
+            own: this worker's own values of these buffers. If they are equal, the result may be {}.
+        """
         ...
 
     def combine(

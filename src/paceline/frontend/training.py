@@ -17,7 +17,7 @@ from torch import nn
 from ..core.fingerprints import HASHED_ITERATIONS
 from ..core.layout import of_set
 from ..core.messages import Combined, GradientHashed, Warned
-from ..core.model_spec import HyperParameters
+from ..core.model_spec import BufferSpec, HyperParameters
 from ..core.requests import COORDINATOR, Send
 from ..errors import NonFiniteGradientError, UsageError
 from ..shard.optimizer_state import join_state
@@ -90,7 +90,9 @@ class WorkerTraining:
         else:
             session.await_first_weights()
         trained.buffers.changed()  # from here on, only changed buffers are sent
-        self._train(trained, weights, range(len(trained.parameters)))
+        self._train(
+            trained, weights, range(len(trained.parameters)), () if initializer else trained.buffers.specs
+        )
         # The session refers to this object, so that it lives on if the script keeps only the model.
         session.on_moved = self._follow_weights
         session.on_finish = lambda: self._weights.change_after_training(session)
@@ -143,22 +145,28 @@ class WorkerTraining:
         if refused := session.extend(trained.spec, initial, list(buffers.values()), state_of):
             raise UsageError(f"The workers' calls differ: {refused}")
         remove_now(session)
-        self._train(trained, weights, added)
+        self._train(trained, weights, added, trained.spec.buffers_beyond(before.spec))
 
-    def _train(self, trained: Trained, weights: Weights, added: range) -> None:
+    def _train(
+        self, trained: Trained, weights: Weights, added: range, new_buffers: Sequence[BufferSpec]
+    ) -> None:
         """Take over the weights of the session, and train with its memory from now on.
 
         Args:
             trained: what the script trains.
             weights: the weights of all parameters.
             added: the indices of the parameters that were not trained before.
+            new_buffers: the buffers whose values must be taken over from the initializer.
         """
         session, parameters = self._session, trained.parameters
         self._trained, self._weights = trained, weights
         # created before the first computation that may be aborted
         self._restartable = None
-        replaced = weights.use(session.weights)
-        if any(index in added for index in replaced):
+        replaced = any(index in added for index in weights.use(session.weights))
+        if new_buffers:
+            own = [trained.model.tensor(spec.name) for spec in new_buffers]
+            replaced |= trained.buffers.take_over(session.fetch_initial_buffers(new_buffers, own))
+        if replaced:
             self.stale |= {
                 set_index
                 for set_index, members in enumerate(trained.members)

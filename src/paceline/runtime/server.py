@@ -25,12 +25,14 @@ from ..core.messages import (
     ExtendShards,
     Failed,
     FetchBuffers,
+    FetchInitialBuffers,
     FetchOptimizerState,
     FetchSnapshot,
     FetchWaits,
     FromCoordinatorToServer,
     FromPeerToServer,
     Hello,
+    InitialBuffers,
     InitialState,
     InitialWeights,
     MeanAwaited,
@@ -230,6 +232,10 @@ class ServerHost:
             case FetchBuffers(shard=0) if not peer.stream.backlog:
                 self._core.shard(0)
                 self._hub.send(peer, PooledBuffers(0), memory.pooled_buffers())
+            case FetchInitialBuffers(shard=0) if not peer.stream.backlog:
+                self._core.shard(0)
+                initial = memory.initial_buffers(unless=message.checksum)
+                self._hub.send(peer, InitialBuffers(0, equal=initial is None), initial or ())
             case InitialState() if self._initializes(peer):
                 self._core.require_beginning(message.shard)
                 memory.keep_state(message, b"".join(peer.payload))

@@ -272,6 +272,12 @@ class ServerMemory:
         pooled = self._slots.pooled()
         return pack([pooled[spec.name] for spec in self._plan.model.buffers])
 
+    def initial_buffers(self, *, unless: int) -> list[memoryview] | None:
+        """Return the initial values of the buffers that were added last; None if their checksum is `unless`."""
+        if self._slots is None or self._slots.checksum == unless:
+            return None
+        return pack([*self._slots.added.values()])
+
     def optimizer_state(self, index: int) -> bytes:
         """Return the optimizer state of a shard in safetensors format."""
         state = self.stores[index].optimizer_state()

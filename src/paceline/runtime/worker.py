@@ -36,10 +36,12 @@ from ..core.messages import (
     Content,
     Failed,
     FetchBuffers,
+    FetchInitialBuffers,
     FetchOptimizerState,
     FromCoordinatorToWorker,
     FromServer,
     Hello,
+    InitialBuffers,
     InitialState,
     InitialWeights,
     Message,
@@ -53,7 +55,7 @@ from ..core.messages import (
 from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import COORDINATOR, Request, Send
 from ..errors import PeerLostError, ProtocolError
-from ..shard.buffers import pack, packed_bytes, unpack
+from ..shard.buffers import checksum, pack, packed_bytes, unpack
 from ..shard.store import Vectors
 from ..sync import SyncModel
 from ..sync.events import Clip
@@ -163,8 +165,8 @@ class WorkerSession:
         self._in_place = False  # True while `weights` refers to memory that the servers update
         self._states: dict[int, bytearray] = {}  # shard -> bytes of the optimizer state that is being fetched
         self._buffer_specs: tuple[BufferSpec, ...] = ()
-        # Memory for the pooled buffers that are being fetched; None if they are not, or have arrived.
-        self._pooled: list[bytearray] | None = None
+        # Memory for the buffers that are being fetched; None if they are not, or have arrived.
+        self._fetched: list[bytearray] | None = None
         self._fetching = -1  # the shard whose optimizer state is being received; -1 for none
         # The time at which the weights for the current iteration arrived; None before the first iteration.
         self._begun_s: float | None = None
@@ -584,13 +586,21 @@ class WorkerSession:
 
     @_exclusive
     def fetch_buffers(self) -> dict[str, torch.Tensor]:
-        received = self._pooled = [bytearray(packed_bytes(spec)) for spec in self._buffer_specs]
-        self._send_to_shard(0, FetchBuffers(0))
-        while self._pooled is not None:
+        return self._fetch_buffers(self._buffer_specs, FetchBuffers(0))
+
+    @_exclusive
+    def fetch_initial_buffers(
+        self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        return self._fetch_buffers(specs, FetchInitialBuffers(0, checksum(own)))
+
+    def _fetch_buffers(self, specs: Sequence[BufferSpec], request: Message) -> dict[str, torch.Tensor]:
+        """Request these buffers. Return them, or {} if the answer says that this worker's own are equal."""
+        received = self._fetched = [bytearray(packed_bytes(spec)) for spec in specs]
+        self._send_to_shard(0, request)
+        while self._fetched is not None:
             self._hear(timeout_s=None)
-        return {
-            spec.name: unpack(spec, data) for spec, data in zip(self._buffer_specs, received, strict=True)
-        }
+        return {spec.name: unpack(spec, data) for spec, data in zip(specs, received, strict=False)}
 
     @_exclusive
     def finish(self) -> None:
@@ -710,8 +720,10 @@ class WorkerSession:
         for message in messages:
             if type(message) is OptimizerState:
                 self._fetching = -1
-            elif type(message) is PooledBuffers:
-                self._pooled = None
+            elif type(message) is PooledBuffers or type(message) is InitialBuffers:
+                if self._fetched is not None and type(message) is InitialBuffers and message.equal:
+                    self._fetched.clear()
+                self._fetched = None
             elif type(message) is not Bell:
                 self._perform(self._core.handle(message))
 
@@ -776,8 +788,8 @@ class WorkerSession:
                     )
                 self._states[message.shard] = bytearray(size_bytes)
                 return [memoryview(self._states[message.shard])]
-            case PooledBuffers() if self._pooled is not None:
-                return [memoryview(buffer) for buffer in self._pooled]
+            case PooledBuffers() | InitialBuffers(equal=False) if self._fetched is not None:
+                return [memoryview(buffer) for buffer in self._fetched]
             case _:
                 return []
 

@@ -16,13 +16,14 @@ copies are *pooled*:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from zlib import crc32
 
 import torch
 
 from ..core.model_spec import BufferSpec
 from .vectors import torch_dtype
 
-__all__ = ["bytes_of", "pack", "packed_bytes", "pool", "unpack"]
+__all__ = ["bytes_of", "checksum", "pack", "packed_bytes", "pool", "unpack"]
 
 AVERAGED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 COUNTED = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
@@ -39,6 +40,14 @@ def packed_bytes(spec: BufferSpec) -> int:
 def pack(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
     """Return the bytes of each tensor."""
     return [bytes_of(tensor.detach().contiguous().reshape(-1)) for tensor in tensors]
+
+
+def checksum(tensors: Sequence[torch.Tensor]) -> int:
+    """Return a checksum of the bytes of all tensors."""
+    found = 0
+    for data in pack(tensors):
+        found = crc32(data, found)
+    return found
 
 
 def bytes_of(vector: torch.Tensor) -> memoryview:

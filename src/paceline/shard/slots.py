@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..core.model_spec import BufferSpec
-from .buffers import pool
+from .buffers import checksum, pool
 
 __all__ = ["BufferSlots"]
 
@@ -18,12 +18,24 @@ class BufferSlots:
     Args:
         specs: the buffers of the model.
         first: the initial values of the buffers, which are the same for every worker.
+
+    Attributes:
+        added: the initial values of the buffers that were added last, by name.
     """
 
     def __init__(self, specs: Sequence[BufferSpec], first: Sequence[torch.Tensor]) -> None:
         self._specs = specs
         self._first = {spec.name: tensor for spec, tensor in zip(specs, first, strict=True)}
         self._slots: dict[int, dict[str, torch.Tensor]] = {}
+        self.added = dict(self._first)
+        self._checksum = -1  # of `added`; -1 if not computed yet
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of `added`."""
+        if self._checksum < 0:
+            self._checksum = checksum([*self.added.values()])
+        return self._checksum
 
     def extend(self, specs: Sequence[BufferSpec], added: Mapping[str, torch.Tensor]) -> None:
         """Replace the description of the buffers. `added` maps the name of each new buffer to its initial value.
@@ -31,6 +43,8 @@ class BufferSlots:
         A tensor that was a buffer may have become a parameter, and is then no longer described.
         """
         self._specs = specs
+        self.added = {spec.name: added[spec.name] for spec in specs if spec.name in added}
+        self._checksum = -1
         names = {spec.name for spec in specs}
         first = {**self._first, **added}
         self._first = {name: first[name] for name in first if name in names}

@@ -22,7 +22,7 @@ from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice, of_set
 from ..core.lease import BatchSizing
 from ..core.messages import Combined, Warned
-from ..core.model_spec import HyperParameters, ModelSpec, first_difference
+from ..core.model_spec import BufferSpec, HyperParameters, ModelSpec, first_difference
 from ..core.requests import COORDINATOR, Request, Send
 from ..core.standstill import unable_to_begin
 from ..core.worker import Worker
@@ -272,6 +272,11 @@ class Training:
     def pooled_buffers(self) -> dict[str, torch.Tensor]:
         """Return copies of the model's buffers, pooled over the workers."""
         return {name: tensor.clone() for name, tensor in self._slots.pooled().items()}
+
+    @property
+    def initial_buffers(self) -> Mapping[str, torch.Tensor]:
+        """The initial values of the buffers that were added last."""
+        return self._slots.added
 
     def snapshot(self) -> WeightsSnapshot:
         """Return the current weights and versions of all shards, and the buffers pooled over the workers."""
@@ -574,6 +579,11 @@ class VirtualSession:
 
     def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
         return self._training.pooled_buffers()
+
+    def fetch_initial_buffers(
+        self, specs: Sequence[BufferSpec], own: Sequence[torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        return self._training.initial_buffers
 
     def combine(
         self, call: str, op: Literal["mean", "sum"] = "sum", numbers: bytes = b"", weight: float = 1.0
