@@ -362,6 +362,24 @@ def test_a_simulated_barrier_at_different_iterations_of_bsp_is_named() -> None:
     assert "worker 1, after its iteration 1, waits at shard 0 (bsp) for" in str(caught.value)
 
 
+def test_in_lockstep_workers_may_call_after_different_iterations_if_they_were_not_in_lockstep_before() -> (
+    None
+):
+    """Under asp, the workers have made different numbers of iterations when bsp takes effect."""
+
+    def train() -> None:
+        trainer = Trainer()
+        for sync in ("asp", "bsp"):
+            paceline.set_sync(sync)
+            for _ in range(4):
+                trainer.step()
+        paceline.barrier()
+        trainer.step()
+
+    result = simulate(Cluster(compute_s=[1.0, 1.5, 2.7]), "bsp", train_fn=train)
+    assert result.measures.gradients == 3 * 9
+
+
 def test_a_simulated_barrier_before_the_first_step_of_the_others_is_named() -> None:
     def train() -> None:
         if paceline.is_main():

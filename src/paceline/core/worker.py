@@ -137,6 +137,7 @@ class Worker:
             None  # samples of the last push, if the script has several optimizers
         )
         self._edits_begun = 0  # number of edits that the script has begun
+        self._relaxed = False  # True once workers have not been kept in lockstep
         self._follow(schedule.first)
 
     @property
@@ -165,9 +166,10 @@ class Worker:
 
         In lockstep, all scripts must make their calls after the same number of iterations, and no worker may go on
         without this one. That is different as soon as a worker has pushed without a gradient, during an evaluation:
-        this worker then makes its remaining steps later than the others.
+        this worker then makes its remaining steps later than the others. It is also different if the models were
+        others before, under which the workers have made different numbers of iterations.
         """
-        return self.started is not None and (self._uneven or not self.lockstep)
+        return self.started is not None and (self._uneven or self._relaxed)
 
     def awaits(self, shard: int) -> bool:
         """Return True if the worker waits for an answer from this shard."""
@@ -500,6 +502,7 @@ class Worker:
         self.may_restart = any(model.needs_starts for model in models)
         self._notifies = models[0].at_coordinator() is not None
         self.lockstep = all(model.lockstep for model in models)
+        self._relaxed = self._relaxed or not self.lockstep
         self._independent = all(model.independent for model in models)
 
 
