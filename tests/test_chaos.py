@@ -154,7 +154,10 @@ def expected(outcome: Outcome) -> str:
         "worker": ({0, 1, 3}, rf"worker \d.*{name}|stall-timeout|KeyboardInterrupt|every worker was lost"),
         "server": ({0, 1, 3}, rf"server \d.*({name}|stall-timeout|KeyboardInterrupt)"),
         # If the child dies while it passes on a batch, torch's loader raises another error.
-        "child": ({0, 1, 3}, r"DataLoader worker|stall-timeout|is killed by|exited unexpectedly|dataloader\.py"),
+        "child": (
+            {0, 1, 3},
+            r"DataLoader worker|stall-timeout|is killed by|exited unexpectedly|dataloader\.py",
+        ),
     }[target]
     if outcome.code not in codes:
         return f"exit code {outcome.code}"

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline import DistributedOptimizer
 from paceline.errors import ConfigurationError, RunFailedError, UsageError
+from paceline.frontend.session import current
 from paceline.sim import Cluster, Presence, simulate
 from paceline.sync.events import PushReceived
 from paceline.trace import replay
@@ -895,6 +896,34 @@ def test_one_worker_evaluates_a_later_model_while_another_trains_it(run_on_threa
         "weight": -8.0,
         "model1.weight": 2.0,
     }
+
+
+@pytest.mark.parametrize("transport", ["shm", "unix"])
+def test_in_lockstep_a_worker_that_has_evaluated_reaches_the_next_fold_later(
+    transport: str, run_on_threads: RunOnThreads
+) -> None:
+    """During the evaluation, worker 0 pushes without gradients, so it has steps left when worker 1 waits for it."""
+
+    def train() -> None:
+        for fold in range(3):
+            model, optimizer = counting(10.0 * fold)
+            count(model, optimizer, 2)
+            if paceline.worker_index() == 0:
+                with paceline.evaluating(model):
+                    await_pushes(2)
+            count(model, optimizer, 4)
+
+    def await_pushes(pushes: int) -> None:
+        session = current()
+        assert session is not None
+        begun = session.iteration
+        live.await_that(lambda: session.iteration > begun + pushes, "worker 1 has gone on")
+
+    run = run_on_threads(train, workers=2, servers=2, sync="bsp", transport=transport)
+    assert measure(run.shards).gradients == 2 * 3 * 6
+    # Worker 1 has taken at least two steps alone, and worker 0 as many.
+    for fold, prefix in enumerate(("", "model1.", "model2.")):
+        assert run.state_dict[f"{prefix}weight"].item() <= 10.0 * fold - 8
 
 
 def test_an_optimizer_that_waits_for_its_first_forward_pass_does_not_stop_the_others(
