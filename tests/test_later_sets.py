@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -463,6 +465,34 @@ def test_each_fold_uses_all_of_its_data_and_has_a_schedule_of_its_own(sync: str)
     for size, found in positions.items():
         assert max(found) == epochs * size // 4
         assert min(found) == max(found) or sync != "bsp"
+
+
+def test_the_memory_of_the_former_model_is_freed_at_once(run_on_threads: RunOnThreads) -> None:
+    """Not only when the garbage collector runs, which does not know how large the memory is."""
+
+    def shared() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd")
+
+    def train() -> None:
+        kept = []
+        for fold in range(4):
+            model = network(fold)
+            kept.append(model)
+            fit(model, DistributedOptimizer(sgd(model.parameters()), model=model), 0, 1)
+            paceline.barrier()
+            if paceline.is_main():
+                if not fold:
+                    first.append(shared())
+                live.await_that(lambda: shared() == first[0], "no other shared memory is left")
+            paceline.barrier()
+
+    first: list[int] = []
+    gc.collect()
+    gc.disable()
+    try:
+        run_on_threads(train, transport="shm", sync="asp")
+    finally:
+        gc.enable()
 
 
 # -- what all workers start with ----------------------------------------------------------------------------

@@ -146,6 +146,9 @@ class WorkerTraining:
             raise UsageError(f"The workers' calls differ: {refused}")
         remove_now(session)
         self._train(trained, weights, added, trained.spec.buffers_beyond(before.spec))
+        for index, parameter in enumerate(before.parameters):
+            if parameter.grad is not None:  # it is in the session's former memory, which is freed now
+                self._gradients.adopt(index)
 
     def _train(
         self, trained: Trained, weights: Weights, added: range, new_buffers: Sequence[BufferSpec]
