@@ -18,12 +18,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import DistributedOptimizer
+from paceline.core.layout import Layout, Parameter
+from paceline.core.model_spec import ModelSpec, OptimizerSpec
 from paceline.errors import ConfigurationError, RunFailedError, UsageError
 from paceline.frontend.session import current
+from paceline.runtime.server_memory import ServerMemory
+from paceline.shard.optimizers import read_groups
 from paceline.sim import Cluster, Presence, simulate
 from paceline.sync.events import PushReceived
 from paceline.trace import replay
 from paceline.trace.measures import measure
+from paceline.wire.memory import MASTER, Region
 
 from . import live
 
@@ -35,6 +40,7 @@ Kind = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 Script = Callable[[Kind], State]
 
 BATCH, STEPS = 12, 3
+LINE = 8  # numbers in 64 bytes, at whose multiples vectors begin
 EQUAL = Cluster(compute_s=[1.0, 1.0], servers=2)
 UNEQUAL = Cluster(compute_s=[1.0, 1.5, 2.5], servers=2, latency_s=0.01)
 RELAXED = ["asp", "ssp:staleness=1", "elastic-bsp:lookahead=4", "spec-sync"]
@@ -531,6 +537,33 @@ def test_the_memory_of_the_former_model_is_freed_at_once(run_on_threads: RunOnTh
         run_on_threads(train, transport="shm", sync="asp")
     finally:
         gc.enable()
+
+
+def test_the_new_shared_memory_holds_all_weights_before_it_is_used() -> None:
+    """Otherwise the weights would be lost if a server was killed when the model has just been extended."""
+
+    def model_of(parameters: list[Parameter]) -> ModelSpec:
+        optimizer = OptimizerSpec("SGD", read_groups(sgd([torch.zeros(1)])), (0,) * len(parameters))
+        return ModelSpec(Layout.of(parameters), optimizer, ())
+
+    def master_of(model: ModelSpec) -> Region:
+        return Region.create(model.layout, MASTER, shared=True)
+
+    def bytes_of(value: float) -> bytearray:
+        return bytearray(torch.full((LINE,), value, dtype=torch.float64).numpy().tobytes())
+
+    first = Parameter(("a",), (LINE,), "float64")
+    small, large = model_of([first]), model_of([first, Parameter(("b",), (LINE,), "float64", part=1)])
+    memory = ServerMemory(small, small.layout.slice_evenly(1), 1, master_of(small), lambda _: None)
+    memory.begin(0, [bytes_of(3.0)])
+    master = master_of(large)
+    memory.prepare(large, large.layout.slice_evenly(1), master)
+    memory.begin(0, [bytes_of(5.0)])
+    found = {
+        name: set(torch.frombuffer(vector, dtype=torch.float64).tolist())
+        for name, vector in master.weights.items()
+    }
+    assert found == {"float64": {3.0}, "float64/0.1": {5.0}}
 
 
 # -- what all workers start with ----------------------------------------------------------------------------
