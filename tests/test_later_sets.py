@@ -405,6 +405,27 @@ def test_live_workers_wait_where_others_have_more_iterations_before_it(
     assert measure(run.shards).dropped_pushes == len(run.shards) * sum(event.empty for event in pushed)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_gradient_from_before_is_pushed_afterwards(transport: str, run_on_threads: RunOnThreads) -> None:
+    """New parameters begin between backward() and step() of another optimizer."""
+
+    def train() -> State:
+        first, second = network(mine(0)), network(mine(1))
+        of_first = DistributedOptimizer(sgd(first.parameters()), model=first)
+        fit(first, of_first, 0)
+        inputs, targets = batch(STEPS)
+        of_first.zero_grad()
+        (first(inputs) - targets).square().mean().backward()
+        of_second = DistributedOptimizer(sgd(second.parameters()), model=second)
+        (second(inputs) - targets).square().mean().backward()
+        of_first.step()
+        of_second.step()
+        return named(first, second)
+
+    expected = train()
+    assert_close(run_on_threads(train, workers=2, servers=2, transport=transport).state_dict, expected)
+
+
 def encode_and_add_a_head() -> list[torch.Tensor]:
     """Train an encoder, and then also a head, whose first forward pass comes after that of the encoder."""
     encoder, head = network(0, outputs=4), network(1, inputs=4)
