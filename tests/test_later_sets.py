@@ -228,8 +228,20 @@ def another_optimizer(kind: Kind) -> State:
     return named(model) | {f"1.{name}": value for name, value in named(deeper[1]).items()}
 
 
+def one_model_in_all_folds(kind: Kind) -> State:
+    """Reset the weights of a model before each fold."""
+    model = network(mine(0))
+    for fold in range(3):
+        optimizer = DistributedOptimizer(kind(model.parameters()), model=model)
+        with optimizer.editing():
+            filled(model, mine(fold))
+        fit(model, optimizer, STEPS * fold)
+    return named(model)
+
+
 SCRIPTS: list[Script] = [
     k_fold,
+    one_model_in_all_folds,
     second_phase,
     unfreezing,
     growing,
@@ -240,6 +252,7 @@ SCRIPTS: list[Script] = [
 ]
 PUSHES: dict[Script, int] = {  # of each worker
     k_fold: 3 * STEPS,
+    one_model_in_all_folds: 3 * STEPS,
     second_phase: 4 * STEPS,
     unfreezing: 3 * STEPS,
     growing: 3 * STEPS,
