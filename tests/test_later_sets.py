@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
+import os
+import random
 import re
+import signal
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -854,6 +859,59 @@ def test_if_worker_0_is_killed_in_the_call_the_weights_of_the_next_one_are_used(
     assert "worker 0 was lost: it was terminated by signal SIGKILL" in ended.stderr
     weights = safetensors.torch.load_file(tmp_path / "run" / "weights.safetensors")
     assert {name: value.item() for name, value in weights.items()} == {"weight": -9.0, "model1.weight": 97.0}
+
+
+FOLDS = """
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import paceline
+
+worker = paceline.worker_index()
+torch.manual_seed(worker)
+for fold in range(30):
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    kind = torch.optim.SGD if fold % 2 else torch.optim.Adam
+    optimizer = paceline.DistributedOptimizer(kind(model.parameters(), lr=0.01))
+    extra = nn.Linear(4, 1)
+    for step in range(5):
+        if step == 3 and fold % 3 == 0:
+            optimizer.add_param_group({"params": extra.parameters()})
+        inputs = torch.randn(8, 4)
+        optimizer.zero_grad()
+        outputs = model(inputs) + (extra(inputs) if len(optimizer.param_groups) > 1 else 0.0)
+        (outputs - inputs.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        if fold == 0 and step == 0:
+            Path(f"began-{worker}").write_text(str(os.getpid()))
+print(f"worker {worker} has reached the end")
+"""
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
+@pytest.mark.parametrize("seed", range(30))
+def test_workers_may_be_killed_at_any_moment_of_a_cross_validation(
+    seed: int, mark: str, tmp_path: Path
+) -> None:
+    choice = random.Random(f"killed in a fold {seed}")
+    sync, transport = choice.choice(["bsp", *RELAXED]), choice.choice(["shm", "unix", "tcp"])
+    victims = choice.sample(range(3), choice.choice((1, 1, 2)))
+    (tmp_path / "train.py").write_text(FOLDS)
+    options = ("--workers", "3", "--servers", "2", "--sync", sync, "--transport", transport)
+    with live.start_program("-m", "paceline", "run", *options, "--show-all", "train.py") as program:
+        live.await_that(lambda: len(list(tmp_path.glob("began-*"))) == 3, "all workers have taken a step")
+        for worker in victims:
+            time.sleep(choice.uniform(0.0, 0.5))
+            with contextlib.suppress(ProcessLookupError):  # it has reached the end
+                os.kill(int((tmp_path / f"began-{worker}").read_text()), signal.SIGKILL)
+        stdout, stderr = program.communicate(timeout=live.DEADLINE_S)
+    assert program.returncode == 0, stderr
+    for worker in {0, 1, 2} - set(victims):
+        assert f"worker {worker} has reached the end" in stdout + stderr
 
 
 # -- what is refused ----------------------------------------------------------------------------------------
