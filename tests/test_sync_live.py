@@ -34,6 +34,7 @@ MODELS = [
     "bsp",
     "asp",
     "asp:push_scale=1/n",
+    "asp:push_scale=1/tau",
     "ssp:staleness=1",
     "ssp:staleness=1,execution=lazy",
     "dssp:lower=1,upper=4",

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 
 from .actions import AnyAction
-from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, PullState
+from .conditions import EXECUTIONS, PUSH_SCALES, ConditionMachine, ConditionModel, PullState
 from .events import AnyEvent, WorkerJoined
 from .intervals import Intervals
 from .model import Handover, require_count, require_order
@@ -63,7 +63,7 @@ class AdaptiveMachine(ConditionMachine):
         super().__init__(
             self._within,
             execution=EXECUTIONS[model.execution],
-            scale_by_live=model.push_scale == "1/n",
+            scale=PUSH_SCALES[model.push_scale],
         )
         self.staleness = model.lower
         self._model = model
