@@ -54,6 +54,9 @@ NEWER = (
     "worker_samples",
     "dropped_samples",
     "clipped_alone",
+    "barriers",
+    "sync_cost_s",
+    "predicted_sync_cost_s",
 )
 """Statistics that the summary has had only since these digests were taken."""
 
