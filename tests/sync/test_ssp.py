@@ -78,7 +78,7 @@ def test_the_bound_on_staleness_is_attained(staleness: int, workers: int) -> Non
 @pytest.mark.parametrize("execution", ["soft", "lazy"])
 def test_no_push_is_staler_than_2s_plus_1_updates_of_each_other_worker(execution: str) -> None:
     draw = random.Random(2)
-    largest = 0
+    largest = 0.0
     for _ in range(200):
         staleness, workers = draw.randint(0, 3), draw.randint(2, 4)
         run = Staleness(SSP(staleness=staleness, execution=execution), workers)
