@@ -153,15 +153,11 @@ class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=Tru
     """Base class for models that apply each push on arrival.
 
     Attributes:
-        push_scale: factor by which each gradient is multiplied. n is the number of live workers, and tau the
-            staleness of the push. One of
-
-            - "1" (the default);
-            - "1/n", as in FluentPS's Algorithm 1, line 15;
-            - "1/tau", but 1 for tau = 0: staleness-aware rates (Zhang, Gupta, Lian and Liu, "Staleness-aware
-              async-SGD for distributed deep learning", IJCAI 2016);
-            - "n/tau", but at most 1: delay-adaptive rates (Mishchenko, Bach, Even and Woodworth, "Asynchronous SGD
-              beats minibatch SGD under arbitrary delays", NeurIPS 2022).
+        push_scale: factor by which each gradient is multiplied; n is the number of live workers, and tau the
+            staleness of the push: "1"; "1/n", as in FluentPS's Algorithm 1, line 15; "1/tau", but 1 for tau = 0, for
+            staleness-aware rates (Zhang, Gupta, Lian and Liu, "Staleness-aware async-SGD for distributed deep
+            learning", IJCAI 2016); or "n/tau", but at most 1, for delay-adaptive rates (Mishchenko, Bach, Even and
+            Woodworth, "Asynchronous SGD beats minibatch SGD under arbitrary delays", NeurIPS 2022).
     """
 
     push_scale: str = "1"
