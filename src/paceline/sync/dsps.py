@@ -81,7 +81,7 @@ class AdaptiveMachine(ConditionMachine):
         self._intervals.note(event)
         for action in actions:
             if type(action) is AnswerPull:
-                self._intervals.restart(action.worker, event.now_s)
+                self._intervals.begin(action.worker, event.now_s)
         if self.v_train != v_train:
             self._adapt()
         return actions

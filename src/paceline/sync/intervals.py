@@ -1,7 +1,7 @@
 """Tracks how long each worker's iterations take, for models that depend on the workers' speeds.
 
 An interval ends with a push. It begins with the worker's previous push, as DSSP defines it, unless the model calls
-`restart` when it answers the worker's pull. Then the time for which the worker has waited is left out.
+`begin` when it answers the worker's pull. Then the time for which the worker has waited is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Intervals:
     """For each live worker, when its current interval began, and how long its last interval was.
 
     Attributes:
-        last_s: worker -> time of the worker's last push, restart or join.
+        last_s: worker -> time of the worker's last push or join, or the time given to `begin`.
         interval_s: worker -> length of the interval that ended with the worker's last push.
     """
 
@@ -37,6 +37,6 @@ class Intervals:
             case _:
                 pass
 
-    def restart(self, worker: int, now_s: float) -> None:
+    def begin(self, worker: int, now_s: float) -> None:
         """Begin a worker's current interval now instead of with its last push."""
         self.last_s[worker] = now_s
