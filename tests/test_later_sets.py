@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,12 +18,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import DistributedOptimizer
+from paceline.core.layout import Layout, Parameter
+from paceline.core.model_spec import ModelSpec, OptimizerSpec
 from paceline.errors import ConfigurationError, RunFailedError, UsageError
 from paceline.frontend.session import current
+from paceline.runtime.server_memory import ServerMemory
+from paceline.shard.optimizers import read_groups
 from paceline.sim import Cluster, Presence, simulate
 from paceline.sync.events import PushReceived
 from paceline.trace import replay
 from paceline.trace.measures import measure
+from paceline.wire.memory import MASTER, Region
 
 from . import live
 
@@ -33,6 +40,7 @@ Kind = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 Script = Callable[[Kind], State]
 
 BATCH, STEPS = 12, 3
+LINE = 8  # numbers in 64 bytes, at whose multiples vectors begin
 EQUAL = Cluster(compute_s=[1.0, 1.0], servers=2)
 UNEQUAL = Cluster(compute_s=[1.0, 1.5, 2.5], servers=2, latency_s=0.01)
 RELAXED = ["asp", "ssp:staleness=1", "elastic-bsp:lookahead=4", "spec-sync"]
@@ -220,8 +228,20 @@ def another_optimizer(kind: Kind) -> State:
     return named(model) | {f"1.{name}": value for name, value in named(deeper[1]).items()}
 
 
+def one_model_in_all_folds(kind: Kind) -> State:
+    """Reset the weights of a model before each fold."""
+    model = network(mine(0))
+    for fold in range(3):
+        optimizer = DistributedOptimizer(kind(model.parameters()), model=model)
+        with optimizer.editing():
+            filled(model, mine(fold))
+        fit(model, optimizer, STEPS * fold)
+    return named(model)
+
+
 SCRIPTS: list[Script] = [
     k_fold,
+    one_model_in_all_folds,
     second_phase,
     unfreezing,
     growing,
@@ -232,6 +252,7 @@ SCRIPTS: list[Script] = [
 ]
 PUSHES: dict[Script, int] = {  # of each worker
     k_fold: 3 * STEPS,
+    one_model_in_all_folds: 3 * STEPS,
     second_phase: 4 * STEPS,
     unfreezing: 3 * STEPS,
     growing: 3 * STEPS,
@@ -373,11 +394,13 @@ def test_workers_wait_where_others_have_more_iterations_before_it(sync: str) -> 
         seen[paceline.worker_index()] = begin_after_different_numbers_of_iterations()
 
     simulate(EQUAL, sync, train_fn=train)
-    updates, weight = seen[0]
-    assert seen[1] == seen[0]
-    assert weight == 100.0
+    assert [weight for _, weight in seen.values()] == [100.0, 100.0]
     # At a barrier of ElasticBSP, the mean of two gradients is one update.
-    assert -updates in ({12} if "elastic" not in sync else {10, 11, 12})
+    assert -seen[1][0] in ({12} if "elastic" not in sync else {10, 11, 12})
+    if sync in ("asp", "spec-sync"):  # worker 0 has not pushed while it waited, so it has kept its weights
+        assert -seen[0][0] in (3, 4)
+    else:
+        assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -388,12 +411,69 @@ def test_live_workers_wait_where_others_have_more_iterations_before_it(
     run = run_on_threads(
         begin_after_different_numbers_of_iterations, servers=2, sync=sync, transport=transport
     )
-    assert run.results[1] == run.results[0]
-    assert run.results[0][1] == 100.0  # type: ignore[index]
+    assert [run.results[worker][1] for worker in (0, 1)] == [100.0, 100.0]  # type: ignore[index]
     events = [entry.event for entry in run.shards[0].entries]
     pushed = [event for event in events if isinstance(event, PushReceived)]
     assert sum(not event.empty for event in pushed) == 2 + 10 + 2 * 2
     assert measure(run.shards).dropped_pushes == len(run.shards) * sum(event.empty for event in pushed)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_gradient_from_before_is_pushed_afterwards(transport: str, run_on_threads: RunOnThreads) -> None:
+    """New parameters begin between backward() and step() of another optimizer."""
+
+    def train() -> State:
+        first, second = network(mine(0)), network(mine(1))
+        of_first = DistributedOptimizer(sgd(first.parameters()), model=first)
+        fit(first, of_first, 0)
+        inputs, targets = batch(STEPS)
+        of_first.zero_grad()
+        (first(inputs) - targets).square().mean().backward()
+        of_second = DistributedOptimizer(sgd(second.parameters()), model=second)
+        (second(inputs) - targets).square().mean().backward()
+        of_first.step()
+        of_second.step()
+        return named(first, second)
+
+    expected = train()
+    assert_close(run_on_threads(train, workers=2, servers=2, transport=transport).state_dict, expected)
+
+
+def encode_and_add_a_head() -> list[torch.Tensor]:
+    """Train an encoder, and then also a head, whose first forward pass comes after that of the encoder."""
+    encoder, head = network(0, outputs=4), network(1, inputs=4)
+    of_encoder = DistributedOptimizer(sgd(encoder.parameters()), model=encoder)
+    for step in range(STEPS * (1 + paceline.worker_index())):
+        of_encoder.zero_grad()
+        encoder(batch(step)[0]).square().mean().backward()
+        of_encoder.step()
+    of_head = DistributedOptimizer(sgd(head.parameters()), model=head)
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+        of_encoder.zero_grad()
+        of_head.zero_grad()
+        (head(encoder(inputs)) - targets).square().mean().backward()
+        of_encoder.step()
+        of_head.step()
+    return [parameter.detach().clone() for parameter in head.parameters()]
+
+
+@pytest.mark.parametrize("sync", RELAXED)
+def test_a_graph_may_contain_earlier_and_new_parameters(sync: str) -> None:
+    """While worker 0 waits with a graph of the encoder, worker 1 goes on to train the encoder."""
+    result = simulate(UNEQUAL, sync, train_fn=encode_and_add_a_head, record=True)
+    assert result.measures.gradients == sum(STEPS * (1 + worker) + 2 * STEPS for worker in range(3))
+    for trace in result.trace:
+        assert replay(trace) == []
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("sync", ["asp", "ssp:staleness=1"])
+def test_a_live_graph_may_contain_earlier_and_new_parameters(
+    sync: str, transport: str, run_on_threads: RunOnThreads
+) -> None:
+    run = run_on_threads(encode_and_add_a_head, workers=2, servers=2, sync=sync, transport=transport)
+    assert sorted(run.results) == [0, 1]
 
 
 def test_in_lockstep_different_numbers_of_iterations_are_named() -> None:
@@ -463,6 +543,61 @@ def test_each_fold_uses_all_of_its_data_and_has_a_schedule_of_its_own(sync: str)
     for size, found in positions.items():
         assert max(found) == epochs * size // 4
         assert min(found) == max(found) or sync != "bsp"
+
+
+def test_the_memory_of_the_former_model_is_freed_at_once(run_on_threads: RunOnThreads) -> None:
+    """Not only when the garbage collector runs, which does not know how large the memory is."""
+
+    def shared() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd")
+
+    def train() -> None:
+        kept = []
+        for fold in range(4):
+            model = network(fold)
+            kept.append(model)
+            fit(model, DistributedOptimizer(sgd(model.parameters()), model=model), 0, 1)
+            paceline.barrier()
+            if paceline.is_main():
+                if not fold:
+                    first.append(shared())
+                live.await_that(lambda: shared() == first[0], "no other shared memory is left")
+            paceline.barrier()
+
+    first: list[int] = []
+    gc.collect()
+    gc.disable()
+    try:
+        run_on_threads(train, transport="shm", sync="asp")
+    finally:
+        gc.enable()
+
+
+def test_the_new_shared_memory_holds_all_weights_before_it_is_used() -> None:
+    """Otherwise the weights would be lost if a server was killed when the model has just been extended."""
+
+    def model_of(parameters: list[Parameter]) -> ModelSpec:
+        optimizer = OptimizerSpec("SGD", read_groups(sgd([torch.zeros(1)])), (0,) * len(parameters))
+        return ModelSpec(Layout.of(parameters), optimizer, ())
+
+    def master_of(model: ModelSpec) -> Region:
+        return Region.create(model.layout, MASTER, shared=True)
+
+    def bytes_of(value: float) -> bytearray:
+        return bytearray(torch.full((LINE,), value, dtype=torch.float64).numpy().tobytes())
+
+    first = Parameter(("a",), (LINE,), "float64")
+    small, large = model_of([first]), model_of([first, Parameter(("b",), (LINE,), "float64", part=1)])
+    memory = ServerMemory(small, small.layout.slice_evenly(1), 1, master_of(small), lambda _: None)
+    memory.begin(0, [bytes_of(3.0)])
+    master = master_of(large)
+    memory.prepare(large, large.layout.slice_evenly(1), master)
+    memory.begin(0, [bytes_of(5.0)])
+    found = {
+        name: set(torch.frombuffer(vector, dtype=torch.float64).tolist())
+        for name, vector in master.weights.items()
+    }
+    assert found == {"float64": {3.0}, "float64/0.1": {5.0}}
 
 
 # -- what all workers start with ----------------------------------------------------------------------------

@@ -384,6 +384,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return  # the script evaluates; the step that follows begins to train them
         if can_compute_gradients(session, module, self._new_parameters()):
             _begin(session)
+        elif training is not None and can_compute_gradients(session, module, training.parameters):
+            training.graph_begun = True
 
     def _parameter_set(self) -> ParameterSet:
         parameters = self._parameters()

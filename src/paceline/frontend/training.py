@@ -64,6 +64,8 @@ class WorkerTraining:
     Attributes:
         stale: the sets with gradients that were computed with weights that differed from the initializer's weights.
             The first push of such a set must not contain these gradients.
+        graph_begun: True if a module that holds trained parameters has been called in this iteration, as far as it is
+            known. Only set while there are parameters that are not trained yet.
 
     Raises:
         ConfigurationError: the model or its parameters are not supported, or this worker may not join the run.
@@ -79,6 +81,7 @@ class WorkerTraining:
         self._said_unabortable = False
         self._inside = ""  # the context that the script is in: `EVALUATING`, `EDITING` or ""
         self.stale: set[int] = set()
+        self.graph_begun = False
         trained = Trained.of(sets)
         layout = trained.spec.layout
         self._expect_batches_for(trained)
@@ -104,6 +107,11 @@ class WorkerTraining:
         return self._trained.sets
 
     @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """The parameters of all sets."""
+        return self._trained.parameters
+
+    @property
     def is_idle(self) -> bool:
         """True if the script evaluates or edits the model."""
         return bool(self._inside)
@@ -117,6 +125,9 @@ class WorkerTraining:
 
     def extend(self, sets: Sequence[ParameterSet]) -> None:
         """Train further parameters: wait for the other workers to add them, and copy one worker's weights.
+
+        The other parameters keep their weights. But if the worker has pushed and pulled while it waited, they have
+        the new ones, unless the script has already used the earlier ones in this iteration.
 
         Args:
             sets: the parameter sets, which may have further parameters or another optimizer. Further sets may follow.
@@ -142,10 +153,17 @@ class WorkerTraining:
         weights.copy_to(initial)
         buffers = trained.buffers.follow(before.buffers)
         state_of = trained.initial_state(trained.new_since(before))
+        pulled, iteration = self._weights.copies(), session.iteration
         if refused := session.extend(trained.spec, initial, list(buffers.values()), state_of):
             raise UsageError(f"The workers' calls differ: {refused}")
+        if session.iteration == iteration or self.graph_begun:
+            # The weights that the worker has pulled with its last step. A graph may hold them.
+            self._weights.keep_in(session.weights, pulled)
         remove_now(session)
         self._train(trained, weights, added, trained.spec.buffers_beyond(before.spec))
+        for index, parameter in enumerate(before.parameters):
+            if parameter.grad is not None:  # it is in the session's former memory, which is freed now
+                self._gradients.adopt(index)
 
     def _train(
         self, trained: Trained, weights: Weights, added: range, new_buffers: Sequence[BufferSpec]
@@ -316,6 +334,7 @@ class WorkerTraining:
             set_index=selected,
         )
         self._weights.mark_pulled(self._trained.members[set_index])
+        self.graph_begun = False
 
     def refresh(self) -> None:
         """Pull the current weights between two iterations, without a push.

@@ -158,6 +158,13 @@ class Weights:
                 changed[index] = parameter.detach()
         return changed
 
+    def keep_in(self, vectors: Vectors, values: Sequence[torch.Tensor]) -> None:
+        """Set the parameters to these values, in their present memory, which a graph may hold, and in `vectors`."""
+        for views in (self._views, parameter_views(self._layout, vectors)):
+            for view, value in zip(views, values, strict=True):
+                if not _same(view, value):
+                    view.copy_(value)
+
     def restore(self, values: Sequence[torch.Tensor], session: Session) -> None:
         """Point each parameter at its part of the flat vectors again, and set it to the given values."""
         for parameter, view, value in zip(self._parameters, self._views, values, strict=True):

@@ -166,6 +166,8 @@ class ServerMemory:
         """Create the store of a shard from its initial weights, or keep the initial weights of its new parameters."""
         if self._next is not None:
             self._added[index] = payload
+            # If this process is killed, the new shared memory already contains the weights.
+            self._place_weights(index, payload)
             return
         self._put(index, payload)
 
@@ -188,17 +190,9 @@ class ServerMemory:
 
     def _put(self, index: int, payload: Sequence[bytearray]) -> None:
         """Create or replace the store of a shard, given the weights and buffers that the shard does not have yet."""
-        model, slices, master, _ = self._next or self._plan
+        model, slices, *_ = self._next or self._plan
         bounds, before = slices[index], self.stores.get(index)
-        new = self._new_vectors(index)
-        added = tensors_over({vector: memoryview(part) for vector, part in zip(new, payload, strict=False)})
-        weights = {
-            vector: added[vector] if before is None or vector in added else before.weights[vector]
-            for vector in bounds.bounds
-        }
-        if master is not None:
-            for vector, target in tensors_over(cut(master.weights, bounds)).items():
-                weights[vector] = target.copy_(weights[vector])
+        weights = self._place_weights(index, payload)
         store = Store(bounds, weights, model.optimizers_over_layout, lambda: self._before_update(index))
         state = self._states.pop(index, {})
         if before is None:
@@ -207,11 +201,28 @@ class ServerMemory:
             store.take_over(before, state, len(model.layout.parameters))
         if index == 0:
             specs = self._new_buffers()
-            first = {s.name: unpack(s, p) for s, p in zip(specs, payload[len(new) :], strict=True)}
+            parts = payload[len(self._new_vectors(index)) :]
+            first = {s.name: unpack(s, p) for s, p in zip(specs, parts, strict=True)}
             self._slots = self._slots or BufferSlots((), ())
             self._slots.extend(model.buffers, first)
         self.stores[index] = store
         self.weights[index] = {vector: bytes_of(weights[vector]) for vector in weights}
+
+    def _place_weights(self, index: int, payload: Sequence[bytearray]) -> Vectors:
+        """Return the weights of a shard: those of its store, and those that it does not have yet.
+
+        If the weights are in shared memory, they are copied there.
+        """
+        _, slices, master, _ = self._next or self._plan
+        bounds, before = slices[index], self.stores.get(index)
+        new = zip(self._new_vectors(index), payload, strict=False)
+        weights = tensors_over({vector: memoryview(part) for vector, part in new})
+        if before is not None:
+            weights = before.weights | weights
+        if master is not None:
+            for vector, target in tensors_over(cut(master.weights, bounds)).items():
+                weights[vector] = target.copy_(weights[vector])
+        return {vector: weights[vector] for vector in bounds.bounds}
 
     def _new_vectors(self, index: int) -> list[str]:
         """Return the names of the vectors of a shard whose initial weights have to be sent."""

@@ -255,6 +255,7 @@ class WorkerSession:
         self._initial = _Initial(self._shards, self.weights, buffers, state_of)
         self._perform(self._core.initialize())
         self.await_first_weights()
+        self._initial = None
 
     @_exclusive
     def extend(
@@ -271,6 +272,7 @@ class WorkerSession:
         self._wait_in_call(
             lambda: self._core.combined is not None or self._core.extended is not None, servers=True
         )
+        self._initial = None
         if self._core.extended is None:
             assert self._core.combined is not None
             return self._core.combined.refused

@@ -32,7 +32,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -269,7 +269,7 @@ class Stream(Generic[T]):
         fills = FILLS if from_socket else 0
         while True:
             if self._ring_in is None:
-                while (message := next(self._frames)) is not None:
+                while (message := next(self._frames, None)) is not None:
                     yield message
             else:
                 yield from self._in_order(self._ring_in)
@@ -288,7 +288,7 @@ class Stream(Generic[T]):
         end: int | None = None
         while True:
             if self._on_socket or self._start != self._end:
-                while (message := next(self._frames)) is not None:
+                while (message := next(self._frames, None)) is not None:
                     yield message
                 if self._on_socket:
                     return
@@ -327,6 +327,10 @@ class Stream(Generic[T]):
             os.close(descriptor)
         self.descriptors.clear()
         self.sock.close()
+        # Free the memory of payloads and rings now, not when the garbage collector finds the cycle of references.
+        self.sink, self._ring_in, self._ring_out = no_payload, None, None
+        with contextlib.suppress(ValueError):  # this method was called while a frame is being read
+            self._frames.close()
 
     def close_in_fork(self) -> None:
         """See `close_in_forks`."""
@@ -400,7 +404,7 @@ class Stream(Generic[T]):
         if len(self.descriptors) > 1:
             raise ProtocolError("the peer passed more than one descriptor")
 
-    def _read_frames(self) -> Iterator[T | None]:
+    def _read_frames(self) -> Generator[T | None, None, None]:
         """Yield each message when it is complete, and None whenever more data must be received first."""
         while True:
             while self._end - self._start < PREFIX.size:
