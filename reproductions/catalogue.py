@@ -16,8 +16,9 @@ from paceline.report.canvas import save
 
 from . import claims, elastic_bsp, fluent_ps, model_map, spec_sync, zipline
 from .exhibit import Exhibit, Options
+from .papers import PAPERS, Listed
 
-__all__ = ["EXHIBITS", "chosen", "list_table", "make"]
+__all__ = ["EXHIBITS", "Row", "chosen", "coverage", "list_tables", "make"]
 
 EXHIBITS: dict[str, Exhibit] = {
     exhibit.name: exhibit
@@ -25,6 +26,22 @@ EXHIBITS: dict[str, Exhibit] = {
     for exhibit in module.EXHIBITS
 }
 """All exhibits by name, grouped by paper."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A table or figure of a paper, and what there is of it.
+
+    Attributes:
+        item: the paper's name and number: "ElasticBSP, Fig. 4".
+        shows: what it shows.
+        state: "reproduced", "reproduced on a stand-in", "quoted only: " with the reason, or "not yet".
+        exhibits: the exhibits that reproduce it.
+    """
+
+    item: str
+    shows: str
+    state: str
+    exhibits: tuple[Exhibit, ...] = ()
 
 
 def chosen(names: Sequence[str]) -> list[Exhibit]:
@@ -41,16 +58,50 @@ def chosen(names: Sequence[str]) -> list[Exhibit]:
     return [EXHIBITS[name] for name in names]
 
 
-def list_table() -> Table:
-    """Return a table of all exhibits: what each exhibit shows and how long it takes to make."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("name", no_wrap=True)
-    table.add_column("shows")
-    table.add_column("minutes", justify="right")
+def coverage() -> list[Row]:
+    """Return a row for each table and figure of the papers, in the order of the papers."""
+    return [
+        _row(f"{paper.name}, {number}", listed)
+        for paper in PAPERS.values()
+        for number, listed in paper.exhibits.items()
+    ]
+
+
+def _row(item: str, listed: Listed) -> Row:
+    exhibits = tuple(exhibit for exhibit in EXHIBITS.values() if item in exhibit.covers)
+    if exhibits:
+        stand_in = all(exhibit.stand_in for exhibit in exhibits)
+        state = "reproduced on a stand-in" if stand_in else "reproduced"
+    else:
+        state = f"quoted only: {listed.only_quoted}" if listed.only_quoted else "not yet"
+    return Row(item, listed.shows, state, exhibits)
+
+
+def list_tables() -> list[Table]:
+    """Return a table of the papers' tables and figures with their states, and a table of our own exhibits."""
+    papers = _list("table or figure", "shows", "state", "name", "minutes")
+    for row in coverage():
+        names = "\n".join(exhibit.name for exhibit in row.exhibits)
+        times = "\n".join(_minutes(exhibit) for exhibit in row.exhibits)
+        papers.add_row(row.item, row.shows, row.state, names, times)
+    ours = _list("experiment of our own", "shows", "name", "minutes")
     for exhibit in EXHIBITS.values():
-        minutes = f"{exhibit.minutes:g}" if exhibit.minutes >= 1 else "< 1"
-        table.add_row(exhibit.name, f"{exhibit.source}: {exhibit.title}", minutes)
+        if not exhibit.covers:
+            ours.add_row(exhibit.source, exhibit.title, exhibit.name, _minutes(exhibit))
+    return [papers, ours]
+
+
+def _list(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in headings:
+        table.add_column(
+            heading, no_wrap=heading == "name", justify="right" if heading == "minutes" else "left"
+        )
     return table
+
+
+def _minutes(exhibit: Exhibit) -> str:
+    return f"{exhibit.minutes:g}" if exhibit.minutes >= 1 else "< 1"
 
 
 def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: TellShare) -> None:
