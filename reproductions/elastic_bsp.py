@@ -161,7 +161,8 @@ def _notes(
             f"{100 * (elastic_final - final['BSP']):+.1f} percentage points above that of BSP; in the paper, it is "
             f"{ELASTIC_BSP.numbers['more-accurate-than-bsp']} higher."
         )
-    first, *_, last = planning_ms
+    labels = list(planning_ms)
+    first, last = labels[0], labels[-1]
     notes.append(
         f"Computing a plan takes {planning_ms[first]:.3f} ms for {first} and {planning_ms[last]:.3f} ms for {last}. "
         "In Figs. 11 to 13 of the paper, a large R slows down training; here, it does not."
