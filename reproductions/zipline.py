@@ -158,14 +158,20 @@ def _candidates(number: str, workers: int, lookahead: int, paper: Mapping[str, Q
     def draw() -> Figure:
         from paceline.report.canvas import COLOURS, new_figure
 
-        figure = new_figure(10.0, 3.8)
-        axes = figure.subplots()
+        figure = new_figure(11.0, 3.8)
+        axes, spread = figure.subplots(1, 2, width_ratios=(3, 1))
         axes.plot(np.arange(1, len(waits) + 1), waits, "." if len(waits) < 1000 else ",", color=COLOURS[0])
         axes.plot([best + 1], [waits[best]], "s", color=COLOURS[4], label=f"best: {waits[best]:.0f} ms")
         axes.set_xlabel("candidate Z, in scan order")
         axes.set_ylabel("d_Z, ms")
         axes.set_title(f"Fig. {number}: every d_Z that ZipLine evaluates, n = {workers:,}, R = {lookahead}")
         axes.legend(frameon=False)
+        smallest = "smallest d_Z, ms"
+        spread.hist(ours[smallest], bins=15, color=COLOURS[5])
+        spread.axvline(paper[smallest].value, color=COLOURS[4])
+        spread.set_title(f"line: {paper[smallest]} ms, the paper's")
+        spread.set_xlabel(f"{smallest}, {len(scans)} inputs")
+        spread.set_ylabel("inputs")
         return figure
 
     return Made(
