@@ -29,7 +29,8 @@ quote from them, and all of their tables and figures. It does not contain result
     python -m reproductions NAME...
 
 reproduces tables and figures, and shows the papers' numbers beside ours. *On a stand-in* means that another network,
-other data or a simulated cluster takes the place of the paper's.
+other data or a simulated cluster takes the place of the paper's. Names with a link have a kept result: a text with
+the command, the time that it took and the machine, and next to it the numbers and a picture.
 """
 
 
@@ -58,12 +59,18 @@ def section(paper: Paper) -> Iterator[str]:
                 row.item.removeprefix(f"{paper.name}, "),
                 row.shows,
                 row.state,
-                ", ".join(f"`{exhibit.name}`" for exhibit in row.exhibits),
+                ", ".join(linked(exhibit.name) for exhibit in row.exhibits),
             )
             for row in coverage()
             if row.item.startswith(f"{paper.name}, ")
         ),
     )
+
+
+def linked(name: str) -> str:
+    """Return the name of an exhibit, with a link to the kept result of a full run if there is one."""
+    kept = f"reproductions/results/{name}.txt"
+    return f"[`{name}`](../{kept})" if (ROOT / kept).exists() else f"`{name}`"
 
 
 def unit(quote: Quote) -> str:

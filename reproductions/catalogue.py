@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,10 +18,12 @@ from paceline.errors import unknown_name
 from paceline.report.canvas import save
 
 from . import claims, elastic_bsp, fluent_ps, model_map, spec_sync, zipline
-from .exhibit import Exhibit, Options
+from .exhibit import Exhibit, Made, Options
 from .papers import PAPERS, Listed
 
 __all__ = ["EXHIBITS", "Row", "chosen", "coverage", "list_tables", "make"]
+
+TEXT_WIDTH = 118  # columns of the text files
 
 EXHIBITS: dict[str, Exhibit] = {
     exhibit.name: exhibit
@@ -105,17 +110,22 @@ def _minutes(exhibit: Exhibit) -> str:
 
 
 def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: TellShare) -> None:
-    """Make an exhibit: print its tables and notes, and write its numbers and its plot to the folder `out`."""
+    """Make an exhibit, print it, and write it to the folder `out`: as text, its numbers as JSON, and its plot."""
+    begun_s = time.monotonic()
     made = exhibit.make(options, tell)
-    console.print(f"[bold]{exhibit.source}[/]: {exhibit.title}", highlight=False)
-    for table in made.tables:
-        console.print(table)
-    for note in made.notes:
-        console.print(f"- {note}", highlight=False, markup=False)
-    console.print(f"- What differs: {exhibit.differs}", "", highlight=False, markup=False)
+    run = {
+        "command": _command(exhibit, options),
+        "seconds": round(time.monotonic() - begun_s),
+        "machine": f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}",
+    }
+    with (out / f"{exhibit.name}.txt").open("w") as file:
+        for each in (console, Console(file=file, width=TEXT_WIDTH)):
+            _print(exhibit, made, each)
+        file.write("{command}\n{seconds} s on {machine}\n".format(**run))
     kept = {
         "exhibit": exhibit.name,
         "source": exhibit.source,
+        **run,
         "differs": exhibit.differs,
         "notes": made.notes,
         "tables": [_plain(table) for table in made.tables],
@@ -125,6 +135,23 @@ def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: 
         msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n"
     )
     save(made.figure(), out / f"{exhibit.name}.png")
+
+
+def _print(exhibit: Exhibit, made: Made, console: Console) -> None:
+    console.print(f"[bold]{exhibit.source}[/]: {exhibit.title}", highlight=False)
+    for table in made.tables:
+        console.print(table)
+    for note in made.notes:
+        console.print(f"- {note}", highlight=False, markup=False)
+    console.print(f"- What differs: {exhibit.differs}", "", highlight=False, markup=False)
+
+
+def _command(exhibit: Exhibit, options: Options) -> str:
+    """Return the command that makes an exhibit with these options."""
+    words = ["python -m reproductions", exhibit.name]
+    words += ["--quick"] * options.quick
+    words += [f"--seeds {options.seeds}"] * (options.seeds != Options().seeds)
+    return " ".join(words)
 
 
 def _plain(table: Table) -> dict[str, object]:

@@ -145,4 +145,6 @@ def test_the_command_lists_and_makes(
         assert ended.value.code == 0
     printed = capsys.readouterr().out
     assert "fluentps-table4" in printed
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"zipline-fig6.json", "zipline-fig6.png"}
+    written = {path.suffix: path for path in (tmp_path / "out").glob("zipline-fig6.*")}
+    assert written.keys() == {".json", ".png", ".txt"}
+    assert "python -m reproductions zipline-fig6 --quick\n" in written[".txt"].read_text()

@@ -154,9 +154,13 @@ WRITTEN = {str(quote) for quote in QUOTES}
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "reproductions" / "results").glob("*.json")), ids=lambda p: p.name
 )
-def test_the_quoted_numbers_of_a_kept_result_are_those_of_the_file(path: Path) -> None:
-    for table in json.loads(path.read_text())["tables"]:
+def test_a_kept_result_is_complete_and_its_quoted_numbers_are_those_of_the_file(path: Path) -> None:
+    kept = json.loads(path.read_text())
+    for table in kept["tables"]:
         assert set(paper_cells(table["columns"], table["rows"])) <= WRITTEN
+    assert kept["command"].endswith(f"python -m reproductions {path.stem}")  # a full run
+    assert f"{kept['seconds']} s on {kept['machine']}" in path.with_suffix(".txt").read_text()
+    assert path.with_suffix(".png").exists()
 
 
 def markdown_tables(text: str) -> Iterator[list[list[str]]]:
