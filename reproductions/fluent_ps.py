@@ -462,9 +462,9 @@ def figure_10(options: Options, tell: TellShare) -> Made:
             f"The paper's accuracies are from Table IV, with AlexNet on CIFAR-10 after {quoted['fig10-iterations']} "
             "iterations.",
             f"PSSP(3, 0.5) takes all its iterations {ends['SSP(3)'] / ends['PSSP(3, 0.5)']:.2f} times as fast as "
-            f"SSP(3); in the paper, {quoted['pssp-faster']} times. Its accuracy is "
-            f"{100 * (finals['PSSP(3, 0.5)'] - finals['ASP']):+.1f} percentage points above that of ASP. With 128 "
-            f"workers (Fig. 11), the paper reports {quoted['pssp-more-accurate']} for P = 0.3 or 0.5.",
+            f"SSP(3); in the paper, {quoted['pssp-faster']} times. Its accuracy differs from that of ASP by "
+            f"{100 * (finals['PSSP(3, 0.5)'] - finals['ASP']):+.1f} percentage points. With 128 "
+            f"workers (Fig. 11), the paper reports {quoted['pssp-more-accurate']} more for P = 0.3 or 0.5.",
             "Fig. 7 of the paper compares FluentPS with PMLS-Caffe, which is not available here. According to the "
             f"paper, the accuracy of PMLS-Caffe under SSP(3) is {quoted['fig7-pmls-caffe']} with more than 8 "
             "workers.",

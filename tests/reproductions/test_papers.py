@@ -24,6 +24,27 @@ SOURCES = sorted(
 )
 
 
+TEXTS = ROOT.parent / "shared" / "papers"
+needs_papers = pytest.mark.skipif(not TEXTS.is_dir(), reason=f"the text of the papers is not there: {TEXTS}")
+
+
+@needs_papers
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("elasticbsp", "elasticbsp-zipline-journal-2021.txt"),
+        ("specsync", "specsync-icdcs-2018.txt"),
+        ("fluentps", "fluentps-cluster-2019.txt"),
+    ],
+)
+def test_every_quoted_number_is_printed_in_its_paper(name: str, file: str) -> None:
+    text = (TEXTS / file).read_text().replace(",", "")
+    printed = {float(number.replace(" ", "")) for number in re.findall(r"\d+(?:\.\d+)?(?:e ?\d+)?", text)}
+    assert [quote for quote in PAPERS[name].quotes() if quote.value not in printed] == []
+    for author in PAPERS[name].authors:
+        assert re.search(rf"\b{author}(?![a-z])", text[:2000])
+
+
 def roman(count: int) -> list[str]:
     return ["I", "II", "III", "IV"][:count]
 
