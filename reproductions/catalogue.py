@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,9 +18,12 @@ from paceline.errors import unknown_name
 from paceline.report.canvas import save
 
 from . import claims, elastic_bsp, fluent_ps, model_map, spec_sync, zipline
-from .exhibit import Exhibit, Options
+from .exhibit import Exhibit, Made, Options
+from .papers import PAPERS, Listed
 
-__all__ = ["EXHIBITS", "chosen", "list_table", "make"]
+__all__ = ["EXHIBITS", "Row", "chosen", "coverage", "list_tables", "make"]
+
+TEXT_WIDTH = 118  # columns of the text files
 
 EXHIBITS: dict[str, Exhibit] = {
     exhibit.name: exhibit
@@ -25,6 +31,22 @@ EXHIBITS: dict[str, Exhibit] = {
     for exhibit in module.EXHIBITS
 }
 """All exhibits by name, grouped by paper."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A table or figure of a paper, and what there is of it.
+
+    Attributes:
+        item: the paper's name and number: "ElasticBSP, Fig. 4".
+        shows: what it shows.
+        state: "reproduced", "reproduced on a stand-in", "quoted only: " with the reason, or "not yet".
+        exhibits: the exhibits that reproduce it.
+    """
+
+    item: str
+    shows: str
+    state: str
+    exhibits: tuple[Exhibit, ...] = ()
 
 
 def chosen(names: Sequence[str]) -> list[Exhibit]:
@@ -41,30 +63,69 @@ def chosen(names: Sequence[str]) -> list[Exhibit]:
     return [EXHIBITS[name] for name in names]
 
 
-def list_table() -> Table:
-    """Return a table of all exhibits: what each exhibit shows and how long it takes to make."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("name", no_wrap=True)
-    table.add_column("shows")
-    table.add_column("minutes", justify="right")
+def coverage() -> list[Row]:
+    """Return a row for each table and figure of the papers, in the order of the papers."""
+    return [
+        _row(f"{paper.name}, {number}", listed)
+        for paper in PAPERS.values()
+        for number, listed in paper.exhibits.items()
+    ]
+
+
+def _row(item: str, listed: Listed) -> Row:
+    exhibits = tuple(exhibit for exhibit in EXHIBITS.values() if item in exhibit.covers)
+    if exhibits:
+        stand_in = all(exhibit.stand_in for exhibit in exhibits)
+        state = "reproduced on a stand-in" if stand_in else "reproduced"
+    else:
+        state = f"quoted only: {listed.only_quoted}" if listed.only_quoted else "not yet"
+    return Row(item, listed.shows, state, exhibits)
+
+
+def list_tables() -> list[Table]:
+    """Return a table of the papers' tables and figures with their states, and a table of our own exhibits."""
+    papers = _list("table or figure", "shows", "state", "name", "minutes")
+    for row in coverage():
+        names = "\n".join(exhibit.name for exhibit in row.exhibits)
+        times = "\n".join(_minutes(exhibit) for exhibit in row.exhibits)
+        papers.add_row(row.item, row.shows, row.state, names, times)
+    ours = _list("experiment of our own", "shows", "name", "minutes")
     for exhibit in EXHIBITS.values():
-        minutes = f"{exhibit.minutes:g}" if exhibit.minutes >= 1 else "< 1"
-        table.add_row(exhibit.name, f"{exhibit.source}: {exhibit.title}", minutes)
+        if not exhibit.covers:
+            ours.add_row(exhibit.source, exhibit.title, exhibit.name, _minutes(exhibit))
+    return [papers, ours]
+
+
+def _list(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in headings:
+        table.add_column(
+            heading, no_wrap=heading == "name", justify="right" if heading == "minutes" else "left"
+        )
     return table
 
 
+def _minutes(exhibit: Exhibit) -> str:
+    return f"{exhibit.minutes:g}" if exhibit.minutes >= 1 else "< 1"
+
+
 def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: TellShare) -> None:
-    """Make an exhibit: print its tables and notes, and write its numbers and its plot to the folder `out`."""
+    """Make an exhibit, print it, and write it to the folder `out`: as text, its numbers as JSON, and its plot."""
+    begun_s = time.monotonic()
     made = exhibit.make(options, tell)
-    console.print(f"[bold]{exhibit.source}[/]: {exhibit.title}", highlight=False)
-    for table in made.tables:
-        console.print(table)
-    for note in made.notes:
-        console.print(f"- {note}", highlight=False, markup=False)
-    console.print(f"- What differs: {exhibit.differs}", "", highlight=False, markup=False)
+    run = {
+        "command": _command(exhibit, options),
+        "seconds": round(time.monotonic() - begun_s),
+        "machine": f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}",
+    }
+    with (out / f"{exhibit.name}.txt").open("w") as file:
+        for each in (console, Console(file=file, width=TEXT_WIDTH)):
+            _print(exhibit, made, each)
+        file.write("{command}\n{seconds} s on {machine}\n".format(**run))
     kept = {
         "exhibit": exhibit.name,
         "source": exhibit.source,
+        **run,
         "differs": exhibit.differs,
         "notes": made.notes,
         "tables": [_plain(table) for table in made.tables],
@@ -74,6 +135,23 @@ def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: 
         msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n"
     )
     save(made.figure(), out / f"{exhibit.name}.png")
+
+
+def _print(exhibit: Exhibit, made: Made, console: Console) -> None:
+    console.print(f"[bold]{exhibit.source}[/]: {exhibit.title}", highlight=False)
+    for table in made.tables:
+        console.print(table)
+    for note in made.notes:
+        console.print(f"- {note}", highlight=False, markup=False)
+    console.print(f"- What differs: {exhibit.differs}", "", highlight=False, markup=False)
+
+
+def _command(exhibit: Exhibit, options: Options) -> str:
+    """Return the command that makes an exhibit with these options."""
+    words = ["python -m reproductions", exhibit.name]
+    words += ["--quick"] * options.quick
+    words += [f"--seeds {options.seeds}"] * (options.seeds != Options().seeds)
+    return " ".join(words)
 
 
 def _plain(table: Table) -> dict[str, object]:

@@ -57,7 +57,10 @@ def exhibits(
             show_default=False,
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--list", help="List all tables and figures.")] = False,
+    every: Annotated[
+        bool,
+        typer.Option("--list", help="List all tables and figures of the papers, and what there is of each."),
+    ] = False,
     quick: Annotated[
         bool,
         typer.Option(
@@ -74,11 +77,12 @@ def exhibits(
 
     python -m reproductions fluentps-fig9 specsync-fig3
     """
-    from .catalogue import chosen, list_table, make
+    from .catalogue import chosen, list_tables, make
     from .exhibit import Options
 
     if every or not names:
-        Console().print(list_table())
+        for table in list_tables():
+            Console().print(table, "")
         return
     wanted = chosen(names)
     folder = new_folder(out, "reproductions")

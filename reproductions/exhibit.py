@@ -12,10 +12,12 @@ from rich.table import Table
 
 from paceline.cli.progress import TellShare
 
+from .papers import Quote
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Exhibit", "Made", "Options", "beside", "ratio", "seconds"]
+__all__ = ["Exhibit", "Made", "Options", "beside", "less", "ratio", "seconds"]
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -56,6 +58,8 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
         differs: how the reproduction differs from the paper, mainly in the network and the data.
         minutes: approximate time in minutes for making the exhibit.
         make: function that makes the exhibit, given the options and a progress callback.
+        covers: the tables and figures that it reproduces, as listed in `papers.toml`: "ElasticBSP, Fig. 4".
+        stand_in: True if other networks, data or machines stand in for those of the paper.
     """
 
     name: str
@@ -64,14 +68,18 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
     differs: str
     minutes: float
     make: Callable[[Options, TellShare], Made]
+    covers: tuple[str, ...] = ()
+    stand_in: bool = True
 
 
-def beside(title: str, rows: Mapping[str, Sequence[tuple[str, str]]], columns: Sequence[str]) -> Table:
+def beside(
+    title: str, rows: Mapping[str, Sequence[tuple[Quote | None, str]]], columns: Sequence[str]
+) -> Table:
     """Return a table with the paper's numbers beside ours.
 
     Args:
         title: title of the table.
-        rows: label of a row -> one pair (the paper's number, our number) for each column. "-" means that the paper
+        rows: label of a row -> one pair (the paper's number, our number) for each column. None means that the paper
             has no such number. If the paper has no number in a column, the column shows only our numbers.
         columns: headings of the columns.
     """
@@ -84,9 +92,7 @@ def beside(title: str, rows: Mapping[str, Sequence[tuple[str, str]]], columns: S
         collapse_padding=True,
     )
     table.add_column("", overflow="fold", vertical="bottom", min_width=8)
-    printed = [
-        any(pairs[index][0] not in ("-", "") for pairs in rows.values()) for index in range(len(columns))
-    ]
+    printed = [any(pairs[index][0] is not None for pairs in rows.values()) for index in range(len(columns))]
     for heading, has_paper in zip(columns, printed, strict=True):
         if has_paper:
             table.add_column(f"{heading}\npaper", justify="right")
@@ -94,7 +100,7 @@ def beside(title: str, rows: Mapping[str, Sequence[tuple[str, str]]], columns: S
     for label, pairs in rows.items():
         cells = []
         for (paper, ours), has_paper in zip(pairs, printed, strict=True):
-            cells += [paper, ours] if has_paper else [ours]
+            cells += ["-" if paper is None else str(paper), ours] if has_paper else [ours]
         table.add_row(label, *cells)
     return table
 
@@ -113,3 +119,20 @@ def seconds(time_s: float) -> str:
 def ratio(one: float, other: float) -> str:
     """Format the ratio of two times. Return "-" if either time is infinite."""
     return f"{one / other:.2f}" if math.isfinite(one) and math.isfinite(other) else "-"
+
+
+def less(one: float, other: float, what: str = "") -> str:
+    """Format by what percentage one number is below or above another: "25.0 % fewer", "50.0 % more"; "-" if unknown.
+
+    Args:
+        one: the number.
+        other: the number that it is compared with.
+        what: what is counted; appended to the text.
+
+    >>> less(75, 100), less(150, 100, "delayed pulls"), less(3, 0)
+    ('25.0 % fewer', '50.0 % more delayed pulls', '-')
+    """
+    if not other or not math.isfinite(one) or not math.isfinite(other):
+        return "-"
+    share = 1 - one / other
+    return f"{abs(share) * 100:.1f} % {'fewer' if share >= 0 else 'more'} {what}".rstrip()

@@ -15,8 +15,9 @@ from paceline.sync import MODELS
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_page_on_sync_models_is_what_their_files_say() -> None:
-    ended = subprocess.run([sys.executable, ROOT / "docs" / "make_sync_models.py", "--check"])
+@pytest.mark.parametrize("script", ["make_sync_models.py", "make_papers.py"])
+def test_a_page_is_what_its_sources_say(script: str) -> None:
+    ended = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"])
     assert ended.returncode == 0, "run: make docs"
 
 

@@ -67,6 +67,8 @@ def test_slices_begin_on_a_block_and_differ_by_at_most_one(layout: Layout, shard
         lengths = [stop - start for start, stop in (shard.bounds[dtype] for shard in slices)]
         assert all(length % block(dtype) == 0 for length in lengths)
         assert max(lengths) - min(lengths) <= block(dtype)
+    sizes = [shard.size_bytes for shard in slices]
+    assert max(sizes) - min(sizes) <= ALIGNMENT_BYTES * len(layout.sizes)
 
 
 @patiently

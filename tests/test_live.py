@@ -112,9 +112,12 @@ def test_every_worker_trains_to_its_end_and_the_summary_says_so(the_run: TheRun)
     assert result.summary["iterations"] == {"0": STEPS, "1": STEPS}
     assert result.summary["emulated"] == "--pace 0.03,0.09 (minimum seconds per iteration)"
     assert result.summary["dropped_pushes"] == 0
-    measures = measure([trace for trace in result.trace if trace.header.host == "shard"])
+    *shards, coordinator = result.trace
+    measures = measure(shards, coordinator)
     for figure in ("updates", "delayed_pulls", "max_gap", "max_staleness", "waiting_share", "gradients"):
         assert result.summary[figure] == getattr(measures, figure)
+    for figure in ("barriers", "sync_cost_s", "predicted_sync_cost_s"):
+        assert result.summary[figure] == getattr(measures, figure) is not None
     assert result.summary["findings"] == find(measures, lockstep=False, run_dir=str(result.run_dir))
 
 

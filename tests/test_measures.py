@@ -130,6 +130,7 @@ def test_the_figures_of_two_workers_under_bsp() -> None:
     assert measures.max_gap == 0
     assert measures.delayed_pulls == 2
     assert measures.dropped_pushes == 0
+    assert (measures.barriers, measures.sync_cost_s, measures.predicted_sync_cost_s) == (2, 2.0 + 1.0, None)
 
 
 def test_the_figures_of_a_fast_and_a_slow_worker_under_asp() -> None:

@@ -164,6 +164,16 @@ def test_the_summary_gives_speed_in_samples_and_says_what_is_in_an_update() -> N
     }
 
 
+@pytest.mark.parametrize(("predicted_s", "predicted"), [(None, ""), (3.14, ", predicted 3.14 s")])
+def test_the_summary_gives_the_cost_of_synchronization_and_what_was_predicted(
+    predicted_s: float | None, predicted: str
+) -> None:
+    cost = {"barriers": 12, "sync_cost_s": 4.25, "predicted_sync_cost_s": predicted_s}
+    rows = summary_rows({**SUMMARY, **cost})
+    assert rows["barriers"] == f"12, whose longest waits add up to 4.25 s (c_sync{predicted})"
+    assert "barriers" not in summary_rows({**SUMMARY, **cost, "barriers": 0})
+
+
 def test_without_known_samples_the_summary_gives_speed_in_gradients() -> None:
     unknown = {"samples": 0, "samples_per_s": 0.0, "worker_samples": {"0": 0, "1": 0}}
     rows = summary_rows({**SUMMARY, **unknown, "updates": 200})

@@ -30,7 +30,7 @@ DIGESTS = {
     "asp": "8f96bada121ad548",
     "ssp:staleness=2,execution=lazy": "283cc99e21def912",
     "dssp:lower=1,upper=5": "3b2908b73b84b808",
-    "dsps:lower=1,upper=5": "910f470560d32cdb",
+    "dsps:lower=1,upper=5": "2e7ccf5e150b2694",
     "pssp:staleness=1": "39be97c291e72676",
     "dynamic-pssp:staleness=1": "ec9d490fd4ed5a2b",
     "drop-stragglers:quorum=3": "9ec59a0383455104",
@@ -54,6 +54,9 @@ NEWER = (
     "worker_samples",
     "dropped_samples",
     "clipped_alone",
+    "barriers",
+    "sync_cost_s",
+    "predicted_sync_cost_s",
 )
 """Statistics that the summary has had only since these digests were taken."""
 

@@ -444,6 +444,36 @@ def test_what_is_large_is_free_at_once_and_not_when_the_garbage_collector_comes_
         gc.enable()
 
 
+def held() -> tuple[int, int]:
+    """The number of the package's objects, and the bytes of all tensors, that there are after a collection."""
+    gc.collect()
+    found = gc.get_objects()
+    own = sum(str(type(thing).__module__).partition(".")[0] == "paceline" for thing in found)
+    # `isinstance` would look at attributes, which wakes up whatever is imported when it is first used.
+    tensors = [thing for thing in found if issubclass(type(thing), torch.Tensor)]
+    storages = {
+        storage.data_ptr(): storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors)
+    }
+    return own, sum(storages.values())
+
+
+def test_two_hundred_calls_hold_no_more_than_the_first_ones() -> None:
+    syncs = ("bsp", "asp", "elastic-bsp:lookahead=2", "spec-sync", RESTARTING)
+    pair = Cluster(compute_s=[1.0, 1.5])
+    restarts = 0
+    first = None
+    for call in range(200):
+        sync = syncs[call % len(syncs)]
+        restarts += simulate(pair, sync, train_fn=lambda: fit(model_of(), steps=3), seed=call).restarts
+        if call == 2 * len(syncs):
+            first = held()
+    assert restarts > 0
+    assert first is not None
+    objects, size_bytes = held()
+    assert objects <= first[0]
+    assert size_bytes <= first[1]
+
+
 @pytest.mark.parametrize("host", ["simulated", "live"])
 def test_a_model_that_outlives_its_run_has_no_hooks_left(host: str, run_on_threads: RunOnThreads) -> None:
     models: list[nn.Module] = []

@@ -34,6 +34,7 @@ MODELS = [
     "bsp",
     "asp",
     "asp:push_scale=1/n",
+    "asp:push_scale=1/tau",
     "ssp:staleness=1",
     "ssp:staleness=1,execution=lazy",
     "dssp:lower=1,upper=4",
@@ -125,7 +126,7 @@ def figures(run_on_threads: RunOnThreads, sync: str, transport: str = "auto") ->
         assert trace.header.sync == sync
         assert trace.header.emulated == "--pace 0.02,0.02,0.06 (minimum seconds per iteration)"
         assert replay(trace) == []
-    measures = measure(run.shards)
+    measures = measure(run.shards, run.traces[-1])
     assert measures.iterations == {0: STEPS, 1: STEPS, 2: STEPS}
     assert measures.dropped_pushes == 0
     return measures
@@ -155,6 +156,10 @@ def test_the_barrier_of_elastic_bsp_costs_less_than_that_of_bsp(run_on_threads: 
     elastic, bsp = (figures(run_on_threads, sync) for sync in ("elastic-bsp:lookahead=5", "bsp"))
     assert elastic.delayed_pulls < bsp.delayed_pulls
     assert elastic.waiting_share < bsp.waiting_share
+    assert 0 < elastic.barriers < bsp.barriers == STEPS
+    assert elastic.sync_cost_s < bsp.sync_cost_s
+    assert elastic.predicted_sync_cost_s is not None
+    assert bsp.predicted_sync_cost_s is None
 
 
 # -- SpecSync ---------------------------------------------------------------------------------------------

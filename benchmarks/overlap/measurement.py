@@ -43,6 +43,7 @@ from paceline.launcher.launch import launch
 from paceline.launcher.local import Placement
 from paceline.trace.recording import Trace
 from paceline.trace.records import IterationRecord, read_records
+from reproductions.papers import FLUENT_PS
 
 from .namespaces import Network, NetworkLink, network, rate_bps
 from .picture import Exchange, exchange_of, overlap_picture
@@ -65,6 +66,11 @@ __all__ = [
     "rows",
     "table",
 ]
+
+PAPER_OVERLAP, PAPER_EVEN = (
+    FLUENT_PS.numbers[name].value / 100 for name in ("overlap-saves", "overlap-and-eps-save")
+)
+"""Fractions of PS-Lite's communication time that are saved according to the paper."""
 
 WORKERS = 4
 SERVERS = 4
@@ -122,8 +128,10 @@ class OverlapPlan(msgspec.Struct, frozen=True, kw_only=True):
         """The compared settings. The first one is the baseline for the others."""
         return (
             OverlapSetting("1 overlap off, by parameter", "off", "by-parameter", SERVERS, None),
-            OverlapSetting("2 overlap, by parameter", "shards", "by-parameter", SERVERS, 0.86),
-            OverlapSetting(f"3 overlap, even, {self.shards} shards", "shards", "even", self.shards, 0.937),
+            OverlapSetting("2 overlap, by parameter", "shards", "by-parameter", SERVERS, PAPER_OVERLAP),
+            OverlapSetting(
+                f"3 overlap, even, {self.shards} shards", "shards", "even", self.shards, PAPER_EVEN
+            ),
         )
 
     def require_sound(self) -> None:
@@ -434,7 +442,7 @@ def picture(report: OverlapReport) -> Figure:
 
 def _percent(share: float | None) -> str:
     """
-    >>> _percent(0.937), _percent(None)
-    ('93.7%', '-')
+    >>> _percent(0.25), _percent(None)
+    ('25.0%', '-')
     """
     return "-" if share is None else f"{share:.1%}"

@@ -1,7 +1,8 @@
 """Waiting times and computation times of ZipLine's methods, compared with Tables 3 and 4 of the paper.
 
-This module contains the numbers printed in the paper, the inputs for our own measurements, and the goals for the fast
-solver. It measures only computation times and waiting times; the tests check that the methods' results are correct.
+This module contains the inputs for our own measurements and the goals for the fast solver. The numbers printed in the
+paper are in `reproductions/papers.toml`. This module measures only computation times and waiting times; the tests
+check that the methods' results are correct.
 
 No small input is used twice in a row, because the processor's branch predictor would learn it and the method would
 appear several times faster than it is. Within a round, the compared methods take turns, so that a change in the
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from paceline.cli.progress import TellShare
 from paceline.errors import ConfigurationError
 from paceline.zipline import METHODS, LastInterval, Solution, generate_pushes, solve, solve_periodic
+from reproductions.papers import ELASTIC_BSP, QuotedTable
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -59,29 +61,24 @@ def _no_progress(what: str, share: float, slow: bool = False) -> None:
 
 # -- numbers from the paper --------------------------------------------------------------------------------------
 
-TABLE_3_SHAPES: tuple[Shape, ...] = tuple((n, r) for r in (15, 150) for n in (10, 50, 100, 500, 1000))
-TABLE_4_SHAPES: tuple[Shape, ...] = tuple((n, r) for n in (10, 100, 1000) for r in (15, 150))
 
-_EXACT_WAITS = (599, 1103, 1228, 1351, 1403, 518, 1055, 1175, 1307, 1382)
-PAPER_WAITS_MS: dict[str, tuple[int, ...]] = {
-    "zipline": _EXACT_WAITS,
-    "zipline-opt": _EXACT_WAITS,
-    "zipline-opt-bs": _EXACT_WAITS,
-    "full-grid-scan": _EXACT_WAITS,
-    "grid-scan": (599, 1103, 1345, 1357, 1405, 518, 1103, 1253, 1344, 1401),
-}
+def _shapes(table: QuotedTable) -> tuple[Shape, ...]:
+    pairs = (column.split(",") for column in table.columns)
+    return tuple((int(workers), int(lookahead)) for workers, lookahead in pairs)
+
+
+TABLE_3_SHAPES = _shapes(ELASTIC_BSP.tables["table3"])
+TABLE_4_SHAPES = _shapes(ELASTIC_BSP.tables["table4"])
+
+PAPER_WAITS_MS = ELASTIC_BSP.tables["table3"].rows
 """Method -> waiting times in ms from Table 3, in the order of TABLE_3_SHAPES."""
 
-PAPER_SUCCESS_SHARES = {method: 0.3 if method == "grid-scan" else 1.0 for method in PAPER_WAITS_MS}
+PAPER_SUCCESS_SHARES = {
+    method: percent / 100 for method, (percent,) in ELASTIC_BSP.tables["table3-success"].rows.items()
+}
 """Method -> success rate, from the last column of Table 3."""
 
-PAPER_MEANS_US: dict[str, tuple[float, ...]] = {
-    "zipline": (1.49e2, 1.32e3, 6.37e3, 4.99e4, 2.53e5, 2.38e6),
-    "zipline-opt": (0.90e2, 8.08e2, 2.46e3, 1.93e4, 9.39e4, 7.78e5),
-    "zipline-opt-bs": (1.24e2, 1.15e3, 2.65e3, 2.30e4, 7.68e4, 5.66e5),
-    "full-grid-scan": (1.54e3, 4.67e4, 8.13e4, 2.15e6, 4.04e6, 2.07e8),
-    "grid-scan": (1.68e2, 5.50e3, 1.11e3, 4.38e4, 7.45e3, 2.57e5),
-}
+PAPER_MEANS_US = ELASTIC_BSP.tables["table4"].rows
 """Method -> mean times in microseconds from Table 4, in the order of TABLE_4_SHAPES."""
 
 # -- own measurements --------------------------------------------------------------------------------------------

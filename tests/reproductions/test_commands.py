@@ -48,7 +48,7 @@ def test_options_may_come_before_and_after_the_names(
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, *arguments) == 0
     assert {path.name for path in Path("out").iterdir()} == {
-        f"zipline-fig{number}.{kind}" for number in (4, 6) for kind in ("json", "png")
+        f"zipline-fig{number}.{kind}" for number in (4, 6) for kind in ("json", "png", "txt")
     }
 
 

@@ -18,6 +18,8 @@ from reproductions.fluent_ps import resnet_56
 from reproductions.spec_sync import pushes_after_pulls
 from reproductions.training import Target, TrainingRun, best_of_each, run_all
 
+from .test_papers import WRITTEN, paper_cells
+
 PROMISED = {
     "zipline-table3",
     "zipline-table4",
@@ -63,7 +65,10 @@ def test_what_takes_no_training_is_made_with_its_numbers_and_its_plot(name: str,
     assert EXHIBITS[name].source in printed
     assert "What differs" in printed
     assert (tmp_path / f"{name}.png").stat().st_size > 5_000
-    assert json.loads((tmp_path / f"{name}.json").read_text())["data"]
+    kept = json.loads((tmp_path / f"{name}.json").read_text())
+    assert kept["data"]
+    for table in kept["tables"]:
+        assert set(paper_cells(table["columns"], table["rows"])) <= WRITTEN
 
 
 def test_an_exhibit_with_training_is_made(tmp_path: Path) -> None:
@@ -140,4 +145,6 @@ def test_the_command_lists_and_makes(
         assert ended.value.code == 0
     printed = capsys.readouterr().out
     assert "fluentps-table4" in printed
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"zipline-fig6.json", "zipline-fig6.png"}
+    written = {path.suffix: path for path in (tmp_path / "out").glob("zipline-fig6.*")}
+    assert written.keys() == {".json", ".png", ".txt"}
+    assert "python -m reproductions zipline-fig6 --quick\n" in written[".txt"].read_text()

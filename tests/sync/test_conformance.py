@@ -66,6 +66,7 @@ TABLE: list[SyncModel] = [
     BSP(),
     ASP(),
     ASP(push_scale="1/n"),
+    ASP(push_scale="1/tau"),
     SSP(),
     SSP(staleness=0),
     SSP(staleness=1),

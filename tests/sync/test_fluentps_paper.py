@@ -1,5 +1,6 @@
-"""BSP, ASP and SSP by the paper: Yao et al., "FluentPS: a parameter server design with low-frequency synchronization
-for distributed deep learning", CLUSTER 2019, section III. Each test names what it holds the code against.
+"""BSP, ASP, SSP and PSSP by the paper: Yao et al., "FluentPS: a parameter server design with low-frequency
+synchronization for distributed deep learning", CLUSTER 2019, section III. Each test names what it holds the code
+against.
 
 The paper's words: a worker's *progress* is the index of the iteration that it has just pushed, from 0; *V_train* is
 the overall progress at one shard; *Count[i]* the number of workers that have pushed iteration i.
@@ -14,9 +15,10 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.sync import ASP, BSP, SSP, SyncModel
+from paceline.sync import ASP, BSP, PSSP, SSP, SyncModel
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, HoldPush
 from paceline.sync.conditions import ConditionMachine
+from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 from paceline.testing.checked_shard import CheckedShard
 
 PullCondition = Callable[[int, int], bool]
@@ -236,3 +238,48 @@ def test_fig_3b_lazy_execution_answers_when_the_slowest_has_caught_up() -> None:
     checked.tell(checked.legal.push(2))  # g_3 of W2, and all of W1's are there
     assert machine.v_train == 4
     assert 0 not in checked.legal.waiting
+
+
+def first_delayed_gaps(sync: PSSP, shards: int, workers: int) -> list[int]:
+    """The value of k at which each worker is first delayed at some shard, while one worker more never pushes."""
+    machines = [sync.at_shard(seed=5, shard=shard) for shard in range(shards)]
+    for machine in machines:
+        for worker in range(workers + 1):
+            machine.handle(WorkerJoined(now_s=0.0, worker=worker))
+    gaps = []
+    for worker in range(1, workers + 1):
+        iteration = -1
+        goes_on = True
+        while goes_on:
+            iteration += 1
+            for machine in machines:
+                machine.handle(PushReceived(now_s=0.0, worker=worker, iteration=iteration))
+                pull = PullRequested(now_s=0.0, worker=worker, iteration=iteration)
+                goes_on = answered(machine.handle(pull)) == [worker] and goes_on
+        gaps.append(iteration)  # its progress; V_train is 0
+    return gaps
+
+
+@pytest.mark.parametrize(
+    ("draws", "shards", "effective"),
+    [("shared", 1, 0.3), ("shared", 4, 0.3), ("per-shard", 1, 0.3), ("per-shard", 4, 1 - 0.7**4)],
+)
+def test_theorem_1_the_first_delayed_gap_is_geometric(draws: str, shards: int, effective: float) -> None:
+    """ "the SSP model whose staleness threshold is s_i (s_i >= s) at a probability of c (1 - c)^(s_i - s)"; if each
+    of M shards draws by itself, with 1 - (1 - c)^M in place of c. Chi-squared, at the level of 0.1 %."""
+    s, workers = 2, 10_000
+    gaps = first_delayed_gaps(PSSP(staleness=s, probability=0.3, draws=draws), shards, workers)
+    assert min(gaps) == s
+    expected: list[float] = []
+    left = float(workers)
+    while left * (1 - effective) >= 5:
+        expected.append(left * effective)
+        left *= 1 - effective
+    observed = [gaps.count(s + k) for k in range(len(expected))]
+    cells = [*zip(observed, expected, strict=True), (workers - sum(observed), left)]
+    statistic = sum((seen - due) ** 2 / due for seen, due in cells)
+    freedom = len(cells) - 1
+    quantile = (
+        freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
+    )  # Wilson and Hilferty
+    assert statistic < quantile

@@ -8,7 +8,6 @@ PACELINE_CHECK_MODELS=1 (`make check-models`) lives more of them.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import random
@@ -218,20 +217,38 @@ def by_chance(staleness: int, probability: Callable[[int, Told], float], *key: i
     return answers
 
 
-def following_the_speeds(lower: int, upper: int) -> Answers:
-    """DSPS: at each advance of V_train, s is ceil(slowest / fastest interval) in [lower, upper]."""
+def following_the_speeds(lower: int, upper: int, *, lazy: bool = False) -> Oracle:
+    """DSPS: at each advance of V_train, s is ceil(slowest / fastest) in [lower, upper], where a worker's time is that
+    from its last answer, or its join, to its push."""
 
-    def answers(known: Sequence[Moment]) -> bool:
-        s = lower
-        for before, now in itertools.pairwise(known):
-            intervals = [its.interval_s for its in now.workers.values()]
-            if now.slowest > before.slowest and None not in intervals:
-                longest, shortest = max(intervals), min(intervals)  # type: ignore[type-var]
-                if shortest:
-                    s = min(upper, max(lower, math.ceil(longest / shortest)))  # type: ignore[operator]
-        return gap_of(known) <= s
+    def must_wait(events: Events) -> set[int]:
+        s, v_train = lower, 0
+        began_s: dict[int, float] = {}
+        took_s: dict[int, float] = {}
+        waiting: dict[int, int] = {}  # worker -> the round that it waits for
+        for event, workers, slowest in moments(events):
+            worker = event.worker
+            match event:
+                case WorkerJoined():
+                    began_s[worker] = event.now_s
+                case PushReceived():
+                    took_s[worker] = event.now_s - began_s[worker]
+                case PullRequested():
+                    waiting[worker] = -1
+                    if workers[worker].pushed - slowest > s:
+                        waiting[worker] = max(slowest, workers[worker].pushed - 1) if lazy else slowest
+                case WorkerLost() | WorkerFinished():
+                    waiting.pop(worker, None)
+                    took_s.pop(worker, None)
+            for other in [w for w, rnd in waiting.items() if rnd < slowest]:
+                del waiting[other]
+                began_s[other] = event.now_s
+            if slowest > v_train and took_s.keys() == workers.keys() and min(took_s.values()):
+                s = min(upper, max(lower, math.ceil(max(took_s.values()) / min(took_s.values()))))
+            v_train = slowest
+        return set(waiting)
 
-    return answers
+    return Oracle(must_wait, applied_on_arrival)
 
 
 # -- DSSP: the fastest chooses how many iterations it spends beyond `lower` ---------------------------------------
@@ -464,8 +481,8 @@ ORACLES: list[tuple[SyncModel, Oracle]] = [
     ),
     (DSSP(lower=0, upper=2), spending(0, 2)),
     (DSSP(lower=1, upper=4), spending(1, 4)),
-    (DSPS(lower=0, upper=3), delaying(following_the_speeds(0, 3))),
-    (DSPS(lower=1, upper=4, execution="lazy"), delaying(following_the_speeds(1, 4), lazy=True)),
+    (DSPS(lower=0, upper=3), following_the_speeds(0, 3)),
+    (DSPS(lower=1, upper=4, execution="lazy"), following_the_speeds(1, 4, lazy=True)),
     (PSSP(staleness=1), delaying(by_chance(1, lambda k, its: 0.5, SEED))),
     (
         PSSP(staleness=0, probability=0.75, execution="lazy", draws="per-shard"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
+from paceline.core.shard import Shard
 from paceline.errors import ConfigurationError
 from paceline.sync import SSP
 from paceline.sync.actions import AnswerPull, AnyAction, ApplyPush, DropPush
-from paceline.sync.events import WorkerFinished, WorkerJoined, WorkerLost
+from paceline.sync.events import PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 from paceline.testing.checked_shard import CheckedShard
+from paceline.trace import Header, Memory
 
 
 def joined(staleness: float, workers: int) -> CheckedShard:
@@ -36,6 +39,59 @@ def test_the_fastest_waits_with_exactly_s_plus_1_more_pushes_than_the_slowest(st
         assert iterate(checked, 0) == [AnswerPull(0, iteration)]
     assert iterate(checked, 0) == []
     assert checked.legal.label[0] == staleness + 1
+
+
+class Staleness:
+    """A shard under SSP(s) whose workers iterate in any order, and the staleness of each push."""
+
+    def __init__(self, sync: SSP, workers: int) -> None:
+        self.memory = Memory(Header(sync=str(sync), host="shard"))
+        self.shard = Shard(0, [sync], recorder=self.memory)
+        self.iterations = [0] * workers
+        for worker in range(workers):
+            self.shard.handle(WorkerJoined(now_s=0.0, worker=worker))
+
+    def iterate(self, worker: int) -> int:
+        """Push, then pull; return the staleness of the push."""
+        iteration = self.iterations[worker]
+        self.iterations[worker] += 1
+        self.shard.handle(PushReceived(now_s=0.0, worker=worker, iteration=iteration))
+        [(_, _, staleness)] = self.memory.trace.entries[-1].staleness
+        self.shard.handle(PullRequested(now_s=0.0, worker=worker, iteration=iteration))
+        return staleness
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 5])
+@pytest.mark.parametrize("workers", [2, 3, 6])
+def test_the_bound_on_staleness_is_attained(staleness: int, workers: int) -> None:
+    """Worker 0 pulls when it is s ahead of the others, and pushes when they are s + 1 ahead of it."""
+    run = Staleness(SSP(staleness=staleness), workers)
+    for _ in range(staleness):
+        run.iterate(0)
+    for _ in range(2 * staleness + 1):
+        for other in range(1, workers):
+            run.iterate(other)
+    assert len(run.shard.waits()) == workers - 1  # none of them may go further
+    assert run.iterate(0) == (2 * staleness + 1) * (workers - 1)
+
+
+@pytest.mark.parametrize("execution", ["soft", "lazy"])
+def test_no_push_is_staler_than_2s_plus_1_updates_of_each_other_worker(execution: str) -> None:
+    draw = random.Random(2)
+    largest = 0.0
+    for _ in range(200):
+        staleness, workers = draw.randint(0, 3), draw.randint(2, 4)
+        run = Staleness(SSP(staleness=staleness, execution=execution), workers)
+        for _ in range(60):
+            waiting = run.shard.waits()
+            # Long bursts of one worker at a time come closer to the bound than a fair order.
+            worker = draw.choice([worker for worker in range(workers) if worker not in waiting])
+            for _ in range(draw.choice([1, 1, 2 * staleness + 1])):
+                if worker not in run.shard.waits():
+                    share = run.iterate(worker) / ((2 * staleness + 1) * (workers - 1))
+                    largest = max(largest, share)
+                    assert share <= 1
+    assert largest == 1
 
 
 def test_slowest_worker_gates_release() -> None:

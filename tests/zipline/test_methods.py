@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Sequence
+from itertools import combinations_with_replacement, product
 from typing import Any
 
 import numpy as np
@@ -180,6 +180,25 @@ def test_full_grid_scan_is_not_optimal() -> None:
     times = [[5, 105], [15, 205], [0, 15], [7, 22]]
     assert solve(times, "full-grid-scan").wait == 15
     assert answer(solve(times)) == (10.0, 15.0, [0, 0, 1, 0])
+
+
+def test_no_smaller_input_than_that_of_its_docstring_misleads_full_grid_scan() -> None:
+    """Few workers before few end times before small numbers; a single end time per worker leaves no choice."""
+    smallest = [[0, 1], [0, 3], [1, 4], [3, 4]]
+    assert (solve(smallest, "full-grid-scan").wait, solve(smallest, "naive").wait) == (3.0, 2.0)
+    for workers, most in ((2, 4), (3, 4), (4, 3)):
+        rows = combinations_with_replacement(range(most + 1), 2)
+        for times in combinations_with_replacement(rows, workers):
+            assert solve(times, "full-grid-scan").wait == naive_wait(times)
+
+
+@given(st.lists(st.lists(st.integers(0, 30), min_size=4, max_size=4).map(sorted), min_size=1, max_size=3))
+def test_full_grid_scan_is_optimal_for_up_to_three_workers(times: list[list[int]]) -> None:
+    assert solve(times, "full-grid-scan").wait == naive_wait(times)
+
+
+def naive_wait(times: Sequence[Sequence[int]]) -> int:
+    return min(max(z) - min(z) for z in product(*times))
 
 
 def test_a_grid_scan_settles_ties_by_the_first_worker_the_earlier_column_and_the_first_set() -> None:

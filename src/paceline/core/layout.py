@@ -218,7 +218,18 @@ class Layout(msgspec.Struct, frozen=True):
     def slice_evenly(self, shards: int) -> tuple[ShardSlice, ...]:
         """Cut every vector into one part per shard, and return the slices of all shards.
 
-        The sizes of the parts differ by at most one block of 64 bytes.
+        Each vector is cut only between blocks of 64 bytes, so that every slice of it is aligned. The parts of one
+        vector differ by at most one block, and the slices of two shards therefore by at most 64 bytes for each
+        vector. This holds for the sizes with padding, which are what is stored, sent and updated. The number of
+        parameters' elements may differ more, because each parameter is padded to whole blocks:
+
+        >>> scalars = [Parameter((f"scale{i}",), (1,), "float32") for i in range(32)]
+        >>> layout = Layout.of([*scalars, Parameter(("weight",), (512,), "float32")])
+        >>> slices = layout.slice_evenly(2)
+        >>> [shard.size_bytes for shard in slices]
+        [2048, 2048]
+        >>> [sum(segment.stop - segment.start for segment in shard.segments) for shard in slices]
+        [32, 512]
         """
         bounds = [
             {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 
+import msgspec
+
 from ..errors import InternalError, InvalidEventError
 from ..sync import SyncModel
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
@@ -117,6 +119,8 @@ class Shard:
         try:
             if self.clipped.measured:
                 self._require_answered(event)
+            if self.sync.needs_staleness and type(event) is PushReceived:
+                event = msgspec.structs.replace(event, staleness=self._versions.missed(event.worker))
             actions = self.sync.handle(event)
         except InvalidEventError as error:
             self._record(Entry(event, [], str(error), self.version))

@@ -60,12 +60,14 @@ class ShardSync:
 
     Attributes:
         sync: the model in force.
+        needs_staleness: True if this model needs the staleness of each push.
         changed_to: the models of all shards after the last change that this shard completed; () before the first one.
         order: phases and labels of all live workers.
     """
 
     def __init__(self, sync: SyncModel, seed: int = 0, shard: int = 0) -> None:
         self.sync = sync
+        self.needs_staleness = sync.needs_staleness
         self.changed_to: tuple[SyncModel, ...] = ()
         self.order = Order()
         self._seed = seed
@@ -195,6 +197,7 @@ class ShardSync:
         actions = self._machine.handle(event)
         if (fault := self._machine.fault) is not None:
             self.sync = ASP() if self._worked.needs_plans else self._worked
+            self.needs_staleness = self.sync.needs_staleness
             replacement = self.sync.at_shard(self._seed, self._shard)
             actions.append(ReportFault(fault.reason, fault.traceback, str(self.sync)))
             actions += replacement.take_over(self._machine.hand_over(), event.now_s)
@@ -244,6 +247,7 @@ class ShardSync:
                 (answers if isinstance(action, AnswerPull) else updates).append(action)
         models = parse_shards(change.sync)
         self._worked, self.sync = self.sync, models[self._shard if len(models) > 1 else 0]
+        self.needs_staleness = self.sync.needs_staleness
         self._machine = self.sync.at_shard(self._seed, self._shard)
         for worker in sorted(self._passed):
             self._tell(WorkerJoined(now_s=now_s, worker=worker, iteration=self.order.label[worker]))

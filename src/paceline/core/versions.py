@@ -38,6 +38,10 @@ class Versions:
         """Record that a worker receives the current weights."""
         self._pulled[worker] = self.version
 
+    def missed(self, worker: int) -> int:
+        """Return the number of updates since a worker has received the weights; 0 if it is not live."""
+        return self.version - self._pulled.get(worker, self.version)
+
     def is_unapplied(self, push: Key) -> bool:
         """Return True if a push has been received, and is neither applied nor dropped yet."""
         return push in self._computed_on

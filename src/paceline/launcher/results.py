@@ -129,9 +129,10 @@ def summarize(
     pushes: dict[str, int] = {}
     epochs = _epochs(coordinator.core.data, figures)
     try:
-        shards = [trace for trace in read_run(run_dir) if trace.header.host == "shard"]
+        traces = read_run(run_dir)
+        shards = [trace for trace in traces if trace.header.host == "shard"]
         if len(shards) == job.shards:
-            measures = measure(shards)
+            measures = measure(shards, next((t for t in traces if t.header.host == "coordinator"), None))
             lockstep = all(model.lockstep for model in job.schedule.models)
             figures = msgspec.to_builtins(measures, str_keys=True)
             epochs = _epochs(coordinator.core.data, figures)

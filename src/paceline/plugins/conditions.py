@@ -32,7 +32,15 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigurationError, unknown_name
-from ..sync.conditions import EXECUTIONS, ConditionMachine, ConditionModel, PullState, PushState, everybody
+from ..sync.conditions import (
+    EXECUTIONS,
+    PUSH_SCALES,
+    ConditionMachine,
+    ConditionModel,
+    PullState,
+    PushState,
+    everybody,
+)
 from ..sync.model import Fault
 
 __all__ = ["Conditions", "UserMachine", "local_conditions", "require_named"]
@@ -139,7 +147,7 @@ class UserMachine(ConditionMachine):
             self._watched(f"the push condition {model.push}", _find(model.push)) if model.push else everybody,
             average=model.pushes == "average",
             execution=EXECUTIONS[model.execution],
-            scale_by_live=model.push_scale == "1/n",
+            scale=PUSH_SCALES[model.push_scale],
         )
 
     def _watched(self, what: str, condition: Condition) -> Callable[[PullState | PushState], bool]:

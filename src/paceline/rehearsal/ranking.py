@@ -100,6 +100,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         waiting_share: share of the workers' time spent waiting for other workers.
         wasted_share: share of the workers' time spent on aborted computations and the pulls after them.
         delayed_share: pulls that were not answered on arrival, as a share of all pulls.
+        sync_cost_s: c_sync, the sum over the barriers of the longest waiting time of a worker, in virtual seconds.
+        predicted_sync_cost_s: the same sum as the plans predicted it; None if the model plans no barriers.
         restarts: number of computations that were aborted and restarted.
         bytes_sent: bytes sent by all processes.
         faults: descriptions of conditions that failed, and of the models that replaced them. If the list is not
@@ -121,6 +123,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     waiting_share: float
     wasted_share: float
     delayed_share: float
+    sync_cost_s: float = 0.0
+    predicted_sync_cost_s: float | None = None
     restarts: int
     bytes_sent: int
     faults: list[str] = []
@@ -164,6 +168,8 @@ def figures_of(
         computing_share=result.computed_s / present_s,
         waiting_share=measures.waiting_share,
         wasted_share=result.wasted_s / present_s,
+        sync_cost_s=measures.sync_cost_s,
+        predicted_sync_cost_s=measures.predicted_sync_cost_s,
         delayed_share=measures.delayed_pulls / (pushes * result.shards) if pushes else 0.0,
         restarts=measures.restarts,
         bytes_sent=result.bytes_sent,

@@ -42,6 +42,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
         "per worker": _per_worker(list(summary["worker_samples"].values())),
         "left out": f"{summary['dropped_pushes']} of {pushes} pushes{to_shards} (no usable gradient, or too late)",
         "waiting": f"{summary['waiting_share']:.1%} of the workers' time",
+        "barriers": _barriers(summary),
         "idle": _idle(summary),
         "restarts": f"{summary['restarts']}, {summary['wasted_s']:.1f} s of computation wasted",
         "staleness": f"mean {summary['mean_staleness']:.2f}, maximum {summary['max_staleness']} (in updates)",
@@ -74,6 +75,15 @@ def _per_worker(samples: Sequence[int]) -> str:
     if len(samples) <= MOST_SHOWN:
         return f"{', '.join(map(str, samples))} samples"
     return f"{min(samples)} to {max(samples)} samples, median {median(samples):.0f}"
+
+
+def _barriers(summary: Mapping[str, Any]) -> str:
+    """Return a text about the cost of synchronization; "" if no worker waited at a barrier."""
+    if not summary.get("barriers"):
+        return ""
+    predicted_s = summary["predicted_sync_cost_s"]
+    predicted = "" if predicted_s is None else f", predicted {predicted_s:.2f} s"
+    return f"{summary['barriers']}, whose longest waits add up to {summary['sync_cost_s']:.2f} s (c_sync{predicted})"
 
 
 def _idle(summary: Mapping[str, Any]) -> str:

@@ -120,7 +120,7 @@ class Recorders:
         run_dir: directory for the traces and records; None to write no files.
 
     Attributes:
-        meter: computes statistics from the trace entries of all shards.
+        meter: computes statistics from the trace entries of all shards and of the coordinator.
         recording: traces and records in memory; None if they are not kept.
         takers: functions that receive the record of each iteration.
         shards: the recorder of each shard. Set by `begin`.
@@ -184,7 +184,7 @@ class Recorders:
             emulated=self._emulated,
             computed_by=computed_by,
         )
-        self.job = _together(self._recorders(header))
+        self.job = _together([self.meter.at_coordinator(), *self._recorders(header)])
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write the summary to the run directory, if there is one. Call this when the run has finished."""

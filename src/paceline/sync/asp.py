@@ -7,7 +7,8 @@ Guarantee: No worker ever waits. Staleness is not bounded.
 Use: When workers run at different speeds and training tolerates staleness. Use a smaller learning rate
 than under BSP, or no momentum.
 Deviations: Each push is applied at scale 1, as in the ASP of the ElasticBSP and SpecSync papers. FluentPS divides
-each gradient by the number of workers (Algorithm 1, line 15); `push_scale="1/n"` does the same.
+each gradient by the number of workers (Algorithm 1, line 15); `push_scale="1/n"` does the same. With "1/tau" or
+"n/tau", outdated gradients count less.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = ASP().at_shard()
@@ -21,7 +22,7 @@ each gradient by the number of workers (Algorithm 1, line 15); `push_scale="1/n"
 
 from __future__ import annotations
 
-from .conditions import ApplyingModel, ConditionMachine
+from .conditions import PUSH_SCALES, ApplyingModel, ConditionMachine
 
 __all__ = ["ASP"]
 
@@ -36,4 +37,4 @@ class ASP(ApplyingModel, frozen=True, repr_omit_defaults=True):
         return True
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
-        return ConditionMachine(lambda state: True, scale_by_live=self.push_scale == "1/n")
+        return ConditionMachine(lambda state: True, scale=PUSH_SCALES[self.push_scale])

@@ -50,6 +50,7 @@ __all__ = [
     "PullCondition",
     "PullState",
     "PushCondition",
+    "PushScale",
     "PushState",
     "everybody",
 ]
@@ -137,15 +138,26 @@ def everybody(state: PushState) -> bool:
     return state.pushed >= state.live
 
 
-PUSH_SCALES = ("1", "1/n")
+PushScale = Callable[[int, int], float]
+"""Function of the number of live workers and the staleness of a push that returns the factor of the push."""
+
+PUSH_SCALES: dict[str, PushScale] = {
+    "1": lambda n, tau: 1.0,
+    "1/n": lambda n, tau: 1.0 / n,
+    "1/tau": lambda n, tau: 1.0 / max(1, tau),
+    "n/tau": lambda n, tau: min(1.0, n / max(1, tau)),
+}
 
 
 class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Base class for models that apply each push on arrival.
 
     Attributes:
-        push_scale: factor by which each gradient is multiplied: "1", or "1/n" as in FluentPS's Algorithm 1, line 15,
-            where n is the number of live workers.
+        push_scale: factor by which each gradient is multiplied; n is the number of live workers, and tau the
+            staleness of the push: "1"; "1/n", as in FluentPS's Algorithm 1, line 15; "1/tau", but 1 for tau = 0, for
+            staleness-aware rates (Zhang, Gupta, Lian and Liu, "Staleness-aware async-SGD for distributed deep
+            learning", IJCAI 2016); or "n/tau", but at most 1, for delay-adaptive rates (Mishchenko, Bach, Even and
+            Woodworth, "Asynchronous SGD beats minibatch SGD under arbitrary delays", NeurIPS 2022).
     """
 
     push_scale: str = "1"
@@ -157,6 +169,10 @@ class ApplyingModel(SyncModel, frozen=True, kw_only=True, repr_omit_defaults=Tru
     @property
     def agrees_on_means(self) -> bool:
         return True
+
+    @property
+    def needs_staleness(self) -> bool:
+        return "tau" in self.push_scale
 
 
 class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_defaults=True):
@@ -177,7 +193,7 @@ class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_default
     def machine(self, pull_condition: PullCondition) -> ConditionMachine:
         """Return a state machine with this pull condition and the options of this model."""
         return ConditionMachine(
-            pull_condition, execution=EXECUTIONS[self.execution], scale_by_live=self.push_scale == "1/n"
+            pull_condition, execution=EXECUTIONS[self.execution], scale=PUSH_SCALES[self.push_scale]
         )
 
 
@@ -191,7 +207,7 @@ class ConditionMachine(ShardMachine):
             round that is already complete is dropped, and its worker is told to continue from V_train. False to apply
             each push on arrival.
         execution: function that chooses the round under which a delayed pull is filed.
-        scale_by_live: True to divide each gradient by the number of live workers; ignored if `average` is True.
+        scale: function that returns the factor of each gradient; ignored if `average` is True.
 
     Attributes:
         v_train: V_train, the number of complete rounds.
@@ -204,7 +220,7 @@ class ConditionMachine(ShardMachine):
         *,
         average: bool = False,
         execution: Execution = EXECUTIONS["soft"],
-        scale_by_live: bool = False,
+        scale: PushScale = PUSH_SCALES["1"],
     ) -> None:
         super().__init__()
         self.v_train = 0
@@ -212,7 +228,7 @@ class ConditionMachine(ShardMachine):
         self._push_condition = push_condition
         self._average = average
         self._execution = execution
-        self._scale_by_live = scale_by_live
+        self._scale = None if scale is PUSH_SCALES["1"] else scale
         self._pushed = 0  # Count[V_train], the number of live workers with c_p > V_train
         self._held: list[tuple[int, int]] = []  # (worker, iteration) of each push that is held to be averaged
         self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of the delayed pull
@@ -318,8 +334,9 @@ class ConditionMachine(ShardMachine):
         if self._average:
             self._held.append((push.worker, push.iteration))
             return HoldPush(push.worker, push.iteration)
-        if self._scale_by_live:
-            return ApplyPush(push.worker, push.iteration, 1.0 / self.counts.live_count)
+        if self._scale is not None:
+            factor = self._scale(self.counts.live_count, push.staleness or 0)
+            return ApplyPush(push.worker, push.iteration, factor)
         return ApplyPush(push.worker, push.iteration)
 
     def _close_rounds(self) -> list[AnyAction]:

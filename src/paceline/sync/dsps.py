@@ -1,17 +1,22 @@
 """DSPS, the dynamic SSP of FluentPS's Table III: SSP with a bound on the gap that adapts to the workers' speeds.
 
-Reference: FluentPS, Table III, row DSPS, after Fan et al. ("adaptive asynchronous parallelization", 2018). The paper
-of Fan et al. was not available, so the rule for the bound s is this project's interpretation of the row.
+Reference: Zhang, Tu, Ren et al., "A parameter communication optimization strategy for distributed machine learning in
+sensors", Sensors 17(10), 2017, which FluentPS cites for the row DSPS of its Table III. Only FluentPS was available.
+It states the pull condition, and that the strategy "monitored the performance of worker nodes to dynamically adjust
+the staleness threshold" (section V). The rule for the bound s is this project's interpretation.
 Admission: As in SSP(s), a pull is answered if and only if progress < V_train + s. Each time V_train advances, s is
-set to the number of iterations that the fastest worker completes while the slowest completes one, that is,
-ceil(longest interval / shortest interval), clamped to [lower, upper].
-State: The state of SSP, and the interval between each worker's last two pushes.
+set to the number of iterations that the fastest worker computes while the slowest computes one, that is,
+ceil(longest interval / shortest interval), clamped to [lower, upper]. The interval of a worker is the time from the
+answer to its last pull, or from its join, to its last push.
+State: The state of SSP, and the last interval of each worker.
 Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker.
 The run makes progress as long as the slowest live worker does. With lower = upper, the model is SSP(lower).
 Use: When the ratio between the workers' speeds is not known in advance.
-Deviations: The rule for s is an interpretation (see Reference). At first, s is `lower`. It does not change while
-a live worker has yet to push. With the soft barrier, a delayed pull waits for the current round to close, even if s
-has grown or shrunk in the meantime.
+Deviations: The rule for s is an interpretation (see Reference). Intervals do not include the time for which a pull is
+delayed: a worker that waits for the slowest one would seem to be as slow, and s would shrink. They include the
+transfers and, with several shards, the time for which a worker waits for other shards. At first, s is `lower`. It
+does not change while a live worker has yet to push. With the soft barrier, a delayed pull waits for the current round
+to close, even if s has grown or shrunk in the meantime.
 
 >>> DSPS(lower=1, upper=9).at_shard().staleness
 1
@@ -21,8 +26,8 @@ from __future__ import annotations
 
 import math
 
-from .actions import AnyAction
-from .conditions import EXECUTIONS, ConditionMachine, ConditionModel, PullState
+from .actions import AnswerPull, AnyAction
+from .conditions import EXECUTIONS, PUSH_SCALES, ConditionMachine, ConditionModel, PullState
 from .events import AnyEvent, WorkerJoined
 from .intervals import Intervals
 from .model import Handover, require_count, require_order
@@ -63,7 +68,7 @@ class AdaptiveMachine(ConditionMachine):
         super().__init__(
             self._within,
             execution=EXECUTIONS[model.execution],
-            scale_by_live=model.push_scale == "1/n",
+            scale=PUSH_SCALES[model.push_scale],
         )
         self.staleness = model.lower
         self._model = model
@@ -74,6 +79,9 @@ class AdaptiveMachine(ConditionMachine):
         v_train = self.v_train
         actions = super().handle(event)
         self._intervals.note(event)
+        for action in actions:
+            if type(action) is AnswerPull:
+                self._intervals.begin(action.worker, event.now_s)
         if self.v_train != v_train:
             self._adapt()
         return actions

@@ -154,6 +154,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
         clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
         edit: set if the push contains new values of parameters instead of a gradient. No model depends on it.
         repeated: True if an earlier push of the worker was computed from the same samples. They are counted once.
+        staleness: number of updates since the shard last sent its weights to the worker, if the model needs it.
     """
 
     worker: int
@@ -168,6 +169,7 @@ class PushReceived(Event, frozen=True, kw_only=True, tag=True):
     clipped: bool = False
     edit: Edit | None = None
     repeated: bool = False
+    staleness: int | None = None
 
 
 class PullRequested(Event, frozen=True, kw_only=True, tag=True):

@@ -1,4 +1,8 @@
-"""Tracks the time between each worker's successive pushes, for models that depend on the workers' speeds."""
+"""Tracks how long each worker's iterations take, for models that depend on the workers' speeds.
+
+An interval ends with a push. It begins with the worker's previous push, as DSSP defines it, unless the model calls
+`begin` when it answers the worker's pull. Then the time for which the worker has waited is left out.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,11 @@ __all__ = ["Intervals"]
 
 
 class Intervals:
-    """For each live worker, the time of its last push and the interval between its last two pushes.
+    """For each live worker, when its current interval began, and how long its last interval was.
 
     Attributes:
-        last_s: worker -> time of the worker's last push, or of its join if the worker has not pushed yet.
-        interval_s: worker -> time between the worker's last two pushes, or between its join and its only push.
+        last_s: worker -> time of the worker's last push or join, or the time given to `begin`.
+        interval_s: worker -> length of the interval that ended with the worker's last push.
     """
 
     def __init__(self) -> None:
@@ -32,3 +36,7 @@ class Intervals:
                 self.interval_s.pop(event.worker, None)
             case _:
                 pass
+
+    def begin(self, worker: int, now_s: float) -> None:
+        """Begin a worker's current interval now instead of with its last push."""
+        self.last_s[worker] = now_s

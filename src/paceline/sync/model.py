@@ -233,6 +233,11 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
     name: ClassVar[str]
 
     @property
+    def needs_staleness(self) -> bool:
+        """True if the model uses the staleness of each push when the push arrives."""
+        return False
+
+    @property
     def needs_significance(self) -> bool:
         """True if each push must contain |g| / |w|, the norm of the gradient divided by the norm of the weights."""
         return False

@@ -7,11 +7,14 @@ clamped to [0, 1], where a is a constant or the significance |g| / |w| of the pu
 State: c_p, the delayed pulls of each round, and the significance of each worker's last push.
 Guarantee: With P = 0, the model is ASP; with P = 1, it is SSP(s). For 0 < P < 1, only the expected staleness is
 bounded. If the slowest worker stops, the value of k at which constant PSSP first delays another worker is random,
-with mean s + 1/c - 1 (Theorem 1). The run makes progress as long as the slowest live worker does.
+with mean s + 1/c - 1 (Theorem 1). With `draws="per-shard"` and M shards, 1 - (1 - c)^M replaces c, because a worker
+continues only if no shard delays it. The run makes progress as long as the slowest live worker does.
 Use: When SSP makes too many workers wait at the same time: PSSP delays fewer pulls for the same expected staleness.
-Deviations: The random draw is keyed by (seed, worker, iteration), so that all shards agree. With
-`draws="per-shard"`, each shard draws independently, as in the paper. The regret bounds of the paper are not covered
-by any test.
+Deviations: The random draw is keyed by (seed, worker, iteration), so that all shards agree, and the number of shards
+does not change the model. In the paper, each server evaluates `rand(0,1) > P` by itself. `draws="per-shard"` does the
+same; P is then the probability at one shard, and the probability that a worker has to wait is 1 - (1 - P)^M, which
+the paper does not discuss. For example, P = 0.1 on 8 shards delays a worker with a probability of 0.57. The regret
+bounds of the paper are not covered by any test.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = PSSP(staleness=0, probability=1.0).at_shard()
@@ -44,7 +47,8 @@ class PSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
     Attributes:
         staleness: s, the bound on the gap, in iterations; an integer >= 0.
         probability: P, from 0 to 1: the probability that the pull of a worker that is too far ahead is delayed.
-        draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws.
+        draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws, as in the
+            paper; a worker then waits if any shard delays its pull.
     """
 
     name = "pssp"
@@ -70,7 +74,8 @@ class DynamicPSSP(ConditionModel, frozen=True, repr_omit_defaults=True):
     Attributes:
         staleness: s, the bound on the gap, in iterations; an integer >= 0.
         alpha: the factor a in P(s, k): a number >= 0, or "significance" to use |g| / |w|.
-        draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws.
+        draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws, as in the
+            paper; a worker then waits if any shard delays its pull.
     """
 
     name = "dynamic-pssp"

@@ -104,6 +104,10 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
         return self.base.independent
 
     @property
+    def needs_staleness(self) -> bool:
+        return self.base.needs_staleness
+
+    @property
     def needs_starts(self) -> bool:
         return True
 

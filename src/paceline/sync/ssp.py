@@ -5,8 +5,10 @@ FluentPS, Table III, row SSP.
 Admission: A pull is answered if and only if progress < V_train + s, that is, c_p - min c <= s.
 State: c_p, and the delayed pulls, grouped by the round for which they wait.
 Guarantee: No worker starts an iteration while it is more than s iterations ahead of the slowest live worker. A
-worker that waits has pushed s + 1 more iterations than the slowest worker. With s = 0, workers wait where BSP waits;
-with s = inf, they never wait. The run makes progress as long as the slowest live worker does.
+worker that waits has pushed s + 1 more iterations than the slowest worker. While n workers neither come nor go, the
+staleness of a push is at most (2s + 1)(n - 1) updates: each other worker is at most s iterations behind when the
+worker pulls, and has pushed at most s + 1 iterations more than it when its push arrives. With s = 0, workers wait
+where BSP waits; with s = inf, they never wait. The run makes progress as long as the slowest live worker does.
 Use: When most workers are equally fast and some are occasionally late: staleness is bounded, and waits are short.
 Deviations: None.
 

@@ -8,6 +8,12 @@
                 numbers: workers may join at any time, `drop-stragglers` advances the counts of slow workers, and a
                 change of the sync model makes all counts equal
     waiting     time from the arrival of a pull to its answer, not including transfers; the maximum over the shards
+    barriers    moments at which pulls that waited for other workers were answered: under BSP, the end of a round;
+                under ElasticBSP, the end of a superstep; under SSP, a push of the slowest worker that lets others
+                continue (a soft barrier). A pull that waited only for a timer does not count
+    sync cost   c_sync of the ElasticBSP paper (Eq. 2): the sum, over the barriers, of the longest waiting time of any
+                worker at the barrier. For the predicted cost, each barrier that was planned counts with the d_Z of
+                its plan, which is the waiting time that the paper's section 4.1 predicts for it
     idle        time from when a worker finished until the last worker left
     updates     number of optimizer steps of a shard. An update contains one gradient under some sync models and one
                 gradient of each worker under others, so updates per second are not a measure of speed
@@ -22,13 +28,14 @@ use does not grow with the number of entries.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from math import fsum
 
 import msgspec
 
-from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush
+from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, PublishPlan
 from ..sync.events import (
     AnyEvent,
     MeanClipped,
@@ -101,6 +108,12 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
         iterations: worker -> number of iterations in which the worker pushed.
         waiting_s: worker -> total waiting time of the worker, in seconds.
         waiting_share: total waiting time of all workers, divided by `present_s`.
+        barriers: number of barriers of shard 0.
+        sync_cost_s: c_sync, the sum over the barriers of the longest waiting time of any worker, in seconds; the
+            maximum over the shards.
+        predicted_sync_cost_s: sum of the waiting times that the plans have predicted for the barriers of shard 0, in
+            seconds. None if no barrier was planned, because only ElasticBSP makes plans. If other models were in
+            force during a part of the run, their barriers count in `sync_cost_s` only.
         idle_s: worker -> time in seconds from when the worker finished until the last worker left.
         idle_share: total idle time of all workers, divided by the sum of idle time and `present_s`.
         left_s: worker -> time at which the worker left for the last time, in seconds since the first worker joined;
@@ -131,6 +144,9 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     iterations: dict[int, int]
     waiting_s: dict[int, float]
     waiting_share: float
+    barriers: int
+    sync_cost_s: float
+    predicted_sync_cost_s: float | None
     idle_s: dict[int, float]
     idle_share: float
     left_s: dict[int, float]
@@ -167,19 +183,29 @@ def waits(shards: Sequence[Trace]) -> list[Wait]:
     return [longest[key] for key in sorted(longest)]
 
 
-def measure(shards: Sequence[Trace]) -> Measures:
-    """Return the statistics of a run, computed from the traces of all its shards."""
+def measure(shards: Sequence[Trace], coordinator: Trace | None = None) -> Measures:
+    """Return the statistics of a run, computed from the traces of all its shards.
+
+    Args:
+        shards: the traces of all shards, in order.
+        coordinator: the trace of the coordinator. Without it, no predicted cost of synchronization is known.
+    """
     meter = Meter(len(shards))
-    for index, trace in enumerate(shards):
-        for entry in trace.entries:
-            meter.at_shard(index).record(entry)
+    traces = [(trace, meter.at_shard(index)) for index, trace in enumerate(shards)]
+    if coordinator is not None:
+        traces.insert(0, (coordinator, meter.at_coordinator()))
+    # A plan is published before the pushes that stop for its barrier arrive.
+    streams = [[(entry, recorder) for entry in trace.entries] for trace, recorder in traces]
+    for entry, recorder in heapq.merge(*streams, key=lambda pair: pair[0].event.now_s):
+        recorder.record(entry)
     return meter.measures()
 
 
 class Meter:
     """Computes the statistics of a run while the run is in progress.
 
-    The entries of each shard must be recorded in order. Entries of different shards may be interleaved in any way.
+    The entries of each shard must be recorded in order, and each plan of the coordinator before shard 0 ends the
+    superstep. Otherwise, entries of different traces may be interleaved in any way.
 
     Attributes:
         staleness: staleness in updates -> number of pushes with this staleness, counted separately at each shard.
@@ -188,11 +214,17 @@ class Meter:
     def __init__(self, shards: int) -> None:
         self.staleness: dict[int, int] = defaultdict(int)
         self._waiting = _Waiting(shards)
+        self._plans = _Plans()
         self._shards = [_ShardMeter(self._waiting, self.staleness) for _ in range(shards)]
+        self._shards[0].plans = self._plans
 
     def at_shard(self, index: int) -> EntryRecorder:
         """Return the recorder that processes the entries of one shard's trace."""
         return self._shards[index]
+
+    def at_coordinator(self) -> EntryRecorder:
+        """Return the recorder that processes the entries of the coordinator's trace."""
+        return self._plans
 
     def measures(self, until_s: float | None = None) -> Measures:
         """Return the statistics of the entries recorded so far.
@@ -232,6 +264,9 @@ class Meter:
             iterations=dict(iterations),
             waiting_s={worker: waiting[worker] for worker in iterations},
             waiting_share=fsum(waiting.values()) / present_s if present_s else 0.0,
+            barriers=first.barriers,
+            sync_cost_s=max(shard.sync_cost_s for shard in self._shards),
+            predicted_sync_cost_s=self._plans.predicted_s,
             idle_s={worker: idle[worker] for worker in iterations},
             idle_share=idle_s / (present_s + idle_s) if present_s else 0.0,
             left_s=left_s,
@@ -284,6 +319,7 @@ class _Membership:
         "lost",
         "number",
         "pushed_s",
+        "superstep",
         "worker",
     )
 
@@ -298,6 +334,9 @@ class _Membership:
         self.number = number  # position in the order in which workers joined
         self.asked_s = 0.0  # time at which the worker's last pull arrived
         self.pushed_s: float | None = None  # time at which the worker's last push arrived
+        self.superstep: int | None = (
+            None  # superstep for whose barrier the worker has stopped with its last push
+        )
 
     def until(self, end_s: float) -> float:
         """Return the time at which the worker left, or `end_s` if it has not left."""
@@ -336,6 +375,32 @@ class _Waiting:
         return totals_s
 
 
+class _Plans:
+    """Adds up the waiting times that were predicted for the barriers.
+
+    Attributes:
+        predicted_s: sum of the predictions for the barriers that have ended; None if no plan was published.
+    """
+
+    def __init__(self) -> None:
+        self.predicted_s: float | None = None
+        # Superstep -> prediction for its barrier, which has not ended. The supersteps of the next model with plans
+        # are counted from 0 again, and its plans replace those that were never reached.
+        self._open: dict[int, float] = {}
+
+    def record(self, entry: Entry) -> None:
+        """Process one entry of the coordinator's trace."""
+        for action in entry.actions:
+            if type(action) is PublishPlan:
+                self.predicted_s = self.predicted_s or 0.0
+                self._open[action.plan.superstep] = action.plan.wait_s
+
+    def ended(self, superstep: int) -> None:
+        """Record that a worker that waited at the barrier of a superstep continues."""
+        if self.predicted_s is not None:
+            self.predicted_s += self._open.pop(superstep, 0.0)
+
+
 class _ShardMeter:
     """Computes the statistics of one shard. It adds waiting times and staleness to those of the other shards."""
 
@@ -348,6 +413,9 @@ class _ShardMeter:
         self.max_gap = 0
         self.delayed_pulls = 0
         self.dropped_pushes = 0
+        self.barriers = 0
+        self.sync_cost_s = 0.0
+        self.plans: _Plans | None = None  # set for shard 0 only
         self.restarts = 0
         self.received = self.applied = self.averaged = self.refused = 0  # push counts
         self.samples = 0
@@ -392,12 +460,21 @@ class _ShardMeter:
             self.delayed_pulls += 1  # decremented below if the pull is answered by this entry
         else:
             self._change(event)
+        longest_s = (
+            -1.0
+        )  # longest waiting time of a worker that continues because of this event of another one
         for action in entry.actions:
             if type(action) is AnswerPull:
                 if kind is not PullRepeated:
                     worker = action.worker
-                    self._waiting.answered(worker, action.iteration, now_s - self.current[worker].asked_s)
-                    if worker == event.worker and kind is PullRequested:
+                    member = self.current[worker]
+                    wait_s = now_s - member.asked_s
+                    self._waiting.answered(worker, action.iteration, wait_s)
+                    if worker != event.worker:
+                        longest_s = max(longest_s, wait_s)
+                        if member.superstep is not None and self.plans is not None:
+                            self.plans.ended(member.superstep)
+                    elif kind is PullRequested:
                         self.delayed_pulls -= 1
             elif type(action) is ApplyPush:
                 self.applied += 1
@@ -415,6 +492,9 @@ class _ShardMeter:
                 self.samples -= dropped
                 self.worker_samples[action.worker] -= dropped
                 self.dropped_samples += dropped
+        if longest_s >= 0.0:
+            self.barriers += 1
+            self.sync_cost_s += longest_s
         for _, _, updates in entry.staleness:
             self._staleness[updates] += 1
 
@@ -423,6 +503,7 @@ class _ShardMeter:
         member.iterations += 1
         member.iteration, member.fate = push.iteration, ""
         member.pushed_s = push.now_s
+        member.superstep = None if push.stop is None else push.stop.superstep
         self.received += 1
         self.gradients += push.edit is None  # decremented in `record` if the push is dropped
         if push.clipped:

@@ -1,0 +1,53 @@
+"""DSPS: how the bound on the gap follows the workers' speeds."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.sync import DSPS
+from paceline.sync.actions import AnswerPull
+from paceline.sync.dsps import AdaptiveMachine
+from paceline.testing.checked_shard import CheckedShard
+
+
+def bounds(sync: DSPS, compute_s: Sequence[float], pushes: int) -> list[int]:
+    """The values that s takes while steady workers push without any delay in between, repetitions left out."""
+    machine = sync.at_shard()
+    assert isinstance(machine, AdaptiveMachine)
+    checked = CheckedShard(machine)
+    for _ in compute_s:
+        checked.tell(checked.legal.join())
+    ends = [(time_s, worker) for worker, time_s in enumerate(compute_s)]
+    heapq.heapify(ends)
+    seen = [machine.staleness]
+    for _ in range(pushes):
+        checked.legal.now_s, worker = heapq.heappop(ends)
+        actions = checked.tell(checked.legal.push(worker)) + checked.tell(checked.legal.pull(worker))
+        for action in actions:
+            if isinstance(action, AnswerPull):
+                heapq.heappush(ends, (checked.legal.now_s + compute_s[action.worker], action.worker))
+        if machine.staleness != seen[-1]:
+            seen.append(machine.staleness)
+    return seen
+
+
+def test_the_bound_becomes_the_ratio_of_the_compute_times_and_stays() -> None:
+    assert bounds(DSPS(lower=1, upper=9), [1.0, 1.0, 1.0, 3.0], 60) == [1, 3]
+
+
+@pytest.mark.parametrize("lower", [0, 1, 2])
+def test_waiting_does_not_make_a_fast_worker_slow(lower: int) -> None:
+    """From push to push, both workers take 5 s as soon as the fast one waits in every iteration."""
+    assert bounds(DSPS(lower=lower, upper=9), [1.0, 5.0], 60) == [lower, 5]
+
+
+def test_a_ratio_between_two_numbers_is_rounded_up() -> None:
+    assert bounds(DSPS(lower=1, upper=9), [1.0, 2.5], 60) == [1, 3]
+
+
+def test_the_bound_stays_within_its_limits() -> None:
+    assert bounds(DSPS(lower=2, upper=4), [1.0, 1.0], 60) == [2]
+    assert bounds(DSPS(lower=2, upper=4), [1.0, 8.0], 60) == [2, 4]
