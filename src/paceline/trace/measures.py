@@ -334,9 +334,8 @@ class _Membership:
         self.number = number  # position in the order in which workers joined
         self.asked_s = 0.0  # time at which the worker's last pull arrived
         self.pushed_s: float | None = None  # time at which the worker's last push arrived
-        self.superstep: int | None = (
-            None  # superstep for whose barrier the worker has stopped with its last push
-        )
+        # superstep for whose barrier the worker has stopped with its last push
+        self.superstep: int | None = None
 
     def until(self, end_s: float) -> float:
         """Return the time at which the worker left, or `end_s` if it has not left."""
@@ -460,9 +459,8 @@ class _ShardMeter:
             self.delayed_pulls += 1  # decremented below if the pull is answered by this entry
         else:
             self._change(event)
-        longest_s = (
-            -1.0
-        )  # longest waiting time of a worker that continues because of this event of another one
+        # longest waiting time of a worker that continues because of this event of another one
+        longest_s = -1.0
         for action in entry.actions:
             if type(action) is AnswerPull:
                 if kind is not PullRepeated:
