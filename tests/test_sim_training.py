@@ -449,8 +449,8 @@ def held() -> tuple[int, int]:
     gc.collect()
     found = gc.get_objects()
     own = sum(str(type(thing).__module__).partition(".")[0] == "paceline" for thing in found)
-    # `isinstance` would look at attributes, which wakes up whatever is imported when it is first used. Other subclasses
-    # of `Tensor`, such as those of torch's compiler, have no memory of their own.
+    # `isinstance` would look at attributes, which wakes up whatever is imported when it is first used. Other
+    # subclasses of `Tensor`, such as those of torch's compiler, have no memory of their own.
     tensors = [thing for thing in found if type(thing) in (torch.Tensor, nn.Parameter)]
     tensors = [tensor for tensor in tensors if tensor.layout == torch.strided]
     storages = {
