@@ -8,6 +8,7 @@ import gc
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,6 +155,10 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
                 thread.join(60.0)
                 assert not thread.is_alive(), "a worker hangs"
             if coordinator.core.model is not None and outcome.results and not crashes:
+                # A worker's last push may be held until a server has heard that other workers have finished.
+                deadline_s = time.monotonic() + 10.0
+                while any(server._core.expected for server in connected) and time.monotonic() < deadline_s:
+                    time.sleep(0.001)
                 reader = Reader.connect(coordinator.core.model, coordinator.core.shards, job.token)
                 with contextlib.closing(reader):
                     outcome.state_dict = reader.read().state_dict
