@@ -36,6 +36,7 @@ from paceline.errors import ConfigurationError
 from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import make_job
 from paceline.sync.schedule import read_schedule
+from paceline.sync.ticks import in_ticks
 from paceline.wire.addresses import connect, listen_unix
 from paceline.wire.stream import BUFFER_BYTES, MAGIC, PREFIX, Stream
 
@@ -107,7 +108,7 @@ def ask_core(workers: int, rate: float) -> RequestsRow:
     client_decoder = msgspec.msgpack.Decoder(FromCoordinatorToWorker)
     peers = [worker_peer(worker) for worker in range(workers)]
     for peer in peers:
-        core.connected(peer, 0.0)
+        core.connected(peer, 0)
     requests = [encoder.encode(asker.begin()) for asker in askers]
     rounds_us = []
     # The workers' times per batch are unknown in the first rounds, so these are not measured.
@@ -115,8 +116,8 @@ def ask_core(workers: int, rate: float) -> RequestsRow:
         answers = []
         begun_s = time.thread_time()
         for worker, request in enumerate(requests):
-            now_s = (number + worker / workers) / rate
-            [answer] = core.handle(peers[worker], decoder.decode(request), now_s)
+            now_ticks = in_ticks((number + worker / workers) / rate)
+            [answer] = core.handle(peers[worker], decoder.decode(request), now_ticks)
             assert isinstance(answer, Send)
             answers.append(encoder.encode(answer.message))
         rounds_us.append(1e6 * (time.thread_time() - begun_s) / workers)

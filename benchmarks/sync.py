@@ -21,7 +21,7 @@ GOALS_US = {10: 6.0, 10_000: 12.0}
 """Number of workers -> goal for the median time of one push and one pull together, in microseconds."""
 
 MEASURED = 20_000  # number of pushes measured for each model and number of workers
-STEP_S = 1e-3  # simulated time between two pushes
+STEP_TICKS = 1_000_000  # simulated time between two pushes
 
 
 def within_two(state: PullState) -> bool:
@@ -85,11 +85,11 @@ def _cost_us(model: SyncModel, workers: int, pushes: int) -> float:
     """
     shard = ShardSync(model)
     for worker in range(workers):
-        shard.handle(WorkerJoined(now_s=0.0, worker=worker))
+        shard.handle(WorkerJoined(now_ticks=0, worker=worker))
     times_ns: list[int] = []
     iterations = [0] * workers
     free = list(range(workers))  # workers whose latest pull has been answered
-    now_s = 0.0
+    now_ticks = 0
     clock = time.perf_counter_ns
     gc.collect()
     gc.disable()
@@ -97,10 +97,10 @@ def _cost_us(model: SyncModel, workers: int, pushes: int) -> float:
         while len(times_ns) < pushes:
             asked, free = free, []
             for worker in asked:
-                now_s += STEP_S
+                now_ticks += STEP_TICKS
                 iteration = iterations[worker]
-                push: AnyEvent = PushReceived(now_s=now_s, worker=worker, iteration=iteration)
-                pull: AnyEvent = PullRequested(now_s=now_s, worker=worker, iteration=iteration)
+                push: AnyEvent = PushReceived(now_ticks=now_ticks, worker=worker, iteration=iteration)
+                pull: AnyEvent = PullRequested(now_ticks=now_ticks, worker=worker, iteration=iteration)
                 begun_ns = clock()
                 actions = shard.handle(push)
                 actions += shard.handle(pull)
@@ -108,7 +108,7 @@ def _cost_us(model: SyncModel, workers: int, pushes: int) -> float:
                 iterations[worker] += 1
                 for action in actions:
                     if isinstance(action, SetTimer):
-                        fired = TimerFired(now_s=now_s, worker=worker, iteration=iteration)
+                        fired = TimerFired(now_ticks=now_ticks, worker=worker, iteration=iteration)
                         actions = [*actions, *shard.handle(fired)]
                 free += [action.worker for action in actions if isinstance(action, AnswerPull)]
     finally:

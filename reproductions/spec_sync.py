@@ -38,7 +38,7 @@ def pushes_after_pulls(shard: Trace, intervals: int, width_s: float) -> list[lis
         For each interval, a list with one count per pull. Pulls whose intervals end after the last push are omitted.
     """
     pushes = [
-        (entry.event.now_s, entry.event.worker)
+        (shard.time_s(entry), entry.event.worker)
         for entry in shard.entries
         if isinstance(entry.event, PushReceived)
     ]
@@ -49,7 +49,7 @@ def pushes_after_pulls(shard: Trace, intervals: int, width_s: float) -> list[lis
         for action in entry.actions:
             if not isinstance(action, AnswerPull) or isinstance(entry.event, PullRepeated):
                 continue
-            begun_s = entry.event.now_s
+            begun_s = shard.time_s(entry)
             if begun_s + intervals * width_s > end_s:
                 continue
             while first < len(pushes) and pushes[first][0] <= begun_s:
@@ -400,7 +400,7 @@ def bytes_over_time(shard: Trace, size_bytes: int, every_s: float) -> list[tuple
     """
     total, points, due_s = 0.0, [], 0.0
     for entry in shard.entries:
-        while entry.event.now_s >= due_s:
+        while shard.time_s(entry) >= due_s:
             points.append((due_s, total))
             due_s += every_s
         total += size_bytes * isinstance(entry.event, PushReceived)

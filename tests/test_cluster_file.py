@@ -120,6 +120,18 @@ def test_quantities_have_units() -> None:
         ("[[workers]]\ncompute = { kind = 'gauss' }", "gauss.*Kinds of times"),
         ("[[workers]]\ncompute = { kind = 'uniform', low = 2, high = 1 }", "low is 2 and high is 1"),
         ("[[workers]]\ncompute = { kind = 'uniform', low = 2 }", "missing required field `high`"),
+        ("[[workers]]\ncompute = { kind = 'uniform', low = 1, hihg = 2 }", "unknown field `hihg`"),
+        ("[[workers]]\ncompute = { low = 1, high = 2 }", "kind is None.*Kinds of times"),
+        ("[[workers]]\ncompute = { kind = ['uniform'], low = 1 }", "kind is .'uniform'..*Kinds of times"),
+        (
+            "[[workers]]\ncompute = { kind = 'constant', seconds = [1, 2] }",
+            "seconds is .1.0, 2.0., expected a number",
+        ),
+        ("[[workers]]\ncompute = { kind = 'recorded', seconds = 1 }", "seconds is 1.0, expected a list"),
+        (
+            "[[workers]]\ncompute = { kind = 'pareto', least = 1, alpha = 'a' }",
+            "compute.alpha is 'a', expected a number",
+        ),
         (
             "[[workers]]\ncompute = { kind = 'uniform', low = 1, high = 2 }\njitter = 0.1",
             "compute is not a single number",

@@ -346,13 +346,13 @@ class Office:
     def __init__(self, *, server: bool) -> None:
         self.core = Coordinator(read_schedule("asp"), workers=2, servers=1, shards=1)
         for worker in range(2):
-            self.core.connected(worker_peer(worker), 0.0)
+            self.core.connected(worker_peer(worker), 0)
         if server:
-            self.core.connected(server_peer(0), 0.0)
+            self.core.connected(server_peer(0), 0)
 
     def request(self, worker: int, epoch: int, size: int) -> DataGranted:
         request = DataRequested(0, "a", epoch, Order(size, 4, False, "dynamic", ""), 0, 0)
-        [answer] = self.core.handle(worker_peer(worker), request, 0.0)
+        [answer] = self.core.handle(worker_peer(worker), request, 0)
         assert isinstance(answer, Send)
         assert isinstance(answer.message, DataGranted)
         return answer.message
@@ -361,15 +361,15 @@ class Office:
 def test_a_worker_that_is_lost_before_the_servers_connect_returns_its_data() -> None:
     office = Office(server=False)
     leases = office.request(0, 0, 8).leases
-    office.core.disconnected(worker_peer(0), 0.0)
+    office.core.disconnected(worker_peer(0), 0)
     assert office.request(1, 0, 8).leases == leases
 
 
 def test_a_worker_that_was_lost_without_data_may_begin_again() -> None:
     office = Office(server=True)
     office.request(0, 3, 0)
-    office.core.disconnected(worker_peer(0), 0.0)
-    office.core.admit(0, 0, None, 0.0)
+    office.core.disconnected(worker_peer(0), 0)
+    office.core.admit(0, 0, None, 0)
     assert office.request(0, 0, 0).last
 
 

@@ -335,7 +335,7 @@ def test_an_edit_that_raises_is_undone(run_on_threads: RunOnThreads) -> None:
                 clamp(model, 0)
                 model.hidden.weight.data = torch.zeros(6, 4, dtype=torch.float64)
                 raise GoneError
-            assert_close(weights_of(model), before, 0.0)
+            assert_close(weights_of(model), before, 0)
 
     for sync, workers in (("bsp", 2), ("asp", 1)):
         run_on_threads(train, workers=workers, sync=sync)
@@ -433,7 +433,7 @@ def test_edits_without_effect_are_no_error(
         return weights_of(model)
 
     run = run_on_threads(train, workers=1, sync=sync, transport=transport)
-    assert_close(run.state_dict, run.results[0], 0.0)  # type: ignore[arg-type]
+    assert_close(run.state_dict, run.results[0], 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -581,7 +581,7 @@ def test_a_server_refuses_an_edit_without_values_or_with_properties_of_a_gradien
     shard = simple_server()
     commit = Commit(0, 0, edit=Edit(number=0, sole=True), **wrong)
     with pytest.raises(ProtocolError, match="its push contains an edit"):
-        shard.handle(worker_peer(0), commit, 1.0)
+        shard.handle(worker_peer(0), commit, 1)
     assert not shard.shards[0].sync.counts.at(1)
 
 
@@ -589,6 +589,6 @@ def simple_server() -> Server:
     server = Server()
     model = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
     [bounds] = Layout((), (), {}).slice_evenly(1)
-    server.handle(COORDINATOR, CreateShards(model, (bounds,), "asp", (0, 1), 0), 0.0)
-    server.handle(worker_peer(0), InitialWeights(0), 0.0)
+    server.handle(COORDINATOR, CreateShards(model, (bounds,), "asp", (0, 1), 0), 0)
+    server.handle(worker_peer(0), InitialWeights(0), 0)
     return server

@@ -77,24 +77,24 @@ class Job:
     def _begin(self, schedule: Schedule) -> None:
         members = range(len(self.workers))
         for server in range(SERVERS):
-            self.coordinator.connected(server_peer(server), 0.0)
+            self.coordinator.connected(server_peer(server), 0)
         requests: list[Request] = []
         for worker in members:
-            self.coordinator.connected(worker_peer(worker), 0.0)
+            self.coordinator.connected(worker_peer(worker), 0)
         for worker in members:
             [register] = self.workers[worker].register(MODEL)
             assert isinstance(register, Send)
-            requests += self.coordinator.handle(worker_peer(worker), register.message, 0.0)
+            requests += self.coordinator.handle(worker_peer(worker), register.message, 0)
         for server in range(SERVERS):
             [created] = [r.message for r in requests if isinstance(r, Send) and r.to == server_peer(server)]
-            self.servers[server].handle(COORDINATOR, created, 0.0)
-            self.servers[server].handle(worker_peer(0), messages.InitialWeights(server), 0.0)
+            self.servers[server].handle(COORDINATOR, created, 0)
+            self.servers[server].handle(worker_peer(0), messages.InitialWeights(server), 0)
             for worker in members:
                 self.servers[server].connected(worker)
-            for reply in self.coordinator.handle(server_peer(server), Ready(), 0.0):
+            for reply in self.coordinator.handle(server_peer(server), Ready(), 0):
                 assert isinstance(reply, Send)
                 self.workers[reply.to.index].handle(reply.message)
-        self.coordinator.handle(worker_peer(0), Status(0, None, "computing"), 0.0)
+        self.coordinator.handle(worker_peer(0), Status(0, None, "computing"), 0)
         for core in self.workers:
             for shard in range(SERVERS):
                 core.handle(Answer(shard, -1, 0))
@@ -139,9 +139,9 @@ class Job:
         self.queues.pop((worker, receiver), None)
         self.queues.pop(("greeting", (worker, place)), None)
         if place < 0:
-            self._send_all("coordinator", self.coordinator.disconnected(worker_peer(worker), 0.0))
+            self._send_all("coordinator", self.coordinator.disconnected(worker_peer(worker), 0))
         else:
-            self._send_all(("server", place), self.servers[place].disconnected(worker, 0.0))
+            self._send_all(("server", place), self.servers[place].disconnected(worker, 0))
 
     def deliver(self, key: tuple[Any, Any]) -> None:
         sender, receiver = key
@@ -152,7 +152,7 @@ class Job:
         assert message is not None
         if receiver == "coordinator":
             peer = worker_peer(sender) if isinstance(sender, int) else server_peer(sender[1])
-            self._send_all(receiver, self.coordinator.handle(peer, message, 0.0))
+            self._send_all(receiver, self.coordinator.handle(peer, message, 0))
         elif isinstance(receiver, int):
             self._at_worker(receiver, message)
         else:
@@ -183,7 +183,7 @@ class Job:
             core.require_beginning(message.shard)
             memory.origin = sender
         peer = worker_peer(sender) if isinstance(sender, int) else COORDINATOR
-        self._send_all(("server", server), core.handle(peer, message, 0.0))
+        self._send_all(("server", server), core.handle(peer, message, 0))
 
     def _greet(self, worker: int, server: int) -> None:
         core = self.servers[server]

@@ -443,14 +443,14 @@ class Bench:
 
     def poll(self) -> None:
         """One turn of each host's loop."""
-        coordinator, now_s = self.coordinator, self.job.now_s()
+        coordinator, now_ticks = self.coordinator, self.job.now_ticks()
         coordinator._hub.poll(0.0)
-        for timer in coordinator._timers.take_due(now_s):
-            coordinator._perform(coordinator.core.fire(timer, now_s))
+        for timer in coordinator._timers.take_due(now_ticks):
+            coordinator._perform(coordinator.core.fire(timer, now_ticks))
         for server in self.servers:
             server._hub.poll(0.0)
-            for timer in server._timers.take_due(now_s):
-                server._perform(server._core.fire(timer, now_s))
+            for timer in server._timers.take_due(now_ticks):
+                server._perform(server._core.fire(timer, now_ticks))
             assert server._running, "a peer has ended a server"
         assert coordinator._stops_s is None
 

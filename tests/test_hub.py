@@ -44,10 +44,10 @@ GREETING = framed(Hello(TOKEN, "reader", 0))
 class Clock:
     """In place of the module `time`."""
 
-    now_s = 100.0
+    now_ticks = 100.0
 
     def monotonic(self) -> float:
-        return self.now_s
+        return self.now_ticks
 
 
 class Bench:
@@ -163,7 +163,7 @@ def test_only_so_many_strangers_are_let_in_and_the_oldest_makes_room(
     small.poll()
     assert small.strangers == few  # and the others wait, for these may be about to greet
     assert not any(map(closed, silent))
-    clock.now_s += strangers.GREETING_S + 0.01
+    clock.now_ticks += strangers.GREETING_S + 0.01
     late = small.call(GREETING)
     small.poll()
     assert [closed(caller) for caller in silent] == [True] * 3 + [False] * (few - 1)
@@ -178,7 +178,7 @@ def test_while_no_more_are_let_in_the_host_sleeps(small: Bench, clock: Clock, fe
     small.poll()
     assert small.hub._acceptor not in [key.fileobj for key in small.hub._selector.get_map().values()]
     assert small.hub._strangers.left_s(5.0) == pytest.approx(strangers.GREETING_S, abs=0.01)
-    clock.now_s += 0.1
+    clock.now_ticks += 0.1
     assert small.hub._strangers.left_s(5.0) == pytest.approx(strangers.GREETING_S - 0.1, abs=0.01)
 
 
@@ -186,7 +186,7 @@ def test_a_stranger_that_stays_silent_is_dropped_in_the_end(bench: Bench, clock:
     silent = bench.call(GREETING[:-1])
     bench.poll()
     assert bench.strangers == 1
-    clock.now_s += strangers.GREETING_TIMEOUT_S + 0.1
+    clock.now_ticks += strangers.GREETING_TIMEOUT_S + 0.1
     bench.poll()
     assert closed(silent)
 
@@ -237,7 +237,7 @@ def test_without_a_descriptor_in_reserve_the_host_rests_and_does_not_spin(
     bench.poll(1000)
     assert next(tried) < 40
     bench.hub._acceptor._listener = listener
-    clock.now_s += 1.0
+    clock.now_ticks += 1.0
     bench.poll()
     assert not closed(caller)
     assert len(bench.hub.peers) == 1
@@ -251,7 +251,7 @@ def test_what_strangers_do_is_logged_a_few_times_and_then_counted(
         bench.poll(2)
     assert bench.strangers == 0
     assert len(caplog.records) == strangers.LOGGED_IN_FULL
-    clock.now_s += strangers.COUNT_INTERVAL_S + 1
+    clock.now_ticks += strangers.COUNT_INTERVAL_S + 1
     bench.poll()
     assert len(caplog.records) == strangers.LOGGED_IN_FULL + 1
     for _ in range(10):

@@ -26,6 +26,7 @@ from paceline.core.shard import Shard
 from paceline.errors import InvalidEventError, ProtocolError
 from paceline.sync import BSP, ElasticBSP, SyncModel, events
 from paceline.sync.events import Clip, PullRequested, PushReceived, Stop, WorkerJoined, WorkerLost
+from paceline.sync.ticks import in_ticks
 
 CLIP = Clip(max_norm=1.0, factor=0.5)
 MEAN = ((0, 0), (1, 0))
@@ -35,18 +36,20 @@ def shard_of(workers: int, sync: SyncModel | None = None) -> Shard:
     """A shard under BSP or another model, whose workers have joined."""
     shard = Shard(0, [sync or BSP()])
     for worker in range(workers):
-        shard.handle(WorkerJoined(now_s=0.0, worker=worker))
+        shard.handle(WorkerJoined(now_ticks=0, worker=worker))
     return shard
 
 
 def push(shard: Shard, worker: int, iteration: int = 0, clip: Clip | None = CLIP) -> list[Request]:
     """Push and pull."""
-    pushed = shard.handle(PushReceived(now_s=1.0, worker=worker, iteration=iteration, clip=clip))
-    return pushed + shard.handle(PullRequested(now_s=1.0, worker=worker, iteration=iteration))
+    pushed = shard.handle(
+        PushReceived(now_ticks=in_ticks(1.0), worker=worker, iteration=iteration, clip=clip)
+    )
+    return pushed + shard.handle(PullRequested(now_ticks=in_ticks(1.0), worker=worker, iteration=iteration))
 
 
 def clip(shard: Shard, pushes: tuple[tuple[int, int], ...], factor: float) -> list[Request]:
-    return shard.handle(events.MeanClipped(now_s=2.0, pushes=pushes, factor=factor))
+    return shard.handle(events.MeanClipped(now_ticks=in_ticks(2.0), pushes=pushes, factor=factor))
 
 
 def answered(requests: list[Request]) -> list[int]:
@@ -75,8 +78,10 @@ def test_what_arrives_meanwhile_waits_in_order() -> None:
     shard = shard_of(4, ElasticBSP())
     stop = Stop(superstep=0, members=(0, 1))
     for worker in (0, 1):
-        shard.handle(PushReceived(now_s=1.0, worker=worker, iteration=0, stop=stop, clip=CLIP))
-    assert shard.handle(events.PullRepeated(now_s=1.0, worker=3, iteration=0, restart=False)) == []
+        shard.handle(PushReceived(now_ticks=in_ticks(1.0), worker=worker, iteration=0, stop=stop, clip=CLIP))
+    assert (
+        shard.handle(events.PullRepeated(now_ticks=in_ticks(1.0), worker=3, iteration=0, restart=False)) == []
+    )
     assert push(shard, 2) == []
     requests = clip(shard, MEAN, 1.0)
     assert requests[0] == Apply(0, MEAN, (0.5, 0.5))
@@ -89,7 +94,7 @@ def test_a_lost_worker_is_not_answered_and_its_push_stays_in_the_mean() -> None:
     shard = shard_of(2)
     push(shard, 0)
     push(shard, 1)
-    assert shard.handle(WorkerLost(now_s=1.5, worker=1)) == []
+    assert shard.handle(WorkerLost(now_ticks=in_ticks(1.5), worker=1)) == []
     update, *answers = clip(shard, MEAN, 1.0)
     assert isinstance(update, Apply)
     assert answered(answers) == [0]
@@ -99,7 +104,7 @@ def test_two_means_may_wait_and_the_second_factor_may_come_first() -> None:
     shard = shard_of(2, ElasticBSP())
     for superstep, worker in enumerate((0, 1)):
         stop = Stop(superstep=superstep, members=(worker,))
-        shard.handle(PushReceived(now_s=1.0, worker=worker, iteration=0, stop=stop, clip=CLIP))
+        shard.handle(PushReceived(now_ticks=in_ticks(1.0), worker=worker, iteration=0, stop=stop, clip=CLIP))
     assert clip(shard, ((1, 0),), 0.5) == []
     assert clip(shard, ((0, 0),), 0.25) == [
         Apply(0, ((0, 0),), (0.25,)),
@@ -121,13 +126,13 @@ def test_a_mean_is_clipped_if_one_worker_clips_and_by_the_norm_of_the_most_advan
     push(shard, 0, clip=None)
     assert push(shard, 1) == [Measure(0, MEAN, (0.5, 0.5), 1.0)]
     shard = shard_of(2, ElasticBSP())
-    shard.handle(PushReceived(now_s=1.0, worker=1, iteration=0))
-    shard.handle(PullRequested(now_s=1.0, worker=1, iteration=0))
+    shard.handle(PushReceived(now_ticks=in_ticks(1.0), worker=1, iteration=0))
+    shard.handle(PullRequested(now_ticks=in_ticks(1.0), worker=1, iteration=0))
     stop = Stop(superstep=0, members=(0, 1))
     for worker, iteration, norm in ((0, 0, 7.0), (1, 1, 3.0)):
         flag = Clip(max_norm=norm, factor=1.0)
         requests = shard.handle(
-            PushReceived(now_s=1.0, worker=worker, iteration=iteration, stop=stop, clip=flag)
+            PushReceived(now_ticks=in_ticks(1.0), worker=worker, iteration=iteration, stop=stop, clip=flag)
         )
     assert requests == [Measure(0, ((0, 0), (1, 1)), (0.5, 0.5), 3.0)]
 
@@ -137,10 +142,10 @@ def test_a_shard_says_that_a_mean_is_missing_as_soon_as_that_is_certain() -> Non
     missing = [Send(COORDINATOR, MeanMissing(0, asked))]
     shard = shard_of(2)  # worker 1's push may still come
     assert shard.ask(asked) == []
-    assert shard.handle(WorkerLost(now_s=1.0, worker=1)) == missing
+    assert shard.handle(WorkerLost(now_ticks=in_ticks(1.0), worker=1)) == missing
     shard = shard_of(2)  # it has come, and is held
     push(shard, 1)
-    shard.handle(WorkerLost(now_s=1.0, worker=1))
+    shard.handle(WorkerLost(now_ticks=in_ticks(1.0), worker=1))
     assert shard.ask(asked) == []
     assert push(shard, 0) == [Measure(0, MEAN, (0.5, 0.5), 1.0)]  # which answers the question
     shard = shard_of(2)  # it was applied without clipping
@@ -154,13 +159,13 @@ def test_a_worker_whose_answer_is_kept_may_neither_push_nor_pull() -> None:
     push(shard, 0)
     push(shard, 1)
     for event in (
-        PushReceived(now_s=1.5, worker=0, iteration=1),
-        events.PullRepeated(now_s=1.5, worker=0, iteration=1),
+        PushReceived(now_ticks=in_ticks(1.5), worker=0, iteration=1),
+        events.PullRepeated(now_ticks=in_ticks(1.5), worker=0, iteration=1),
     ):
         with pytest.raises(InvalidEventError, match="before its pull was answered"):
             shard.handle(event)
     clip(shard, MEAN, 1.0)
-    assert answered(shard.handle(events.PullRepeated(now_s=2.5, worker=0, iteration=1))) == [0]
+    assert answered(shard.handle(events.PullRepeated(now_ticks=in_ticks(2.5), worker=0, iteration=1))) == [0]
 
 
 # -- a server ----------------------------------------------------------------------------------------------------
@@ -170,21 +175,21 @@ def server_of(sync: str, workers: int = 2) -> Server:
     server = Server()
     model = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
     server.handle(
-        COORDINATOR, CreateShards(model, model.layout.sliced(1, "even"), sync, tuple(range(workers)), 0), 0.0
+        COORDINATOR, CreateShards(model, model.layout.sliced(1, "even"), sync, tuple(range(workers)), 0), 0
     )
-    server.handle(worker_peer(0), InitialWeights(0), 0.0)
+    server.handle(worker_peer(0), InitialWeights(0), 0)
     return server
 
 
 def test_a_server_lists_the_workers_that_wait_for_a_factor() -> None:
     server = server_of("bsp")
     for worker in (0, 1):
-        server.handle(worker_peer(worker), Commit(0, 0, clip=CLIP), 1.0)
+        server.handle(worker_peer(worker), Commit(0, 0, clip=CLIP), 1)
     assert server.awaits_factor
     [waits] = server.waits(timers=False).shards
     assert waits.pulls == MEAN
     assert all("norms" in reason for reason in waits.reasons)
-    requests = server.handle(COORDINATOR, MeanClipped(0, MEAN, 1.0), 2.0)
+    requests = server.handle(COORDINATOR, MeanClipped(0, MEAN, 1.0), 2)
     assert answered(requests) == [0, 1]
     assert not server.awaits_factor
 
@@ -193,8 +198,8 @@ def test_a_server_lists_the_workers_that_wait_for_a_factor() -> None:
 def test_a_push_that_clips_is_refused_if_its_shards_may_disagree_about_means(sync: str) -> None:
     server = server_of(sync)
     with pytest.raises(ProtocolError, match="clips the joint gradient"):
-        server.handle(worker_peer(0), Commit(0, 0, clip=CLIP), 1.0)
-    server.handle(worker_peer(0), Commit(0, 0), 1.0)
+        server.handle(worker_peer(0), Commit(0, 0, clip=CLIP), 1)
+    server.handle(worker_peer(0), Commit(0, 0), 1)
 
 
 # -- the coordinator -----------------------------------------------------------------------------------------------
@@ -226,7 +231,7 @@ def test_means_are_told_apart_by_their_pushes() -> None:
     later = ((0, 1), (1, 1))
     assert norms.measured(MeanMeasured(0, MEAN, 1.0, 9.0)) == []
     assert norms.measured(MeanMeasured(0, later, 1.0, 4.0)) == []
-    assert told(norms.measured(MeanMeasured(1, later, 1.0, 0.0)))[0] == (
+    assert told(norms.measured(MeanMeasured(1, later, 1.0, 0)))[0] == (
         0,
         MeanClipped(0, later, clip_factor(1.0, 2.0)),
     )
@@ -254,4 +259,4 @@ def test_after_a_loss_the_shards_that_have_not_reported_are_asked_once() -> None
 def test_a_mean_whose_norm_overflows_has_a_factor() -> None:
     assert clip_factor(1.0, math.inf) == 0.0
     assert clip_factor(1.0, math.nan) == 1.0
-    assert clip_factor(0.0, 0.0) == 0.0
+    assert clip_factor(0.0, 0) == 0.0

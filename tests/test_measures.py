@@ -23,6 +23,7 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from paceline.sync.ticks import in_ticks
 from paceline.trace import Entry, Header, Memory, Replay, Trace
 from paceline.trace.measures import PushCounts, Wait, measure, waits
 
@@ -50,24 +51,28 @@ class Shard:
         self._entries.append(Entry(event, list(actions), refused, self._version, list(staleness), gap))
 
     def join(self, now_s: float, worker: int, *, refused: str | None = None) -> None:
-        self.note(WorkerJoined(now_s=now_s, worker=worker), refused=refused)
+        self.note(WorkerJoined(now_ticks=in_ticks(now_s), worker=worker), refused=refused)
 
     def apply(self, now_s: float, worker: int, iteration: int, stale: int = 0) -> None:
         """A push that is applied on arrival."""
-        event = PushReceived(now_s=now_s, worker=worker, iteration=iteration)
+        event = PushReceived(now_ticks=in_ticks(now_s), worker=worker, iteration=iteration)
         self.note(event, ApplyPush(worker, iteration), staleness=((worker, iteration, stale),))
 
     def hold(self, now_s: float, worker: int, iteration: int, *actions: AnyAction) -> None:
         """A push that is held, and what its arrival causes."""
-        event = PushReceived(now_s=now_s, worker=worker, iteration=iteration)
+        event = PushReceived(now_ticks=in_ticks(now_s), worker=worker, iteration=iteration)
         self.note(event, HoldPush(worker, iteration), *actions)
 
     def lose(self, now_s: float, worker: int, *actions: AnyAction) -> None:
-        self.note(WorkerLost(now_s=now_s, worker=worker), *actions)
+        self.note(WorkerLost(now_ticks=in_ticks(now_s), worker=worker), *actions)
 
     def pull(self, now_s: float, worker: int, iteration: int, *, answered: bool = True, gap: int = 0) -> None:
         actions = [AnswerPull(worker, iteration)] if answered else []
-        self.note(PullRequested(now_s=now_s, worker=worker, iteration=iteration), *actions, gap=gap)
+        self.note(
+            PullRequested(now_ticks=in_ticks(now_s), worker=worker, iteration=iteration),
+            *actions,
+            gap=gap,
+        )
 
     def trace(self) -> Trace:
         return Trace(self._header, self._entries)
@@ -78,25 +83,25 @@ def bsp_with_two_workers() -> Shard:
     shard = Shard(BSP())
     shard.join(0.0, 0)
     shard.join(0.0, 1)
-    shard.note(PushReceived(now_s=1.0, worker=0, iteration=0), HoldPush(0, 0))
+    shard.note(PushReceived(now_ticks=in_ticks(1.0), worker=0, iteration=0), HoldPush(0, 0))
     shard.pull(1.0, 0, 0, answered=False)
     shard.note(
-        PushReceived(now_s=3.0, worker=1, iteration=0),
+        PushReceived(now_ticks=in_ticks(3.0), worker=1, iteration=0),
         HoldPush(1, 0),
         ApplyMean(((0, 0), (1, 0))),
         AnswerPull(0, 0),
         staleness=((0, 0, 0), (1, 0, 0)),
     )
     shard.pull(3.0, 1, 0)
-    shard.note(PushReceived(now_s=4.0, worker=0, iteration=1), HoldPush(0, 1))
+    shard.note(PushReceived(now_ticks=in_ticks(4.0), worker=0, iteration=1), HoldPush(0, 1))
     shard.pull(4.0, 0, 1, answered=False)
     shard.note(
-        WorkerFinished(now_s=5.0, worker=1),
+        WorkerFinished(now_ticks=in_ticks(5.0), worker=1),
         ApplyMean(((0, 1),)),
         AnswerPull(0, 1),
         staleness=((0, 1, 0),),
     )
-    shard.note(WorkerFinished(now_s=6.0, worker=0))
+    shard.note(WorkerFinished(now_ticks=in_ticks(6.0), worker=0))
     return shard
 
 
@@ -111,7 +116,7 @@ def asp_with_a_fast_and_a_slow_worker() -> Shard:
     shard.apply(4.0, 1, 0, stale=4)
     shard.pull(4.0, 1, 0)
     for worker in range(2):
-        shard.note(WorkerFinished(now_s=5.0, worker=worker))
+        shard.note(WorkerFinished(now_ticks=in_ticks(5.0), worker=worker))
     return shard
 
 
@@ -164,7 +169,7 @@ def test_of_several_shards_the_longest_wait_counts() -> None:
         shard.join(0.0, 1)
     for shard, asked_s, answered_s in [(first, 1.0, 1.5), (second, 2.0, 4.0)]:
         shard.pull(asked_s, 0, 0, answered=False)
-        shard.note(PushReceived(now_s=answered_s, worker=1, iteration=0), AnswerPull(0, 0))
+        shard.note(PushReceived(now_ticks=in_ticks(answered_s), worker=1, iteration=0), AnswerPull(0, 0))
     assert waits([first.trace(), second.trace()]) == [Wait(0, 0, 2.0, 4.0)]
 
 
@@ -174,7 +179,7 @@ def test_staleness_delayed_pulls_and_drops_are_counted_at_every_shard() -> None:
         shard.join(0.0, 0)
         shard.apply(1.0, 0, 0, stale=stale)
         shard.pull(1.0, 0, 0, answered=False)
-        shard.note(PushReceived(now_s=2.0, worker=0, iteration=1, empty=True), DropPush(0, 1))
+        shard.note(PushReceived(now_ticks=in_ticks(2.0), worker=0, iteration=1, empty=True), DropPush(0, 1))
     measures = measure([shard.trace() for shard in shards])
     assert measures.mean_staleness == 2.5
     assert measures.max_staleness == 4
@@ -189,7 +194,7 @@ def test_a_wait_that_nobody_ended_is_not_counted() -> None:
     shard = Shard(BSP())
     shard.join(0.0, 0)
     shard.pull(1.0, 0, 0, answered=False)
-    shard.note(WorkerLost(now_s=9.0, worker=0))
+    shard.note(WorkerLost(now_ticks=in_ticks(9.0), worker=0))
     measures = measure([shard.trace()])
     assert measures.waiting_s == {0: 0.0}
     assert measures.delayed_pulls == 1
@@ -215,7 +220,7 @@ class Told:
         self._memory = Memory(Header(sync=str(sync), host="shard"))
         self._shard = core.Shard(0, [sync], recorder=self._memory)
         for worker in range(workers):
-            self.tell(WorkerJoined(now_s=0.0, worker=worker))
+            self.tell(WorkerJoined(now_ticks=0, worker=worker))
 
     def tell(self, event: AnyEvent) -> None:
         self._shard.handle(event)
@@ -224,8 +229,8 @@ class Told:
         """Push and pull, several times; the last push is the worker's last one before a change."""
         for iteration in iterations:
             flag = change if iteration == iterations[-1] else None
-            self.tell(PushReceived(now_s=1.0, worker=worker, iteration=iteration, change=flag))
-            self.tell(PullRequested(now_s=1.0, worker=worker, iteration=iteration))
+            self.tell(PushReceived(now_ticks=in_ticks(1.0), worker=worker, iteration=iteration, change=flag))
+            self.tell(PullRequested(now_ticks=in_ticks(1.0), worker=worker, iteration=iteration))
 
     @property
     def gaps(self) -> list[int]:
@@ -244,7 +249,7 @@ class Told:
 def test_a_gap_is_over_the_slowest_live_worker() -> None:
     shard = Told(ASP(), workers=2)
     shard.iterate(0, range(1))
-    shard.tell(WorkerLost(now_s=1.0, worker=1))
+    shard.tell(WorkerLost(now_ticks=in_ticks(1.0), worker=1))
     shard.iterate(0, range(1, 9))
     assert shard.gaps == [1, *[0] * 8]
 
@@ -252,7 +257,7 @@ def test_a_gap_is_over_the_slowest_live_worker() -> None:
 def test_a_worker_that_joins_late_is_level_with_the_slowest() -> None:
     shard = Told(ASP(), workers=1)
     shard.iterate(0, range(5))
-    shard.tell(WorkerJoined(now_s=2.0, worker=1))
+    shard.tell(WorkerJoined(now_ticks=in_ticks(2.0), worker=1))
     shard.iterate(1, range(2))
     assert shard.max_gap == 2  # worker 1, with 5 + 2 against worker 0's 5
 
@@ -260,7 +265,7 @@ def test_a_worker_that_joins_late_is_level_with_the_slowest() -> None:
 def test_a_worker_that_joins_with_a_count_of_another_shard_has_that_count() -> None:
     shard = Told(ASP(), workers=1)
     shard.iterate(0, range(5))
-    shard.tell(WorkerJoined(now_s=2.0, worker=1, count=4))
+    shard.tell(WorkerJoined(now_ticks=in_ticks(2.0), worker=1, count=4))
     shard.iterate(0, range(5, 6))
     assert shard.max_gap == 2  # worker 0, with 6 against 4
 
@@ -269,7 +274,7 @@ def test_a_straggler_that_is_moved_on_to_a_later_round_is_no_longer_behind() -> 
     shard = Told(DropStragglers(quorum=1), workers=2)
     shard.iterate(0, range(5))
     shard.iterate(1, range(1))  # too late for its round: it is told to go on from V_train
-    shard.tell(PushReceived(now_s=2.0, worker=1, iteration=1, progress=5))
+    shard.tell(PushReceived(now_ticks=in_ticks(2.0), worker=1, iteration=1, progress=5))
     shard.iterate(0, range(5, 6))
     assert shard.gaps == [1, 2, 3, 4, 5, 0, 0]
     assert shard.max_gap == 5
@@ -287,7 +292,7 @@ def test_after_a_change_of_the_model_everybody_is_level() -> None:
 def test_a_restart_of_a_worker_is_measured_like_the_start_before_it() -> None:
     shard = Told(ASP(), workers=2)
     shard.iterate(0, range(3))
-    shard.tell(PullRepeated(now_s=2.0, worker=0, iteration=3))
+    shard.tell(PullRepeated(now_ticks=in_ticks(2.0), worker=0, iteration=3))
     assert shard.gaps == [1, 2, 3, 3]
 
 
@@ -351,14 +356,14 @@ def test_refused_events_change_no_figure_but_the_number_of_refused_pushes() -> N
     for entry in honest.trace().entries:
         event: Any = entry.event
         if isinstance(event, WorkerFinished):
-            pestered.join(event.now_s, 0, refused="worker 0 joined, but it is live already")
+            pestered.join(event.now_ticks, 0, refused="worker 0 joined, but it is live already")
         pestered.note(event, *entry.actions, staleness=tuple(entry.staleness))
         if isinstance(event, PushReceived):
             pestered.note(event, refused="it was pushed already")
         if isinstance(event, PullRequested):
             pestered.note(event, refused="it was asked for already")
         if isinstance(event, WorkerFinished) and event.worker == 1:
-            pestered.note(WorkerLost(now_s=5.5, worker=1), refused="it is not live")
+            pestered.note(WorkerLost(now_ticks=in_ticks(5.5), worker=1), refused="it is not live")
     expected = measure([honest.trace()])
     refused = msgspec.structs.replace(expected.pushes, refused=3)
     assert measure([pestered.trace()]) == msgspec.structs.replace(expected, pushes=refused)
@@ -370,11 +375,13 @@ def test_both_lives_of_a_worker_that_has_joined_anew_count() -> None:
     shard.join(0.0, 1)
     shard.apply(1.0, 1, 0)
     shard.pull(1.0, 1, 0)
-    shard.note(WorkerLost(now_s=2.0, worker=1))
+    shard.note(WorkerLost(now_ticks=in_ticks(2.0), worker=1))
     shard.join(7.0, 1)
     shard.pull(8.0, 0, 0, answered=False)
-    shard.note(PushReceived(now_s=9.0, worker=1, iteration=1), ApplyPush(1, 1), AnswerPull(0, 0))
-    shard.note(WorkerFinished(now_s=10.0, worker=0))
+    shard.note(
+        PushReceived(now_ticks=in_ticks(9.0), worker=1, iteration=1), ApplyPush(1, 1), AnswerPull(0, 0)
+    )
+    shard.note(WorkerFinished(now_ticks=in_ticks(10.0), worker=0))
     measures = measure([shard.trace()])
     assert measures.iterations == {0: 0, 1: 2}
     assert measures.left_s == {0: 10.0, 1: 10.0}
@@ -409,7 +416,7 @@ def test_dropped_and_refused_pushes_are_counted() -> None:
     shard = Shard(DropStragglers(quorum=1))
     shard.join(0.0, 0)
     shard.apply(1.0, 0, 0)
-    late = PushReceived(now_s=2.0, worker=0, iteration=1)
+    late = PushReceived(now_ticks=in_ticks(2.0), worker=0, iteration=1)
     shard.note(late, DropPush(0, 1))
     shard.note(late, refused="it was pushed already")
     assert measure([shard.trace()]).pushes == counts(applied=1, dropped=1, refused=1)
@@ -420,9 +427,9 @@ def test_samples_are_counted_for_each_worker_without_those_of_dropped_pushes() -
     for worker in range(2):
         shard.join(0.0, worker)
     for iteration, size in enumerate([32, 16]):
-        push = PushReceived(now_s=1.0, worker=0, iteration=iteration, samples=size)
+        push = PushReceived(now_ticks=in_ticks(1.0), worker=0, iteration=iteration, samples=size)
         shard.note(push, ApplyPush(0, iteration))
-    shard.note(PushReceived(now_s=2.0, worker=1, iteration=0, samples=8), DropPush(1, 0))
+    shard.note(PushReceived(now_ticks=in_ticks(2.0), worker=1, iteration=0, samples=8), DropPush(1, 0))
     measures = measure([shard.trace()])
     assert measures.worker_samples == {0: 48, 1: 0}
     assert (measures.samples, measures.dropped_samples) == (48, 8)

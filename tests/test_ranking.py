@@ -488,9 +488,9 @@ def test_a_script_that_fails_is_shown_with_its_own_traceback(
 def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, EQUAL)
     trace = folder / "trace-shard-0.jsonl"
-    trace.write_bytes(trace.read_bytes().replace(b'"format":3', b'"format":1', 1))
+    trace.write_bytes(trace.read_bytes().replace(b'"format":4', b'"format":1', 1))
     with pytest.raises(
-        ConfigurationError, match="is a trace of format 1; this version of Paceline reads format 3"
+        ConfigurationError, match="is a trace of format 1; this version of Paceline reads format 4"
     ):
         advise(folder)
 

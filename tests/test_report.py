@@ -22,6 +22,7 @@ from paceline.report.summary import summary_rows
 from paceline.report.timeline import COMPUTING, DROPPED, WAITING, Timeline, draw_timeline, read_timeline
 from paceline.sync.actions import ApplyMean, ApplyPush
 from paceline.sync.events import PushReceived
+from paceline.sync.ticks import in_ticks
 from paceline.trace.recording import Entry, Header, Recorder
 from paceline.trace.records import IterationRecord
 
@@ -266,9 +267,15 @@ def test_timeline_is_read_from_what_a_run_left_behind(tmp_path: Path) -> None:
         (tmp_path / f"worker-{worker}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     recorder = Recorder.to_path(tmp_path / "trace-shard-0.jsonl", Header(sync="bsp", host="shard"))
     recorder.record(
-        Entry(PushReceived(now_s=10.4, worker=1, iteration=0), [ApplyMean(((0, 0), (1, 0)))], version=1)
+        Entry(
+            PushReceived(now_ticks=in_ticks(10.4), worker=1, iteration=0),
+            [ApplyMean(((0, 0), (1, 0)))],
+            version=1,
+        )
     )
-    recorder.record(Entry(PushReceived(now_s=10.7, worker=0, iteration=1), [ApplyPush(0, 1)], version=2))
+    recorder.record(
+        Entry(PushReceived(now_ticks=in_ticks(10.7), worker=0, iteration=1), [ApplyPush(0, 1)], version=2)
+    )
     recorder.close()
     timeline = read_timeline(tmp_path)
     assert [[tuple(round(t, 6) for t in span) for span in row] for row in timeline.computing] == [

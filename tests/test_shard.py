@@ -111,7 +111,7 @@ class Job:
             self.shards.append(Shard(i, [sync], recorder=recorder))
         self.answers: list[tuple[int, int, int, int]] = []
         for worker in range(workers):
-            self.tell(WorkerJoined(now_s=0.0, worker=worker))
+            self.tell(WorkerJoined(now_ticks=0, worker=worker))
 
     def flatten(self, tensors: Gradients) -> Vectors:
         """One flat vector per dtype; what is None is nothing but zeros."""
@@ -159,9 +159,9 @@ class Job:
         for bounds in self.slices:
             mine = {d: flat[d][start:stop].clone() for d, (start, stop) in bounds.bounds.items()}
             pushes.append(Push(mine, present, groups or self.groups))
-        self.tell(PushReceived(now_s=0.0, worker=worker, iteration=iteration, stop=stop), pushes)
+        self.tell(PushReceived(now_ticks=0, worker=worker, iteration=iteration, stop=stop), pushes)
         if pull:
-            self.tell(PullRequested(now_s=0.0, worker=worker, iteration=iteration))
+            self.tell(PullRequested(now_ticks=0, worker=worker, iteration=iteration))
         return pushes
 
     def weights(self) -> list[torch.Tensor]:
@@ -361,7 +361,7 @@ def test_the_held_push_of_a_lost_worker_is_in_the_mean() -> None:
     job = Job(BSP(), OPTIMIZERS["SGD"], workers=2)
     whole = Whole(OPTIMIZERS["SGD"])
     job.push(1, 0, gradients(1))
-    job.tell(WorkerLost(now_s=0.0, worker=1))
+    job.tell(WorkerLost(now_ticks=0, worker=1))
     job.push(0, 0, gradients(0))
     whole.step([(a + b) / 2 for a, b in zip(gradients(0), gradients(1), strict=True)])
     assert relative_error(job.weights(), whole.weights) <= 1e-14
@@ -369,8 +369,8 @@ def test_the_held_push_of_a_lost_worker_is_in_the_mean() -> None:
 
 def test_an_empty_push_updates_nothing() -> None:
     job = Job(ASP(), OPTIMIZERS["Adam"])
-    job.tell(PushReceived(now_s=0.0, worker=0, iteration=0, empty=True))
-    job.tell(PullRequested(now_s=0.0, worker=0, iteration=0))
+    job.tell(PushReceived(now_ticks=0, worker=0, iteration=0, empty=True))
+    job.tell(PullRequested(now_ticks=0, worker=0, iteration=0))
     assert_equal(job.weights(), initial_weights())
     assert job.shards[0].version == 0
     assert job.answers == [(0, 0, 0, 0)]
@@ -381,11 +381,11 @@ def test_a_worker_that_joins_anew_while_its_old_push_is_held_loses_neither() -> 
     job = Job(BSP(), OPTIMIZERS["SGD"], workers=2)
     whole = Whole(OPTIMIZERS["SGD"])
     job.push(1, 0, gradients(1))
-    job.tell(WorkerLost(now_s=0.0, worker=1))
+    job.tell(WorkerLost(now_ticks=0, worker=1))
     try:
-        job.tell(WorkerJoined(now_s=0.0, worker=1, iteration=0))
+        job.tell(WorkerJoined(now_ticks=0, worker=1, iteration=0))
     except InvalidEventError:
-        job.tell(WorkerJoined(now_s=0.0, worker=1, iteration=1))  # a label that was used up may be refused
+        job.tell(WorkerJoined(now_ticks=0, worker=1, iteration=1))  # a label that was used up may be refused
         job.push(1, 1, gradients(2))
     else:
         job.push(1, 0, gradients(2))
@@ -547,7 +547,7 @@ def test_under_bsp_no_gradient_is_ever_stale(tmp_path: Path) -> None:
     for iteration in range(4):
         for worker in range(3):
             job.push(worker, iteration, gradients(worker))
-    job.tell(WorkerFinished(now_s=1.0, worker=2))
+    job.tell(WorkerFinished(now_ticks=1, worker=2))
     recorder.close()
     measures = measure([read(path)])
     assert (measures.updates, measures.max_staleness, measures.max_gap) == (4, 0, 0)
@@ -569,7 +569,7 @@ def test_a_refused_event_leaves_weights_version_and_state_as_they_were(
         with pytest.raises(InvalidEventError):
             job.push(worker, iteration, gradients(99))
     with pytest.raises(InvalidEventError):
-        job.tell(WorkerJoined(now_s=0.0, worker=1))
+        job.tell(WorkerJoined(now_ticks=0, worker=1))
     assert_equal(job.weights(), before)
     assert (job.shards[0].version, job.answers) == (version, answers)
     assert job.stores[0].optimizer_state().keys() == state.keys()

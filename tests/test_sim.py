@@ -32,10 +32,11 @@ from paceline.sim import (
     recording,
     simulate,
 )
-from paceline.sim.kernel import MESSAGE, TIMER, Kernel, nanoseconds
+from paceline.sim.kernel import MESSAGE, TIMER, Kernel
 from paceline.sync import Conditions, PullState
 from paceline.sync.actions import ApplyMean, ApplyPush, DropPush, PublishPlan, ReportFault
 from paceline.sync.events import PullRepeated, PullRequested, PushReceived, WorkerJoined, WorkerLost
+from paceline.sync.ticks import in_ticks
 from paceline.trace import Trace, read_run, replay
 from paceline.trace.records import read_records
 
@@ -67,7 +68,7 @@ def unequal(jitter: float = 0.1, *, latency_s: Times = 0.0, servers: int = 1) ->
 
 
 def second(number: float) -> int:
-    return nanoseconds(number)
+    return in_ticks(number)
 
 
 def test_things_happen_in_order_of_time_then_priority_then_setting() -> None:
@@ -80,15 +81,15 @@ def test_things_happen_in_order_of_time_then_priority_then_setting() -> None:
     kernel.at(second(9), happened.append, "too late")
     kernel.run(until_s=5.0)
     assert happened == ["earlier", "first message", "second message", "timer"]
-    assert (kernel.now_s, kernel.happened, kernel.idle) == (2.0, 4, False)
+    assert (kernel.now_ticks, kernel.happened, kernel.idle) == (second(2), 4, False)
 
 
 def test_time_never_goes_back() -> None:
     kernel = Kernel()
-    seen: list[float] = []
-    kernel.at(second(3), lambda: kernel.at(second(1), lambda: seen.append(kernel.now_s)))
+    seen: list[int] = []
+    kernel.at(second(3), lambda: kernel.at(second(1), lambda: seen.append(kernel.now_ticks)))
     kernel.run()
-    assert seen == [3.0]
+    assert seen == [second(3)]
 
 
 @pytest.mark.parametrize("sync", MODELS)
@@ -327,7 +328,7 @@ def test_without_overlap_nobody_pulls_until_everybody_has_pushed_everything() ->
 
 def drawn(times: Times, count: int = 4000) -> list[float]:
     sample = times.sampler(0, 0, 0)  # type: ignore[union-attr]
-    return sorted(sample(which, 0.0) for which in range(count))
+    return sorted(float(sample(which, 0.0)) for which in range(count))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +361,7 @@ def test_a_pareto_time_has_its_tail() -> None:
 
 def test_a_drifting_time_grows_to_its_factor_and_stays() -> None:
     sample = Drifting(base=2.0, factor=3.0, over=100.0).sampler(0)
-    assert [sample(0, now_s) for now_s in (0.0, 50.0, 100.0, 500.0)] == [2.0, 4.0, 6.0, 6.0]
+    assert [sample(0, now_ticks) for now_ticks in (0.0, 50.0, 100.0, 500.0)] == [2.0, 4.0, 6.0, 6.0]
 
 
 def test_an_occasional_slow_spell_comes_once_in_every_period() -> None:
@@ -416,8 +417,8 @@ def test_who_joins_anew_follows_the_model_in_force() -> None:
     cluster = Cluster(compute_s=[1.0, 1.1, 1.2], presence={2: Presence(lost_at_s=15.0, back_after_s=10.0)})
     result = simulate(cluster, "bsp@0,elastic-bsp:lookahead=3@5", iterations=60, record=True)
     plans = [a.plan for e in result.trace[-1].entries for a in e.actions if isinstance(a, PublishPlan)]
-    assert (0, 1) in {plan.members for plan in plans if 15 < plan.barrier_s < 30}
-    assert (0, 1, 2) in {plan.members for plan in plans if plan.barrier_s > 30}
+    assert (0, 1) in {plan.members for plan in plans if second(15) < plan.barrier_ticks < second(30)}
+    assert (0, 1, 2) in {plan.members for plan in plans if plan.barrier_ticks > 30}
 
 
 # -- what the models come to -----------------------------------------------------------------------------------

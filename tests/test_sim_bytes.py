@@ -26,18 +26,18 @@ CLUSTER = Cluster(
 )
 
 DIGESTS = {
-    "bsp": "9ee0a0389c9103ca",
-    "asp": "8f96bada121ad548",
-    "ssp:staleness=2,execution=lazy": "283cc99e21def912",
-    "dssp:lower=1,upper=5": "3b2908b73b84b808",
-    "dsps:lower=1,upper=5": "2e7ccf5e150b2694",
-    "pssp:staleness=1": "39be97c291e72676",
-    "dynamic-pssp:staleness=1": "ec9d490fd4ed5a2b",
-    "drop-stragglers:quorum=3": "9ec59a0383455104",
-    "naive-waiting:delay_s=0.2": "b673af6c4b3f037d",
-    "elastic-bsp:lookahead=5": "5d82dfa559044132",
-    "spec-sync": "bf0160753570fc8c",
-    "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30": "0bfcb9a51c8f0619",
+    "bsp": "fedad642829def14",
+    "asp": "afae941b5f53b485",
+    "ssp:staleness=2,execution=lazy": "c53da6c530971583",
+    "dssp:lower=1,upper=5": "bfc1c07d5cddad87",
+    "dsps:lower=1,upper=5": "913aac5485ae5a04",
+    "pssp:staleness=1": "6b7fea5603313aa8",
+    "dynamic-pssp:staleness=1": "8e97aff5293b0c1c",
+    "drop-stragglers:quorum=3": "574d69729ab47d3e",
+    "naive-waiting:delay_s=0.2": "7ed6b7c321d28772",
+    "elastic-bsp:lookahead=5": "e31a28833703715f",
+    "spec-sync": "1daa4a1d6f6f8891",
+    "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30": "41fcd8848eee984d",
 }
 """Of all that `save` writes, except for `NEWER`. They change only with the rules of a model or of the simulation."""
 

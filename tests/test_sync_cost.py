@@ -15,6 +15,7 @@ from paceline.sync.events import (
     Stop,
     WorkerJoined,
 )
+from paceline.sync.ticks import in_ticks
 from paceline.trace import Entry, Header, Trace
 from paceline.trace.measures import measure
 
@@ -33,10 +34,10 @@ def waits_at_barriers(shard: Trace) -> list[float]:
     for entry in shard.entries:
         event = entry.event
         if isinstance(event, PullRequested):
-            asked_s[event.worker] = event.now_s
+            asked_s[event.worker] = shard.time_s(entry)
         if not isinstance(event, PullRepeated | MeanClipped):
             found = [
-                event.now_s - asked_s[action.worker]
+                shard.time_s(entry) - asked_s[action.worker]
                 for action in entry.actions
                 if isinstance(action, AnswerPull) and action.worker != event.worker
             ]
@@ -91,22 +92,23 @@ def test_when_a_worker_becomes_slower_the_cost_is_higher_than_predicted() -> Non
     shard = Trace(Header(sync="elastic-bsp", host="shard"), [])
     coordinator = Trace(Header(sync="elastic-bsp", host="coordinator"), [])
     stop = Stop(superstep=0, members=(0, 1))
-    plan = Plan(superstep=0, stops=((0, 5), (1, 2)), wait_s=0.25, barrier_s=6.0)
-    never = Plan(superstep=1, stops=((0, 9), (1, 4)), wait_s=7.0, barrier_s=20.0)
+    plan = Plan(superstep=0, stops=((0, 5), (1, 2)), wait_ticks=in_ticks(0.25), barrier_ticks=in_ticks(6.0))
+    never = Plan(superstep=1, stops=((0, 9), (1, 4)), wait_ticks=in_ticks(7.0), barrier_ticks=in_ticks(20.0))
     for worker in (0, 1):
-        shard.entries.append(Entry(WorkerJoined(now_s=0.0, worker=worker)))
+        shard.entries.append(Entry(WorkerJoined(now_ticks=0, worker=worker)))
     shard.entries.extend(
         [
-            Entry(PushReceived(now_s=5.75, worker=0, iteration=5, stop=stop), [HoldPush(0, 5)]),
-            Entry(PullRequested(now_s=5.75, worker=0, iteration=5)),
+            Entry(PushReceived(now_ticks=in_ticks(5.75), worker=0, iteration=5, stop=stop), [HoldPush(0, 5)]),
+            Entry(PullRequested(now_ticks=in_ticks(5.75), worker=0, iteration=5)),
             Entry(
-                PushReceived(now_s=9.0, worker=1, iteration=2, stop=stop), [HoldPush(1, 2), AnswerPull(0, 5)]
+                PushReceived(now_ticks=in_ticks(9.0), worker=1, iteration=2, stop=stop),
+                [HoldPush(1, 2), AnswerPull(0, 5)],
             ),
-            Entry(PullRequested(now_s=9.0, worker=1, iteration=2), [AnswerPull(1, 2)]),
+            Entry(PullRequested(now_ticks=in_ticks(9.0), worker=1, iteration=2), [AnswerPull(1, 2)]),
         ]
     )
     for now_s, published in ((4.0, plan), (12.0, never)):
-        finished = IterationFinished(now_s=now_s, worker=1, iteration=1)
+        finished = IterationFinished(now_ticks=in_ticks(now_s), worker=1, iteration=1)
         coordinator.entries.append(Entry(finished, [PublishPlan(published)]))
     found = measure([shard], coordinator)
     assert (found.barriers, found.sync_cost_s, found.predicted_sync_cost_s) == (1, 3.25, 0.25)

@@ -216,7 +216,7 @@ def test_over_ssp_a_timer_starts_when_the_computation_does(run_on_threads: RunOn
     sync = "spec-sync:base=ssp:staleness=0,abort_time_s=0.001,abort_rate=0"
     run = run_on_threads(training(6), workers=2, servers=1, sync=sync, pace=(0.002, 0.03))
     answered = {
-        (action.worker, action.iteration + 1): entry.event.now_s
+        (action.worker, action.iteration + 1): entry.event.now_ticks
         for entry in run.shards[0].entries
         for action in entry.actions
         if isinstance(action, AnswerPull) and not isinstance(entry.event, PullRepeated)
@@ -224,7 +224,7 @@ def test_over_ssp_a_timer_starts_when_the_computation_does(run_on_threads: RunOn
     started = [e.event for e in run.traces[-1].entries if isinstance(e.event, IterationStarted)]
     assert len(started) >= 2 * 5
     for event in started:
-        assert event.now_s >= answered[event.worker, event.iteration]
+        assert event.now_ticks >= answered[event.worker, event.iteration]
 
 
 # -- changes in mid-run -----------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from paceline.sync.ticks import in_ticks
 from paceline.trace import Entry, Header, Recorder, Replay, Trace, read, replay
 
 
@@ -88,21 +89,21 @@ def events_of_two_workers(seed: int, length: int = 60) -> list[AnyEvent]:
     """Joins, and then anything at all at odd times: what is not allowed is refused, and recorded as such."""
     draw = random.Random(seed)
     now_s = 0.0
-    events: list[AnyEvent] = [WorkerJoined(now_s=0.0, worker=worker) for worker in range(2)]
+    events: list[AnyEvent] = [WorkerJoined(now_ticks=0, worker=worker) for worker in range(2)]
     next_label = [0, 0]
     for _ in range(length):
         now_s += draw.random() / 3
         worker = draw.randrange(3)
         label = next_label[worker] if worker < 2 else 0
         if draw.random() < 0.2:
-            events.append(PullRepeated(now_s=now_s, worker=worker, iteration=label))
+            events.append(PullRepeated(now_ticks=in_ticks(now_s), worker=worker, iteration=label))
         if draw.random() < 0.5:
             stop = Stop(superstep=draw.randrange(3), members=(0, 1)) if draw.random() < 0.2 else None
             empty = draw.random() < 0.2
             significance = draw.random() if draw.random() < 0.5 else None
             events.append(
                 PushReceived(
-                    now_s=now_s,
+                    now_ticks=in_ticks(now_s),
                     worker=worker,
                     iteration=label,
                     empty=empty,
@@ -110,12 +111,12 @@ def events_of_two_workers(seed: int, length: int = 60) -> list[AnyEvent]:
                     significance=significance,
                 )
             )
-            events.append(PullRequested(now_s=now_s, worker=worker, iteration=label))
+            events.append(PullRequested(now_ticks=in_ticks(now_s), worker=worker, iteration=label))
             if worker < 2:
                 next_label[worker] += draw.random() < 0.7
         elif draw.random() < 0.05:
-            events.append(WorkerLost(now_s=now_s, worker=worker))
-    return [*events, WorkerFinished(now_s=now_s, worker=0)]
+            events.append(WorkerLost(now_ticks=in_ticks(now_s), worker=worker))
+    return [*events, WorkerFinished(now_ticks=in_ticks(now_s), worker=0)]
 
 
 def live(machine: Machine, events: list[AnyEvent]) -> list[Entry]:
@@ -131,9 +132,9 @@ def live(machine: Machine, events: list[AnyEvent]) -> list[Entry]:
         timers.extend(action for action in entries[-1].actions if isinstance(action, SetTimer))
 
     for event in events:
-        for timer in [timer for timer in timers if timer.due_s < event.now_s]:
+        for timer in [timer for timer in timers if timer.due_ticks < event.now_ticks]:
             timers.remove(timer)
-            tell(TimerFired(now_s=timer.due_s, worker=timer.worker, iteration=timer.iteration))
+            tell(TimerFired(now_ticks=timer.due_ticks, worker=timer.worker, iteration=timer.iteration))
         tell(event)
     return entries
 
@@ -169,14 +170,16 @@ def test_the_coordinators_trace_reads_back_equal_and_replays_identically(tmp_pat
     header = Header(sync="elastic-bsp:lookahead=4", host="coordinator")
     machine = JobSync(header.sync)
     draw = random.Random(0)
-    entries = live(machine, [WorkerJoined(now_s=0.0, worker=worker) for worker in range(3)])
+    entries = live(machine, [WorkerJoined(now_ticks=0, worker=worker) for worker in range(3)])
     now_s = 0.0
     label = [0, 0, 0]
     for _ in range(80):
         now_s += draw.random() / 7
         worker = draw.randrange(3)
         superstep = draw.choice([None, None, 0])
-        event = IterationFinished(now_s=now_s, worker=worker, iteration=label[worker], superstep=superstep)
+        event = IterationFinished(
+            now_ticks=in_ticks(now_s), worker=worker, iteration=label[worker], superstep=superstep
+        )
         entries += live(machine, [event])
         label[worker] += entries[-1].refused is None
     assert any(entry.actions for entry in entries)
@@ -195,7 +198,7 @@ def test_a_shards_trace_with_changes_replays_identically(tmp_path: Path) -> None
         "bsp",
     ]
     machine = ShardSync(NaiveWaiting(delay_s=0.1), seed=2, shard=1)
-    entries = live(machine, [WorkerJoined(now_s=0.0, worker=worker) for worker in range(3)])
+    entries = live(machine, [WorkerJoined(now_ticks=0, worker=worker) for worker in range(3)])
     now_s = 0.0
     for number, sync in enumerate(syncs, start=1):
         change = Change(number=number, members=(0, 1, 2), sync=sync)
@@ -205,10 +208,10 @@ def test_a_shards_trace_with_changes_replays_identically(tmp_path: Path) -> None
                 now_s += 0.125
                 flag = change if iteration % 2 else None
                 events += [
-                    PushReceived(now_s=now_s, worker=worker, iteration=iteration, change=flag),
-                    PullRequested(now_s=now_s, worker=worker, iteration=iteration),
+                    PushReceived(now_ticks=in_ticks(now_s), worker=worker, iteration=iteration, change=flag),
+                    PullRequested(now_ticks=in_ticks(now_s), worker=worker, iteration=iteration),
                 ]
-        events.append(PullRepeated(now_s=now_s + 0.5, worker=0, iteration=2 * number))
+        events.append(PullRepeated(now_ticks=in_ticks(now_s + 0.5), worker=0, iteration=2 * number))
         now_s += 1.0
         entries += live(machine, events)
         assert str(machine.sync) == sync.split("|")[-1]
@@ -221,16 +224,24 @@ def test_a_shards_trace_with_changes_replays_identically(tmp_path: Path) -> None
 
 def test_the_coordinators_trace_with_timers_restarts_and_changes_replays_identically(tmp_path: Path) -> None:
     machine = JobSync("spec-sync", seed=1)
-    events: list[AnyEvent] = [WorkerJoined(now_s=0.0, worker=worker) for worker in range(2)]
+    events: list[AnyEvent] = [WorkerJoined(now_ticks=0, worker=worker) for worker in range(2)]
     for iteration in range(6):
         for worker in range(2):
             now_s = 4.0 * iteration + 4.0 + worker / 4
-            events.append(IterationFinished(now_s=now_s, worker=worker, iteration=iteration))
-            events.append(IterationStarted(now_s=now_s, worker=worker, iteration=iteration + 1))
+            events.append(IterationFinished(now_ticks=in_ticks(now_s), worker=worker, iteration=iteration))
+            events.append(IterationStarted(now_ticks=in_ticks(now_s), worker=worker, iteration=iteration + 1))
     for number, sync in enumerate(["elastic-bsp:lookahead=2", "asp|bsp"]):
-        events.append(SyncRequested(now_s=30.0, worker=1, source="script", number=number, sync=sync))
-    events += [IterationFinished(now_s=31.0, worker=worker, iteration=6, change=1) for worker in range(2)]
-    events += [IterationFinished(now_s=32.0, worker=worker, iteration=7, change=2) for worker in (1, 0, 0)]
+        events.append(
+            SyncRequested(now_ticks=in_ticks(30.0), worker=1, source="script", number=number, sync=sync)
+        )
+    events += [
+        IterationFinished(now_ticks=in_ticks(31.0), worker=worker, iteration=6, change=1)
+        for worker in range(2)
+    ]
+    events += [
+        IterationFinished(now_ticks=in_ticks(32.0), worker=worker, iteration=7, change=2)
+        for worker in (1, 0, 0)
+    ]
     entries = live(machine, events)
     assert asked_for(entries) == {SetTimer, RestartWorker, PublishChange}
     assert entries[-1].refused
@@ -245,7 +256,7 @@ def test_the_header_reads_back_whatever_the_model(sync: SyncModel, tmp_path: Pat
     header = Header(sync=str(sync), host="shard", index=1)
     trace = read(recorded(tmp_path / "trace.jsonl", header, []))
     assert trace.header == header
-    entry = Replay(trace.header).take(WorkerJoined(now_s=0.0, worker=0))
+    entry = Replay(trace.header).take(WorkerJoined(now_ticks=0, worker=0))
     assert entry.refused is None
 
 
@@ -253,12 +264,14 @@ def test_the_coordinator_of_a_job_whose_shards_differ_has_a_trace_too(tmp_path: 
     header = Header(sync="bsp|ssp:staleness=1", host="coordinator")
     machine = JobSync(header.sync)
     events: list[AnyEvent] = [
-        WorkerJoined(now_s=0.0, worker=0),
-        SyncRequested(now_s=1.0, worker=0, source="schedule", number=0, sync="elastic-bsp:lookahead=1"),
-        IterationFinished(now_s=2.0, worker=0, iteration=0, change=1),
-        IterationStarted(now_s=2.0, worker=0, iteration=1),
-        IterationFinished(now_s=3.0, worker=0, iteration=1),
-        IterationFinished(now_s=4.0, worker=0, iteration=2),
+        WorkerJoined(now_ticks=0, worker=0),
+        SyncRequested(
+            now_ticks=in_ticks(1.0), worker=0, source="schedule", number=0, sync="elastic-bsp:lookahead=1"
+        ),
+        IterationFinished(now_ticks=in_ticks(2.0), worker=0, iteration=0, change=1),
+        IterationStarted(now_ticks=in_ticks(2.0), worker=0, iteration=1),
+        IterationFinished(now_ticks=in_ticks(3.0), worker=0, iteration=1),
+        IterationFinished(now_ticks=in_ticks(4.0), worker=0, iteration=2),
     ]
     entries = live(machine, events)
     assert asked_for(entries) == {PublishChange, PublishPlan}
@@ -266,19 +279,19 @@ def test_the_coordinator_of_a_job_whose_shards_differ_has_a_trace_too(tmp_path: 
 
 
 @settings(max_examples=50, deadline=None)
-@given(times_s=st.lists(st.floats(0, 1e12, allow_nan=False), max_size=20))
-def test_times_survive_exactly(times_s: list[float]) -> None:
+@given(times=st.lists(st.integers(0, 2**100), max_size=20))
+def test_times_survive_exactly(times: list[int]) -> None:
     file = io.BytesIO()
     recorder = Recorder(file, Header(sync="asp", host="shard"))
-    for now_s in times_s:
-        recorder.record(Entry(WorkerLost(now_s=now_s, worker=0), refused="as a matter of course"))
+    for now_ticks in times:
+        recorder.record(Entry(WorkerLost(now_ticks=now_ticks, worker=0), refused="as a matter of course"))
     lines = file.getvalue().splitlines()[1:]
-    assert [msgspec.json.decode(line, type=Entry).event.now_s for line in lines] == times_s
+    assert [msgspec.json.decode(line, type=Entry).event.now_ticks for line in lines] == times
 
 
 def test_what_came_of_the_actions_is_kept(tmp_path: Path) -> None:
     entry = Entry(
-        PushReceived(now_s=1.5, worker=0, iteration=4),
+        PushReceived(now_ticks=in_ticks(1.5), worker=0, iteration=4),
         [ApplyMean(((0, 4), (1, 3)))],
         version=17,
         staleness=[(0, 4, 2), (1, 3, 0)],
@@ -346,7 +359,7 @@ def test_another_version_of_the_format_is_refused_by_number(version: int, tmp_pa
     path = recorded(tmp_path / "trace.jsonl", Header(sync="asp", host="shard", format=version), [])
     with pytest.raises(
         ConfigurationError,
-        match=f"format {version}; this version of Paceline reads format 3. Repeat the run",
+        match=f"format {version}; this version of Paceline reads format 4. Repeat the run",
     ):
         read(path)
 

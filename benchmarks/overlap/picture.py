@@ -78,10 +78,10 @@ def exchange_of(
         for entry in trace.entries:
             event = entry.event
             if isinstance(event, PushReceived) and event.iteration == iteration:
-                arrived[event.worker] = event.now_s - zero_s
+                arrived[event.worker] = trace.time_s(entry) - zero_s
             for action in entry.actions:
                 if isinstance(action, AnswerPull) and action.iteration == iteration:
-                    left[action.worker] = event.now_s - zero_s
+                    left[action.worker] = trace.time_s(entry) - zero_s
         received.append(tuple(arrived[worker] for worker in range(len(rows))))
         released.append(tuple(left[worker] for worker in range(len(rows))))
     return Exchange(

@@ -129,17 +129,17 @@ def _update(turn: Turn, index: int, out: Path) -> Figures:
     spec = OptimizerSpec(require_elementwise(optimizer), groups, (0,) * len(parts))
     shard = Shard(0, [ASP()])
     store = Store(bounds, {"float32": torch.zeros(size)}, [spec])
-    shard.handle(WorkerJoined(now_s=0.0, worker=0))
+    shard.handle(WorkerJoined(now_ticks=0, worker=0))
     push = Push({"float32": torch.ones(size)}, bytes([1] * len(parts)), groups)
 
     def update() -> None:
         iteration = shard.version
-        requests = shard.handle(PushReceived(now_s=0.0, worker=0, iteration=iteration))
+        requests = shard.handle(PushReceived(now_ticks=0, worker=0, iteration=iteration))
         store.put(0, iteration, push)
         for request in requests:
             if isinstance(request, Apply):
                 store.apply(request.pushes, request.scales)
-        shard.handle(PullRequested(now_s=0.0, worker=0, iteration=iteration))
+        shard.handle(PullRequested(now_ticks=0, worker=0, iteration=iteration))
 
     update_s = median_s(update, turn.iterations)
     source, target = torch.ones(size), torch.zeros(size)

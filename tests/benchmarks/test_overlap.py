@@ -41,6 +41,7 @@ from paceline.errors import ConfigurationError
 from paceline.report.canvas import new_figure
 from paceline.sync.actions import AnswerPull, ApplyMean, HoldPush
 from paceline.sync.events import PullRequested, PushReceived
+from paceline.sync.ticks import in_ticks
 from paceline.trace.recording import Entry, Header, Trace
 from paceline.trace.records import IterationRecord
 
@@ -65,13 +66,19 @@ def shard(index: int, iteration: int, received_s: tuple[float, float]) -> Trace:
     return Trace(
         Header(sync="bsp", host="shard", index=index),
         [
-            Entry(PushReceived(now_s=first_s, worker=0, iteration=iteration), [HoldPush(0, iteration)]),
-            Entry(PullRequested(now_s=first_s, worker=0, iteration=iteration)),
             Entry(
-                PushReceived(now_s=second_s, worker=1, iteration=iteration),
+                PushReceived(now_ticks=in_ticks(first_s), worker=0, iteration=iteration),
+                [HoldPush(0, iteration)],
+            ),
+            Entry(PullRequested(now_ticks=in_ticks(first_s), worker=0, iteration=iteration)),
+            Entry(
+                PushReceived(now_ticks=in_ticks(second_s), worker=1, iteration=iteration),
                 [ApplyMean(((0, iteration), (1, iteration))), AnswerPull(0, iteration)],
             ),
-            Entry(PullRequested(now_s=second_s, worker=1, iteration=iteration), [AnswerPull(1, iteration)]),
+            Entry(
+                PullRequested(now_ticks=in_ticks(second_s), worker=1, iteration=iteration),
+                [AnswerPull(1, iteration)],
+            ),
         ],
     )
 

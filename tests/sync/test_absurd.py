@@ -31,11 +31,11 @@ SYNCS = [
 def test_a_push_for_a_round_that_nobody_has_come_to_costs_no_time(sync: str, workers: int) -> None:
     shard = ShardSync(parse(sync))
     for worker in range(workers):
-        shard.handle(WorkerJoined(now_s=0.0, worker=worker))
+        shard.handle(WorkerJoined(now_ticks=0, worker=worker))
     for worker in reversed(range(workers)):
         with contextlib.suppress(InvalidEventError):
-            shard.handle(PushReceived(now_s=1.0, worker=worker, iteration=0, progress=2**52))
-            shard.handle(PullRequested(now_s=1.0, worker=worker, iteration=0))
+            shard.handle(PushReceived(now_ticks=1, worker=worker, iteration=0, progress=2**52))
+            shard.handle(PullRequested(now_ticks=1, worker=worker, iteration=0))
     shard.validate()
 
 
@@ -43,13 +43,13 @@ def test_the_latest_round_that_another_shard_can_have_closed_is_taken() -> None:
     """Each of the others may have pushed once more there than here."""
     shard = ShardSync(parse("drop-stragglers:quorum=1"))
     for worker in range(3):
-        shard.handle(WorkerJoined(now_s=0.0, worker=worker))
+        shard.handle(WorkerJoined(now_ticks=0, worker=worker))
     for worker, progress in [(1, 1), (2, 2)]:
-        shard.handle(PushReceived(now_s=1.0, worker=worker, iteration=0, progress=progress))
+        shard.handle(PushReceived(now_ticks=1, worker=worker, iteration=0, progress=progress))
     assert shard.counts.furthest == 3
     with pytest.raises(InvalidEventError, match="worker 0 goes on from round 7, expected at most 6"):
-        shard.handle(PushReceived(now_s=1.0, worker=0, iteration=0, progress=7))
-    shard.handle(PushReceived(now_s=1.0, worker=0, iteration=0, progress=6))
+        shard.handle(PushReceived(now_ticks=1, worker=0, iteration=0, progress=7))
+    shard.handle(PushReceived(now_ticks=1, worker=0, iteration=0, progress=6))
     shard.validate()
 
 
@@ -76,12 +76,12 @@ def test_flags_of_another_world_are_refused_or_taken_and_the_others_go_on(
 ) -> None:
     shard = ShardSync(parse(sync))
     for worker in range(2):
-        shard.handle(WorkerJoined(now_s=0.0, worker=worker))
+        shard.handle(WorkerJoined(now_ticks=0, worker=worker))
     with contextlib.suppress(InvalidEventError):
-        shard.handle(PushReceived(now_s=1.0, worker=0, iteration=0, **flags))  # type: ignore[arg-type]
+        shard.handle(PushReceived(now_ticks=1, worker=0, iteration=0, **flags))  # type: ignore[arg-type]
         shard.validate()
-        shard.handle(PullRequested(now_s=1.0, worker=0, iteration=0))
+        shard.handle(PullRequested(now_ticks=1, worker=0, iteration=0))
     shard.validate()
-    shard.handle(PushReceived(now_s=2.0, worker=1, iteration=0))
-    shard.handle(PullRequested(now_s=2.0, worker=1, iteration=0))
+    shard.handle(PushReceived(now_ticks=2, worker=1, iteration=0))
+    shard.handle(PullRequested(now_ticks=2, worker=1, iteration=0))
     shard.validate()

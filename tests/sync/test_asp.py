@@ -36,5 +36,5 @@ def test_an_empty_push_is_dropped_and_its_pull_answered() -> None:
 def test_a_loss_asks_for_nothing() -> None:
     checked = joined(2)
     checked.tell(checked.legal.push(0))
-    assert checked.tell(WorkerLost(now_s=1.0, worker=1)) == []
+    assert checked.tell(WorkerLost(now_ticks=1, worker=1)) == []
     assert checked.tell(checked.legal.pull(0)) == [AnswerPull(0, 0)]

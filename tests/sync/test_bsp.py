@@ -7,22 +7,23 @@ import pytest
 from paceline.sync import BSP
 from paceline.sync.actions import AnswerPull, ApplyMean, DropPush, HoldPush
 from paceline.sync.events import PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
+from paceline.sync.ticks import in_ticks
 from paceline.testing.checked_shard import CheckedShard
 
 
 def joined(*workers: int) -> CheckedShard:
     checked = CheckedShard(BSP().at_shard())
     for worker in workers:
-        checked.tell(WorkerJoined(now_s=0.0, worker=worker))
+        checked.tell(WorkerJoined(now_ticks=0, worker=worker))
     return checked
 
 
 def push(worker: int, iteration: int = 0, *, empty: bool = False) -> PushReceived:
-    return PushReceived(now_s=1.0, worker=worker, iteration=iteration, empty=empty)
+    return PushReceived(now_ticks=in_ticks(1.0), worker=worker, iteration=iteration, empty=empty)
 
 
 def pull(worker: int, iteration: int = 0) -> PullRequested:
-    return PullRequested(now_s=1.0, worker=worker, iteration=iteration)
+    return PullRequested(now_ticks=in_ticks(1.0), worker=worker, iteration=iteration)
 
 
 def test_slowest_worker_gates_release() -> None:
@@ -68,7 +69,7 @@ def test_the_end_of_the_slowest_closes_the_round(end: type[WorkerLost | WorkerFi
     for worker in (0, 1):
         checked.tell(push(worker))
         checked.tell(pull(worker))
-    assert checked.tell(end(now_s=2.0, worker=2)) == [
+    assert checked.tell(end(now_ticks=in_ticks(2.0), worker=2)) == [
         ApplyMean(((0, 0), (1, 0))),
         AnswerPull(0, 0),
         AnswerPull(1, 0),
@@ -79,7 +80,7 @@ def test_the_held_push_of_a_lost_worker_stays_in_the_mean() -> None:
     checked = joined(0, 1, 2)
     checked.tell(push(2))
     checked.tell(pull(2))
-    assert checked.tell(WorkerLost(now_s=2.0, worker=2)) == []
+    assert checked.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=2)) == []
     checked.tell(push(0))
     assert checked.tell(push(1))[1:] == [ApplyMean(((0, 0), (1, 0), (2, 0)))]
 
@@ -87,8 +88,8 @@ def test_the_held_push_of_a_lost_worker_stays_in_the_mean() -> None:
 def test_what_the_last_worker_leaves_behind_is_applied() -> None:
     checked = joined(0, 1)
     checked.tell(push(0))
-    assert checked.tell(WorkerLost(now_s=2.0, worker=0)) == []
-    assert checked.tell(WorkerLost(now_s=2.0, worker=1)) == [ApplyMean(((0, 0),))]
+    assert checked.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=0)) == []
+    assert checked.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=1)) == [ApplyMean(((0, 0),))]
 
 
 def test_an_empty_push_counts_as_progress_and_is_not_in_the_mean() -> None:
@@ -110,7 +111,7 @@ def test_a_worker_that_joins_takes_part_in_the_current_round() -> None:
     checked = joined(0, 1)
     checked.tell(push(0))
     checked.tell(pull(0))
-    checked.tell(WorkerJoined(now_s=1.5, worker=2, iteration=7))
+    checked.tell(WorkerJoined(now_ticks=in_ticks(1.5), worker=2, iteration=7))
     assert checked.tell(push(1)) == [HoldPush(1, 0)]
     assert checked.tell(push(2, 7)) == [
         HoldPush(2, 7),
@@ -122,7 +123,7 @@ def test_a_worker_that_joins_takes_part_in_the_current_round() -> None:
 def test_labels_need_not_agree_between_workers() -> None:
     checked = joined()
     for worker, label in [(0, 10), (1, 0)]:
-        checked.tell(WorkerJoined(now_s=0.0, worker=worker, iteration=label))
+        checked.tell(WorkerJoined(now_ticks=0, worker=worker, iteration=label))
     checked.tell(push(0, 10))
     assert checked.tell(push(1, 0))[1:] == [ApplyMean(((0, 10), (1, 0)))]
 
@@ -131,9 +132,9 @@ def test_the_run_goes_on_with_those_who_join_after_all_have_left() -> None:
     checked = joined(0)
     checked.tell(push(0))
     checked.tell(pull(0))
-    checked.tell(WorkerFinished(now_s=2.0, worker=0))
+    checked.tell(WorkerFinished(now_ticks=in_ticks(2.0), worker=0))
     for worker in (1, 2):
-        checked.tell(WorkerJoined(now_s=3.0, worker=worker))
+        checked.tell(WorkerJoined(now_ticks=in_ticks(3.0), worker=worker))
     checked.tell(push(1))
     assert checked.tell(pull(1)) == []
     assert checked.tell(push(2)) == [HoldPush(2, 0), ApplyMean(((1, 0), (2, 0))), AnswerPull(1, 0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal
 
 import pytest
 
@@ -45,6 +46,7 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from paceline.sync.ticks import in_ticks
 from paceline.testing.checked_shard import CheckedShard, freeze
 
 
@@ -309,13 +311,13 @@ def test_a_superstep_that_is_open_is_closed_by_the_change() -> None:
 def test_a_timer_of_the_old_model_fires_in_vain_during_the_change() -> None:
     checked = begin(NaiveWaiting(delay_s=1.0), 2)
     assert iterate(checked, 0, to("asp", 0, 1)) == [ApplyPush(0, 0)]
-    assert hosted(checked).handle(TimerFired(now_s=1.0, worker=0, iteration=0)) == []
-    assert hosted(checked).handle(TimerFired(now_s=1.0, worker=1, iteration=0)) == []
+    assert hosted(checked).handle(TimerFired(now_ticks=in_ticks(1.0), worker=0, iteration=0)) == []
+    assert hosted(checked).handle(TimerFired(now_ticks=in_ticks(1.0), worker=1, iteration=0)) == []
 
 
 def test_a_pull_that_was_put_off_is_answered_by_its_timer_in_the_midst_of_the_change() -> None:
     checked = begin(NaiveWaiting(delay_s=1.0), 2)
-    assert iterate(checked, 0)[1:] == [SetTimer(0, 0, 1.0)]
+    assert iterate(checked, 0)[1:] == [SetTimer(0, 0, in_ticks(1.0))]
     checked.tell(checked.legal.push(1, change=to("asp", 0, 1)))
     assert checked.fire_timers() == [AnswerPull(0, 0)]
 
@@ -323,7 +325,7 @@ def test_a_pull_that_was_put_off_is_answered_by_its_timer_in_the_midst_of_the_ch
 @pytest.mark.parametrize("sync", ["naive-waiting:delay_s=2", "asp", "bsp", "elastic-bsp:lookahead=2"])
 def test_a_timer_of_the_old_model_has_no_effect_on_the_new(sync: str) -> None:
     checked = begin(NaiveWaiting(delay_s=1.0), 2)
-    assert iterate(checked, 1)[1:] == [SetTimer(1, 0, 1.0)]
+    assert iterate(checked, 1)[1:] == [SetTimer(1, 0, in_ticks(1.0))]
     checked.tell(checked.legal.leave(1, lost=True))
     iterate(checked, 0, to(sync, 0, 1))
     assert not checked.legal.waiting
@@ -387,23 +389,29 @@ def in_the_midst() -> CheckedShard:
 
 
 REFUSED_IN_THE_MIDST: dict[str, AnyEvent] = {
-    "a flag of a worker that is no member": PushReceived(now_s=9, worker=4, iteration=0, change=BOUNDARY),
-    "a flag of a worker that was lost": PushReceived(now_s=9, worker=3, iteration=0, change=BOUNDARY),
-    "a flag for an earlier change": PushReceived(
-        now_s=9, worker=2, iteration=0, change=to("bsp", 2, number=1)
+    "a flag of a worker that is no member": PushReceived(
+        now_ticks=in_ticks(9), worker=4, iteration=0, change=BOUNDARY
     ),
-    "a flag twice": PushReceived(now_s=9, worker=0, iteration=0, change=BOUNDARY),
-    "a flag of the wrong iteration": PushReceived(now_s=9, worker=2, iteration=1, change=BOUNDARY),
-    "a push before the pull": PushReceived(now_s=9, worker=0, iteration=1),
-    "a push while the pull waits": PushReceived(now_s=9, worker=1, iteration=1),
-    "a pull of another iteration": PullRequested(now_s=9, worker=0, iteration=1),
-    "a second pull": PullRequested(now_s=9, worker=1, iteration=0),
-    "a repeated pull before the pull": PullRepeated(now_s=9, worker=0, iteration=1),
-    "a repeated pull while the pull waits": PullRepeated(now_s=9, worker=1, iteration=1),
-    "a second joining before the pull": WorkerJoined(now_s=9, worker=0, iteration=1),
-    "a second joining while the pull waits": WorkerJoined(now_s=9, worker=1, iteration=1),
-    "a second loss": WorkerLost(now_s=9, worker=3),
-    "the end of nobody": WorkerFinished(now_s=9, worker=7),
+    "a flag of a worker that was lost": PushReceived(
+        now_ticks=in_ticks(9), worker=3, iteration=0, change=BOUNDARY
+    ),
+    "a flag for an earlier change": PushReceived(
+        now_ticks=in_ticks(9), worker=2, iteration=0, change=to("bsp", 2, number=1)
+    ),
+    "a flag twice": PushReceived(now_ticks=in_ticks(9), worker=0, iteration=0, change=BOUNDARY),
+    "a flag of the wrong iteration": PushReceived(
+        now_ticks=in_ticks(9), worker=2, iteration=1, change=BOUNDARY
+    ),
+    "a push before the pull": PushReceived(now_ticks=in_ticks(9), worker=0, iteration=1),
+    "a push while the pull waits": PushReceived(now_ticks=in_ticks(9), worker=1, iteration=1),
+    "a pull of another iteration": PullRequested(now_ticks=in_ticks(9), worker=0, iteration=1),
+    "a second pull": PullRequested(now_ticks=in_ticks(9), worker=1, iteration=0),
+    "a repeated pull before the pull": PullRepeated(now_ticks=in_ticks(9), worker=0, iteration=1),
+    "a repeated pull while the pull waits": PullRepeated(now_ticks=in_ticks(9), worker=1, iteration=1),
+    "a second joining before the pull": WorkerJoined(now_ticks=in_ticks(9), worker=0, iteration=1),
+    "a second joining while the pull waits": WorkerJoined(now_ticks=in_ticks(9), worker=1, iteration=1),
+    "a second loss": WorkerLost(now_ticks=in_ticks(9), worker=3),
+    "the end of nobody": WorkerFinished(now_ticks=in_ticks(9), worker=7),
 }
 
 
@@ -434,14 +442,14 @@ def test_a_pull_is_not_repeated_before_the_pull_that_the_change_has_outrun() -> 
     checked = begin(ASP(), 1)
     checked.tell(checked.legal.push(0, change=to("bsp", 0)))
     assert hosted(checked).sync == BSP()
-    checked.refuse(PullRepeated(now_s=0.0, worker=0, iteration=1))
+    checked.refuse(PullRepeated(now_ticks=0, worker=0, iteration=1))
 
 
 def test_a_member_that_was_lost_and_has_joined_anew_is_not_waited_for() -> None:
     """The coordinator knows the new one for no member, so it never gets to know of the change."""
     checked = begin(ASP(), 2)
     checked.tell(checked.legal.leave(1, lost=True))
-    checked.tell(WorkerJoined(now_s=0.0, worker=1, iteration=1, change=1))
+    checked.tell(WorkerJoined(now_ticks=0, worker=1, iteration=1, change=1))
     iterate(checked, 0, to("bsp", 0, 1))
     assert not checked.legal.waiting
 
@@ -559,25 +567,28 @@ class Told:
     def __init__(self, sync: str, workers: int) -> None:
         self.job = JobSync(sync)
         for worker in range(workers):
-            self.tell(WorkerJoined(now_s=0.0, worker=worker))
+            self.tell(WorkerJoined(now_ticks=0, worker=worker))
 
     def tell(self, event: AnyEvent) -> list[AnyAction]:
         actions = self.job.handle(event)
         self.job.validate()
         return actions
 
-    def ask(self, worker: int, number: int, sync: str, source: str = "script") -> list[AnyAction]:
-        assert source in ("script", "schedule")
-        kind = "script" if source == "script" else "schedule"
-        return self.tell(SyncRequested(now_s=1.0, worker=worker, source=kind, number=number, sync=sync))  # type: ignore[arg-type]
+    def ask(
+        self, worker: int, number: int, sync: str, source: Literal["script", "schedule"] = "script"
+    ) -> list[AnyAction]:
+        at = in_ticks(1.0)
+        return self.tell(SyncRequested(now_ticks=at, worker=worker, source=source, number=number, sync=sync))
 
     def finished(
-        self, worker: int, iteration: int, change: int | None = None, now_s: float = 1.0
+        self, worker: int, iteration: int, change: int | None = None, now_ticks: int = in_ticks(1.0)
     ) -> list[AnyAction]:
-        return self.tell(IterationFinished(now_s=now_s, worker=worker, iteration=iteration, change=change))
+        return self.tell(
+            IterationFinished(now_ticks=now_ticks, worker=worker, iteration=iteration, change=change)
+        )
 
-    def started(self, worker: int, iteration: int, now_s: float = 1.0) -> list[AnyAction]:
-        return self.tell(IterationStarted(now_s=now_s, worker=worker, iteration=iteration))
+    def started(self, worker: int, iteration: int, now_ticks: int = in_ticks(1.0)) -> list[AnyAction]:
+        return self.tell(IterationStarted(now_ticks=now_ticks, worker=worker, iteration=iteration))
 
     def refuse(self, event: AnyEvent) -> None:
         before = freeze(self.job)
@@ -592,7 +603,7 @@ def published(sync: str, *members: int, number: int = 1) -> list[AnyAction]:
 
 def test_the_first_request_is_published_to_everybody_live() -> None:
     told = Told("asp", 3)
-    told.tell(WorkerLost(now_s=0.5, worker=1))
+    told.tell(WorkerLost(now_ticks=in_ticks(0.5), worker=1))
     assert told.ask(2, 0, "bsp") == published("bsp", 0, 2)
     assert told.job.sync == "bsp"
 
@@ -631,7 +642,7 @@ def test_a_member_that_is_lost_is_not_waited_for() -> None:
     told.ask(0, 0, "bsp")
     told.ask(0, 1, "ssp:staleness=1")
     told.finished(0, 0, change=1)
-    assert told.tell(WorkerLost(now_s=2.0, worker=1)) == []
+    assert told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=1)) == []
     assert told.started(0, 1) == published("ssp:staleness=1", 0, number=2)
 
 
@@ -642,7 +653,9 @@ def test_the_loss_of_a_member_completes_a_change_when_another_has_started_alread
     told.ask(0, 1, "ssp:staleness=1")
     told.finished(0, 0, change=1)
     assert told.started(0, 1) == []
-    assert told.tell(WorkerLost(now_s=2.0, worker=1)) == published("ssp:staleness=1", 0, number=2)
+    assert told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=1)) == published(
+        "ssp:staleness=1", 0, number=2
+    )
 
 
 def test_who_starts_late_after_the_first_change_says_nothing_of_the_second() -> None:
@@ -655,10 +668,12 @@ def test_who_starts_late_after_the_first_change_says_nothing_of_the_second() -> 
     assert told.started(1, 1) == []
     told.finished(0, 1, change=2)
     told.finished(1, 1, change=2)
-    told.tell(WorkerJoined(now_s=1.0, worker=2))
-    told.tell(WorkerLost(now_s=2.0, worker=0))
+    told.tell(WorkerJoined(now_ticks=in_ticks(1.0), worker=2))
+    told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=0))
     # No shard may have heard of the second: nobody has shown that it was answered.
-    assert told.tell(WorkerLost(now_s=2.0, worker=1)) == published("ssp:staleness=1", 2, number=3)
+    assert told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=1)) == published(
+        "ssp:staleness=1", 2, number=3
+    )
 
 
 def test_a_change_is_certain_though_the_one_that_has_shown_it_leaves() -> None:
@@ -667,7 +682,7 @@ def test_a_change_is_certain_though_the_one_that_has_shown_it_leaves() -> None:
     told.finished(0, 0, change=1)
     told.started(0, 1)
     told.finished(1, 0, change=1)
-    assert told.tell(WorkerLost(now_s=2.0, worker=0)) == []
+    assert told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=0)) == []
     assert told.ask(1, 1, "asp") == published("asp", 1, number=2)
 
 
@@ -676,9 +691,9 @@ def test_when_all_who_have_passed_leave_unanswered_the_change_is_published_anew(
     told.ask(0, 0, "bsp")
     told.finished(0, 0, change=1)
     told.finished(1, 0, change=1)
-    told.tell(WorkerJoined(now_s=1.0, worker=2))
-    assert told.tell(WorkerLost(now_s=2.0, worker=0)) == []  # worker 1 may be answered yet
-    assert told.tell(WorkerLost(now_s=2.0, worker=1)) == published("bsp", 2, number=2)
+    told.tell(WorkerJoined(now_ticks=in_ticks(1.0), worker=2))
+    assert told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=0)) == []  # worker 1 may be answered yet
+    assert told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=1)) == published("bsp", 2, number=2)
 
 
 def test_a_request_for_what_is_in_force_is_no_change() -> None:
@@ -694,8 +709,8 @@ def test_a_request_for_what_is_in_force_is_no_change() -> None:
 def test_when_somebody_joins_during_a_change_it_is_published_anew_to_all() -> None:
     told = Told("asp", 1)
     told.ask(0, 0, "bsp")
-    told.tell(WorkerJoined(now_s=1.0, worker=1))
-    told.refuse(IterationFinished(now_s=1.0, worker=1, iteration=0, change=1))
+    told.tell(WorkerJoined(now_ticks=in_ticks(1.0), worker=1))
+    told.refuse(IterationFinished(now_ticks=in_ticks(1.0), worker=1, iteration=0, change=1))
     assert told.finished(1, 0) == []
     assert told.finished(0, 0, change=1) == []
     assert told.started(0, 1) == published("bsp", 0, 1, number=2)
@@ -709,8 +724,8 @@ def test_when_all_leave_during_a_change_the_requests_that_wait_are_for_those_who
     told = Told("asp", 1)
     told.ask(0, 0, "bsp")
     told.ask(0, 1, "ssp:staleness=1")
-    assert told.tell(WorkerLost(now_s=1.0, worker=0)) == []
-    assert told.tell(WorkerJoined(now_s=2.0, worker=1)) == published("bsp", 1, number=2)
+    assert told.tell(WorkerLost(now_ticks=in_ticks(1.0), worker=0)) == []
+    assert told.tell(WorkerJoined(now_ticks=in_ticks(2.0), worker=1)) == published("bsp", 1, number=2)
     assert told.job.sync == "bsp"
     assert told.finished(1, 0, change=2) == []
     assert told.started(1, 1) == published("ssp:staleness=1", 1, number=3)
@@ -725,12 +740,12 @@ def test_when_all_members_leave_during_a_change_the_shards_have_the_model_that_t
     told = Told("bsp", 1)
     lives = [begin(BSP(), 1, shard) for shard in (0, 1)]
     told.ask(0, 0, "asp")
-    told.tell(WorkerJoined(now_s=1.0, worker=1))
+    told.tell(WorkerJoined(now_ticks=in_ticks(1.0), worker=1))
     for checked in lives:
         checked.tell(checked.legal.join(change=1))
     if flagged:  # the other never gets it
         lives[0].tell(lives[0].legal.push(0, change=to("asp", 0)))
-    assert told.tell(WorkerLost(now_s=1.0, worker=0)) == published("asp", 1, number=2)
+    assert told.tell(WorkerLost(now_ticks=in_ticks(1.0), worker=0)) == published("asp", 1, number=2)
     for checked in lives:
         checked.tell(checked.legal.leave(0, lost=True))
         iterate(checked, 1, to("asp", 1, number=2))
@@ -740,32 +755,36 @@ def test_when_all_members_leave_during_a_change_the_shards_have_the_model_that_t
 def test_elastic_bsps_planner_begins_with_the_labels_of_those_who_have_passed() -> None:
     told = Told("asp", 2)
     told.ask(0, 0, "elastic-bsp:lookahead=4")
-    told.finished(0, 10, change=1, now_s=1.0)
-    assert told.finished(1, 3, change=1, now_s=3.0) == []
-    assert told.started(0, 11, now_s=3.0) == []
-    assert told.started(1, 4, now_s=3.0) == []
+    told.finished(0, 10, change=1, now_ticks=in_ticks(1.0))
+    assert told.finished(1, 3, change=1, now_ticks=in_ticks(3.0)) == []
+    assert told.started(0, 11, now_ticks=in_ticks(3.0)) == []
+    assert told.started(1, 4, now_ticks=in_ticks(3.0)) == []
     for now_s, worker, iteration in [(4.0, 0, 11), (5.0, 0, 12), (6.0, 1, 4)]:
-        assert told.finished(worker, iteration, now_s=now_s) == []
-    [action] = told.finished(1, 5, now_s=9.0)
+        assert told.finished(worker, iteration, now_ticks=in_ticks(now_s)) == []
+    [action] = told.finished(1, 5, now_ticks=in_ticks(9.0))
     assert isinstance(action, PublishPlan)
     assert action.plan.members == (0, 1)
     assert action.plan.superstep == 0
     # Worker 0 ends its 13th to 16th iteration at 6, 7, 8 and 9 s, worker 1 its 6th at 12 s.
-    assert (action.plan.stops, action.plan.wait_s, action.plan.barrier_s) == (((0, 16), (1, 6)), 3.0, 12.0)
+    assert (action.plan.stops, action.plan.wait_ticks, action.plan.barrier_ticks) == (
+        ((0, 16), (1, 6)),
+        in_ticks(3.0),
+        in_ticks(12.0),
+    )
 
 
 def test_what_was_heard_of_those_who_had_passed_already_is_not_forgotten() -> None:
     """A shard may let a worker go on before the coordinator has heard that the last one has passed."""
     told = Told("asp", 2)
     told.ask(0, 0, "elastic-bsp:lookahead=1")
-    told.finished(0, 0, change=1, now_s=1.0)
-    assert told.started(0, 1, now_s=1.5) == []
-    assert told.finished(0, 1, now_s=2.0) == []
-    assert told.finished(0, 2, now_s=3.0) == []
-    assert told.finished(1, 0, change=1, now_s=3.5) == []
-    assert told.started(1, 1, now_s=4.0) == []
-    assert told.finished(1, 1, now_s=5.0) == []
-    [action] = told.finished(1, 2, now_s=6.0)
+    told.finished(0, 0, change=1, now_ticks=in_ticks(1.0))
+    assert told.started(0, 1, now_ticks=in_ticks(1.5)) == []
+    assert told.finished(0, 1, now_ticks=in_ticks(2.0)) == []
+    assert told.finished(0, 2, now_ticks=in_ticks(3.0)) == []
+    assert told.finished(1, 0, change=1, now_ticks=in_ticks(3.5)) == []
+    assert told.started(1, 1, now_ticks=in_ticks(4.0)) == []
+    assert told.finished(1, 1, now_ticks=in_ticks(5.0)) == []
+    [action] = told.finished(1, 2, now_ticks=in_ticks(6.0))
     assert isinstance(action, PublishPlan)
     assert action.plan.stops == ((0, 3), (1, 3))
 
@@ -773,10 +792,10 @@ def test_what_was_heard_of_those_who_had_passed_already_is_not_forgotten() -> No
 def test_what_the_old_model_would_have_made_of_it_is_forgotten() -> None:
     told = Told("elastic-bsp:lookahead=4", 2)
     told.finished(0, 0)
-    told.finished(0, 1, now_s=2.0)
-    told.finished(1, 0, now_s=2.0)
+    told.finished(0, 1, now_ticks=in_ticks(2.0))
+    told.finished(1, 0, now_ticks=in_ticks(2.0))
     told.ask(0, 0, "asp")
-    assert told.finished(1, 1, now_s=3.0) == []  # a plan now would come too late
+    assert told.finished(1, 1, now_ticks=in_ticks(3.0)) == []  # a plan now would come too late
     told.finished(0, 2, change=1)
     told.finished(1, 2, change=1)
     assert told.started(0, 3) == []
@@ -786,11 +805,11 @@ def test_what_the_old_model_would_have_made_of_it_is_forgotten() -> None:
 
 def test_a_stop_of_the_old_plan_is_heard_during_the_change_and_means_nothing() -> None:
     told = Told("elastic-bsp:lookahead=1", 1)
-    told.finished(0, 0, now_s=1.0)
-    assert len(told.finished(0, 1, now_s=2.0)) == 1
+    told.finished(0, 0, now_ticks=in_ticks(1.0))
+    assert len(told.finished(0, 1, now_ticks=in_ticks(2.0))) == 1
     told.ask(0, 0, "asp")
-    assert told.tell(IterationFinished(now_s=3.0, worker=0, iteration=2, superstep=0)) == []
-    assert told.finished(0, 3, change=1, now_s=4.0) == []
+    assert told.tell(IterationFinished(now_ticks=in_ticks(3.0), worker=0, iteration=2, superstep=0)) == []
+    assert told.finished(0, 3, change=1, now_ticks=in_ticks(4.0)) == []
 
 
 SPEC_SYNC = "spec-sync:abort_time_s=1,abort_rate=0"
@@ -800,12 +819,14 @@ def watched() -> Told:
     """Worker 0 computes its iteration 1, which is watched from 1.0 to 2.0; worker 1 has pushed in between."""
     told = Told(SPEC_SYNC, 2)
     told.finished(0, 0)
-    assert told.tell(IterationStarted(now_s=1.0, worker=0, iteration=1)) == [SetTimer(0, 1, 2.0)]
-    told.finished(1, 0, now_s=1.5)
+    assert told.tell(IterationStarted(now_ticks=in_ticks(1.0), worker=0, iteration=1)) == [
+        SetTimer(0, 1, in_ticks(2.0))
+    ]
+    told.finished(1, 0, now_ticks=in_ticks(1.5))
     return told
 
 
-LATE = TimerFired(now_s=2.0, worker=0, iteration=1)
+LATE = TimerFired(now_ticks=in_ticks(2.0), worker=0, iteration=1)
 
 
 def test_a_timer_of_the_old_model_restarts_nobody_during_a_change() -> None:
@@ -827,10 +848,10 @@ def test_a_timer_of_the_old_model_restarts_nobody_during_a_change() -> None:
 def test_a_timer_of_the_old_model_has_no_effect_on_the_new_one(sync: str) -> None:
     told = watched()
     told.ask(0, 0, sync)
-    told.started(1, 1, now_s=1.75)
-    told.finished(0, 1, change=1, now_s=1.75)
-    told.finished(1, 1, change=1, now_s=1.75)
-    told.started(0, 2, now_s=1.75)
+    told.started(1, 1, now_ticks=in_ticks(1.75))
+    told.finished(0, 1, change=1, now_ticks=in_ticks(1.75))
+    told.finished(1, 1, change=1, now_ticks=in_ticks(1.75))
+    told.started(0, 2, now_ticks=in_ticks(1.75))
     before = freeze(told.job)
     assert told.tell(LATE) == []
     assert freeze(told.job) == before
@@ -839,23 +860,25 @@ def test_a_timer_of_the_old_model_has_no_effect_on_the_new_one(sync: str) -> Non
 def test_speculation_begins_with_the_first_iteration_that_starts_after_the_change() -> None:
     told = Told("asp", 2)
     told.ask(0, 0, SPEC_SYNC)
-    told.finished(0, 7, change=1, now_s=1.0)
-    told.finished(1, 2, change=1, now_s=1.25)
+    told.finished(0, 7, change=1, now_ticks=in_ticks(1.0))
+    told.finished(1, 2, change=1, now_ticks=in_ticks(1.25))
     assert (
-        told.started(0, 8, now_s=1.25) == []
+        told.started(0, 8, now_ticks=in_ticks(1.25)) == []
     )  # the first one after the change shows that it is made, no more
-    assert told.started(1, 3, now_s=1.25) == []
-    told.finished(0, 8, now_s=2.0)
-    assert told.tell(IterationStarted(now_s=2.0, worker=0, iteration=9)) == [SetTimer(0, 9, 3.0)]
-    told.finished(1, 3, now_s=2.5)
-    assert told.tell(TimerFired(now_s=3.0, worker=0, iteration=9)) == [RestartWorker(0, 9)]
+    assert told.started(1, 3, now_ticks=in_ticks(1.25)) == []
+    told.finished(0, 8, now_ticks=in_ticks(2.0))
+    assert told.tell(IterationStarted(now_ticks=in_ticks(2.0), worker=0, iteration=9)) == [
+        SetTimer(0, 9, in_ticks(3.0))
+    ]
+    told.finished(1, 3, now_ticks=in_ticks(2.5))
+    assert told.tell(TimerFired(now_ticks=in_ticks(3.0), worker=0, iteration=9)) == [RestartWorker(0, 9)]
 
 
 def test_where_the_shards_differ_the_coordinator_has_no_part() -> None:
     told = Told("asp|ssp:staleness=1", 1)
     assert told.finished(0, 0) == []
-    told.refuse(IterationStarted(now_s=1.0, worker=0, iteration=1))
-    assert told.tell(TimerFired(now_s=1.0, worker=0, iteration=1)) == []
+    told.refuse(IterationStarted(now_ticks=in_ticks(1.0), worker=0, iteration=1))
+    assert told.tell(TimerFired(now_ticks=in_ticks(1.0), worker=0, iteration=1)) == []
 
 
 @pytest.mark.parametrize(
@@ -864,21 +887,24 @@ def test_where_the_shards_differ_the_coordinator_has_no_part() -> None:
 def test_a_beginning_that_no_model_asks_for_is_refused(sync: str) -> None:
     told = Told(sync, 2)
     told.finished(0, 0)
-    told.refuse(IterationStarted(now_s=1.0, worker=0, iteration=1))
+    told.refuse(IterationStarted(now_ticks=in_ticks(1.0), worker=0, iteration=1))
 
 
 @pytest.mark.parametrize(
     ("sync", "said"),
     [
-        ("elastic-bsp:lookahead=2", [IterationStarted(now_s=1.0, worker=0, iteration=1)]),
-        ("elastic-bsp:lookahead=2", [IterationFinished(now_s=1.0, worker=0, iteration=1, superstep=0)]),
-        ("asp", [IterationStarted(now_s=1.0, worker=0, iteration=1)]),
-        (SPEC_SYNC, [IterationStarted(now_s=1.0, worker=0, iteration=1)]),
+        ("elastic-bsp:lookahead=2", [IterationStarted(now_ticks=in_ticks(1.0), worker=0, iteration=1)]),
+        (
+            "elastic-bsp:lookahead=2",
+            [IterationFinished(now_ticks=in_ticks(1.0), worker=0, iteration=1, superstep=0)],
+        ),
+        ("asp", [IterationStarted(now_ticks=in_ticks(1.0), worker=0, iteration=1)]),
+        (SPEC_SYNC, [IterationStarted(now_ticks=in_ticks(1.0), worker=0, iteration=1)]),
         (
             SPEC_SYNC,
             [
-                IterationFinished(now_s=1.0, worker=0, iteration=1),
-                IterationFinished(now_s=1.0, worker=0, iteration=2),
+                IterationFinished(now_ticks=in_ticks(1.0), worker=0, iteration=1),
+                IterationFinished(now_ticks=in_ticks(1.0), worker=0, iteration=2),
             ],
         ),
     ],
@@ -901,7 +927,10 @@ def test_what_the_new_model_would_refuse_is_refused_when_it_is_said_and_blames_n
 
 def test_a_change_that_is_asked_for_out_of_turn_is_refused() -> None:
     told = Told("asp", 2)
-    ask = [SyncRequested(now_s=1.0, worker=0, source="script", number=n, sync="bsp") for n in (1, 2**53)]
+    ask = [
+        SyncRequested(now_ticks=in_ticks(1.0), worker=0, source="script", number=n, sync="bsp")
+        for n in (1, 2**53)
+    ]
     for event in ask:
         told.refuse(event)
 
@@ -910,26 +939,38 @@ def test_who_asks_for_changes_without_end_is_refused_in_the_end() -> None:
     told = Told("asp", 2)
     for number in range(1000 + 1):
         told.ask(0, number, "bsp" if number % 2 else "ssp:staleness=1")
-    told.refuse(SyncRequested(now_s=1.0, worker=0, source="script", number=1000 + 1, sync="bsp"))
+    told.refuse(
+        SyncRequested(now_ticks=in_ticks(1.0), worker=0, source="script", number=1000 + 1, sync="bsp")
+    )
 
 
 REFUSED_BY_JOB: dict[str, AnyEvent] = {
     "a request of a worker that never joined": SyncRequested(
-        now_s=2.0, worker=7, source="script", number=1, sync="bsp"
+        now_ticks=in_ticks(2.0), worker=7, source="script", number=1, sync="bsp"
     ),
-    "a flag of a worker that has passed": IterationFinished(now_s=2.0, worker=0, iteration=1, change=1),
+    "a flag of a worker that has passed": IterationFinished(
+        now_ticks=in_ticks(2.0), worker=0, iteration=1, change=1
+    ),
     "an iteration of a worker that has yet to be answered": IterationFinished(
-        now_s=2.0, worker=0, iteration=1
+        now_ticks=in_ticks(2.0), worker=0, iteration=1
     ),
-    "a beginning of an iteration that is not its next": IterationStarted(now_s=2.0, worker=0, iteration=2),
-    "a flag for a change to come": IterationFinished(now_s=2.0, worker=1, iteration=0, change=2),
-    "a flag of a worker that never joined": IterationFinished(now_s=2.0, worker=7, iteration=0, change=1),
-    "an iteration of a worker that was lost": IterationFinished(now_s=2.0, worker=2, iteration=0),
-    "a beginning of a worker that was lost": IterationStarted(now_s=2.0, worker=2, iteration=1),
-    "a second joining of one that has passed": WorkerJoined(now_s=2.0, worker=0),
-    "a second joining of one that has yet to pass": WorkerJoined(now_s=2.0, worker=1),
-    "a second loss": WorkerLost(now_s=2.0, worker=2),
-    "the end of nobody": WorkerFinished(now_s=2.0, worker=7),
+    "a beginning of an iteration that is not its next": IterationStarted(
+        now_ticks=in_ticks(2.0), worker=0, iteration=2
+    ),
+    "a flag for a change to come": IterationFinished(
+        now_ticks=in_ticks(2.0), worker=1, iteration=0, change=2
+    ),
+    "a flag of a worker that never joined": IterationFinished(
+        now_ticks=in_ticks(2.0), worker=7, iteration=0, change=1
+    ),
+    "an iteration of a worker that was lost": IterationFinished(
+        now_ticks=in_ticks(2.0), worker=2, iteration=0
+    ),
+    "a beginning of a worker that was lost": IterationStarted(now_ticks=in_ticks(2.0), worker=2, iteration=1),
+    "a second joining of one that has passed": WorkerJoined(now_ticks=in_ticks(2.0), worker=0),
+    "a second joining of one that has yet to pass": WorkerJoined(now_ticks=in_ticks(2.0), worker=1),
+    "a second loss": WorkerLost(now_ticks=in_ticks(2.0), worker=2),
+    "the end of nobody": WorkerFinished(now_ticks=in_ticks(2.0), worker=7),
 }
 
 
@@ -937,18 +978,18 @@ REFUSED_BY_JOB: dict[str, AnyEvent] = {
 def test_is_refused_by_the_job_in_the_midst_of_a_change_and_changes_nothing(what: str) -> None:
     told = Told("asp", 3)
     told.ask(0, 0, "elastic-bsp:lookahead=2")
-    told.tell(WorkerLost(now_s=1.0, worker=2))
+    told.tell(WorkerLost(now_ticks=in_ticks(1.0), worker=2))
     told.finished(0, 0, change=1)
     told.refuse(REFUSED_BY_JOB[what])
 
 
 def test_a_flag_is_refused_when_no_change_is_under_way() -> None:
     told = Told("asp", 1)
-    told.refuse(IterationFinished(now_s=1.0, worker=0, iteration=0, change=1))
+    told.refuse(IterationFinished(now_ticks=in_ticks(1.0), worker=0, iteration=0, change=1))
     told.ask(0, 0, "bsp")
     told.finished(0, 0, change=1)
     told.started(0, 1)
-    told.refuse(IterationFinished(now_s=1.0, worker=0, iteration=1, change=1))
+    told.refuse(IterationFinished(now_ticks=in_ticks(1.0), worker=0, iteration=1, change=1))
 
 
 def test_the_last_one_that_passes_is_not_blamed_for_what_another_has_said() -> None:
@@ -956,17 +997,17 @@ def test_the_last_one_that_passes_is_not_blamed_for_what_another_has_said() -> N
     told.ask(0, 0, "elastic-bsp:lookahead=2")
     told.finished(0, 0, change=1)
     told.started(0, 1)
-    told.refuse(IterationFinished(now_s=1.0, worker=0, iteration=7))
-    told.refuse(IterationStarted(now_s=1.0, worker=0, iteration=2))
+    told.refuse(IterationFinished(now_ticks=in_ticks(1.0), worker=0, iteration=7))
+    told.refuse(IterationStarted(now_ticks=in_ticks(1.0), worker=0, iteration=2))
     assert told.finished(1, 0, change=1) == []
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        PushReceived(now_s=1.0, worker=0, iteration=0),
-        PullRequested(now_s=1.0, worker=0, iteration=0),
-        PullRepeated(now_s=1.0, worker=0, iteration=0),
+        PushReceived(now_ticks=in_ticks(1.0), worker=0, iteration=0),
+        PullRequested(now_ticks=in_ticks(1.0), worker=0, iteration=0),
+        PullRepeated(now_ticks=in_ticks(1.0), worker=0, iteration=0),
     ],
     ids=lambda event: type(event).__name__,
 )

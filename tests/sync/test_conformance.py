@@ -114,30 +114,32 @@ every_planned_model = pytest.mark.parametrize(
 # One event of each kind that is refused in the state that `begun` leaves: worker 0 computes its iteration 1, worker
 # 1 has pushed its own and not asked yet, worker 2 has asked too, worker 3 was lost, worker 4 never was.
 REFUSED: dict[str, AnyEvent] = {
-    "a push of a worker that never joined": PushReceived(now_s=9, worker=4, iteration=0),
-    "a pull of a worker that never joined": PullRequested(now_s=9, worker=4, iteration=0),
-    "the loss of a worker that never joined": WorkerLost(now_s=9, worker=4),
-    "the end of a worker that never joined": WorkerFinished(now_s=9, worker=4),
-    "a push of a worker that was lost": PushReceived(now_s=9, worker=3, iteration=1),
-    "a pull of a worker that was lost": PullRequested(now_s=9, worker=3, iteration=0),
-    "a second loss": WorkerLost(now_s=9, worker=3),
-    "a second end": WorkerFinished(now_s=9, worker=3),
-    "a second joining": WorkerJoined(now_s=9, worker=0, iteration=1),
-    "a push that leaves an iteration out": PushReceived(now_s=9, worker=0, iteration=2),
-    "a push of an iteration that was pushed": PushReceived(now_s=9, worker=0, iteration=0),
-    "a second push before the pull": PushReceived(now_s=9, worker=1, iteration=2),
-    "the same push twice": PushReceived(now_s=9, worker=1, iteration=1),
-    "an empty push twice": PushReceived(now_s=9, worker=1, iteration=1, empty=True),
-    "a pull without a push": PullRequested(now_s=9, worker=0, iteration=0),
-    "a pull before its push": PullRequested(now_s=9, worker=0, iteration=1),
-    "a pull of another iteration": PullRequested(now_s=9, worker=1, iteration=0),
-    "a second pull": PullRequested(now_s=9, worker=2, iteration=1),
-    "a repeated pull of a worker that never joined": PullRepeated(now_s=9, worker=4, iteration=0),
-    "a repeated pull of a worker that was lost": PullRepeated(now_s=9, worker=3, iteration=1),
-    "a repeated pull of a worker that has not pulled": PullRepeated(now_s=9, worker=1, iteration=2),
-    "a repeated pull for an iteration whose pull is under way": PullRepeated(now_s=9, worker=2, iteration=1),
-    "a repeated pull for an iteration that was pushed": PullRepeated(now_s=9, worker=0, iteration=0),
-    "a repeated pull for an iteration to come": PullRepeated(now_s=9, worker=0, iteration=2),
+    "a push of a worker that never joined": PushReceived(now_ticks=9, worker=4, iteration=0),
+    "a pull of a worker that never joined": PullRequested(now_ticks=9, worker=4, iteration=0),
+    "the loss of a worker that never joined": WorkerLost(now_ticks=9, worker=4),
+    "the end of a worker that never joined": WorkerFinished(now_ticks=9, worker=4),
+    "a push of a worker that was lost": PushReceived(now_ticks=9, worker=3, iteration=1),
+    "a pull of a worker that was lost": PullRequested(now_ticks=9, worker=3, iteration=0),
+    "a second loss": WorkerLost(now_ticks=9, worker=3),
+    "a second end": WorkerFinished(now_ticks=9, worker=3),
+    "a second joining": WorkerJoined(now_ticks=9, worker=0, iteration=1),
+    "a push that leaves an iteration out": PushReceived(now_ticks=9, worker=0, iteration=2),
+    "a push of an iteration that was pushed": PushReceived(now_ticks=9, worker=0, iteration=0),
+    "a second push before the pull": PushReceived(now_ticks=9, worker=1, iteration=2),
+    "the same push twice": PushReceived(now_ticks=9, worker=1, iteration=1),
+    "an empty push twice": PushReceived(now_ticks=9, worker=1, iteration=1, empty=True),
+    "a pull without a push": PullRequested(now_ticks=9, worker=0, iteration=0),
+    "a pull before its push": PullRequested(now_ticks=9, worker=0, iteration=1),
+    "a pull of another iteration": PullRequested(now_ticks=9, worker=1, iteration=0),
+    "a second pull": PullRequested(now_ticks=9, worker=2, iteration=1),
+    "a repeated pull of a worker that never joined": PullRepeated(now_ticks=9, worker=4, iteration=0),
+    "a repeated pull of a worker that was lost": PullRepeated(now_ticks=9, worker=3, iteration=1),
+    "a repeated pull of a worker that has not pulled": PullRepeated(now_ticks=9, worker=1, iteration=2),
+    "a repeated pull for an iteration whose pull is under way": PullRepeated(
+        now_ticks=9, worker=2, iteration=1
+    ),
+    "a repeated pull for an iteration that was pushed": PullRepeated(now_ticks=9, worker=0, iteration=0),
+    "a repeated pull for an iteration to come": PullRepeated(now_ticks=9, worker=0, iteration=2),
 }
 
 
@@ -205,7 +207,7 @@ def test_time_may_stand_still_or_leap(sync: SyncModel, seed: int) -> None:
     choices = [draw.randrange(10_000) for _ in range(60)]
     still, leaping = CheckedShard(sync.at_shard()), CheckedShard(sync.at_shard())
     for choice in choices:
-        leaping.legal.now_s += draw.choice([0.0, 1e-9, 3.0, 1e9])
+        leaping.legal.now_ticks += draw.choice([0, 1, 3 * 10**9, 10**18])
         still.walk([choice])
         leaping.walk([choice])
         assert freeze(still.machine) == freeze(leaping.machine)
@@ -217,9 +219,9 @@ def test_time_may_stand_still_or_leap(sync: SyncModel, seed: int) -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        IterationFinished(now_s=0.0, worker=0, iteration=0),
-        IterationStarted(now_s=0.0, worker=0, iteration=1),
-        SyncRequested(now_s=0.0, worker=0, source="script", number=0, sync="asp"),
+        IterationFinished(now_ticks=0, worker=0, iteration=0),
+        IterationStarted(now_ticks=0, worker=0, iteration=1),
+        SyncRequested(now_ticks=0, worker=0, source="script", number=0, sync="asp"),
     ],
     ids=lambda event: type(event).__name__,
 )
@@ -244,36 +246,36 @@ def planner_of(sync: SyncModel, host: str) -> Machine:
     """Two workers that have finished an iteration each; worker 1 has not begun its next, worker 2 was lost."""
     planner = COORDINATORS[host](sync)
     for worker in range(3):
-        planner.handle(WorkerJoined(now_s=0.0, worker=worker))
+        planner.handle(WorkerJoined(now_ticks=0, worker=worker))
     for worker in range(2):
-        planner.handle(IterationFinished(now_s=1.0, worker=worker, iteration=0))
+        planner.handle(IterationFinished(now_ticks=1, worker=worker, iteration=0))
     if sync.needs_starts:
-        planner.handle(IterationStarted(now_s=1.0, worker=0, iteration=1))
-    planner.handle(WorkerLost(now_s=1.0, worker=2))
+        planner.handle(IterationStarted(now_ticks=1, worker=0, iteration=1))
+    planner.handle(WorkerLost(now_ticks=1, worker=2))
     return planner
 
 
 REFUSED_BY_COORDINATOR: dict[str, AnyEvent] = {
-    "an iteration of a worker that never joined": IterationFinished(now_s=2.0, worker=7, iteration=0),
-    "an iteration of a worker that was lost": IterationFinished(now_s=2.0, worker=2, iteration=0),
-    "the loss of a worker that never joined": WorkerLost(now_s=2.0, worker=7),
-    "a second loss": WorkerLost(now_s=2.0, worker=2),
-    "the end of a worker that was lost": WorkerFinished(now_s=2.0, worker=2),
-    "a second joining": WorkerJoined(now_s=2.0, worker=0),
-    "the same iteration twice": IterationFinished(now_s=2.0, worker=0, iteration=0),
-    "an iteration that leaves one out": IterationFinished(now_s=2.0, worker=0, iteration=5),
+    "an iteration of a worker that never joined": IterationFinished(now_ticks=2, worker=7, iteration=0),
+    "an iteration of a worker that was lost": IterationFinished(now_ticks=2, worker=2, iteration=0),
+    "the loss of a worker that never joined": WorkerLost(now_ticks=2, worker=7),
+    "a second loss": WorkerLost(now_ticks=2, worker=2),
+    "the end of a worker that was lost": WorkerFinished(now_ticks=2, worker=2),
+    "a second joining": WorkerJoined(now_ticks=2, worker=0),
+    "the same iteration twice": IterationFinished(now_ticks=2, worker=0, iteration=0),
+    "an iteration that leaves one out": IterationFinished(now_ticks=2, worker=0, iteration=5),
 }
 REFUSED_BY_PLANNER: dict[str, AnyEvent] = {
-    "a stop that was not planned": IterationFinished(now_s=2.0, worker=0, iteration=1, superstep=0),
-    "a stop for another superstep": IterationFinished(now_s=2.0, worker=0, iteration=1, superstep=1),
+    "a stop that was not planned": IterationFinished(now_ticks=2, worker=0, iteration=1, superstep=0),
+    "a stop for another superstep": IterationFinished(now_ticks=2, worker=0, iteration=1, superstep=1),
 }
 REFUSED_BY_SPECULATOR: dict[str, AnyEvent] = {
-    "an iteration that was not begun": IterationFinished(now_s=2.0, worker=1, iteration=1),
-    "a second beginning": IterationStarted(now_s=2.0, worker=0, iteration=1),
-    "a beginning of an iteration that is over": IterationStarted(now_s=2.0, worker=1, iteration=0),
-    "a beginning that leaves an iteration out": IterationStarted(now_s=2.0, worker=1, iteration=2),
-    "a beginning of a worker that never joined": IterationStarted(now_s=2.0, worker=7, iteration=0),
-    "a beginning of a worker that was lost": IterationStarted(now_s=2.0, worker=2, iteration=0),
+    "an iteration that was not begun": IterationFinished(now_ticks=2, worker=1, iteration=1),
+    "a second beginning": IterationStarted(now_ticks=2, worker=0, iteration=1),
+    "a beginning of an iteration that is over": IterationStarted(now_ticks=2, worker=1, iteration=0),
+    "a beginning that leaves an iteration out": IterationStarted(now_ticks=2, worker=1, iteration=2),
+    "a beginning of a worker that never joined": IterationStarted(now_ticks=2, worker=7, iteration=0),
+    "a beginning of a worker that was lost": IterationStarted(now_ticks=2, worker=2, iteration=0),
 }
 
 
@@ -296,9 +298,9 @@ def test_is_refused_by_the_coordinator_and_changes_nothing(sync: SyncModel, what
 @pytest.mark.parametrize(
     "event",
     [
-        PushReceived(now_s=1.0, worker=0, iteration=1),
-        PullRequested(now_s=1.0, worker=0, iteration=0),
-        PullRepeated(now_s=1.0, worker=0, iteration=1),
+        PushReceived(now_ticks=1, worker=0, iteration=1),
+        PullRequested(now_ticks=1, worker=0, iteration=0),
+        PullRepeated(now_ticks=1, worker=0, iteration=1),
     ],
     ids=lambda event: type(event).__name__,
 )

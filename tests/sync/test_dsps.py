@@ -10,6 +10,7 @@ import pytest
 from paceline.sync import DSPS
 from paceline.sync.actions import AnswerPull
 from paceline.sync.dsps import AdaptiveMachine
+from paceline.sync.ticks import in_ticks
 from paceline.testing.checked_shard import CheckedShard
 
 
@@ -20,15 +21,16 @@ def bounds(sync: DSPS, compute_s: Sequence[float], pushes: int) -> list[int]:
     checked = CheckedShard(machine)
     for _ in compute_s:
         checked.tell(checked.legal.join())
-    ends = [(time_s, worker) for worker, time_s in enumerate(compute_s)]
+    ends = [(in_ticks(time_s), worker) for worker, time_s in enumerate(compute_s)]
     heapq.heapify(ends)
     seen = [machine.staleness]
     for _ in range(pushes):
-        checked.legal.now_s, worker = heapq.heappop(ends)
+        checked.legal.now_ticks, worker = heapq.heappop(ends)
         actions = checked.tell(checked.legal.push(worker)) + checked.tell(checked.legal.pull(worker))
         for action in actions:
             if isinstance(action, AnswerPull):
-                heapq.heappush(ends, (checked.legal.now_s + compute_s[action.worker], action.worker))
+                end = checked.legal.now_ticks + in_ticks(compute_s[action.worker])
+                heapq.heappush(ends, (end, action.worker))
         if machine.staleness != seen[-1]:
             seen.append(machine.staleness)
     return seen

@@ -22,6 +22,7 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from paceline.sync.ticks import in_ticks
 from paceline.testing.checked_shard import CheckedShard
 
 # -- at a shard -------------------------------------------------------------------------------------------
@@ -30,7 +31,7 @@ from paceline.testing.checked_shard import CheckedShard
 def shard_with(*workers: int) -> CheckedShard:
     checked = CheckedShard(ElasticBSP().at_shard())
     for worker in workers:
-        checked.tell(WorkerJoined(now_s=0.0, worker=worker))
+        checked.tell(WorkerJoined(now_ticks=0, worker=worker))
     return checked
 
 
@@ -95,7 +96,7 @@ def test_the_end_of_the_last_member_closes_the_superstep(end: type[WorkerLost | 
     checked = shard_with(0, 1, 2)
     push_and_pull(checked, 0, stop(0, 0, 1, 2))
     push_and_pull(checked, 1, stop(0, 0, 1, 2))
-    assert checked.tell(end(now_s=1.0, worker=2)) == [
+    assert checked.tell(end(now_ticks=in_ticks(1.0), worker=2)) == [
         ApplyMean(((0, 0), (1, 0))),
         AnswerPull(0, 0),
         AnswerPull(1, 0),
@@ -104,7 +105,7 @@ def test_the_end_of_the_last_member_closes_the_superstep(end: type[WorkerLost | 
 
 def test_a_member_that_left_before_anybody_stopped_is_not_waited_for() -> None:
     checked = shard_with(0, 1)
-    checked.tell(WorkerLost(now_s=1.0, worker=1))
+    checked.tell(WorkerLost(now_ticks=in_ticks(1.0), worker=1))
     assert push_and_pull(checked, 0, stop(0, 0, 1)) == [
         HoldPush(0, 0),
         ApplyMean(((0, 0),)),
@@ -115,7 +116,7 @@ def test_a_member_that_left_before_anybody_stopped_is_not_waited_for() -> None:
 def test_the_held_push_of_a_lost_worker_stays_in_the_mean_and_is_not_answered() -> None:
     checked = shard_with(0, 1)
     push_and_pull(checked, 1, stop(0, 0, 1))
-    checked.tell(WorkerLost(now_s=1.0, worker=1))
+    checked.tell(WorkerLost(now_ticks=in_ticks(1.0), worker=1))
     assert push_and_pull(checked, 0, stop(0, 0, 1)) == [
         HoldPush(0, 0),
         ApplyMean(((0, 0), (1, 0))),
@@ -158,7 +159,7 @@ def test_a_loss_may_close_two_supersteps_at_once() -> None:
     checked = shard_with(0, 1, 2)
     push_and_pull(checked, 0, stop(0, 0, 2))
     push_and_pull(checked, 1, stop(1, 1, 2))
-    assert checked.tell(WorkerLost(now_s=1.0, worker=2)) == [
+    assert checked.tell(WorkerLost(now_ticks=in_ticks(1.0), worker=2)) == [
         ApplyMean(((0, 0),)),
         AnswerPull(0, 0),
         ApplyMean(((1, 0),)),
@@ -185,8 +186,8 @@ def test_a_member_that_was_lost_and_has_joined_anew_is_not_waited_for() -> None:
     checked = shard_with(0, 1)
     push_and_pull(checked, 0)
     push_and_pull(checked, 1)
-    checked.tell(WorkerLost(now_s=1.0, worker=1))
-    checked.tell(WorkerJoined(now_s=1.0, worker=1, iteration=1, superstep=1))
+    checked.tell(WorkerLost(now_ticks=in_ticks(1.0), worker=1))
+    checked.tell(WorkerJoined(now_ticks=in_ticks(1.0), worker=1, iteration=1, superstep=1))
     assert push_and_pull(checked, 0, stop(0, 0, 1)) == [
         HoldPush(0, 1),
         ApplyMean(((0, 1),)),
@@ -202,7 +203,7 @@ def test_a_member_that_was_lost_and_has_joined_anew_is_not_waited_for() -> None:
 def planner_with(*workers: int, lookahead: int = 15) -> Machine:
     planner = ElasticBSP(lookahead=lookahead).at_coordinator()
     for worker in workers:
-        assert planner.handle(WorkerJoined(now_s=0.0, worker=worker)) == []
+        assert planner.handle(WorkerJoined(now_ticks=0, worker=worker)) == []
     return planner
 
 
@@ -210,7 +211,9 @@ def notify(
     planner: Machine, now_s: float, worker: int, iteration: int, superstep: int | None = None
 ) -> Plan | None:
     """An iteration has ended; the plan that this has brought about, if any."""
-    event = IterationFinished(now_s=now_s, worker=worker, iteration=iteration, superstep=superstep)
+    event = IterationFinished(
+        now_ticks=in_ticks(now_s), worker=worker, iteration=iteration, superstep=superstep
+    )
     return plan_in(planner, planner.handle(event))
 
 
@@ -223,7 +226,8 @@ def plan_in(planner: Machine, actions: list[AnyAction]) -> Plan | None:
 
 def leave(planner: Machine, worker: int, *, lost: bool = True) -> Plan | None:
     return plan_in(
-        planner, planner.handle((WorkerLost if lost else WorkerFinished)(now_s=9.0, worker=worker))
+        planner,
+        planner.handle((WorkerLost if lost else WorkerFinished)(now_ticks=in_ticks(9.0), worker=worker)),
     )
 
 
@@ -241,7 +245,7 @@ def test_the_plan_picks_the_iterations_that_end_closest_together() -> None:
         notify(planner, 2.0 * (iteration + 1), 0, iteration)  # ends at 6, 8, 10, 12
     notify(planner, 1.0, 1, 0)
     plan = notify(planner, 4.5, 1, 1)  # ends at 8, 11.5, 15, 18.5
-    assert plan == Plan(superstep=0, stops=((0, 3), (1, 2)), wait_s=0.0, barrier_s=8.0)
+    assert plan == Plan(superstep=0, stops=((0, 3), (1, 2)), wait_ticks=0, barrier_ticks=in_ticks(8.0))
 
 
 def test_of_plans_with_the_same_wait_the_earliest_is_taken() -> None:
@@ -276,7 +280,7 @@ def test_two_iterations_in_one_tick_of_the_clock_still_make_a_plan() -> None:
         for worker in range(2):
             plan = notify(planner, 1e9, worker, iteration)
     assert plan is not None
-    assert plan.wait_s < 1e-6
+    assert plan.wait_ticks < 1e-6
 
 
 def test_monitoring_begins_anew_after_each_barrier() -> None:
@@ -338,7 +342,7 @@ def test_the_next_superstep_does_not_wait_for_one_that_left_before_it_stopped(lo
 def test_a_worker_that_joins_in_a_superstep_is_a_member_of_the_next() -> None:
     planner = planner_with(0)
     notify(planner, 1.0, 0, 0)
-    planner.handle(WorkerJoined(now_s=1.5, worker=1))
+    planner.handle(WorkerJoined(now_ticks=in_ticks(1.5), worker=1))
     plan = notify(planner, 2.0, 0, 1)
     assert plan is not None
     assert plan.members == (0,)
@@ -352,7 +356,7 @@ def test_a_worker_that_joins_in_a_superstep_is_a_member_of_the_next() -> None:
 
 def test_a_worker_that_joins_before_the_first_iteration_ends_is_a_member() -> None:
     planner = planner_with(0)
-    planner.handle(WorkerJoined(now_s=0.5, worker=1))
+    planner.handle(WorkerJoined(now_ticks=in_ticks(0.5), worker=1))
     notify(planner, 1.0, 0, 0)
     assert notify(planner, 2.0, 0, 1) is None
     notify(planner, 2.0, 1, 0)
@@ -364,7 +368,7 @@ def test_a_worker_that_joins_before_the_first_iteration_ends_is_a_member() -> No
 def test_a_late_worker_gets_a_superstep_when_all_members_left_while_they_were_monitored() -> None:
     planner = planner_with(0)
     notify(planner, 1.0, 0, 0)
-    planner.handle(WorkerJoined(now_s=1.5, worker=1))
+    planner.handle(WorkerJoined(now_ticks=in_ticks(1.5), worker=1))
     plans = [leave(planner, 0)]
     plans += [notify(planner, 2.0 + iteration, 1, iteration) for iteration in range(10)]
     assert any(plan is not None and plan.members == (1,) for plan in plans)
@@ -376,7 +380,7 @@ def test_there_are_plans_for_those_who_join_after_all_have_left() -> None:
     notify(planner, 2.0, 0, 1)
     assert leave(planner, 0) is None
     for worker in (1, 2):
-        planner.handle(WorkerJoined(now_s=3.0, worker=worker))
+        planner.handle(WorkerJoined(now_ticks=in_ticks(3.0), worker=worker))
     plans = [
         notify(planner, 4.0 + iteration, worker, iteration) for iteration in range(10) for worker in (1, 2)
     ]

@@ -35,8 +35,8 @@ def run(cluster: SmallJob, seed: int) -> tuple[State, list[str]]:
             actor = " ".join(label.split()[:2]) + label.rpartition(" of ")[2]
             weights.append(speed.setdefault(actor, draw.choice([0.02, 1.0, 1.0, 20.0])))
         [(label, take)] = draw.choices(steps, weights)
-        cluster.now_s += draw.choice([0.0, 0.1, 0.25, 1.0])
-        story.append(f"{cluster.now_s:.2f} {label}")
+        cluster.now_ticks += draw.choice([0, 10, 25, 100])
+        story.append(f"{cluster.now_ticks} {label}")
         try:
             state = take()
         except Exception as error:

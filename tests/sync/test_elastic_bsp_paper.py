@@ -26,6 +26,7 @@ from paceline.sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from paceline.sync.ticks import TICKS_PER_S, in_ticks
 
 
 class Arrival(NamedTuple):
@@ -55,7 +56,7 @@ class Job:
         self._heap: list[tuple[float, int, int]] = []  # (end, worker, iteration)
         for worker, interval in enumerate(interval_s):
             for machine in (self._shard, self._planner):
-                machine.handle(WorkerJoined(now_s=0.0, worker=worker))
+                machine.handle(WorkerJoined(now_ticks=0, worker=worker))
             heapq.heappush(self._heap, (interval(0), worker, 0))
 
     def run(self, *, barriers: int) -> None:
@@ -63,8 +64,10 @@ class Job:
         while len(self.barriers) < barriers:
             now_s, worker, iteration = heapq.heappop(self._heap)
             if now_s >= self.lost_at_s.get(worker, float("inf")):
-                self._perform(now_s, self._shard.handle(WorkerLost(now_s=now_s, worker=worker)))
-                self._hear_plans(now_s, self._planner.handle(WorkerLost(now_s=now_s, worker=worker)))
+                self._perform(now_s, self._shard.handle(WorkerLost(now_ticks=in_ticks(now_s), worker=worker)))
+                self._hear_plans(
+                    now_s, self._planner.handle(WorkerLost(now_ticks=in_ticks(now_s), worker=worker))
+                )
                 continue
             self._end_iteration(now_s, worker, iteration)
 
@@ -76,11 +79,13 @@ class Job:
             stop = None
         self.arrivals.append(Arrival(now_s, worker, iteration, stop is not None))
         self._asked_s[worker] = now_s
-        push = PushReceived(now_s=now_s, worker=worker, iteration=iteration, stop=stop)
-        pull = PullRequested(now_s=now_s, worker=worker, iteration=iteration)
+        push = PushReceived(now_ticks=in_ticks(now_s), worker=worker, iteration=iteration, stop=stop)
+        pull = PullRequested(now_ticks=in_ticks(now_s), worker=worker, iteration=iteration)
         self._perform(now_s, self._shard.handle(push) + self._shard.handle(pull))
         superstep = stop.superstep if stop is not None else None
-        notify = IterationFinished(now_s=now_s, worker=worker, iteration=iteration, superstep=superstep)
+        notify = IterationFinished(
+            now_ticks=in_ticks(now_s), worker=worker, iteration=iteration, superstep=superstep
+        )
         self._hear_plans(now_s, self._planner.handle(notify))
 
     def _perform(self, now_s: float, actions: list[AnyAction]) -> None:
@@ -144,8 +149,8 @@ def test_section_4_intervals_are_extrapolated_from_the_two_latest_pushes() -> No
             *_, before_s, last_s = job.ends_since(worker, since_s, made_s)
             last = max(a.iteration for a in job.arrivals if a.worker == worker and a.now_s <= made_s)
             predicted.append(last_s + (iteration - last) * (last_s - before_s))
-        assert plan.barrier_s == max(predicted)
-        assert plan.wait_s == max(predicted) - min(predicted)
+        assert plan.barrier_ticks == in_ticks(max(predicted))
+        assert plan.wait_ticks == in_ticks(max(predicted) - min(predicted))
         since_s = fell_s
 
 
@@ -155,8 +160,8 @@ def test_section_4_1_the_barrier_is_at_the_latest_of_the_picked_times() -> None:
     job = square_circle_and_diamond()
     job.run(barriers=5)
     for (_, plan), (fell_s, _), waited_s in zip(job.plans, job.barriers, job.waited_s, strict=False):
-        assert fell_s == pytest.approx(plan.barrier_s, abs=1e-9)
-        assert max(waited_s.values()) == pytest.approx(plan.wait_s, abs=1e-9)
+        assert fell_s == pytest.approx(plan.barrier_ticks / TICKS_PER_S, abs=1e-9)
+        assert max(waited_s.values()) == pytest.approx(plan.wait_ticks / TICKS_PER_S, abs=1e-9)
 
 
 def test_fig_5_the_two_phases_repeat_once_a_synchronization_occurs() -> None:
@@ -176,7 +181,7 @@ def test_fig_5_a_worker_that_changes_its_speed_is_followed_at_the_next_barrier()
     *_, before_s, last_s = job.ends_since(1, job.barriers[0][0], job.plans[1][0])
     assert last_s - before_s == 0.625
     fell_s, _ = job.barriers[1]
-    assert fell_s == pytest.approx(job.plans[1][1].barrier_s, abs=1e-9)
+    assert fell_s == pytest.approx(job.plans[1][1].barrier_ticks / TICKS_PER_S, abs=1e-9)
 
 
 def test_section_4_an_erroneous_prediction_is_not_carried_forward() -> None:
@@ -184,9 +189,11 @@ def test_section_4_an_erroneous_prediction_is_not_carried_forward() -> None:
     up-to-date history of worker time intervals". A glitch delays worker 0's fourth iteration by 5 s."""
     job = Job([lambda i: 6.0 if i == 3 else 1.0, steady(1.5)], lookahead=3)
     job.run(barriers=3)
-    assert job.barriers[0][0] > job.plans[0][1].barrier_s + 3
+    assert job.barriers[0][0] > job.plans[0][1].barrier_ticks / TICKS_PER_S + 3
     for index in (1, 2):
-        assert job.barriers[index][0] == pytest.approx(job.plans[index][1].barrier_s, abs=1e-9)
+        assert job.barriers[index][0] == pytest.approx(
+            job.plans[index][1].barrier_ticks / TICKS_PER_S, abs=1e-9
+        )
 
 
 def test_section_4_a_worker_that_fails_is_taken_out() -> None:
@@ -212,19 +219,19 @@ def test_section_4_1_no_choice_of_one_end_time_per_worker_waits_less(
     planner = ElasticBSP(lookahead=lookahead).at_coordinator()
     events = []
     for worker, (before, interval) in enumerate(history):
-        planner.handle(WorkerJoined(now_s=0.0, worker=worker))
+        planner.handle(WorkerJoined(now_ticks=0, worker=worker))
         events += [(before + iteration * interval, worker, iteration) for iteration in range(2)]
     actions: list[AnyAction] = []
-    for now_s, worker, iteration in sorted(events):
+    for now_ticks, worker, iteration in sorted(events):
         assert not actions
-        actions = planner.handle(IterationFinished(now_s=float(now_s), worker=worker, iteration=iteration))
+        actions = planner.handle(IterationFinished(now_ticks=now_ticks, worker=worker, iteration=iteration))
     [published] = actions
     assert isinstance(published, PublishPlan)
     ends = [[before + interval * (1 + j) for j in range(1, lookahead + 1)] for before, interval in history]
     least, earliest = min((max(z) - min(z), max(z)) for z in itertools.product(*ends))
     picked = [ends[worker][iteration - 2] for worker, iteration in published.plan.stops]
     assert (max(picked) - min(picked), max(picked)) == (least, earliest)
-    assert (published.plan.wait_s, published.plan.barrier_s) == (least, earliest)
+    assert (published.plan.wait_ticks, published.plan.barrier_ticks) == (least, earliest)
 
 
 def test_corollary_1_early_synchronization_is_preferred() -> None:
@@ -232,14 +239,16 @@ def test_corollary_1_early_synchronization_is_preferred() -> None:
     (chronologically) is selected". Both of these workers end together at 6, 12 and 18."""
     planner = ElasticBSP(lookahead=12).at_coordinator()
     for worker in (0, 1):
-        planner.handle(WorkerJoined(now_s=0.0, worker=worker))
+        planner.handle(WorkerJoined(now_ticks=0, worker=worker))
     actions: list[AnyAction] = []
     for now_s, worker, iteration in [(1.0, 0, 0), (2.0, 1, 0), (2.0, 0, 1), (4.0, 1, 1)]:
-        actions = planner.handle(IterationFinished(now_s=now_s, worker=worker, iteration=iteration))
+        actions = planner.handle(
+            IterationFinished(now_ticks=in_ticks(now_s), worker=worker, iteration=iteration)
+        )
     [published] = actions
     assert isinstance(published, PublishPlan)
-    assert published.plan.barrier_s == 6.0
-    assert published.plan.wait_s == 0.0
+    assert published.plan.barrier_ticks == in_ticks(6.0)
+    assert published.plan.wait_ticks == 0
     assert published.plan.stops == ((0, 5), (1, 2))
 
 

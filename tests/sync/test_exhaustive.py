@@ -123,13 +123,13 @@ def adaptive_spec_sync(table: int, base: ASP | SSP) -> SpecSync:
             if self._yet_to_push or not self._workers:
                 return
             self.epoch += 1
-            choices = [None, Speculation(1.0, 0.0), Speculation(1.0, 0.5)]
+            choices = [None, Speculation(1, 0.0), Speculation(1, 0.5)]
             self.speculation = choices[int(3 * uniform(table, self.epoch))]
             self._yet_to_push = set(self._workers)
 
     class TabledSpecSync(SpecSync, frozen=True):
         def at_coordinator(self, seed: int = 0) -> Speculator:
-            return Tabled(None)
+            return Tabled(self)
 
     return TabledSpecSync(base=base)
 
@@ -605,11 +605,11 @@ def test_the_search_finds_the_deadlock_of_shards_that_change_each_at_its_own_mom
     class Hasty(ShardSync):
         """Passes to the next model with the first flagged push, and counts everybody from there."""
 
-        def _complete(self, now_s: float) -> list[AnyAction]:
+        def _complete(self, now_ticks: int) -> list[AnyAction]:
             self._remaining.clear()
-            actions = super()._complete(now_s)
+            actions = super()._complete(now_ticks)
             for worker in sorted(self._guests):
-                actions += self._tell(WorkerJoined(now_s=now_s, worker=worker))
+                actions += self._tell(WorkerJoined(now_ticks=now_ticks, worker=worker))
             self._guests.clear()
             return actions
 

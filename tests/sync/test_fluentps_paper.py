@@ -245,7 +245,7 @@ def first_delayed_gaps(sync: PSSP, shards: int, workers: int) -> list[int]:
     machines = [sync.at_shard(seed=5, shard=shard) for shard in range(shards)]
     for machine in machines:
         for worker in range(workers + 1):
-            machine.handle(WorkerJoined(now_s=0.0, worker=worker))
+            machine.handle(WorkerJoined(now_ticks=0, worker=worker))
     gaps = []
     for worker in range(1, workers + 1):
         iteration = -1
@@ -253,8 +253,8 @@ def first_delayed_gaps(sync: PSSP, shards: int, workers: int) -> list[int]:
         while goes_on:
             iteration += 1
             for machine in machines:
-                machine.handle(PushReceived(now_s=0.0, worker=worker, iteration=iteration))
-                pull = PullRequested(now_s=0.0, worker=worker, iteration=iteration)
+                machine.handle(PushReceived(now_ticks=0, worker=worker, iteration=iteration))
+                pull = PullRequested(now_ticks=0, worker=worker, iteration=iteration)
                 goes_on = answered(machine.handle(pull)) == [worker] and goes_on
         gaps.append(iteration)  # its progress; V_train is 0
     return gaps

@@ -267,7 +267,7 @@ def test_dssp_goes_on_with_who_joined_behind_the_rounds_that_are_complete() -> N
     checked = CheckedShard(DSSP(lower=0, upper=2).at_shard())
     checked.tell(checked.legal.join())
     checked.tell(checked.legal.push(0))
-    checked.tell(WorkerJoined(now_s=0.0, worker=1, count=0))
+    checked.tell(WorkerJoined(now_ticks=0, worker=1, count=0))
     checked.tell(checked.legal.pull(0))
     for _ in range(3):
         checked.tell(checked.legal.push(1))
@@ -283,14 +283,14 @@ def test_dssp_chooses_anew_when_its_gap_has_come_down_to_lower() -> None:
     checked = CheckedShard(DSSP(lower=1, upper=4).at_shard())
     for _ in range(2):
         checked.tell(checked.legal.join())
-    ends_s = {0: 1.0, 1: 3.0}
+    ends = {0: 1, 1: 3}
     waits = 0
-    while checked.legal.now_s < 60.0:
-        worker = min(ends_s, key=lambda w: (ends_s[w], w))
-        checked.legal.now_s = ends_s.pop(worker)
+    while checked.legal.now_ticks < 60:
+        worker = min(ends, key=lambda w: (ends[w], w))
+        checked.legal.now_ticks = ends.pop(worker)
         actions = checked.tell(checked.legal.push(worker)) + checked.tell(checked.legal.pull(worker))
         waits += worker in checked.legal.waiting
         for action in releases(actions):
             assert isinstance(action, AnswerPull)
-            ends_s[action.worker] = checked.legal.now_s + (1.0 if action.worker == 0 else 3.0)
+            ends[action.worker] = checked.legal.now_ticks + (1 if action.worker == 0 else 3)
     assert waits < 15  # one iteration of the slowest, one wait: 20, is SSP(1)

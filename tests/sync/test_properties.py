@@ -13,6 +13,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import msgspec
@@ -86,8 +87,8 @@ class Told(NamedTuple):
     pushed: int  # c_p
     asks: bool  # has it asked for weights since its last push
     first: int  # the first superstep that it may be a member of
-    last_s: float  # when it pushed last, or joined
-    interval_s: float | None = None  # between its last two pushes, or between joining and the only one
+    last: int  # when it pushed last, or joined
+    interval: int | None = None  # between its last two pushes, or between joining and the only one
     significance: float | None = None  # the last that was measured
 
 
@@ -112,7 +113,7 @@ def moments(events: Events) -> list[Moment]:
         workers = dict(workers)
         match event:
             case WorkerJoined():
-                workers[event.worker] = Told(slowest, asks=False, first=event.superstep, last_s=event.now_s)
+                workers[event.worker] = Told(slowest, asks=False, first=event.superstep, last=event.now_ticks)
             case WorkerLost() | WorkerFinished():
                 del workers[event.worker]
             case PushReceived():
@@ -120,8 +121,8 @@ def moments(events: Events) -> list[Moment]:
                 workers[event.worker] = its._replace(
                     pushed=its.pushed + 1,
                     asks=False,
-                    last_s=event.now_s,
-                    interval_s=event.now_s - its.last_s,
+                    last=event.now_ticks,
+                    interval=event.now_ticks - its.last,
                     significance=its.significance if event.significance is None else event.significance,
                 )
             case PullRequested():
@@ -223,28 +224,28 @@ def following_the_speeds(lower: int, upper: int, *, lazy: bool = False) -> Oracl
 
     def must_wait(events: Events) -> set[int]:
         s, v_train = lower, 0
-        began_s: dict[int, float] = {}
-        took_s: dict[int, float] = {}
+        began: dict[int, int] = {}
+        took: dict[int, int] = {}
         waiting: dict[int, int] = {}  # worker -> the round that it waits for
         for event, workers, slowest in moments(events):
             worker = event.worker
             match event:
                 case WorkerJoined():
-                    began_s[worker] = event.now_s
+                    began[worker] = event.now_ticks
                 case PushReceived():
-                    took_s[worker] = event.now_s - began_s[worker]
+                    took[worker] = event.now_ticks - began[worker]
                 case PullRequested():
                     waiting[worker] = -1
                     if workers[worker].pushed - slowest > s:
                         waiting[worker] = max(slowest, workers[worker].pushed - 1) if lazy else slowest
                 case WorkerLost() | WorkerFinished():
                     waiting.pop(worker, None)
-                    took_s.pop(worker, None)
+                    took.pop(worker, None)
             for other in [w for w, rnd in waiting.items() if rnd < slowest]:
                 del waiting[other]
-                began_s[other] = event.now_s
-            if slowest > v_train and took_s.keys() == workers.keys() and min(took_s.values()):
-                s = min(upper, max(lower, math.ceil(max(took_s.values()) / min(took_s.values()))))
+                began[other] = event.now_ticks
+            if slowest > v_train and took.keys() == workers.keys() and min(took.values()):
+                s = min(upper, max(lower, math.ceil(Fraction(max(took.values()), min(took.values())))))
             v_train = slowest
         return set(waiting)
 
@@ -286,21 +287,21 @@ def spending(lower: int, upper: int) -> Oracle:
 def best_to_spend(now: Moment, worker: int, most: int) -> int:
     """Try every r, and every later push of the slowest: of those who are last, the one with the longest interval."""
     last = [(w, its) for w, its in now.workers.items() if its.pushed == now.slowest]
-    if any(its.interval_s is None for _, its in last):
+    if any(its.interval is None for _, its in last):
         return 0
-    longest = max(its.interval_s for _, its in last if its.interval_s is not None)
-    q = min((w, its) for w, its in last if its.interval_s == longest)[1]
+    longest = max(its.interval for _, its in last if its.interval is not None)
+    q = min((w, its) for w, its in last if its.interval == longest)[1]
     its = now.workers[worker]
-    assert its.interval_s is not None
+    assert its.interval is not None
     if longest <= 0:
         return 0
     waits = []
     for r in range(most + 1):
-        done_s = its.last_s + r * its.interval_s
+        done = its.last + r * its.interval
         k = 1
-        while q.last_s + k * longest < done_s:
+        while q.last + k * longest < done:
             k += 1
-        waits.append(q.last_s + k * longest - done_s)
+        waits.append(q.last + k * longest - done)
     return waits.index(min(waits))
 
 
@@ -521,14 +522,8 @@ ORACLES: list[tuple[SyncModel, Oracle]] = [
 
 MOST_WORKERS = 6  # more than the exhaustive search can have
 PICK = st.integers(0, 11)
-WILD_STEPS_S = [0.0, 1e-9, 0.5, 1e6]
-EXACT_STEPS_S = [
-    0.0,
-    0.25,
-    0.5,
-    1.0,
-    3.0,
-]  # where times are compared with one another, and rounding would blur ties
+WILD_STEPS_TICKS = [0, 1, 5 * 10**8, 10**15]
+SMALL_STEPS_TICKS = [0, 1, 2, 4, 12]  # for oracles that count how many intervals pass in a time
 
 
 class ShardProperties(RuleBasedStateMachine):
@@ -540,7 +535,7 @@ class ShardProperties(RuleBasedStateMachine):
         self.legal = self.checked.legal
         self.superstep = -1
         self.yet_to_stop: dict[int, Stop] = {}  # worker -> the flag for one of its next pushes
-        self.steps_s = EXACT_STEPS_S if isinstance(sync, DSSP | DSPS) else WILD_STEPS_S
+        self.steps = SMALL_STEPS_TICKS if isinstance(sync, DSSP | DSPS) else WILD_STEPS_TICKS
 
     def tell(self, event: AnyEvent) -> None:
         self.checked.tell(event)
@@ -556,7 +551,7 @@ class ShardProperties(RuleBasedStateMachine):
         worker = self.legal.gone[pick % len(self.legal.gone)]
         iteration = 100 * len(self.checked.events)  # a label that it has not used
         event = WorkerJoined(
-            now_s=self.legal.now_s, worker=worker, iteration=iteration, superstep=self.superstep + 1
+            now_ticks=self.legal.now_ticks, worker=worker, iteration=iteration, superstep=self.superstep + 1
         )
         self.tell(event)
 
@@ -603,7 +598,7 @@ class ShardProperties(RuleBasedStateMachine):
 
     @rule(step=PICK)
     def pass_time(self, step: int) -> None:
-        self.legal.now_s += self.steps_s[step % len(self.steps_s)]
+        self.legal.now_ticks += self.steps[step % len(self.steps)]
 
     @precondition(lambda self: self.legal.phase.keys() - self.yet_to_stop and self.last_superstep_is_open())
     @rule(newest_only=st.booleans())
@@ -693,7 +688,7 @@ class JobLife(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now_s = 0.0
+        self.now_ticks = 0
         self.job: JobSync
         self.shards: list[CheckedShard] = []
         self.workers: dict[int, JobWorker] = {}
@@ -764,7 +759,7 @@ class JobLife(RuleBasedStateMachine):
         if its.asked < len(self.script):
             sync = self.script[its.asked]
             its.to_coordinator.append(
-                SyncRequested(now_s=0.0, worker=worker, source="script", number=its.asked, sync=sync)
+                SyncRequested(now_ticks=0, worker=worker, source="script", number=its.asked, sync=sync)
             )
             its.asked += 1
 
@@ -791,7 +786,7 @@ class JobLife(RuleBasedStateMachine):
             (checked.machine.counts.slowest for checked in self.shards if checked.legal.phase), default=None
         )
         event = WorkerJoined(
-            now_s=self.now_s,
+            now_ticks=self.now_ticks,
             worker=worker,
             iteration=iteration,
             count=count,
@@ -800,7 +795,7 @@ class JobLife(RuleBasedStateMachine):
         )
         self.workers[worker] = its
         for shard in range(SHARDS):
-            self.shards[shard].legal.now_s = self.now_s
+            self.shards[shard].legal.now_ticks = self.now_ticks
             self.tell_shard(shard, event)
         self.tell_coordinator(event)
 
@@ -819,17 +814,17 @@ class JobLife(RuleBasedStateMachine):
         for checked in self.shards:
             if checked.legal.timers:
                 timer = checked.legal.timers[pick % len(checked.legal.timers)]
-                self.now_s = max(self.now_s, timer.due_s)
+                self.now_ticks = max(self.now_ticks, timer.due_ticks)
                 self.tell_shard(self.shards.index(checked), checked.legal.fire(timer))
         if self.timers:
             timer = self.timers.pop(pick % len(self.timers))
-            self.now_s = max(self.now_s, timer.due_s)
-            fired = TimerFired(now_s=self.now_s, worker=timer.worker, iteration=timer.iteration)
+            self.now_ticks = max(self.now_ticks, timer.due_ticks)
+            fired = TimerFired(now_ticks=self.now_ticks, worker=timer.worker, iteration=timer.iteration)
             self.tell_coordinator(fired)
 
-    @rule(step_s=st.sampled_from(EXACT_STEPS_S))
-    def pass_time(self, step_s: float) -> None:
-        self.now_s += step_s
+    @rule(step=st.sampled_from(SMALL_STEPS_TICKS))
+    def pass_time(self, step: int) -> None:
+        self.now_ticks += step
 
     def teardown(self) -> None:
         """All messages arrive, everybody goes on, and everybody gets to the end of some iterations more."""
@@ -846,7 +841,7 @@ class JobLife(RuleBasedStateMachine):
             if not behind and not self.changes():
                 break
             for worker in free:
-                self.now_s += 0.25
+                self.now_ticks += 2
                 while self.workers[worker].heard:
                     self.hear(worker)
                 if not self.workers[worker].awaited:
@@ -873,13 +868,13 @@ class JobLife(RuleBasedStateMachine):
             stop, its.stop = its.stop[1], None
         progress, its.progress = its.progress, None
         push = PushReceived(
-            now_s=0.0, worker=worker, iteration=its.iteration, stop=stop, change=change, progress=progress
+            now_ticks=0, worker=worker, iteration=its.iteration, stop=stop, change=change, progress=progress
         )
         for queue in its.to_shards:
-            queue += [push, PullRequested(now_s=0.0, worker=worker, iteration=its.iteration)]
+            queue += [push, PullRequested(now_ticks=0, worker=worker, iteration=its.iteration)]
         its.to_coordinator.append(
             IterationFinished(
-                now_s=0.0,
+                now_ticks=0,
                 worker=worker,
                 iteration=its.iteration,
                 superstep=stop.superstep if stop is not None else None,
@@ -902,13 +897,13 @@ class JobLife(RuleBasedStateMachine):
                 its.change, its.stop = change, None
             case RestartWorker(_, iteration) if iteration == its.iteration:
                 for queue in its.to_shards:
-                    queue.append(PullRepeated(now_s=0.0, worker=worker, iteration=iteration))
+                    queue.append(PullRepeated(now_ticks=0, worker=worker, iteration=iteration))
                 its.awaited = set(range(SHARDS))
                 its.starts = False
 
     def go(self, worker: int, *, lost: bool, cut: Sequence[int] | None = None) -> None:
         its = self.workers[worker]
-        its.leaves = (WorkerLost if lost else WorkerFinished)(now_s=0.0, worker=worker)
+        its.leaves = (WorkerLost if lost else WorkerFinished)(now_ticks=0, worker=worker)
         for index, queue in enumerate([*its.to_shards, its.to_coordinator]):
             while cut is not None and len(queue) > cut[index]:
                 queue.pop()
@@ -920,7 +915,7 @@ class JobLife(RuleBasedStateMachine):
         queue = its.to_coordinator if its and where == SHARDS else its.to_shards[where] if its else None
         if its is None or not queue:
             return
-        event = msgspec.structs.replace(queue.popleft(), now_s=self.now_s)
+        event = msgspec.structs.replace(queue.popleft(), now_ticks=self.now_ticks)
         if where == SHARDS:
             self.tell_coordinator(event)
         else:
@@ -955,7 +950,7 @@ class JobLife(RuleBasedStateMachine):
             its.flagged, its.progress = False, None  # rounds are counted anew
         if not its.awaited and its.starts and its.leaves is None:
             its.to_coordinator.append(
-                IterationStarted(now_s=0.0, worker=action.worker, iteration=its.iteration)
+                IterationStarted(now_ticks=0, worker=action.worker, iteration=its.iteration)
             )
             its.starts = False
 
@@ -990,7 +985,7 @@ class JobLife(RuleBasedStateMachine):
             for worker in list(self.workers):
                 for where in range(SHARDS + 1):
                     self.take(worker, where)
-            self.now_s += 0.125
+            self.now_ticks += 1
         for _ in range(len(self.timers) + sum(len(checked.legal.timers) for checked in self.shards)):
             self.fire(0)
         if any(any([*its.to_shards, its.to_coordinator]) for its in self.workers.values()):
@@ -1063,7 +1058,7 @@ def live_at_random(seed: int) -> None:
                 case "fire":
                     job.fire(pick=pick())
                 case "time":
-                    job.pass_time(step_s=rng.choice(EXACT_STEPS_S))
+                    job.pass_time(step=rng.choice(SMALL_STEPS_TICKS))
         job.teardown()
     except Exception as error:
         story = "\n".join(job.journal)

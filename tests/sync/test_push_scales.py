@@ -45,8 +45,8 @@ def test_the_factor_follows_from_the_staleness(scale: str, n: int, tau: int, fac
     assert PUSH_SCALES[scale](n, tau) == factor
     shard = ASP(push_scale=scale).at_shard()
     for worker in range(n):
-        shard.handle(WorkerJoined(now_s=0.0, worker=worker))
-    push = PushReceived(now_s=1.0, worker=0, iteration=0, staleness=tau)
+        shard.handle(WorkerJoined(now_ticks=0, worker=worker))
+    push = PushReceived(now_ticks=1, worker=0, iteration=0, staleness=tau)
     assert shard.handle(push) == [ApplyPush(0, 0, factor)]
 
 

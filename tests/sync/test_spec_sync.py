@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -31,61 +32,62 @@ from paceline.sync.events import (
     WorkerLost,
 )
 from paceline.sync.spec_sync import Span, Speculation, Speculator, tune
+from paceline.sync.ticks import in_ticks
 
-Push = tuple[float, int]
+Push = tuple[int, int]
 """(when, who)"""
 
 # -- Eq. 7 by the letter ------------------------------------------------------------------------------------------
 
 
-def freshness(spans: dict[int, Span], pushes: Sequence[Push], delay: Fraction) -> Fraction:
+def freshness(spans: dict[int, Span], pushes: Sequence[Push], delay: int) -> Fraction:
     """F(D), Eq. 7, in exact numbers: the gain of each worker by Eq. 5, its loss by Eq. 6."""
     m = len(spans)
     total = Fraction(0)
     for worker, span in spans.items():
-        start = Fraction(span.start_s)
+        start = span.start_ticks
         gain = 0
-        for when_s, who in pushes:
-            if who != worker and start < Fraction(when_s) <= start + delay:
+        for when, who in pushes:
+            if who != worker and start < when <= start + delay:
                 gain += 1
-        length = Fraction(span.end_s) - start
-        total += gain - delay * (m - 1) / length
+        total += gain - Fraction(delay * (m - 1), span.ticks)
     return total
 
 
-def candidates(spans: dict[int, Span], pushes: Sequence[Push]) -> list[Fraction]:
+def candidates(spans: dict[int, Span], pushes: Sequence[Push]) -> list[int]:
     """Each time from somebody's start to a push of another, up to the mean span."""
-    lengths = [Fraction(span.end_s) - Fraction(span.start_s) for span in spans.values()]
-    mean = sum(lengths) / len(lengths)
+    mean = Fraction(sum(span.ticks for span in spans.values()), len(spans))
     found = set()
     for worker, span in spans.items():
-        for when_s, who in pushes:
-            delay = Fraction(when_s) - Fraction(span.start_s)
+        for when, who in pushes:
+            delay = when - span.start_ticks
             if who != worker and 0 < delay <= mean:
                 found.add(delay)
     return sorted(found)
 
 
-def best(spans: dict[int, Span], pushes: Sequence[Push]) -> tuple[Fraction, Fraction] | None:
-    """The shortest of the best delays and its F; None if no F is above 0."""
-    if len(spans) < 2 or any(span.end_s <= span.start_s for span in spans.values()):
+def best(spans: dict[int, Span], pushes: Sequence[Push]) -> Speculation | None:
+    """The shortest of the best delays, and its rate; None if no F is above 0."""
+    if len(spans) < 2 or any(span.ticks <= 0 for span in spans.values()):
         return None
     tried = [(freshness(spans, pushes, delay), -delay) for delay in candidates(spans, pushes)]
     if not tried or max(tried)[0] <= 0:
         return None
-    improvement, minus_delay = max(tried)
-    return -minus_delay, improvement
+    _, minus_delay = max(tried)
+    # ABORT_RATE = D (m - 1) / (T m), with the mean T.
+    total = sum(span.ticks for span in spans.values())
+    return Speculation(-minus_delay, Fraction(-minus_delay * (len(spans) - 1), total))
 
 
 @st.composite
 def histories(
-    draw: st.DrawFn, length: st.SearchStrategy[float], unit: float
+    draw: st.DrawFn, length: st.SearchStrategy[int], unit: int
 ) -> tuple[dict[int, Span], list[Push]]:
     """Spans of some workers and pushes in order of time, on a grid, so that many fall on one moment."""
     spans = {}
     for worker in range(draw(st.integers(1, 5))):
-        start_s = unit * draw(st.integers(0, 12))
-        spans[worker] = Span(start_s, start_s + draw(length))
+        start = unit * draw(st.integers(0, 12))
+        spans[worker] = Span(start, start + draw(length))
     pushes = draw(
         st.lists(st.tuples(st.integers(0, 24).map(lambda step: unit * step), st.integers(0, 6)), max_size=20)
     )
@@ -97,51 +99,43 @@ patiently = settings(max_examples=300, deadline=None, suppress_health_check=[Hea
 
 
 @patiently
-@given(histories(st.sampled_from([0.0, 1.0, 2.0, 4.0, 8.0]), 0.25))
+@given(
+    st.one_of(
+        histories(st.sampled_from([0, 1, 2, 3, 4, 6, 12]), 1),
+        histories(st.integers(1, 10**10), 3 * 10**8),
+        histories(st.integers(1, 10**29), 3 * 10**27),  # beyond 64 bits
+    )
+)
 def test_tune_finds_the_best_of_all_candidates_and_of_several_the_shortest(
     history: tuple[dict[int, Span], list[Push]],
 ) -> None:
-    """All these numbers are exact in floats, so ties are ties."""
     spans, pushes = history
-    expected = best(spans, pushes)
-    tuned = tune(spans, pushes)
-    if expected is None:
-        assert tuned is None
-    else:
-        assert tuned is not None
-        delay, _ = expected
-        assert Fraction(tuned.abort_time_s) == delay
-        mean = sum(Fraction(span.end_s) - Fraction(span.start_s) for span in spans.values()) / len(spans)
-        rate = delay * (len(spans) - 1) / (mean * len(spans))
-        assert tuned.abort_rate == pytest.approx(float(rate))
+    assert tune(spans, pushes) == best(spans, pushes)
 
 
-@patiently
-@given(histories(st.floats(0.1, 10.0), 0.3))
-def test_tune_finds_a_best_candidate_whatever_the_lengths(
-    history: tuple[dict[int, Span], list[Push]],
-) -> None:
-    spans, pushes = history
-    expected = best(spans, pushes)
-    tuned = tune(spans, pushes)
-    if tuned is None:
-        assert expected is None or expected[1] < 1e-9
-        return
-    assert expected is not None or freshness(spans, pushes, Fraction(tuned.abort_time_s)) > -1e-9
-    # The delay is a rounded difference: what it exposes is counted up to the next moment.
-    reached = freshness(spans, pushes, Fraction(tuned.abort_time_s) + Fraction(1, 10**9))
-    assert float(reached) == pytest.approx(float(expected[1]) if expected else 0.0, abs=1e-6)
+@pytest.mark.parametrize("seed", range(20))
+def test_tune_is_exact_for_many_workers_whose_candidates_are_almost_equally_good(seed: int) -> None:
+    """The spans differ by ticks only, so that floats could not tell many of the candidates apart."""
+    draw = random.Random(seed)
+    spans = {}
+    for worker in range(12):
+        start = draw.randrange(5) * 10**9
+        spans[worker] = Span(start, start + 8 * 10**9 + draw.randrange(-1, 2))
+    pushes = sorted(
+        (draw.randrange(14) * 10**9 + draw.randrange(-1, 2), draw.randrange(12)) for _ in range(60)
+    )
+    assert tune(spans, pushes) == best(spans, pushes)
 
 
 @pytest.mark.parametrize(
     ("spans", "pushes"),
     [
         ({}, []),
-        ({0: Span(0.0, 1.0)}, [(0.5, 1)]),
-        ({0: Span(0.0, 1.0), 1: Span(0.0, 1.0)}, []),
-        ({0: Span(0.0, 1.0), 1: Span(1.0, 1.0)}, [(0.5, 1)]),
-        ({0: Span(0.0, 1.0), 1: Span(0.0, 1.0)}, [(0.0, 0), (0.0, 1)]),
-        ({0: Span(0.0, 1.0), 1: Span(0.0, 1.0)}, [(5.0, 0), (5.0, 1)]),
+        ({0: Span(0, 10)}, [(5, 1)]),
+        ({0: Span(0, 10), 1: Span(0, 10)}, []),
+        ({0: Span(0, 10), 1: Span(10, 10)}, [(5, 1)]),
+        ({0: Span(0, 10), 1: Span(0, 10)}, [(0, 0), (0, 1)]),
+        ({0: Span(0, 10), 1: Span(0, 10)}, [(50, 0), (50, 1)]),
     ],
     ids=[
         "nobody",
@@ -162,12 +156,12 @@ def test_tune_has_nothing_to_go_by(spans: dict[int, Span], pushes: list[Push]) -
 class Iteration:
     """One iteration of one worker, as the log tells it."""
 
-    def __init__(self, worker: int, number: int, start_s: float | None, start_at: int) -> None:
+    def __init__(self, worker: int, number: int, start: int | None, start_at: int) -> None:
         self.worker = worker
         self.number = number
-        self.start_s = start_s
+        self.start = start
         self.start_at = start_at  # place in the log
-        self.end_s: float | None = None
+        self.end: int | None = None
         self.first = True  # of its worker: nobody is told of its start, so it is not watched
 
 
@@ -183,17 +177,17 @@ class Log:
             worker = event.worker
             match event:
                 case WorkerJoined():
-                    self.iterations[worker] = [Iteration(worker, event.iteration, event.now_s, at)]
+                    self.iterations[worker] = [Iteration(worker, event.iteration, event.now_ticks, at)]
                     yet_to_push.add(worker)
                 case WorkerLost() | WorkerFinished():
                     del self.iterations[worker]
                     yet_to_push.discard(worker)
                 case IterationStarted():
-                    its = Iteration(worker, event.iteration, event.now_s, at)
+                    its = Iteration(worker, event.iteration, event.now_ticks, at)
                     its.first = False
                     self.iterations[worker].append(its)
                 case IterationFinished():
-                    self.iterations[worker][-1].end_s = event.now_s
+                    self.iterations[worker][-1].end = event.now_ticks
                     yet_to_push.discard(worker)
             now = self.speculation[-1]
             ends_epoch = isinstance(event, IterationFinished | WorkerLost | WorkerFinished)
@@ -205,27 +199,22 @@ class Log:
     def tuned(self, at: int) -> Speculation | None:
         spans = {}
         for worker, iterations in self.iterations.items():
-            last = [its for its in iterations if its.end_s is not None][-1]
-            assert last.start_s is not None
-            assert last.end_s is not None
-            spans[worker] = Span(last.start_s, last.end_s)
-        pushes = [(e.now_s, e.worker) for e in self.events[: at + 1] if isinstance(e, IterationFinished)]
-        found = best(spans, pushes)
-        if found is None:
-            return None
-        m = len(spans)
-        mean = sum(Fraction(span.end_s) - Fraction(span.start_s) for span in spans.values()) / m
-        return Speculation(float(found[0]), float(found[0] * (m - 1) / (mean * m)))
+            last = [its for its in iterations if its.end is not None][-1]
+            assert last.start is not None
+            assert last.end is not None
+            spans[worker] = Span(last.start, last.end)
+        pushes = [(e.now_ticks, e.worker) for e in self.events[: at + 1] if isinstance(e, IterationFinished)]
+        return best(spans, pushes)
 
-    def due(self) -> list[AnyAction] | None:
-        """What the last event is to bring about. None: a rate that was tuned is met within a rounding."""
+    def due(self) -> list[AnyAction]:
+        """What the last event is to bring about."""
         at = len(self.events) - 1
         event = self.events[at]
         if isinstance(event, IterationStarted):
             speculation = self.speculation[at]
             if speculation is None:
                 return []
-            return [SetTimer(event.worker, event.iteration, event.now_s + speculation.abort_time_s)]
+            return [SetTimer(event.worker, event.iteration, event.now_ticks + speculation.abort_time_ticks)]
         if isinstance(event, TimerFired) and event.worker in self.iterations:
             its = self.iterations[event.worker][-1]
             speculation = self.speculation[its.start_at]
@@ -233,23 +222,20 @@ class Log:
                 isinstance(e, TimerFired) and (e.worker, e.iteration) == (event.worker, event.iteration)
                 for e in self.events[its.start_at : at]
             )
-            if its.number == event.iteration and its.end_s is None and not its.first and not asked_before:
+            if its.number == event.iteration and its.end is None and not its.first and not asked_before:
                 assert speculation is not None
                 others = [
                     e
                     for e in self.events[its.start_at : at]
                     if isinstance(e, IterationFinished) and e.worker != event.worker
                 ]
-                over = len(others) - len(self.iterations) * speculation.abort_rate
-                if 0 < abs(over) < 1e-9 or (over == 0 and self.speculation[0] is None):
-                    return None
-                if over > 0:
+                if len(others) > len(self.iterations) * speculation.abort_rate:
                     return [RestartWorker(event.worker, event.iteration)]
         return []
 
 
 PICK = st.integers(0, 11)
-STEPS_S = [0.0, 0.25, 0.5, 1.0]
+STEPS_TICKS = [in_ticks(seconds) for seconds in (0.0, 0.25, 0.5, 1.0)]
 
 
 class CoordinatorLife(RuleBasedStateMachine):
@@ -258,14 +244,14 @@ class CoordinatorLife(RuleBasedStateMachine):
     def __init__(self, sync: SpecSync) -> None:
         super().__init__()
         self.fixed = (
-            Speculation(sync.abort_time_s, sync.abort_rate)
+            Speculation(in_ticks(sync.abort_time_s), Fraction(sync.abort_rate))
             if sync.abort_time_s is not None and sync.abort_rate is not None
             else None
         )
         self.machine: Speculator = sync.at_coordinator()
         self.events: list[AnyEvent] = []
         self.timers: list[SetTimer] = []
-        self.now_s = 0.0
+        self.now_ticks = 0
         self.computes: dict[int, int] = {}  # worker -> the iteration
         self.waits: dict[int, int] = {}  # worker -> the iteration that it is to start
         self.joined = 0
@@ -275,15 +261,8 @@ class CoordinatorLife(RuleBasedStateMachine):
         self.machine.validate()
         self.events.append(event)
         log = Log(self.events, self.fixed)
-        due = log.due()
-        assert due is None or actions == due
-        expected = log.speculation[-1]
-        if expected is None:
-            assert self.machine.speculation is None
-        else:
-            assert self.machine.speculation is not None
-            assert self.machine.speculation.abort_time_s == expected.abort_time_s
-            assert self.machine.speculation.abort_rate == pytest.approx(expected.abort_rate)
+        assert actions == log.due()
+        assert self.machine.speculation == log.speculation[-1]
         self.timers += [action for action in actions if isinstance(action, SetTimer)]
 
     @initialize(workers=st.integers(1, 4))
@@ -294,18 +273,18 @@ class CoordinatorLife(RuleBasedStateMachine):
     @precondition(lambda self: len(self.computes) + len(self.waits) < 6)
     @rule()
     def join(self) -> None:
-        self.tell(WorkerJoined(now_s=self.now_s, worker=self.joined, iteration=self.joined % 3))
+        self.tell(WorkerJoined(now_ticks=self.now_ticks, worker=self.joined, iteration=self.joined % 3))
         self.computes[self.joined] = self.joined % 3
         self.joined += 1
 
     @precondition(lambda self: self.computes)
     @rule(pick=PICK, goes_on=st.booleans(), step=PICK)
     def finish(self, pick: int, goes_on: bool, step: int) -> None:
-        self.now_s += STEPS_S[step % 4]
+        self.now_ticks += STEPS_TICKS[step % 4]
         worker = sorted(self.computes)[pick % len(self.computes)]
         iteration = self.computes.pop(worker)
         self.waits[worker] = iteration + 1
-        self.tell(IterationFinished(now_s=self.now_s, worker=worker, iteration=iteration))
+        self.tell(IterationFinished(now_ticks=self.now_ticks, worker=worker, iteration=iteration))
         if goes_on:
             self.start(sorted(self.waits).index(worker))
 
@@ -314,15 +293,15 @@ class CoordinatorLife(RuleBasedStateMachine):
     def start(self, pick: int) -> None:
         worker = sorted(self.waits)[pick % len(self.waits)]
         self.computes[worker] = self.waits.pop(worker)
-        self.tell(IterationStarted(now_s=self.now_s, worker=worker, iteration=self.computes[worker]))
+        self.tell(IterationStarted(now_ticks=self.now_ticks, worker=worker, iteration=self.computes[worker]))
 
     @precondition(lambda self: self.timers)
     @rule(pick=PICK, twice=st.booleans())
     def fire(self, pick: int, twice: bool) -> None:
         timer = self.timers.pop(pick % len(self.timers))
-        self.now_s = max(self.now_s, timer.due_s)
+        self.now_ticks = max(self.now_ticks, timer.due_ticks)
         for _ in range(1 + twice):
-            self.tell(TimerFired(now_s=self.now_s, worker=timer.worker, iteration=timer.iteration))
+            self.tell(TimerFired(now_ticks=self.now_ticks, worker=timer.worker, iteration=timer.iteration))
 
     @precondition(lambda self: self.computes or self.waits)
     @rule(pick=PICK, lost=st.booleans(), rarely=PICK)
@@ -332,7 +311,7 @@ class CoordinatorLife(RuleBasedStateMachine):
             worker = live[pick % len(live)]
             self.computes.pop(worker, None)
             self.waits.pop(worker, None)
-            self.tell((WorkerLost if lost else WorkerFinished)(now_s=self.now_s, worker=worker))
+            self.tell((WorkerLost if lost else WorkerFinished)(now_ticks=self.now_ticks, worker=worker))
 
 
 @pytest.mark.parametrize(
@@ -361,12 +340,12 @@ def test_the_log_of_pushes_stays_short_however_long_the_run() -> None:
     """Only pushes since the earliest start that can still matter are kept."""
     coordinator = SpecSync().at_coordinator()
     for worker in range(4):
-        coordinator.handle(WorkerJoined(now_s=0.0, worker=worker))
+        coordinator.handle(WorkerJoined(now_ticks=0, worker=worker))
     longest = 0
     for iteration, worker in itertools.product(range(50), range(4)):
-        now_s = iteration + worker / 4
-        coordinator.handle(IterationFinished(now_s=now_s, worker=worker, iteration=iteration))
-        coordinator.handle(IterationStarted(now_s=now_s, worker=worker, iteration=iteration + 1))
+        now_ticks = 4 * iteration + worker
+        coordinator.handle(IterationFinished(now_ticks=now_ticks, worker=worker, iteration=iteration))
+        coordinator.handle(IterationStarted(now_ticks=now_ticks, worker=worker, iteration=iteration + 1))
         longest = max(longest, len(vars(coordinator)["_pushes"]))
     assert longest <= 3 * 4
 
@@ -427,8 +406,8 @@ def test_a_base_of_another_kind_is_refused() -> None:
 def test_an_abort_rate_that_is_never_exceeded_restarts_nobody() -> None:
     coordinator = SpecSync(abort_time_s=1.0, abort_rate=math.inf).at_coordinator()
     for worker in (0, 1):
-        coordinator.handle(WorkerJoined(now_s=0.0, worker=worker))
-    coordinator.handle(IterationFinished(now_s=1.0, worker=0, iteration=0))
-    coordinator.handle(IterationStarted(now_s=1.0, worker=0, iteration=1))
-    coordinator.handle(IterationFinished(now_s=1.5, worker=1, iteration=0))
-    assert coordinator.handle(TimerFired(now_s=2.0, worker=0, iteration=1)) == []
+        coordinator.handle(WorkerJoined(now_ticks=0, worker=worker))
+    coordinator.handle(IterationFinished(now_ticks=in_ticks(1.0), worker=0, iteration=0))
+    coordinator.handle(IterationStarted(now_ticks=in_ticks(1.0), worker=0, iteration=1))
+    coordinator.handle(IterationFinished(now_ticks=in_ticks(1.5), worker=1, iteration=0))
+    assert coordinator.handle(TimerFired(now_ticks=in_ticks(2.0), worker=0, iteration=1)) == []

@@ -49,15 +49,15 @@ class Staleness:
         self.shard = Shard(0, [sync], recorder=self.memory)
         self.iterations = [0] * workers
         for worker in range(workers):
-            self.shard.handle(WorkerJoined(now_s=0.0, worker=worker))
+            self.shard.handle(WorkerJoined(now_ticks=0, worker=worker))
 
     def iterate(self, worker: int) -> int:
         """Push, then pull; return the staleness of the push."""
         iteration = self.iterations[worker]
         self.iterations[worker] += 1
-        self.shard.handle(PushReceived(now_s=0.0, worker=worker, iteration=iteration))
+        self.shard.handle(PushReceived(now_ticks=0, worker=worker, iteration=iteration))
         [(_, _, staleness)] = self.memory.trace.entries[-1].staleness
-        self.shard.handle(PullRequested(now_s=0.0, worker=worker, iteration=iteration))
+        self.shard.handle(PullRequested(now_ticks=0, worker=worker, iteration=iteration))
         return staleness
 
 
@@ -124,14 +124,14 @@ def test_the_end_of_the_slowest_completes_several_rounds_at_once(
     iterate(checked, 1, 3)
     iterate(checked, 2, 2)
     assert checked.legal.waiting == {0, 1}
-    assert checked.tell(end(now_s=1.0, worker=3)) == [AnswerPull(0, 2), AnswerPull(1, 2)]
+    assert checked.tell(end(now_ticks=1, worker=3)) == [AnswerPull(0, 2), AnswerPull(1, 2)]
 
 
 def test_after_several_rounds_at_once_a_newcomer_is_level_with_the_slowest_that_is_left() -> None:
     checked = joined(3, 3)
     iterate(checked, 0, 4)
     iterate(checked, 1, 3)
-    checked.tell(WorkerLost(now_s=1.0, worker=2))  # min c goes from 0 to 3
+    checked.tell(WorkerLost(now_ticks=1, worker=2))  # min c goes from 0 to 3
     checked.tell(checked.legal.join())
     for _ in range(2):
         assert iterate(checked, 0) != []
@@ -141,7 +141,7 @@ def test_after_several_rounds_at_once_a_newcomer_is_level_with_the_slowest_that_
 def test_the_end_of_a_waiting_worker_frees_its_place() -> None:
     checked = joined(0, 2)
     iterate(checked, 0)
-    checked.tell(WorkerLost(now_s=1.0, worker=0))
+    checked.tell(WorkerLost(now_ticks=1, worker=0))
     assert checked.tell(checked.legal.push(1)) == [ApplyPush(1, 0)]  # and nobody is answered
     assert checked.tell(checked.legal.pull(1)) == [AnswerPull(1, 0)]
 
@@ -157,7 +157,7 @@ def test_a_worker_that_joins_is_level_with_the_slowest() -> None:
     for _ in range(4):
         iterate(checked, 0)
         iterate(checked, 1)
-    checked.tell(WorkerJoined(now_s=1.0, worker=2))
+    checked.tell(WorkerJoined(now_ticks=1, worker=2))
     assert iterate(checked, 2) == [AnswerPull(2, 0)]  # one ahead of the others
     assert iterate(checked, 2) == []  # two ahead
     assert iterate(checked, 0) == [AnswerPull(0, 4)]

@@ -36,6 +36,7 @@ from paceline.sync.actions import (
     SetTimer,
 )
 from paceline.sync.events import Change
+from paceline.sync.ticks import in_ticks
 from paceline.testing.checked_shard import CheckedShard
 
 HERE = __name__
@@ -256,7 +257,7 @@ def test_a_shard_falls_back_to_naive_waiting_and_defers_the_pull() -> None:
     fault, timer = fail_after(NaiveWaiting(delay_s=0.5))
     assert isinstance(fault, ReportFault)
     assert fault.sync == "naive-waiting:delay_s=0.5"
-    assert timer == SetTimer(0, 1, 0.5)
+    assert timer == SetTimer(0, 1, in_ticks(0.5))
 
 
 def fail_after(worked: SyncModel) -> list[AnyAction]:

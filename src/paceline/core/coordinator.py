@@ -34,6 +34,7 @@ from ..sync.events import (
 )
 from ..sync.notation import notation, parse_shards
 from ..sync.schedule import Schedule
+from ..sync.ticks import TICKS_PER_S
 from . import messages
 from .collectives import Collectives
 from .data_ledger import DataLedger
@@ -100,6 +101,7 @@ class Coordinator:
         shortage: function of the model and the number of workers. It returns the reason why the run cannot start on
             this machine, or "" if the run can start.
         recorder: receives each event for the sync model, and the resulting actions; None to record nothing.
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
         model: the model to train, including the parameters added so far; None until the shards are created.
@@ -133,6 +135,7 @@ class Coordinator:
         late: Collection[int] = (),
         shortage: Callable[[ModelSpec, int], str] = lambda model, workers: "",
         recorder: EntryRecorder | None = None,
+        ticks_per_s: int = TICKS_PER_S,
     ) -> None:
         self.model: ModelSpec | None = None
         self.slices: tuple[ShardSlice, ...] = ()
@@ -159,7 +162,8 @@ class Coordinator:
         self._shortage = shortage
         self._recorder = recorder
         self._first = notation(schedule.first)
-        self._sync = JobSync(self._first, seed)
+        self._sync = JobSync(self._first, seed, ticks_per_s)
+        self._ticks_per_s = ticks_per_s
         self._connected: set[int] = set()  # workers
         # Worker that has registered and has not left -> its message.
         self._registered: dict[int, Register] = {}
@@ -231,46 +235,46 @@ class Coordinator:
         unregistered = peer.index in self._connected and peer.index not in self._registered
         return peer.role == "worker" and unregistered and self.model is None and peer.index not in self._left
 
-    def connected(self, peer: Peer, now_s: float, address: str = "") -> list[Request]:
+    def connected(self, peer: Peer, now_ticks: int, address: str = "") -> list[Request]:
         """Handle a worker that has connected, or a server that has connected and listens at `address`."""
         self.require_expected(peer)
         if peer.role == "worker":
             self._connected.add(peer.index)
         else:
             self._addresses[peer.index] = address
-        return self._begin_if_complete(now_s)
+        return self._begin_if_complete(now_ticks)
 
-    def disconnected(self, peer: Peer, now_s: float) -> list[Request]:
+    def disconnected(self, peer: Peer, now_ticks: int) -> list[Request]:
         """Handle a closed connection to a worker or server. If the worker has not finished, it is lost."""
         if peer.role == "worker":
             self._connected.discard(peer.index)
-            return self._leave(peer.index, WorkerLost, now_s)
+            return self._leave(peer.index, WorkerLost, now_ticks)
         self._addresses.pop(peer.index, None)
         return []
 
-    def ended(self, worker: int, now_s: float) -> list[Request]:
+    def ended(self, worker: int, now_ticks: int) -> list[Request]:
         """Handle the exit of a worker's process whose connection is already closed or was never made."""
-        return self._leave(worker, WorkerLost, now_s)
+        return self._leave(worker, WorkerLost, now_ticks)
 
     # -- messages -----------------------------------------------------------------------------------------
 
-    def handle(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
+    def handle(self, sender: Peer, message: Message, now_ticks: int) -> list[Request]:
         """Process a message and return the requests to the host.
 
         Raises:
             ProtocolError: the message is not allowed now. The state is unchanged.
         """
         return (
-            self._handle_worker(sender, message, now_s)
+            self._handle_worker(sender, message, now_ticks)
             if sender.role == "worker"
-            else self._handle_server(sender, message, now_s)
+            else self._handle_server(sender, message, now_ticks)
         )
 
-    def fire(self, timer: Timer, now_s: float) -> list[Request]:
+    def fire(self, timer: Timer, now_ticks: int) -> list[Request]:
         """Process a timer that is due, and return the requests to the host."""
-        return self.take(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
+        return self.take(TimerFired(now_ticks=now_ticks, worker=timer.worker, iteration=timer.iteration))
 
-    def admit(self, worker: int, iteration: int, count: int | None, now_s: float) -> list[Request]:
+    def admit(self, worker: int, iteration: int, count: int | None, now_ticks: int) -> list[Request]:
         """Let a worker join a run in progress. The worker starts once every server has acknowledged the new member.
 
         Args:
@@ -278,7 +282,7 @@ class Coordinator:
             iteration: label of the worker's first iteration.
             count: the worker's initial c_p, which must be the same at all shards and close to the c_p of the slowest
                 live worker. None if there is only one shard.
-            now_s: current time.
+            now_ticks: current time.
         """
         superstep, change = self._sync.next_superstep, self._sync.changes
         joined = messages.WorkerJoined(worker, iteration, count, superstep, change)
@@ -296,13 +300,13 @@ class Coordinator:
                 f"{self._committed} wait to pull"
             )
 
-    def _handle_worker(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
+    def _handle_worker(self, sender: Peer, message: Message, now_ticks: int) -> list[Request]:
         worker = sender.index
         match message:
             case messages.IterationFinished():
                 return self.take(
                     IterationFinished(
-                        now_s=now_s,
+                        now_ticks=now_ticks,
                         worker=worker,
                         iteration=message.iteration,
                         superstep=message.superstep,
@@ -310,11 +314,13 @@ class Coordinator:
                     )
                 )
             case messages.IterationStarted():
-                return self.take(IterationStarted(now_s=now_s, worker=worker, iteration=message.iteration))
+                return self.take(
+                    IterationStarted(now_ticks=now_ticks, worker=worker, iteration=message.iteration)
+                )
             case messages.SyncRequested():
-                return self._request_sync(worker, message, now_s)
+                return self._request_sync(worker, message, now_ticks)
             case DataRequested():
-                return self._hand_out(worker, message, now_s)
+                return self._hand_out(worker, message, now_ticks)
             case StopRequested():
                 return self._stop(message.loop)
             case StoodIn():
@@ -333,18 +339,18 @@ class Coordinator:
                 self.board[worker] = message
             case Register() if self.expects_model(sender):
                 self._registered[worker] = message
-                return self._begin_if_complete(now_s)
+                return self._begin_if_complete(now_ticks)
             case messages.WorkerFinished():
-                return self._leave(worker, WorkerFinished, now_s, message.drawn)
+                return self._leave(worker, WorkerFinished, now_ticks, message.drawn)
             case Failed() if message.consequence:
                 self.endings[worker] = message.reason
                 self.cut_off.append(worker)
-                return self._leave(worker, WorkerLost, now_s)
+                return self._leave(worker, WorkerLost, now_ticks)
             case _:
                 return self._handle_any(sender, message)
         return []
 
-    def _handle_server(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
+    def _handle_server(self, sender: Peer, message: Message, now_ticks: int) -> list[Request]:
         match message:
             case Ready():
                 self._ready.add(sender.index)
@@ -352,7 +358,7 @@ class Coordinator:
             case ExtensionReady() if self._extension is not None:
                 return self._complete_extension(sender.index, message)
             case WorkerWelcomed() if message.worker in self._admitted:
-                return self._welcome(sender.index, message.worker, now_s)
+                return self._welcome(sender.index, message.worker, now_ticks)
             case PushesReported() if message.worker in self._reports:
                 self._report(sender.index, message)
                 return []
@@ -382,7 +388,7 @@ class Coordinator:
 
     # -- start of the run ---------------------------------------------------------------------------------
 
-    def _begin_if_complete(self, now_s: float) -> list[Request]:
+    def _begin_if_complete(self, now_ticks: int) -> list[Request]:
         """Send the servers their shards if all servers are connected and every worker has registered or left."""
         absent = self._workers - len(self._registered) - len(self._left)
         if self.model is not None or absent or not self._registered or len(self._addresses) < self._servers:
@@ -420,7 +426,7 @@ class Coordinator:
             for server in servers
         ]
         for worker in models:
-            requests += self._join(WorkerJoined(now_s=now_s, worker=worker))
+            requests += self._join(WorkerJoined(now_ticks=now_ticks, worker=worker))
         return requests
 
     def _start_if_ready(self) -> list[Request]:
@@ -473,7 +479,7 @@ class Coordinator:
 
     # -- members ------------------------------------------------------------------------------------------
 
-    def _welcome(self, server: int, worker: int, now_s: float) -> list[Request]:
+    def _welcome(self, server: int, worker: int, now_ticks: int) -> list[Request]:
         """Handle a server's acknowledgment of a joining worker. The last acknowledgment starts the worker."""
         joined, unacknowledged = self._admitted[worker]
         unacknowledged.discard(server)
@@ -482,7 +488,7 @@ class Coordinator:
         del self._admitted[worker]
         iteration, sync = joined.iteration, self._sync.sync
         event = WorkerJoined(
-            now_s=now_s,
+            now_ticks=now_ticks,
             worker=worker,
             iteration=iteration,
             count=joined.count,
@@ -503,7 +509,7 @@ class Coordinator:
         self,
         worker: int,
         kind: type[WorkerFinished] | type[WorkerLost],
-        now_s: float,
+        now_ticks: int,
         drawn: Sequence[int] = (),
     ) -> list[Request]:
         """Handle a worker that has left. If the departure is reported twice, the second report has no effect."""
@@ -534,11 +540,11 @@ class Coordinator:
             self.data.leave(worker, [(batches, batches) for batches in drawn], self._live, lost=False)
         if worker in self.present:
             self.present.remove(worker)
-            requests += self.take(kind(now_s=now_s, worker=worker))
+            requests += self.take(kind(now_ticks=now_ticks, worker=worker))
         if self._extension is not None:
             requests += self._extension.left(worker)
         requests += self.collectives.left(worker, self._live)
-        return requests + self._begin_if_complete(now_s) + self._allow_pulls()
+        return requests + self._begin_if_complete(now_ticks) + self._allow_pulls()
 
     def _allow_pulls(self) -> list[Request]:
         """With overlap off: let all workers pull if every shard has received every worker's push."""
@@ -549,7 +555,7 @@ class Coordinator:
 
     # -- data ---------------------------------------------------------------------------------------------
 
-    def _hand_out(self, worker: int, message: DataRequested, now_s: float) -> list[Request]:
+    def _hand_out(self, worker: int, message: DataRequested, now_ticks: int) -> list[Request]:
         if worker in self._left:
             raise ProtocolError(f"worker {worker} has left, but requests data")
         try:
@@ -561,7 +567,7 @@ class Coordinator:
                 message.order,
                 drawn=message.drawn,
                 committed=message.committed,
-                now_s=now_s,
+                now_s=now_ticks / self._ticks_per_s,
                 live=self._live,
                 lockstep=_is_lockstep(self._sync.sync),
                 end=message.end,
@@ -614,7 +620,7 @@ class Coordinator:
 
     # -- the sync model -----------------------------------------------------------------------------------
 
-    def _request_sync(self, worker: int, message: messages.SyncRequested, now_s: float) -> list[Request]:
+    def _request_sync(self, worker: int, message: messages.SyncRequested, now_ticks: int) -> list[Request]:
         try:
             self._read_sync(message.sync)
         except ConfigurationError as error:
@@ -623,7 +629,7 @@ class Coordinator:
             ) from error
         return self.take(
             SyncRequested(
-                now_s=now_s,
+                now_ticks=now_ticks,
                 worker=worker,
                 source=message.source,
                 number=message.number,
@@ -662,7 +668,7 @@ def _requests(action: AnyAction) -> list[Request]:
             published = ChangePublished(change)
             return [Send(worker_peer(worker), published) for worker in change.members]
         case SetTimer():
-            return [Timer(action.due_s, action.worker, action.iteration)]
+            return [Timer(action.due_ticks, action.worker, action.iteration)]
         case _:
             raise InternalError(f"a coordinator cannot carry out {action}")
 

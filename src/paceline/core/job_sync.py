@@ -26,6 +26,7 @@ from ..sync.events import (
 )
 from ..sync.model import JobMachine
 from ..sync.notation import parse_shards
+from ..sync.ticks import TICKS_PER_S
 from .order import ReportOrder
 
 __all__ = ["JobSync"]
@@ -39,16 +40,18 @@ class JobSync:
     Args:
         sync: the first model, or one model per shard, in the notation of the command line.
         seed: random seed for the run.
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
         sync: the model in force, or the next one while a change is in progress; "" if the model is unknown.
         changes: number of published changes.
     """
 
-    def __init__(self, sync: str, seed: int = 0) -> None:
+    def __init__(self, sync: str, seed: int = 0, ticks_per_s: int = TICKS_PER_S) -> None:
         self.sync = self._first = sync
         self.changes = 0
         self._seed = seed
+        self._ticks_per_s = ticks_per_s
         self._machine: JobMachine | None = self._new_machine(sync)
         self._order = ReportOrder()
         self._seen = {"schedule": -1, "script": -1}  # source -> number of the last request from this source
@@ -181,7 +184,10 @@ class JobSync:
 
     def _new_machine(self, sync: str) -> JobMachine | None:
         models = parse_shards(sync)
-        return models[0].at_coordinator(self._seed) if len(set(models)) == 1 else None
+        machine = models[0].at_coordinator(self._seed) if len(set(models)) == 1 else None
+        if machine is not None:
+            machine.ticks_per_s = self._ticks_per_s
+        return machine
 
     # -- changes ------------------------------------------------------------------------------------------
 
@@ -214,7 +220,9 @@ class JobSync:
         worker = event.worker
         self._order.finished(event, parse_shards(self.sync))
         self._remaining.remove(worker)
-        self._passed[worker] = WorkerJoined(now_s=event.now_s, worker=worker, iteration=event.iteration + 1)
+        self._passed[worker] = WorkerJoined(
+            now_ticks=event.now_ticks, worker=worker, iteration=event.iteration + 1
+        )
         self._to_start.add(worker)
         return self._complete()
 

@@ -75,13 +75,13 @@ class Timer(msgspec.Struct, frozen=True, order=True, gc=False):
     """Call the core's `fire` with this object when the timer is due.
 
     Attributes:
-        due_s: due time in seconds, on the same clock as the attribute `now_s` of events.
+        due_ticks: due time in ticks, on the same clock as the attribute `now_ticks` of events.
         worker: worker for which the timer was set.
         iteration: iteration for which the timer was set.
         shard: index of the shard that has set the timer; -1 if the coordinator has set it.
     """
 
-    due_s: float
+    due_ticks: int
     worker: int
     iteration: int
     shard: int = -1

@@ -30,6 +30,7 @@ from ..sync.events import (
     WorkerLost,
 )
 from ..sync.notation import parse_shards
+from ..sync.ticks import TICKS_PER_S
 from . import messages
 from .entry import EntryRecorder
 from .messages import (
@@ -66,6 +67,7 @@ class Server:
         read_sync: function that parses the sync model of a change. It raises `ConfigurationError` if the run cannot
             use the model.
         recorder_of: returns the recorder for a shard; called once for each shard, when its initial weights arrive.
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
         shards: index -> shard, for each shard that has received its initial weights.
@@ -79,6 +81,7 @@ class Server:
         seed: int = 0,
         read_sync: Callable[[str], Sequence[SyncModel]] = parse_shards,
         recorder_of: RecorderOf = lambda shard: None,
+        ticks_per_s: int = TICKS_PER_S,
     ) -> None:
         self.shards: dict[int, Shard] = {}
         self.expected: set[int] = set()
@@ -86,6 +89,7 @@ class Server:
         self._seed = seed
         self._read_sync = read_sync
         self._recorder_of = recorder_of
+        self._ticks_per_s = ticks_per_s
         self._models: tuple[SyncModel, ...] = ()
         self._usual_samples: int | None = None
         self.outdated: set[int] = set()
@@ -130,16 +134,16 @@ class Server:
             self._readers.add(worker)
         return [shard.welcome(worker) for shard in self.shards.values()]
 
-    def disconnected(self, worker: int, now_s: float) -> list[Request]:
+    def disconnected(self, worker: int, now_ticks: int) -> list[Request]:
         """Handle a closed connection to a worker. If the worker has not finished, it is lost."""
         self._connected.discard(worker)
         self.outdated.discard(worker)
         self._readers.discard(worker)
-        return self._leave(worker, WorkerLost, now_s)
+        return self._leave(worker, WorkerLost, now_ticks)
 
     # -- messages -----------------------------------------------------------------------------------------
 
-    def handle(self, sender: Peer, message: Message, now_s: float) -> list[Request]:
+    def handle(self, sender: Peer, message: Message, now_ticks: int) -> list[Request]:
         """Process a message and return the requests to the host.
 
         Raises:
@@ -148,13 +152,13 @@ class Server:
         worker = sender.index
         match message:
             case Commit():
-                return self._commit(worker, message, now_s)
+                return self._commit(worker, message, now_ticks)
             case messages.PullRequested():
-                pull = PullRequested(now_s=now_s, worker=worker, iteration=message.iteration)
+                pull = PullRequested(now_ticks=now_ticks, worker=worker, iteration=message.iteration)
                 return self.shard(message.shard).handle(pull)
             case messages.PullRepeated():
                 repeat = PullRepeated(
-                    now_s=now_s,
+                    now_ticks=now_ticks,
                     worker=worker,
                     iteration=message.iteration,
                     restart=message.restart,
@@ -162,16 +166,16 @@ class Server:
                 )
                 return self.shard(message.shard).handle(repeat)
             case messages.MeanClipped():
-                clipped = MeanClipped(now_s=now_s, pushes=message.pushes, factor=message.factor)
+                clipped = MeanClipped(now_ticks=now_ticks, pushes=message.pushes, factor=message.factor)
                 return self.shard(message.shard).handle(clipped)
             case MeanAwaited():
                 return self.shard(message.shard).ask(message.pushes)
             case messages.WorkerFinished():
-                return self._leave(worker, WorkerFinished, now_s)
+                return self._leave(worker, WorkerFinished, now_ticks)
             case messages.WorkerLost():
-                return self._lose(message, now_s)
+                return self._lose(message, now_ticks)
             case messages.WorkerJoined():
-                return self._join(message, now_s)
+                return self._join(message, now_ticks)
             case CreateShards():
                 return self._create(message)
             case ExtendShards():
@@ -179,13 +183,13 @@ class Server:
             case ModelExtended():
                 return []  # for the host
             case InitialWeights():
-                return self._begin(worker, message.shard, now_s)
+                return self._begin(worker, message.shard, now_ticks)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not expected from {sender}")
 
-    def fire(self, timer: Timer, now_s: float) -> list[Request]:
+    def fire(self, timer: Timer, now_ticks: int) -> list[Request]:
         """Process a timer that is due, and return the requests to the host."""
-        event = TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration)
+        event = TimerFired(now_ticks=now_ticks, worker=timer.worker, iteration=timer.iteration)
         return self.shards[timer.shard].handle(event)
 
     def waits(self, *, timers: bool) -> Waits:
@@ -218,7 +222,7 @@ class Server:
             self._usual_samples = message.usual_samples
         return [Send(COORDINATOR, Ready())]
 
-    def _begin(self, worker: int, index: int, now_s: float) -> list[Request]:
+    def _begin(self, worker: int, index: int, now_ticks: int) -> list[Request]:
         """Handle the initial weights of a shard or, if the shard exists already, of its new parameters."""
         if worker != self.initializer:
             raise ProtocolError(
@@ -230,10 +234,16 @@ class Server:
             return self._report_if_ready()
         recorder = self._recorder_of(index)
         shard = self.shards[index] = Shard(
-            index, self._models, self._seed, self._readers, recorder, self._usual_samples
+            index,
+            self._models,
+            self._seed,
+            self._readers,
+            recorder,
+            self._usual_samples,
+            self._ticks_per_s,
         )
         for member in sorted(self.expected):
-            shard.handle(WorkerJoined(now_s=now_s, worker=member))
+            shard.handle(WorkerJoined(now_ticks=now_ticks, worker=member))
         return [shard.welcome(member) for member in sorted(self._connected)]
 
     def _extend(self, message: ExtendShards) -> list[Request]:
@@ -250,7 +260,7 @@ class Server:
         self.outdated = set(self._connected)
         return [Send(COORDINATOR, ExtensionReady(self.initializer))]
 
-    def _commit(self, worker: int, commit: Commit, now_s: float) -> list[Request]:
+    def _commit(self, worker: int, commit: Commit, now_ticks: int) -> list[Request]:
         shard = self.shard(commit.shard)
         if commit.change is not None:
             try:  # check the model now, because the shard cannot undo the change later
@@ -271,7 +281,7 @@ class Server:
             )
         requests = shard.handle(
             PushReceived(
-                now_s=now_s,
+                now_ticks=now_ticks,
                 worker=worker,
                 iteration=commit.iteration,
                 empty=commit.empty,
@@ -290,15 +300,15 @@ class Server:
             self._drawn.setdefault(worker, {})[commit.shard] = commit.drawn
         if commit.pulls:
             return requests + shard.handle(
-                PullRequested(now_s=now_s, worker=worker, iteration=commit.iteration)
+                PullRequested(now_ticks=now_ticks, worker=worker, iteration=commit.iteration)
             )
         return [*requests, Send(worker_peer(worker), Committed(commit.shard, commit.iteration))]
 
-    def _join(self, message: messages.WorkerJoined, now_s: float) -> list[Request]:
+    def _join(self, message: messages.WorkerJoined, now_ticks: int) -> list[Request]:
         """Handle a worker that joins a run in progress."""
         worker = message.worker
         event = WorkerJoined(
-            now_s=now_s,
+            now_ticks=now_ticks,
             worker=worker,
             iteration=message.iteration,
             count=message.count,
@@ -309,8 +319,8 @@ class Server:
         requests = [request for shard in self.shards.values() for request in shard.handle(event)]
         return [*requests, Send(COORDINATOR, WorkerWelcomed(worker))]
 
-    def _lose(self, message: messages.WorkerLost, now_s: float) -> list[Request]:
-        requests = self._leave(message.worker, WorkerLost, now_s)
+    def _lose(self, message: messages.WorkerLost, now_ticks: int) -> list[Request]:
+        requests = self._leave(message.worker, WorkerLost, now_ticks)
         drawn = self._drawn.pop(message.worker, {})
         if not message.report:
             return requests
@@ -318,11 +328,11 @@ class Server:
         return [*requests, Send(COORDINATOR, report)]
 
     def _leave(
-        self, worker: int, kind: type[WorkerFinished] | type[WorkerLost], now_s: float
+        self, worker: int, kind: type[WorkerFinished] | type[WorkerLost], now_ticks: int
     ) -> list[Request]:
         """Handle a worker that has left. If the departure is reported twice, the second report has no effect."""
         if worker not in self.expected:
             return []
         self.expected.remove(worker)
-        event: AnyEvent = kind(now_s=now_s, worker=worker)
+        event: AnyEvent = kind(now_ticks=now_ticks, worker=worker)
         return [request for shard in self.shards.values() for request in shard.handle(event)]

@@ -22,6 +22,7 @@ from ..sync.events import (
     WorkerLost,
 )
 from ..sync.model import agree_on_means
+from ..sync.ticks import TICKS_PER_S
 from .clipped_means import ClippedMeans
 from .edits import Edits
 from .entry import Entry, EntryRecorder
@@ -64,6 +65,7 @@ class Shard:
         recorder: receives each event and its actions; None to record nothing.
         usual_samples: usual number of samples in a push. A push that is applied on arrival is scaled by its number of
             samples divided by this number. None to disable this scaling.
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
         index: index of the shard.
@@ -81,9 +83,10 @@ class Shard:
         readers: Set[int] = frozenset(),
         recorder: EntryRecorder | None = None,
         usual_samples: int | None = None,
+        ticks_per_s: int = TICKS_PER_S,
     ) -> None:
         self.index = index
-        self.sync = ShardSync(models[index if len(models) > 1 else 0], seed, index)
+        self.sync = ShardSync(models[index if len(models) > 1 else 0], seed, index, ticks_per_s)
         self.samples = 0
         self._first = models
         self._readers = readers
@@ -149,7 +152,7 @@ class Shard:
             elif type(action) is DropPush:
                 self._drop_push(action, requests)
             elif type(action) is SetTimer:
-                requests.append(Timer(action.due_s, action.worker, action.iteration, self.index))
+                requests.append(Timer(action.due_ticks, action.worker, action.iteration, self.index))
             elif type(action) is ReportFault:
                 faulted = FaultReported(self.index, action.reason, action.traceback, action.sync)
                 requests.append(Send(COORDINATOR, faulted))

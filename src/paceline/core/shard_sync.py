@@ -45,6 +45,7 @@ from ..sync.events import (
 )
 from ..sync.model import ShardMachine, SyncModel
 from ..sync.notation import parse_shards
+from ..sync.ticks import TICKS_PER_S
 from .order import Order
 
 __all__ = ["ShardSync"]
@@ -57,6 +58,7 @@ class ShardSync:
         sync: the first model.
         seed: random seed for the run.
         shard: index of the shard.
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
         sync: the model in force.
@@ -65,14 +67,17 @@ class ShardSync:
         order: phases and labels of all live workers.
     """
 
-    def __init__(self, sync: SyncModel, seed: int = 0, shard: int = 0) -> None:
+    def __init__(
+        self, sync: SyncModel, seed: int = 0, shard: int = 0, ticks_per_s: int = TICKS_PER_S
+    ) -> None:
         self.sync = sync
         self.needs_staleness = sync.needs_staleness
         self.changed_to: tuple[SyncModel, ...] = ()
         self.order = Order()
         self._seed = seed
         self._shard = shard
-        self._machine: ShardMachine = sync.at_shard(seed, shard)
+        self._ticks_per_s = ticks_per_s
+        self._machine = self._new_machine()
         self._worked: SyncModel = BSP()  # the model to fall back to if a condition fails
         self._change: Change | None = None  # the change in progress
         self._changed = 0  # number of the last change that this shard completed
@@ -190,7 +195,7 @@ class ShardSync:
         del self._joined_after[worker]
         for workers in (self._guests, self._passed, self._to_pull, self._remaining):
             workers.discard(worker)
-        return actions + self._complete(event.now_s)
+        return actions + self._complete(event.now_ticks)
 
     def _tell(self, event: AnyEvent) -> list[AnyAction]:
         """Pass an event to the model. If a user-defined condition fails, fall back to the last model that worked."""
@@ -198,9 +203,9 @@ class ShardSync:
         if (fault := self._machine.fault) is not None:
             self.sync = ASP() if self._worked.needs_plans else self._worked
             self.needs_staleness = self.sync.needs_staleness
-            replacement = self.sync.at_shard(self._seed, self._shard)
+            replacement = self._new_machine()
             actions.append(ReportFault(fault.reason, fault.traceback, str(self.sync)))
-            actions += replacement.take_over(self._machine.hand_over(), event.now_s)
+            actions += replacement.take_over(self._machine.hand_over(), event.now_ticks)
             self._machine, self._worked = replacement, BSP()
         for action in actions:
             if type(action) is AnswerPull:
@@ -229,10 +234,10 @@ class ShardSync:
         if worker in self._guests:
             self._guests.remove(worker)
         else:  # the old model keeps the pushes of a worker that leaves, but no longer waits for the worker
-            actions = self._tell(WorkerFinished(now_s=push.now_s, worker=worker))
-        return actions + self._complete(push.now_s)
+            actions = self._tell(WorkerFinished(now_ticks=push.now_ticks, worker=worker))
+        return actions + self._complete(push.now_ticks)
 
-    def _complete(self, now_s: float) -> list[AnyAction]:
+    def _complete(self, now_ticks: int) -> list[AnyAction]:
         """Start the new model if every member has passed the boundary or left the run."""
         change = self._change
         if change is None or self._remaining:
@@ -243,14 +248,14 @@ class ShardSync:
             self._guests.add(worker)
             if self._waiting(worker):
                 answers.append(self._answer(worker))
-            for action in self._tell(WorkerFinished(now_s=now_s, worker=worker)):
+            for action in self._tell(WorkerFinished(now_ticks=now_ticks, worker=worker)):
                 (answers if isinstance(action, AnswerPull) else updates).append(action)
         models = parse_shards(change.sync)
         self._worked, self.sync = self.sync, models[self._shard if len(models) > 1 else 0]
         self.needs_staleness = self.sync.needs_staleness
-        self._machine = self.sync.at_shard(self._seed, self._shard)
+        self._machine = self._new_machine()
         for worker in sorted(self._passed):
-            self._tell(WorkerJoined(now_s=now_s, worker=worker, iteration=self.order.label[worker]))
+            self._tell(WorkerJoined(now_ticks=now_ticks, worker=worker, iteration=self.order.label[worker]))
             if self._waiting(worker):
                 answers.append(self._answer(worker))
             else:
@@ -258,6 +263,11 @@ class ShardSync:
         self._passed = set()
         self._change, self._changed, self.changed_to = None, change.number, models
         return updates + answers
+
+    def _new_machine(self) -> ShardMachine:
+        machine = self.sync.at_shard(self._seed, self._shard)
+        machine.ticks_per_s = self._ticks_per_s
+        return machine
 
     def _waiting(self, worker: int) -> bool:
         return self.order.phase[worker] == "waiting"

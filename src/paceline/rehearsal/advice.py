@@ -170,11 +170,11 @@ def _while_all_were_present(shard: Trace) -> tuple[float, Measures]:
         raise ConfigurationError(
             "the trace of shard 0 contains only a header: no events were recorded, so the run cannot be simulated."
         )
-    begun_s = now_s = shard.entries[0].event.now_s
-    meter = Meter(1)
+    begun_s = now_s = shard.time_s(shard.entries[0])
+    meter = Meter(1, shard.header.ticks_per_s)
     for entry in shard.entries:
         meter.at_shard(0).record(entry)
-        now_s = entry.event.now_s
+        now_s = shard.time_s(entry)
         if isinstance(entry.event, WorkerFinished | WorkerLost) and now_s > begun_s:
             break
     return max(now_s - begun_s, 1e-9), meter.measures()

@@ -64,7 +64,7 @@ def timeline_of(records: Sequence[Sequence[IterationRecord]], shard: Trace) -> T
         dropped=spans(lambda r: None if r.dropped_s is None else (r.begun_s, r.dropped_s)),
         waiting=spans(lambda r: (r.pushed_s, r.answered_s)),
         barriers_s=tuple(
-            entry.event.now_s - zero_s
+            shard.time_s(entry) - zero_s
             for entry in shard.entries
             if any(isinstance(action, ApplyMean) for action in entry.actions)
         ),

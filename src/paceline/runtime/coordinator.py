@@ -179,7 +179,7 @@ class CoordinatorHost:
             if (member := self._member("worker", worker)) is not None:
                 self._hub.expect_end(member)
             else:
-                self._perform(self.core.ended(worker, self.job.now_s()))
+                self._perform(self.core.ended(worker, self.job.now_ticks()))
 
         self._call(note)
 
@@ -257,12 +257,12 @@ class CoordinatorHost:
     def _run(self) -> None:
         try:
             while self._stops_s is None or (self._of_role("server") and time.monotonic() < self._stops_s):
-                timeout_s = self._timers.left_s(self.job.now_s())
+                timeout_s = self._timers.left_s(self.job.now_ticks())
                 if self._stops_s is not None:
                     timeout_s = STOP_POLL_S
                 self._hub.poll(timeout_s)
-                for timer in self._timers.take_due(self.job.now_s()):
-                    self._perform(self.core.fire(timer, self.job.now_s()))
+                for timer in self._timers.take_due(self.job.now_ticks()):
+                    self._perform(self.core.fire(timer, self.job.now_ticks()))
         except Exception as error:  # any exception must end the run and be reported
             log.exception("the coordinator failed")
             self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
@@ -283,7 +283,7 @@ class CoordinatorHost:
         peer.role, peer.index = hello.role, hello.index
         self._members[peer.role, peer.index] = peer
         self.heard_s[peer.role, peer.index] = time.monotonic()
-        self._perform(self.core.connected(party, self.job.now_s(), hello.address))
+        self._perform(self.core.connected(party, self.job.now_ticks(), hello.address))
 
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
         if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
@@ -293,7 +293,7 @@ class CoordinatorHost:
     def gone(self, peer: Caller, reason: str) -> None:
         self._members.pop((peer.role, peer.index), None)
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
-        self._perform(self.core.disconnected(party, self.job.now_s()))
+        self._perform(self.core.disconnected(party, self.job.now_ticks()))
         if peer.role == "server" and self._stops_s is None:
             self.gone_servers.append(peer.index)
             if self._collection is not None:
@@ -310,7 +310,7 @@ class CoordinatorHost:
         model = message.model if isinstance(message, Register | Contributed) else None
         if model is not None and (isinstance(message, Contributed) or self.core.expects_model(party)):
             require_sound(model, self.job.optimizers)
-        self._perform(self.core.handle(party, message, self.job.now_s()))
+        self._perform(self.core.handle(party, message, self.job.now_ticks()))
         match message:
             case Register():
                 self.registered_s[peer.index] = time.monotonic()
@@ -349,7 +349,7 @@ class CoordinatorHost:
                 case Send(to, message):
                     self._send(to, message)
                 case Timer():
-                    self._timers.set(request.due_s, request)
+                    self._timers.set(request.due_ticks, request)
                 case Warn(text):
                     log.error("%s", text)
                 case Fail(where, reason, traceback):

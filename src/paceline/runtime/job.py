@@ -26,6 +26,7 @@ from ..plugins.optimizer_sources import OptimizerSources
 from ..sync import SyncModel
 from ..sync.notation import parse_shards, require_shards
 from ..sync.schedule import Schedule, read_schedule
+from ..sync.ticks import TICKS_PER_S
 from ..wire.addresses import listen_tcp
 from ..wire.memory import shared_memory_available
 from .footprint import (
@@ -90,7 +91,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         torchrun_port: MASTER_PORT in the environment of the workers, which is then as under torchrun; 0 to leave the
             environment as it is.
         token: secret that each peer must send before it is served.
-        epoch_s: reading of the monotonic clock at time 0 of the run.
+        epoch_ns: reading of the monotonic clock at time 0 of the run, in nanoseconds.
         optimizers: the places from which processes may take the classes of optimizers that are not torch's.
     """
 
@@ -114,7 +115,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     torchrun_port: int
     token: str
-    epoch_s: float
+    epoch_ns: int
     optimizers: OptimizerSources = OptimizerSources()
 
     @property
@@ -122,9 +123,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """The first sync model and the planned changes, parsed from `sync`."""
         return read_schedule(self.sync)
 
+    def now_ticks(self) -> int:
+        """Return the time since the run began, in ticks. All processes on one machine use the same clock."""
+        return time.monotonic_ns() - self.epoch_ns  # in a live run, a tick is a nanosecond
+
     def now_s(self) -> float:
-        """Return the time since the run began, in seconds. All processes on one machine use the same clock."""
-        return time.monotonic() - self.epoch_s
+        """Return the time since the run began, in seconds."""
+        return self.now_ticks() / TICKS_PER_S
 
     def pace_of(self, worker: int, work: Work) -> float:
         """Return the minimum duration in seconds of an iteration that computes a gradient for some data."""
@@ -329,7 +334,7 @@ def make_job(
         port=port,
         torchrun_port=_free_port() if torchrun_env else 0,
         token=secrets.token_hex(16),
-        epoch_s=time.monotonic(),
+        epoch_ns=time.monotonic_ns(),
         optimizers=OptimizerSources(packages=imports),
     )
     return job if dry_run else claim_run_dir(job)

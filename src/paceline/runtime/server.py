@@ -156,9 +156,9 @@ class ServerHost:
         """Handle messages until the coordinator sends `Shutdown` or the connection to the coordinator ends."""
         try:
             while self._running:
-                self._hub.poll(self._timers.left_s(self._job.now_s()), spins=not self._core.awaits_factor)
-                for timer in self._timers.take_due(self._job.now_s()):
-                    self._perform(self._core.fire(timer, self._job.now_s()))
+                self._hub.poll(self._timers.left_s(self._job.now_ticks()), spins=not self._core.awaits_factor)
+                for timer in self._timers.take_due(self._job.now_ticks()):
+                    self._perform(self._core.fire(timer, self._job.now_ticks()))
         except BaseException as error:
             # Send the report before any connection is closed, so that it arrives before the workers' own reports that
             # this server is lost.
@@ -266,7 +266,7 @@ class ServerHost:
             self._running = False  # the run is over, although no `Shutdown` has arrived
         elif self._workers.get(peer.index) is peer:
             del self._workers[peer.index]
-            self._perform(self._core.disconnected(peer.index, self._job.now_s()))
+            self._perform(self._core.disconnected(peer.index, self._job.now_ticks()))
 
     # -- messages -----------------------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class ServerHost:
     def _pass_on(self, peer: ServerCaller, message: Message) -> None:
         """Pass a message to the core and perform the core's requests."""
         sender = COORDINATOR if peer is self._coordinator else worker_peer(peer.index)
-        self._perform(self._core.handle(sender, message, self._job.now_s()))
+        self._perform(self._core.handle(sender, message, self._job.now_ticks()))
 
     def _commit(self, peer: ServerCaller, commit: Commit, memory: ServerMemory) -> None:
         inbox, gradient = peer.inboxes[commit.shard]
@@ -305,7 +305,7 @@ class ServerHost:
         inbox.take(commit.pieces)
         inbox.close(empty=commit.empty, set_index=commit.set_index)
         peer.pulls[commit.shard] = commit.set_index
-        requests = self._core.handle(worker_peer(peer.index), commit, self._job.now_s())
+        requests = self._core.handle(worker_peer(peer.index), commit, self._job.now_ticks())
         memory.keep(peer.index, commit, push, peer.payload)
         self._perform(requests)
 
@@ -332,7 +332,7 @@ class ServerHost:
                 case Preserve(shard, worker, iteration):
                     self._require_memory().stores[shard].preserve(worker, iteration)
                 case Timer():
-                    self._timers.set(request.due_s, request)
+                    self._timers.set(request.due_ticks, request)
                 case _:
                     raise InternalError(f"a server cannot carry out {request}")
 

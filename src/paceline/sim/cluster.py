@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from ..core.data_feed import Work
 from ..errors import ConfigurationError
+from ..sync import SyncModel
+from ..sync.ticks import resolution
 from .cluster_file import read_file, read_preset
 from .machines import Link, Presence
 from .times import Distribution, Times, times_of
@@ -22,7 +24,8 @@ class Cluster:
 
     Args:
         compute_s: for each worker, the time to compute a gradient for a batch of the usual size, as a number of
-            seconds, a distribution (`paceline.sim.Uniform`, ...), or a list of recorded times.
+            seconds, a distribution (`paceline.sim.Uniform`, ...), or a list of recorded times. A `Fraction` or a
+            `Decimal` is exact; floats and random times are rounded to whole nanoseconds. This applies to all times.
         fixed_share: fraction of each worker's compute time that does not depend on the size of the batch, from 0 to
             1: one number for each worker, or one for all of them.
         servers: number of servers.
@@ -112,6 +115,14 @@ class Cluster:
     def workers(self) -> int:
         """The number of workers."""
         return len(self.compute_s)
+
+    def ticks_per_s(self, models: Sequence[SyncModel] = ()) -> int:
+        """Return the number of ticks per second in a simulation of this cluster (see `paceline.sync.ticks`).
+
+        Args:
+            models: the sync models of the run, some of which state times as well.
+        """
+        return resolution(self.compute_s, self.latency_s, self.presence, self.links, models)
 
     def compute(self, worker: int) -> Distribution:
         """Return the distribution of a worker's compute times."""

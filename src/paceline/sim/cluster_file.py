@@ -30,7 +30,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -221,30 +221,45 @@ def _times(value: object, what: str) -> Times:
         return times_of([quantity(item, TIMES, f"{what}[{index}]") for index, item in enumerate(value)])
     if not isinstance(value, dict):
         return times_of(quantity(value, TIMES, what))
-    plain: dict[str, object] = {}
-    for key, item in value.items():
-        read = _READ.get(key)
-        plain[key] = item if read is None else read(item, f"{what}.{key}")
+    kind = next((kind for tag, kind in _KINDS.items() if tag == value.get("kind")), None)
+    if kind is None:
+        raise ConfigurationError(f"{what}: kind is {value.get('kind')!r}. {_EXAMPLES}")
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    for key in value:
+        if key not in fields and key != "kind":
+            raise ConfigurationError(f"{what}: unknown field `{key}`. {_EXAMPLES}")
+    for key, field in fields.items():
+        if field.required and key not in value:
+            raise ConfigurationError(f"{what}: missing required field `{key}`. {_EXAMPLES}")
+    read = {key: _READ[key](item, f"{what}.{key}") for key, item in value.items() if key != "kind"}
     try:
-        times: Times = msgspec.convert(plain, Distribution)
-    except msgspec.ValidationError as error:
-        reason = str(error).partition(" - at `")[0]
-        raise ConfigurationError(f"{what}: {reason}. {_KINDS}") from error
+        times: Distribution = kind(**read)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{what}: {error} {_EXAMPLES}") from error
     return times
 
 
 def _seconds(value: object, what: str) -> object:
     if isinstance(value, list):
-        return [quantity(item, TIMES, what) for item in value]
+        return tuple(quantity(item, TIMES, what) for item in value)
     return quantity(value, TIMES, what)
 
 
-_READ: dict[str, Callable[[object, str], object]] = {
+def _number(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigurationError(f"{what} is {value!r}, expected a number.")
+    return float(value)
+
+
+_READ: dict[str, Callable[[object, str], Any]] = {
     **dict.fromkeys(("seconds", "low", "high", "median", "least", "over", "lasting", "every"), _seconds),
+    **dict.fromkeys(("sigma", "alpha", "factor"), _number),
     "base": _times,
 }
 
-_KINDS = (
+_KINDS = {kind.__struct_config__.tag: kind for kind in get_args(Distribution)}
+
+_EXAMPLES = (
     'Kinds of times: { kind = "uniform", low, high }, { kind = "log-normal", median, sigma }, '
     '{ kind = "pareto", least, alpha }, { kind = "drifting", base, factor, over }, '
     '{ kind = "occasional", base, factor, lasting, every }, { kind = "recorded", seconds = [...] }.'

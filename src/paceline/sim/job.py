@@ -51,7 +51,7 @@ from ..sync.draws import uniform
 from ..sync.events import Clip
 from ..sync.schedule import Schedule
 from .cluster import Cluster
-from .kernel import SECOND_NS, STILL, TIMER, Kernel, nanoseconds
+from .kernel import STILL, TIMER, Kernel
 from .machines import Presence
 from .network import Connection, NetworkInterface
 from .recording import Recorders
@@ -175,7 +175,8 @@ class VirtualJob:
         slicing: str = "even",
     ) -> None:
         count = shards
-        self.kernel = Kernel(STILL + 200 * cluster.workers * (count + 4))
+        ticks_per_s = recorders.ticks_per_s
+        self.kernel = Kernel(ticks_per_s, STILL + 200 * cluster.workers * (count + 4))
         self.bytes_sent = dict.fromkeys(KINDS, 0)
         self.cut_off_s: float | None = None
         self._first = [w for w in range(cluster.workers) if not cluster.joins_late(w)]
@@ -189,6 +190,7 @@ class VirtualJob:
             seed=seed,
             late=set(range(cluster.workers)) - set(self._first),
             recorder=recorders.job,
+            ticks_per_s=ticks_per_s,
         )
         self._cluster = cluster
         self._schedule = schedule
@@ -199,7 +201,8 @@ class VirtualJob:
         self._overlap = overlap
         self._recorders = recorders
         self._servers = [
-            Server(seed, recorder_of=recorders.shards.__getitem__) for _ in range(cluster.servers)
+            Server(seed, recorder_of=recorders.shards.__getitem__, ticks_per_s=ticks_per_s)
+            for _ in range(cluster.servers)
         ]
         interfaces = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
         self._to_come = 0  # number of scheduled joins
@@ -243,7 +246,7 @@ class VirtualJob:
         self._driver, self._stores, self._shard_bytes = driver, stores, shard_bytes
         for worker in range(len(self.workers)):
             if worker not in self._first:
-                self._expect(nanoseconds(self._cluster.presence[worker].joins_at_s), worker)
+                self._expect(self.kernel.in_ticks(self._cluster.presence[worker].joins_at_s), worker)
         self._begin(models)
         for worker in self._first:
             self._plan_absence(worker)
@@ -255,11 +258,11 @@ class VirtualJob:
         if self.coordinator.present and self.kernel.idle:
             raise RunFailedError("the run", self._standstill())
         if not self.kernel.idle:  # stopped early: also count the elapsed time of unfinished computations
-            end_ns = self.kernel.now_ns if self.kernel.stopped else nanoseconds(until_s)
-            self.cut_off_s = end_ns / SECOND_NS
+            end_ticks = self.kernel.now_ticks if self.kernel.stopped else self.kernel.in_ticks(until_s)
+            self.cut_off_s = end_ticks / self.kernel.ticks_per_s
             for state in self.workers:
                 if state.computing:
-                    state.computed_ns += end_ns - state.started_ns
+                    state.computed_ticks += end_ticks - state.started_ticks
 
     @property
     def goes_on(self) -> bool:
@@ -287,11 +290,12 @@ class VirtualJob:
         state = self.workers[worker]
         state.attempt += 1
         state.computing, state.droppable = True, droppable
-        state.started_ns = self.kernel.now_ns
+        state.started_ticks = self.kernel.now_ticks
         length_s = state.sample(state.core.iteration, self.kernel.now_s)
         if state.core.data.used:
-            length_s *= self._cluster.factor(worker, state.core.data.work)
-        self.kernel.after(nanoseconds(length_s), self._computed, worker, state.attempt)
+            factor = self._cluster.factor(worker, state.core.data.work)
+            length_s = length_s if factor == 1 else float(length_s) * factor
+        self.kernel.after(self.kernel.in_ticks(length_s), self._computed, worker, state.attempt)
 
     def push(
         self,
@@ -320,7 +324,7 @@ class VirtualJob:
         state = self.workers[worker]
         state.pushed_s = self.kernel.now_s
         state.loss = loss
-        busy_s = (self.kernel.now_ns - state.started_ns) / SECOND_NS
+        busy_s = (self.kernel.now_ticks - state.started_ticks) / self.kernel.ticks_per_s
         requests = state.core.push(
             empty=empty,
             significance=significance,
@@ -412,10 +416,10 @@ class VirtualJob:
     def _begin(self, models: Callable[[int], ModelSpec]) -> None:
         """Begin the run with the initial workers. The messages of this phase take no time and are not counted."""
         for index in range(len(self._servers)):
-            self._at_once(server_peer(index), self.coordinator.connected(server_peer(index), 0.0))
+            self._at_once(server_peer(index), self.coordinator.connected(server_peer(index), 0))
         for worker in self._first:
             peer = worker_peer(worker)
-            self._at_once(COORDINATOR, self.coordinator.connected(peer, 0.0))
+            self._at_once(COORDINATOR, self.coordinator.connected(peer, 0))
         for worker in self._first:
             self._at_once(worker_peer(worker), self.workers[worker].core.register(models(worker)))
         initializer = worker_peer(self.coordinator.initializer)
@@ -424,9 +428,9 @@ class VirtualJob:
         for worker in self._first:
             self._connect(worker)
 
-    def _expect(self, due_ns: int, worker: int) -> None:
+    def _expect(self, due_ticks: int, worker: int) -> None:
         self._to_come += 1
-        self.kernel.at(due_ns, self._join, worker)
+        self.kernel.at(due_ticks, self._join, worker)
 
     def _join(self, worker: int) -> None:
         """Let a worker join late or join again. The worker's initial weights arrive immediately."""
@@ -438,7 +442,7 @@ class VirtualJob:
         count = max(slowest) if len(shards) > 1 and slowest else None
         self._new_core(worker)
         self._at_once(
-            COORDINATOR, self.coordinator.admit(worker, iteration, count or None, self.kernel.now_s)
+            COORDINATOR, self.coordinator.admit(worker, iteration, count or None, self.kernel.now_ticks)
         )
         self._connect(worker)
         state.begun_s = self.kernel.now_s
@@ -462,7 +466,7 @@ class VirtualJob:
 
     def _at_once(self, sender: Peer, requests: Sequence[Request]) -> None:
         """Deliver messages immediately, bypassing the network. Used at the beginning and when workers join."""
-        now_s = self.kernel.now_s
+        now_ticks = self.kernel.now_ticks
         for request in requests:
             match request:
                 case Fail(where, reason):
@@ -470,9 +474,9 @@ class VirtualJob:
                 case Proceed():
                     pass  # the caller notifies the driver
                 case Send(to, message) if to is COORDINATOR:
-                    self._at_once(to, self.coordinator.handle(sender, message, now_s))
+                    self._at_once(to, self.coordinator.handle(sender, message, now_ticks))
                 case Send(to, message) if to.role == "server":
-                    self._at_once(to, self._servers[to.index].handle(sender, message, now_s))
+                    self._at_once(to, self._servers[to.index].handle(sender, message, now_ticks))
                 case Send(to, Started() | Answer() | DataGranted() | Combined() as message):
                     self._at_once(to, self.workers[to.index].core.handle(message))
                 case _:
@@ -487,28 +491,28 @@ class VirtualJob:
         state.attempt += 1
         if presence.preempted_every_s is not None:
             draw = 1.0 - uniform(self._seed, worker, ABSENCES, state.life)
-            after_ns = nanoseconds(-ln(draw) * presence.preempted_every_s)
-            self.kernel.after(after_ns, self._lose, worker, state.life)
+            after_ticks = self.kernel.in_ticks(-ln(draw) * presence.preempted_every_s)
+            self.kernel.after(after_ticks, self._lose, worker, state.life)
         elif presence.lost_at_s is not None and not state.life:
-            self.kernel.at(nanoseconds(presence.lost_at_s), self._lose, worker, state.life)
+            self.kernel.at(self.kernel.in_ticks(presence.lost_at_s), self._lose, worker, state.life)
 
     def _lose(self, worker: int, life: int) -> None:
         state = self.workers[worker]
         if state.life != life or state.core.left:
             return
-        now_s = self.kernel.now_s
+        now_ticks = self.kernel.now_ticks
         if state.computing:
-            state.wasted_s += now_s - state.started_ns / SECOND_NS
+            state.wasted_s += (now_ticks - state.started_ticks) / self.kernel.ticks_per_s
         state.computing = False
         state.attempt += 1
         state.life += 1
         self._driver.lost(worker)
         for index, server in enumerate(self._servers):
-            self._from_server(index, server.disconnected(worker, now_s))
-        self._from_coordinator(self.coordinator.disconnected(worker_peer(worker), now_s))
+            self._from_server(index, server.disconnected(worker, now_ticks))
+        self._from_coordinator(self.coordinator.disconnected(worker_peer(worker), now_ticks))
         back_after_s = self._cluster.presence[worker].back_after_s
         if back_after_s is not None:
-            self._expect(self.kernel.now_ns + nanoseconds(back_after_s), worker)
+            self._expect(self.kernel.now_ticks + self.kernel.in_ticks(back_after_s), worker)
 
     # -- computations -------------------------------------------------------------------------------------
 
@@ -516,7 +520,7 @@ class VirtualJob:
         state = self.workers[worker]
         if attempt == state.attempt:
             state.computing = False
-            state.computed_ns += self.kernel.now_ns - state.started_ns
+            state.computed_ticks += self.kernel.now_ticks - state.started_ticks
             self._driver.computed(worker)
 
     def _proceed(self, worker: int) -> None:
@@ -557,7 +561,7 @@ class VirtualJob:
         state = self.workers[worker]
         if state.life != life:
             return  # the message was sent before the worker was lost
-        requests = self._servers[server].handle(state.peer, message, self.kernel.now_ns / SECOND_NS)
+        requests = self._servers[server].handle(state.peer, message, self.kernel.now_ticks)
         if push is not None:
             assert isinstance(message, Commit)
             self._stores[message.shard].put(worker, message.iteration, push)
@@ -565,7 +569,9 @@ class VirtualJob:
 
     def _at_coordinator(self, worker: int, life: int, message: Message) -> None:
         if self.workers[worker].life == life:
-            self._from_coordinator(self.coordinator.handle(worker_peer(worker), message, self.kernel.now_s))
+            self._from_coordinator(
+                self.coordinator.handle(worker_peer(worker), message, self.kernel.now_ticks)
+            )
 
     def _at_worker(self, worker: int, life: int, message: Message) -> None:
         state = self.workers[worker]
@@ -587,12 +593,10 @@ class VirtualJob:
                 self._from_worker(worker, [request])
 
     def _fire_at_server(self, server: int, timer: Timer) -> None:
-        now_s = max(self.kernel.now_s, timer.due_s)
-        self._from_server(server, self._servers[server].fire(timer, now_s))
+        self._from_server(server, self._servers[server].fire(timer, self.kernel.now_ticks))
 
     def _fire_at_coordinator(self, timer: Timer) -> None:
-        now_s = max(self.kernel.now_s, timer.due_s)
-        self._from_coordinator(self.coordinator.fire(timer, now_s))
+        self._from_coordinator(self.coordinator.fire(timer, self.kernel.now_ticks))
 
     # -- requests from the cores --------------------------------------------------------------------------
 
@@ -623,7 +627,9 @@ class VirtualJob:
                 if type(request.message) is Answer:
                     self._answer(server, request.to.index, request.message)
                 elif request.to is COORDINATOR:
-                    report = self.coordinator.handle(server_peer(server), request.message, self.kernel.now_s)
+                    report = self.coordinator.handle(
+                        server_peer(server), request.message, self.kernel.now_ticks
+                    )
                     self._from_coordinator(report)
                 else:
                     self._to_worker(server, request.to.index, "control", 0, request.message)
@@ -639,8 +645,7 @@ class VirtualJob:
             elif type(request) is Preserve:
                 self._stores[request.shard].preserve(request.worker, request.iteration)
             elif type(request) is Timer:
-                due_ns = nanoseconds(request.due_s)
-                self.kernel.at(due_ns, self._fire_at_server, server, request, priority=TIMER)
+                self.kernel.at(request.due_ticks, self._fire_at_server, server, request, priority=TIMER)
             else:
                 raise InternalError(f"a server cannot carry out {request}")
 
@@ -664,14 +669,13 @@ class VirtualJob:
                 case Send(to, message):
                     # A lost worker, which the servers already know, a mean that is clipped, or an extension.
                     self._from_server(
-                        to.index, self._servers[to.index].handle(COORDINATOR, message, self.kernel.now_s)
+                        to.index, self._servers[to.index].handle(COORDINATOR, message, self.kernel.now_ticks)
                     )
                     if type(message) is ModelExtended and to.index == 0:
                         self._shard_bytes = [bounds.size_bytes for bounds in self.coordinator.slices]
                         self._driver.model_extended(self._servers[0].initializer)
                 case Timer():
-                    due_ns = nanoseconds(request.due_s)
-                    self.kernel.at(due_ns, self._fire_at_coordinator, request, priority=TIMER)
+                    self.kernel.at(request.due_ticks, self._fire_at_coordinator, request, priority=TIMER)
                 case Fail(where, reason):
                     raise RunFailedError(where, reason)
                 case Warn(text):
@@ -712,16 +716,16 @@ class VirtualJob:
     # -- latencies and standstills ------------------------------------------------------------------------
 
     def _delays(self, latency: Distribution, worker: int, purpose: int) -> int | Callable[[], int]:
-        """Return the latency in nanoseconds if it is constant, otherwise a function that draws each latency."""
+        """Return the latency in ticks if it is constant, otherwise a function that draws each latency."""
         if isinstance(latency, Constant):
-            return nanoseconds(latency.seconds)
+            return self.kernel.in_ticks(latency.seconds)
         sample = latency.sampler(self._seed, worker, purpose)
         drawn = 0
 
         def draw() -> int:
             nonlocal drawn
             drawn += 1
-            return nanoseconds(sample(drawn - 1, self.kernel.now_ns / SECOND_NS))
+            return self.kernel.in_ticks(sample(drawn - 1, self.kernel.now_s))
 
         return draw
 

@@ -1,6 +1,7 @@
 """The kernel of the simulation: a heap of events (time, priority, sequence number, function, arguments).
 
-Times are integers in nanoseconds, so sums of times are exact and do not depend on the order of the additions.
+Times are whole numbers of ticks (see `paceline.sync.ticks`), so sums of times are exact, and events that should
+coincide do coincide.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ import math
 from collections.abc import Callable
 
 from ..errors import ConfigurationError, RunFailedError
+from ..sync.ticks import TICKS_PER_S, Seconds, in_ticks
 
-__all__ = ["MESSAGE", "TIMER", "Kernel", "nanoseconds"]
+__all__ = ["MESSAGE", "TIMER", "Kernel"]
 
 MESSAGE, TIMER = 0, 1
 """Priorities of events. If a message and a timer are due at the same time, the message is handled first."""
-
-SECOND_NS = 1_000_000_000
-
 
 LONGEST_S = 1e15
 """The longest permitted time in seconds, about 30 million years."""
@@ -26,48 +25,49 @@ STILL = 100_000
 """Default maximum number of events at the same virtual time. With more events, the simulation is considered stuck."""
 
 
-def nanoseconds(seconds: float) -> int:
-    """Convert seconds to nanoseconds, rounded to the nearest integer.
-
-    >>> nanoseconds(0.1)
-    100000000
-
-    Raises:
-        ConfigurationError: the time is longer than `LONGEST_S`.
-    """
-    if not seconds <= LONGEST_S:
-        raise ConfigurationError(f"a time of {seconds:g} s is too long, expected at most {LONGEST_S:g} s.")
-    return round(seconds * SECOND_NS)
-
-
 class Kernel:
     """A virtual clock that advances from one scheduled event to the next.
 
     Events with the same time and priority are handled in the order in which they were scheduled.
 
     Args:
+        ticks_per_s: number of ticks per second.
         most_at_once: maximum number of events at the same virtual time. With more events, virtual time is assumed not
             to advance, and `run` raises an error.
 
     Attributes:
-        now_ns: the virtual time in nanoseconds.
+        ticks_per_s: number of ticks per second.
+        now_ticks: the virtual time in ticks.
         happened: number of events that have been handled.
         stopped: True if the simulation was stopped by `stop`.
     """
 
-    def __init__(self, most_at_once: int = STILL) -> None:
-        self.now_ns = 0
+    def __init__(self, ticks_per_s: int = TICKS_PER_S, most_at_once: int = STILL) -> None:
+        self.ticks_per_s = ticks_per_s
+        self.now_ticks = 0
         self._most_at_once = most_at_once
         self.happened = 0
         self._heap: list[tuple[int, int, int, Callable[..., None], tuple[object, ...]]] = []
         self._number = 0
-        self._until_ns: float = math.inf
+        self._until_ticks: float = math.inf
         self.stopped = False
 
     @property
     def now_s(self) -> float:
         """The virtual time in seconds."""
-        return self.now_ns / SECOND_NS
+        return self.now_ticks / self.ticks_per_s
+
+    def in_ticks(self, seconds: Seconds) -> int:
+        """Convert a time from seconds to ticks. A float is rounded to a whole number of nanoseconds.
+
+        Raises:
+            ConfigurationError: the time is longer than `LONGEST_S`.
+        """
+        if not seconds <= LONGEST_S:
+            raise ConfigurationError(
+                f"a time of {float(seconds):g} s is too long, expected at most {LONGEST_S:g} s."
+            )
+        return in_ticks(seconds, self.ticks_per_s)
 
     @property
     def idle(self) -> bool:
@@ -75,20 +75,20 @@ class Kernel:
         return not self._heap
 
     def at(
-        self, due_ns: int, function: Callable[..., None], *arguments: object, priority: int = MESSAGE
+        self, due_ticks: int, function: Callable[..., None], *arguments: object, priority: int = MESSAGE
     ) -> None:
         """Schedule a function call at a virtual time. A time in the past is replaced by the current time."""
         self._number = number = self._number + 1
-        heapq.heappush(self._heap, (max(due_ns, self.now_ns), priority, number, function, arguments))
+        heapq.heappush(self._heap, (max(due_ticks, self.now_ticks), priority, number, function, arguments))
 
-    def after(self, delay_ns: int, function: Callable[..., None], *arguments: object) -> None:
+    def after(self, delay_ticks: int, function: Callable[..., None], *arguments: object) -> None:
         """Schedule a function call after a delay."""
         self._number = number = self._number + 1
-        heapq.heappush(self._heap, (self.now_ns + delay_ns, MESSAGE, number, function, arguments))
+        heapq.heappush(self._heap, (self.now_ticks + delay_ticks, MESSAGE, number, function, arguments))
 
     def stop(self) -> None:
         """Stop the simulation: no further events are handled."""
-        self._until_ns = -1
+        self._until_ticks = -1
         self.stopped = True
 
     def run(self, until_s: float = math.inf) -> None:
@@ -99,15 +99,15 @@ class Kernel:
         """
         heap, pop = self._heap, heapq.heappop
         # The current event's time, and the number of events up to and including the first event at this time.
-        moment_ns, begun = -1, 0
-        self._until_ns = nanoseconds(until_s) if math.isfinite(until_s) else math.inf
+        moment, begun = -1, 0
+        self._until_ticks = self.in_ticks(until_s) if math.isfinite(until_s) else math.inf
         happened = 0
         try:
-            while heap and heap[0][0] <= self._until_ns:
-                self.now_ns, _, _, function, arguments = pop(heap)
+            while heap and heap[0][0] <= self._until_ticks:
+                self.now_ticks, _, _, function, arguments = pop(heap)
                 happened += 1
-                if self.now_ns != moment_ns:
-                    moment_ns, begun = self.now_ns, happened
+                if self.now_ticks != moment:
+                    moment, begun = self.now_ticks, happened
                 elif happened - begun > self._most_at_once:
                     raise RunFailedError(
                         "the simulation",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import msgspec
 
 from ..errors import ConfigurationError
+from ..sync.ticks import Seconds
 from .times import Times
 
 __all__ = ["Link", "Presence"]
@@ -23,17 +25,19 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
         back_after_s: time after which a lost worker joins again, in seconds; None if it does not join again.
     """
 
-    joins_at_s: float = 0.0
-    lost_at_s: float | None = None
+    joins_at_s: Seconds = 0.0
+    lost_at_s: Seconds | None = None
     preempted_every_s: float | None = None
-    back_after_s: float | None = None
+    back_after_s: Seconds | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("joins_at_s", 0.0), ("lost_at_s", self.joins_at_s), ("back_after_s", 0.0)):
             value = getattr(self, name)
-            number = isinstance(value, int | float)
+            number = isinstance(value, int | float | Fraction)
             if value is not None and not (number and math.isfinite(value) and value >= least):
-                raise ConfigurationError(f"{name} is {value!r}, expected a number of seconds >= {least:g}.")
+                raise ConfigurationError(
+                    f"{name} is {value!r}, expected a number of seconds >= {float(least):g}."
+                )
         every_s = self.preempted_every_s
         if every_s is not None and not (math.isfinite(every_s) and every_s > 0):
             raise ConfigurationError(f"preempted_every_s is {every_s:g}, expected a number of seconds > 0.")

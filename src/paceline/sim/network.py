@@ -19,7 +19,7 @@ import heapq
 import math
 from collections.abc import Callable
 
-from .kernel import SECOND_NS, Kernel
+from .kernel import Kernel
 
 __all__ = ["Connection", "NetworkInterface"]
 
@@ -28,21 +28,21 @@ class Lane:
     """One direction of a network interface. All transfers that use it share its bandwidth evenly.
 
     While n transfers share the lane, each of them gets 1/n of the bandwidth. So it is sufficient to store the
-    progress of an imaginary transfer that is always active (`_passed_ns`). A transfer ends when this progress reaches
-    a mark that is known when the transfer begins. This takes O(log n) time per transfer, however many transfers begin
-    and end in the meantime.
+    progress of an imaginary transfer that is always active (`_passed_ticks`). A transfer ends when this progress
+    reaches a mark that is known when the transfer begins. This takes O(log n) time per transfer, however many
+    transfers begin and end in the meantime.
     """
 
-    __slots__ = ("_bits_per_s", "_event", "_kernel", "_marks", "_now_ns", "_number", "_passed_ns")
+    __slots__ = ("_bits_per_s", "_event", "_kernel", "_marks", "_now_ticks", "_number", "_passed_ticks")
 
     def __init__(self, kernel: Kernel, bits_per_s: int) -> None:
         self._kernel = kernel
         self._bits_per_s = bits_per_s
         self._marks: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         # Progress of the imaginary transfer: the number of bits transferred so far, divided by the lane's bandwidth.
-        self._passed_ns = 0.0
-        # Virtual time at which `_passed_ns` was last updated.
-        self._now_ns = 0
+        self._passed_ticks = 0.0
+        # Virtual time at which `_passed_ticks` was last updated.
+        self._now_ticks = 0
         self._number = 0
         # Number of the most recently scheduled event. Events with lower numbers are outdated and therefore ignored.
         self._event = 0
@@ -50,25 +50,25 @@ class Lane:
     def use(self, size_bytes: int, done: Callable[..., None], *arguments: object) -> None:
         """Transfer `size_bytes` bytes, then call `done(*arguments)`."""
         self._update()
-        mark_ns = self._passed_ns + size_bytes * 8 * SECOND_NS / self._bits_per_s
+        mark_ticks = self._passed_ticks + size_bytes * 8 * self._kernel.ticks_per_s / self._bits_per_s
         self._number += 1
-        heapq.heappush(self._marks, (mark_ns, self._number, done, arguments))
+        heapq.heappush(self._marks, (mark_ticks, self._number, done, arguments))
         self._schedule()
 
     def _update(self) -> None:
-        """Advance `_passed_ns` to the current time."""
-        now_ns = self._kernel.now_ns
+        """Advance `_passed_ticks` to the current time."""
+        now_ticks = self._kernel.now_ticks
         if self._marks:
-            self._passed_ns += (now_ns - self._now_ns) / len(self._marks)
+            self._passed_ticks += (now_ticks - self._now_ticks) / len(self._marks)
         else:
-            self._passed_ns = 0.0
-        self._now_ns = now_ns
+            self._passed_ticks = 0.0
+        self._now_ticks = now_ticks
 
     def _schedule(self) -> None:
         """Schedule an event for the end of the transfer that ends first. A new transfer makes the event outdated."""
         self._event += 1
-        left_ns = (self._marks[0][0] - self._passed_ns) * len(self._marks)
-        self._kernel.after(max(0, math.ceil(left_ns - ROUNDING_NS)), self._finish, self._event)
+        left_ticks = (self._marks[0][0] - self._passed_ticks) * len(self._marks)
+        self._kernel.after(max(0, math.ceil(left_ticks - ROUNDING_TICKS)), self._finish, self._event)
 
     def _finish(self, event: int) -> None:
         """End the transfer that ends first, unless the event is outdated."""
@@ -82,7 +82,7 @@ class Lane:
 
 
 # This tolerance is larger than the rounding errors of sums of times, and smaller than the resolution of the clock.
-ROUNDING_NS = 1e-3
+ROUNDING_TICKS = 1e-3
 
 
 class NetworkInterface:
@@ -108,52 +108,60 @@ class Connection:
         kernel: the simulation kernel.
         sender: network interface of the sender; None if its bandwidth is not simulated.
         receiver: network interface of the receiver; None if its bandwidth is not simulated.
-        latency_ns: latency of every message, or a function that returns the latency of the next message.
+        latency_ticks: latency of every message, or a function that returns the latency of the next message.
     """
 
-    __slots__ = ("_kernel", "_last_ns", "_latency_ns", "_receiver", "_sender", "_steady_ns", "_waiting")
+    __slots__ = (
+        "_kernel",
+        "_last_ticks",
+        "_latency_ticks",
+        "_receiver",
+        "_sender",
+        "_steady_ticks",
+        "_waiting",
+    )
 
     def __init__(
         self,
         kernel: Kernel,
         sender: NetworkInterface | None,
         receiver: NetworkInterface | None,
-        latency_ns: int | Callable[[], int],
+        latency_ticks: int | Callable[[], int],
     ) -> None:
         self._kernel = kernel
         self._sender = sender.outward if sender is not None else None
         self._receiver = receiver.inward if receiver is not None else None
-        self._latency_ns = latency_ns if callable(latency_ns) else lambda: latency_ns
+        self._latency_ticks = latency_ticks if callable(latency_ticks) else lambda: latency_ticks
         unlimited = self._sender is None and self._receiver is None
         # The time that every message takes; None if it varies. With a constant time, no message overtakes another.
-        self._steady_ns = None if callable(latency_ns) or not unlimited else latency_ns
+        self._steady_ticks = None if callable(latency_ticks) or not unlimited else latency_ticks
         # Time at which the first byte of the most recent message arrives.
-        self._last_ns = 0
+        self._last_ticks = 0
         # Transfers that have not arrived yet, in the order in which they were sent.
         self._waiting: list[_Transfer] = []
 
     def send(self, size_bytes: int, arrive: Callable[..., None], *arguments: object) -> None:
         """Send a message of `size_bytes` bytes, and call `arrive(*arguments)` when the whole message has arrived."""
         kernel = self._kernel
-        if self._steady_ns is not None:
-            kernel.after(self._steady_ns, arrive, *arguments)
+        if self._steady_ticks is not None:
+            kernel.after(self._steady_ticks, arrive, *arguments)
             return
-        self._last_ns = first_ns = max(kernel.now_ns + self._latency_ns(), self._last_ns)
+        self._last_ticks = first_ticks = max(kernel.now_ticks + self._latency_ticks(), self._last_ticks)
         if not size_bytes or (self._sender is None and self._receiver is None):
             if not self._waiting:
-                kernel.at(first_ns, arrive, *arguments)
+                kernel.at(first_ticks, arrive, *arguments)
                 return
             size_bytes = 0
         transfer = _Transfer(arrive, arguments)
         self._waiting.append(transfer)
         if size_bytes and self._sender is not None:
             transfer.parts += 1
-            self._sender.use(size_bytes, self._left, transfer, first_ns - kernel.now_ns)
-        kernel.at(first_ns, self._enter, transfer, size_bytes)
+            self._sender.use(size_bytes, self._left, transfer, first_ticks - kernel.now_ticks)
+        kernel.at(first_ticks, self._enter, transfer, size_bytes)
 
-    def _left(self, transfer: _Transfer, latency_ns: int) -> None:
+    def _left(self, transfer: _Transfer, latency_ticks: int) -> None:
         """Handle the departure of the last byte from the sender. This byte arrives after the connection's latency."""
-        self._kernel.after(latency_ns, self._passed, transfer)
+        self._kernel.after(latency_ticks, self._passed, transfer)
 
     def _enter(self, transfer: _Transfer, size_bytes: int) -> None:
         """Handle the arrival of the first byte at the receiver."""

@@ -71,12 +71,12 @@ def cluster_of(
         for entry in trace.entries:
             if isinstance(entry.event, PushReceived) and entry.refused is None:
                 key = entry.event.worker, entry.event.iteration
-                arrived.setdefault(key, []).append(entry.event.now_s)
+                arrived.setdefault(key, []).append(trace.time_s(entry))
                 samples[key] = entry.event.samples or 0
             for action in entry.actions:
                 if isinstance(action, AnswerPull) and not isinstance(entry.event, PullRepeated):
                     key = action.worker, action.iteration
-                    released[key] = max(released.get(key, 0.0), entry.event.now_s)
+                    released[key] = max(released.get(key, 0.0), trace.time_s(entry))
     links = {}
     for index, (worker, iterations) in enumerate(known):
         to_server_s = [

@@ -12,6 +12,7 @@ from ..errors import ConfigurationError
 from ..runtime.job import require_usable
 from ..sync.notation import notation
 from ..sync.schedule import Schedule
+from ..sync.ticks import TICKS_PER_S
 from ..trace.measures import Meter
 from ..trace.recording import Entry, EntryRecorder, Header, Memory, Recorder, Trace
 from ..trace.records import IterationRecord
@@ -118,8 +119,10 @@ class Recorders:
         emulated: description of how the machines were emulated, if they were recorded in a run that emulated them.
         keep: True to keep all traces and records in memory.
         run_dir: directory for the traces and records; None to write no files.
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
+        ticks_per_s: number of ticks per second.
         meter: computes statistics from the trace entries of all shards and of the coordinator.
         recording: traces and records in memory; None if they are not kept.
         takers: functions that receive the record of each iteration.
@@ -140,8 +143,10 @@ class Recorders:
         emulated: str = "",
         keep: bool,
         run_dir: str | Path | None,
+        ticks_per_s: int = TICKS_PER_S,
     ) -> None:
-        self.meter = Meter(shards)
+        self.ticks_per_s = ticks_per_s
+        self.meter = Meter(shards, ticks_per_s)
         self.recording = Recording([], [[] for _ in range(workers)]) if keep else None
         self.takers: list[TakeRecord] = []
         self.shards: list[EntryRecorder] = []
@@ -174,6 +179,7 @@ class Recorders:
                 seed=self._seed,
                 emulated=self._emulated,
                 computed_by=computed_by,
+                ticks_per_s=self.ticks_per_s,
             )
             self.shards.append(_together([self.meter.at_shard(index), *self._recorders(header)]))
         sync = notation(self._schedule.first)
@@ -183,6 +189,7 @@ class Recorders:
             seed=self._seed,
             emulated=self._emulated,
             computed_by=computed_by,
+            ticks_per_s=self.ticks_per_s,
         )
         self.job = _together([self.meter.at_coordinator(), *self._recorders(header)])
 

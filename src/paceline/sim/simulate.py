@@ -20,7 +20,6 @@ from ..trace.records import IterationRecord
 from .clockwork import Clockwork, Dataset, DatasetClockwork, require_enough_data
 from .cluster import Cluster, require_whole
 from .job import NullStore, VirtualJob
-from .kernel import SECOND_NS, nanoseconds
 from .recording import Recorders, TakeRecord
 from .result import Loss, SimResult
 
@@ -116,7 +115,14 @@ def simulate(
     snapshots: list[tuple[float, WeightsSnapshot]] = []
     final: WeightsSnapshot | None = None
     recorders = Recorders(
-        schedule, cluster.workers, count, seed, emulated=cluster.emulated, keep=record, run_dir=run_dir
+        schedule,
+        cluster.workers,
+        count,
+        seed,
+        emulated=cluster.emulated,
+        keep=record,
+        run_dir=run_dir,
+        ticks_per_s=cluster.ticks_per_s(schedule.models),
     )
     with recorders:
         if train_fn is None:
@@ -184,7 +190,7 @@ def simulate(
         staleness=dict(sorted(recorders.meter.staleness.items())),
         bytes_by_kind=dict(job.bytes_sent),
         events=job.kernel.happened,
-        computed_s=sum(worker.computed_ns for worker in job.workers) / SECOND_NS,
+        computed_s=sum(worker.computed_ticks for worker in job.workers) / job.kernel.ticks_per_s,
         wasted_s=sum(worker.wasted_s for worker in job.workers),
         faults=job.faults,
         emulated=cluster.emulated,
@@ -233,7 +239,7 @@ def _take_snapshots(
         if keep(job.kernel.now_s, take()):
             job.kernel.stop()
         elif job.goes_on:
-            job.kernel.at(nanoseconds(next(ticks) * every_s), tick)
+            job.kernel.at(job.kernel.in_ticks(next(ticks) * every_s), tick)
 
     job.kernel.at(0, tick)
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from decimal import Decimal
+from fractions import Fraction
 
 import msgspec
 
 from ..errors import ConfigurationError
 from ..sync.arithmetic import exp, log, normal_quantile
 from ..sync.draws import uniforms
+from ..sync.ticks import Seconds
 
 __all__ = [
     "Constant",
@@ -30,8 +33,8 @@ __all__ = [
     "times_of",
 ]
 
-Sample = Callable[[int, float], float]
-"""A function that returns a duration in seconds.
+Sample = Callable[[int, float], Seconds]
+"""A function that returns a duration in seconds, which is not rounded to a whole number of ticks yet.
 
 The arguments are the number of the iteration or message, from 0, and the virtual time at which it begins, in seconds.
 """
@@ -54,13 +57,13 @@ class Constant(Spec, frozen=True, kw_only=True, tag="constant"):
     """A constant duration.
 
     Attributes:
-        seconds: the duration, in seconds.
+        seconds: the duration, in seconds: a float or an exact fraction.
 
     >>> Constant(seconds=2.0).sampler(0)(7, 0.0)
     2.0
     """
 
-    seconds: float
+    seconds: Seconds
 
     def __post_init__(self) -> None:
         _require_time("seconds", self.seconds)
@@ -70,7 +73,7 @@ class Constant(Spec, frozen=True, kw_only=True, tag="constant"):
 
     @property
     def typical_s(self) -> float:
-        return self.seconds
+        return float(self.seconds)
 
 
 class Uniform(Spec, frozen=True, kw_only=True, tag="uniform"):
@@ -157,14 +160,16 @@ class Recorded(Spec, frozen=True, kw_only=True, tag="recorded"):
     """A list of recorded durations. When the list is exhausted, it starts again from the beginning.
 
     Attributes:
-        seconds: the recorded durations, in seconds.
+        seconds: the recorded durations, in seconds: floats or exact fractions.
     """
 
-    seconds: tuple[float, ...]
+    seconds: tuple[Seconds, ...]
 
     def __post_init__(self) -> None:
-        if not self.seconds:
-            raise ConfigurationError("recorded: seconds is empty, expected at least one number of seconds.")
+        if not isinstance(self.seconds, Sequence) or not self.seconds:
+            raise ConfigurationError(
+                f"recorded: seconds is {self.seconds!r}, expected a list of at least one number of seconds."
+            )
         for value in self.seconds:
             _require_time("a recorded time", value)
 
@@ -173,7 +178,7 @@ class Recorded(Spec, frozen=True, kw_only=True, tag="recorded"):
 
     @property
     def typical_s(self) -> float:
-        return sorted(self.seconds)[len(self.seconds) // 2]
+        return float(sorted(self.seconds)[len(self.seconds) // 2])
 
 
 class Drifting(Spec, frozen=True, kw_only=True, tag="drifting"):
@@ -197,7 +202,7 @@ class Drifting(Spec, frozen=True, kw_only=True, tag="drifting"):
     def sampler(self, *key: int) -> Sample:
         base = times_of(self.base).sampler(*key)
         over, grown = self.over, self.factor - 1.0
-        return lambda number, now_s: base(number, now_s) * (1.0 + grown * min(1.0, now_s / over))
+        return lambda number, now_s: float(base(number, now_s)) * (1.0 + grown * min(1.0, now_s / over))
 
     @property
     def typical_s(self) -> float:
@@ -232,10 +237,11 @@ class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
         base = times_of(self.base).sampler(*key)
         room, draw = self.every - self.lasting, uniforms(*key, SLOW_PHASES)
 
-        def sample(number: int, now_s: float) -> float:
+        def sample(number: int, now_s: float) -> Seconds:
             period = int(now_s // self.every)
             elapsed_s = now_s - period * self.every - room * draw(period)  # time since the slow phase began
-            return base(number, now_s) * (self.factor if 0.0 <= elapsed_s < self.lasting else 1.0)
+            length_s = base(number, now_s)
+            return float(length_s) * self.factor if 0.0 <= elapsed_s < self.lasting else length_s
 
         return sample
 
@@ -247,7 +253,7 @@ class Occasional(Spec, frozen=True, kw_only=True, tag="occasional"):
 Distribution = Constant | Uniform | LogNormal | Pareto | Recorded | Drifting | Occasional
 """Any distribution of durations."""
 
-Times = float | Distribution
+Times = Seconds | Decimal | Distribution
 """A constant number of seconds, or a distribution of durations."""
 
 # Part of the key for the random times of the slow phases. No iteration has this number, so these draws are
@@ -255,10 +261,11 @@ Times = float | Distribution
 SLOW_PHASES = 1 << 32
 
 
-def times_of(times: Times | Sequence[float]) -> Distribution:
+def times_of(times: Times | Sequence[Seconds | Decimal]) -> Distribution:
     """Return the distribution for a user's specification of times.
 
-    A number means a constant duration, and a list means recorded durations.
+    A number means a constant duration, and a list means recorded durations. A `Fraction` or a `Decimal` is exact, and
+    any other number is rounded to a whole number of nanoseconds.
 
     Raises:
         ConfigurationError: the specification is not valid, or a time is negative.
@@ -267,19 +274,27 @@ def times_of(times: Times | Sequence[float]) -> Distribution:
         return times
     if isinstance(times, bool):
         raise ConfigurationError(f"a time is {times!r}, expected a number of seconds.")
-    if isinstance(times, int | float):
-        return Constant(seconds=float(times))
+    if isinstance(times, int | float | Fraction | Decimal):
+        return Constant(seconds=_seconds(times))
     if isinstance(times, Sequence) and not isinstance(times, str):
-        return Recorded(seconds=tuple(float(value) for value in times))
+        return Recorded(seconds=tuple(_seconds(value) for value in times))
     raise ConfigurationError(
         f"a time is {times!r}, expected a number of seconds, a list of recorded times, or a distribution such as "
         "paceline.sim.Uniform(low=1.0, high=2.0)."
     )
 
 
-def _require_time(name: str, value: float) -> None:
+def _seconds(value: Seconds | Decimal) -> Seconds:
+    if isinstance(value, Decimal) and value.is_finite():
+        return Fraction(value)
+    return value if isinstance(value, Fraction) else float(value)
+
+
+def _require_time(name: str, value: Seconds) -> None:
+    if not isinstance(value, int | float | Fraction):
+        raise ConfigurationError(f"{name} is {value!r}, expected a number of seconds >= 0.")
     if not (math.isfinite(value) and value >= 0):
-        raise ConfigurationError(f"{name} is {value:g}, expected a number of seconds >= 0.")
+        raise ConfigurationError(f"{name} is {float(value):g}, expected a number of seconds >= 0.")
 
 
 def _require_factor(name: str, value: float, least: float) -> None:

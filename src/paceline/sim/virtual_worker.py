@@ -26,7 +26,7 @@ class VirtualWorker:
         attempt: number of the current computation. Events of earlier computations are ignored.
         computing: True while the worker computes.
         droppable: True if the current computation may be aborted.
-        started_ns: time at which the current computation began, in nanoseconds.
+        started_ticks: time at which the current computation began, in ticks.
         begun_s: time at which the weights for the current iteration arrived.
         pushed_s: time at which the last push was sent.
         loss: loss that was reported with the last push.
@@ -36,14 +36,14 @@ class VirtualWorker:
             the weights arrive.
         restarted: pair (time of the abort, time of the restart) for the current iteration; None without a restart.
         finished_s: time at which the most recent iteration ended.
-        computed_ns: total time of all computations that were not wasted (see `wasted_s`), in nanoseconds.
+        computed_ticks: total time of all computations that were not wasted (see `wasted_s`), in ticks.
         wasted_s: total time of computations that were aborted or whose worker was lost, and of pulls after aborts.
     """
 
     __slots__ = (
         "attempt",
         "begun_s",
-        "computed_ns",
+        "computed_ticks",
         "computing",
         "core",
         "droppable",
@@ -59,7 +59,7 @@ class VirtualWorker:
         "restarted",
         "sample",
         "standing_in",
-        "started_ns",
+        "started_ticks",
         "to_coordinator",
         "to_server",
         "wasted_s",
@@ -77,7 +77,7 @@ class VirtualWorker:
         self.attempt = 0
         self.computing = False
         self.droppable = True
-        self.started_ns = 0
+        self.started_ticks = 0
         self.begun_s = 0.0
         self.pushed_s = 0.0
         self.loss: float | None = None
@@ -86,7 +86,7 @@ class VirtualWorker:
         self.standing_in = False
         self.restarted: tuple[float, float] | None = None
         self.finished_s = 0.0
-        self.computed_ns = 0
+        self.computed_ticks = 0
         self.wasted_s = 0.0
 
     def record(self, now_s: float) -> IterationRecord:

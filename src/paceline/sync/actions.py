@@ -81,14 +81,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         superstep: number of the superstep, counted from 0.
         stops: a pair (worker, iteration) for each member. The member stops with its first push of that iteration or a
             later one.
-        wait_s: the predicted time between the first and the last arrival at the barrier (d_Z), in seconds.
-        barrier_s: the predicted time of the last arrival at the barrier, in seconds on the host's clock.
+        wait_ticks: the predicted time between the first and the last arrival at the barrier (d_Z), in ticks.
+        barrier_ticks: the predicted time of the last arrival at the barrier, in ticks on the host's clock.
     """
 
     superstep: int
     stops: tuple[tuple[int, int], ...]
-    wait_s: float
-    barrier_s: float
+    wait_ticks: int
+    barrier_ticks: int
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -113,11 +113,11 @@ class RestartWorker(Action, frozen=True, tag=True):
 
 
 class SetTimer(Action, frozen=True, tag=True):
-    """Send the model a `TimerFired` event for this worker and iteration at time `due_s` on the host's clock."""
+    """Send the model a `TimerFired` event for this worker and iteration at time `due_ticks` on the host's clock."""
 
     worker: int
     iteration: int
-    due_s: float
+    due_ticks: int
 
 
 class PublishChange(Action, frozen=True, tag=True):

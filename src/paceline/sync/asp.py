@@ -12,11 +12,11 @@ each gradient by the number of workers (Algorithm 1, line 15); `push_scale="1/n"
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = ASP().at_shard()
->>> shard.handle(WorkerJoined(now_s=0.0, worker=0))
+>>> shard.handle(WorkerJoined(now_ticks=0, worker=0))
 []
->>> shard.handle(PushReceived(now_s=1.0, worker=0, iteration=0))
+>>> shard.handle(PushReceived(now_ticks=1, worker=0, iteration=0))
 [ApplyPush(worker=0, iteration=0, scale=1.0)]
->>> shard.handle(PullRequested(now_s=1.0, worker=0, iteration=0))
+>>> shard.handle(PullRequested(now_ticks=1, worker=0, iteration=0))
 [AnswerPull(worker=0, iteration=0)]
 """
 

@@ -12,12 +12,12 @@ Deviations: None. The mean of a round's gradients is applied as one optimizer st
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = BSP().at_shard()
 >>> for worker in (0, 1):
-...     _ = shard.handle(WorkerJoined(now_s=0.0, worker=worker))
->>> shard.handle(PushReceived(now_s=1.0, worker=1, iteration=0))
+...     _ = shard.handle(WorkerJoined(now_ticks=0, worker=worker))
+>>> shard.handle(PushReceived(now_ticks=1, worker=1, iteration=0))
 [HoldPush(worker=1, iteration=0)]
->>> shard.handle(PullRequested(now_s=1.0, worker=1, iteration=0))
+>>> shard.handle(PullRequested(now_ticks=1, worker=1, iteration=0))
 []
->>> shard.handle(PushReceived(now_s=3.0, worker=0, iteration=0))
+>>> shard.handle(PushReceived(now_ticks=3, worker=0, iteration=0))
 [HoldPush(worker=0, iteration=0), ApplyMean(pushes=((0, 0), (1, 0))), AnswerPull(worker=1, iteration=0)]
 """
 

@@ -286,7 +286,7 @@ class ConditionMachine(ShardMachine):
         delayed = {worker: pulls[worker] for pulls in self._delayed.values() for worker in pulls}
         return Handover(self.counts, self._held, delayed, self._significance)
 
-    def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
+    def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
         """Continue from another machine's state.
 
         V_train starts at the c_p of the slowest worker. If this machine averages, held pushes are kept for the mean
@@ -300,7 +300,7 @@ class ConditionMachine(ShardMachine):
             self.counts, self._held = handover.counts, handover.held
             handover = handover._replace(held=[])
             actions = self._close_rounds()
-        return actions + super().take_over(handover, now_s)
+        return actions + super().take_over(handover, now_ticks)
 
     def waits(self) -> dict[int, str]:
         live = self.counts.live_count

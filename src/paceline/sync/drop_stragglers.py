@@ -17,12 +17,12 @@ worker is behind, and workers could wait for each other forever.
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = DropStragglers(quorum=1).at_shard()
 >>> for worker in (0, 1):
-...     _ = shard.handle(WorkerJoined(now_s=0.0, worker=worker))
->>> shard.handle(PushReceived(now_s=1.0, worker=0, iteration=0))
+...     _ = shard.handle(WorkerJoined(now_ticks=0, worker=worker))
+>>> shard.handle(PushReceived(now_ticks=1, worker=0, iteration=0))
 [HoldPush(worker=0, iteration=0), ApplyMean(pushes=((0, 0),))]
->>> shard.handle(PushReceived(now_s=2.0, worker=1, iteration=0))
+>>> shard.handle(PushReceived(now_ticks=2, worker=1, iteration=0))
 [DropPush(worker=1, iteration=0)]
->>> shard.handle(PullRequested(now_s=2.0, worker=1, iteration=0))
+>>> shard.handle(PullRequested(now_ticks=2, worker=1, iteration=0))
 [AnswerPull(worker=1, iteration=0)]
 """
 

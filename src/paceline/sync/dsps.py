@@ -24,8 +24,6 @@ to close, even if s has grown or shrunk in the meantime.
 
 from __future__ import annotations
 
-import math
-
 from .actions import AnswerPull, AnyAction
 from .conditions import EXECUTIONS, PUSH_SCALES, ConditionMachine, ConditionModel, PullState
 from .events import AnyEvent, WorkerJoined
@@ -81,22 +79,22 @@ class AdaptiveMachine(ConditionMachine):
         self._intervals.note(event)
         for action in actions:
             if type(action) is AnswerPull:
-                self._intervals.begin(action.worker, event.now_s)
+                self._intervals.begin(action.worker, event.now_ticks)
         if self.v_train != v_train:
             self._adapt()
         return actions
 
-    def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
+    def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
         for worker in handover.counts.count:
-            self._intervals.note(WorkerJoined(now_s=now_s, worker=worker))
-        return super().take_over(handover, now_s)
+            self._intervals.note(WorkerJoined(now_ticks=now_ticks, worker=worker))
+        return super().take_over(handover, now_ticks)
 
     def _within(self, state: PullState) -> bool:
         return state.progress < state.v_train + self.staleness
 
     def _adapt(self) -> None:
         """Update the bound on the gap. This scans all workers, so it is done once per round, not once per push."""
-        intervals_s = self._intervals.interval_s
-        if intervals_s and len(intervals_s) == self.counts.live_count and min(intervals_s.values()) > 0:
-            ratio = max(intervals_s.values()) / min(intervals_s.values())
-            self.staleness = min(self._model.upper, max(self._model.lower, math.ceil(ratio)))
+        intervals = self._intervals.interval_ticks.values()
+        if intervals and len(intervals) == self.counts.live_count and min(intervals) > 0:
+            ratio = -(-max(intervals) // min(intervals))  # rounded up
+            self.staleness = min(self._model.upper, max(self._model.lower, ratio))

@@ -89,10 +89,10 @@ class SpendingMachine(ConditionMachine):
             self._left.pop(event.worker, None)
         return actions
 
-    def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
+    def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
         for worker in handover.counts.count:
-            self._intervals.note(WorkerJoined(now_s=now_s, worker=worker))
-        return super().take_over(handover, now_s)
+            self._intervals.note(WorkerJoined(now_ticks=now_ticks, worker=worker))
+        return super().take_over(handover, now_ticks)
 
     def _answers(self, state: PullState) -> bool:
         # The gap is measured from V_train, which equals min c unless a worker has joined with a smaller c_p. No other
@@ -115,34 +115,35 @@ class SpendingMachine(ConditionMachine):
 
         This method scans all workers, so it is not called for every pull.
         """
-        last_s, interval_s = self._intervals.last_s, self._intervals.interval_s
+        last, interval = self._intervals.last_ticks, self._intervals.interval_ticks
         slowest = [w for w, count in self.counts.count.items() if count == self.counts.slowest]
-        q = max(slowest, key=lambda w: (interval_s.get(w, math.inf), -w))  # the longest interval
-        if q not in interval_s:  # q has not pushed yet, so nothing can be predicted
+        q = max(slowest, key=lambda w: (interval.get(w, math.inf), -w))  # the longest interval
+        if q not in interval:  # q has not pushed yet, so nothing can be predicted
             return 0
         return iterations_to_spend(
-            last_s[worker],
-            interval_s[worker],
-            last_s[q],
-            interval_s[q],
+            last[worker],
+            interval[worker],
+            last[q],
+            interval[q],
             self._model.upper - self._model.lower,
         )
 
 
-def iterations_to_spend(t_p: float, i_p: float, t_q: float, i_q: float, most: int) -> int:
+def iterations_to_spend(t_p: int, i_p: int, t_q: int, i_q: int, most: int) -> int:
     """Return the r in [0, most] for which the predicted wait for the slowest worker's next push is shortest.
 
-    If several r are equally good, return the smallest. The module docstring explains t_p, I_p, t_q and I_q.
+    If several r are equally good, return the smallest. The module docstring explains t_p, I_p, t_q and I_q, which are
+    whole numbers of ticks.
 
-    >>> iterations_to_spend(t_p=4.0, i_p=1.0, t_q=3.0, i_q=3.0, most=5)  # the slowest pushes at 6, 9, ...
+    >>> iterations_to_spend(t_p=4, i_p=1, t_q=3, i_q=3, most=5)  # the slowest pushes at 6, 9, ...
     2
     """
     if i_q <= 0:
         return 0
 
-    def wait_s(r: int) -> float:
-        done_s = t_p + r * i_p
-        k = max(1, math.ceil((done_s - t_q) / i_q))
-        return max(0.0, t_q + k * i_q - done_s)
+    def wait(r: int) -> int:
+        done = t_p + r * i_p
+        k = max(1, -((t_q - done) // i_q))  # (done - t_q) / i_q, rounded up
+        return t_q + k * i_q - done
 
-    return min(range(most + 1), key=wait_s)
+    return min(range(most + 1), key=wait)

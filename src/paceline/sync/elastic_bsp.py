@@ -27,17 +27,15 @@ Deviations: A worker that joins during a superstep runs as in ASP until the next
 >>> from paceline.sync.events import IterationFinished, WorkerJoined
 >>> planner = ElasticBSP(lookahead=4).at_coordinator()
 >>> for worker in (0, 1):
-...     _ = planner.handle(WorkerJoined(now_s=0.0, worker=worker))
->>> for now_s, worker, iteration in [(1, 0, 0), (2, 0, 1), (3, 0, 2), (3, 1, 0), (4, 0, 3), (5, 0, 4)]:
-...     assert planner.handle(IterationFinished(now_s=now_s, worker=worker, iteration=iteration)) == []
->>> [action] = planner.handle(IterationFinished(now_s=6, worker=1, iteration=1))
->>> action.plan.stops, action.plan.wait_s, action.plan.barrier_s
-(((0, 8), (1, 2)), 0.0, 9.0)
+...     _ = planner.handle(WorkerJoined(now_ticks=0, worker=worker))
+>>> for ticks, worker, iteration in [(1, 0, 0), (2, 0, 1), (3, 0, 2), (3, 1, 0), (4, 0, 3), (5, 0, 4)]:
+...     assert planner.handle(IterationFinished(now_ticks=ticks, worker=worker, iteration=iteration)) == []
+>>> [action] = planner.handle(IterationFinished(now_ticks=6, worker=1, iteration=1))
+>>> action.plan.stops, action.plan.wait_ticks, action.plan.barrier_ticks
+(((0, 8), (1, 2)), 0, 9)
 """
 
 from __future__ import annotations
-
-import numpy as np
 
 from ..errors import InternalError, InvalidEventError
 from ..zipline import solve_periodic
@@ -57,7 +55,7 @@ from .model import Handover, JobMachine, ShardMachine, SyncModel, require_count,
 __all__ = ["ElasticBSP"]
 
 MOST_LOOKAHEAD = 100_000
-LEAST_INTERVAL_S = 1e-9  # extrapolation needs an interval > 0, but two pushes can have the same time
+LEAST_INTERVAL_TICKS = 1  # extrapolation needs an interval > 0, but two pushes can have the same time
 
 
 class ElasticBSP(SyncModel, frozen=True, repr_omit_defaults=True):
@@ -225,13 +223,13 @@ class Pace:
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration  # the next iteration that the worker will finish
         self.pushes = 0  # number of pushes since the worker's last barrier
-        self.last_s = 0.0  # time of the worker's last push
-        self.interval_s = 0.0  # time between the worker's last two pushes
+        self.last_ticks = 0  # time of the worker's last push
+        self.interval_ticks = 0  # time between the worker's last two pushes
 
-    def finished(self, now_s: float) -> None:
+    def finished(self, now_ticks: int) -> None:
         self.pushes += 1
-        self.interval_s = now_s - self.last_s
-        self.last_s = now_s
+        self.interval_ticks = now_ticks - self.last_ticks
+        self.last_ticks = now_ticks
 
     def stopped(self) -> None:
         self.pushes = 0
@@ -277,7 +275,7 @@ class Planner(JobMachine):
             assert self._remaining is not None
             self._remaining.discard(worker)
         else:
-            pace.finished(event.now_s)
+            pace.finished(event.now_ticks)
             if pace.pushes >= 2:
                 self._unmonitored.discard(worker)
         return self._proceed()
@@ -323,13 +321,15 @@ class Planner(JobMachine):
 
     def _plan(self, members: list[int]) -> Plan:
         paces = [self._pace[worker] for worker in members]
-        last_s = np.array([pace.last_s for pace in paces])
-        interval_s = np.array([max(pace.interval_s, LEAST_INTERVAL_S) for pace in paces])
-        solution = solve_periodic(last_s, interval_s, self._lookahead)
+        solution = solve_periodic(
+            [pace.last_ticks for pace in paces],
+            [max(pace.interval_ticks, LEAST_INTERVAL_TICKS) for pace in paces],
+            self._lookahead,
+        )
         stops = zip(members, paces, solution.picks.tolist(), strict=True)
         return Plan(
             superstep=self._superstep,
             stops=tuple((worker, pace.iteration + pick) for worker, pace, pick in stops),
-            wait_s=solution.wait,
-            barrier_s=solution.barrier,
+            wait_ticks=int(solution.wait),
+            barrier_ticks=int(solution.barrier),
         )

@@ -1,7 +1,7 @@
 """Events: the input of a sync model. Events are immutable, and their names are in the past tense.
 
-A model knows the time only from its events: `now_s` is the host's clock, in seconds since the run began. A trace
-contains the events of a run, and passing them to the model again gives the same actions.
+A model knows the time only from its events: `now_ticks` is the host's clock, in ticks since the run began (see
+`ticks`). A trace contains the events of a run, and passing them to the model again gives the same actions.
 
 Each worker has two counters. `iteration` is the label that the worker itself gives to an iteration, counted from 0.
 The model counts c_p, the number of iterations that worker p has pushed; a worker that joins late starts with the c_p
@@ -98,9 +98,9 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Base class of the events. `now_s` never decreases between successive events of the same host."""
+    """Base class of the events. `now_ticks` never decreases between successive events of the same host."""
 
-    now_s: float
+    now_ticks: int
 
 
 class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):

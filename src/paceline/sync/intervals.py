@@ -15,28 +15,28 @@ class Intervals:
     """For each live worker, when its current interval began, and how long its last interval was.
 
     Attributes:
-        last_s: worker -> time of the worker's last push or join, or the time given to `begin`.
-        interval_s: worker -> length of the interval that ended with the worker's last push.
+        last_ticks: worker -> time of the worker's last push or join, or the time given to `begin`.
+        interval_ticks: worker -> length of the interval that ended with the worker's last push.
     """
 
     def __init__(self) -> None:
-        self.last_s: dict[int, float] = {}
-        self.interval_s: dict[int, float] = {}
+        self.last_ticks: dict[int, int] = {}
+        self.interval_ticks: dict[int, int] = {}
 
     def note(self, event: AnyEvent) -> None:
         """Update the times after the model has accepted an event."""
         match event:
             case PushReceived():
-                self.interval_s[event.worker] = event.now_s - self.last_s[event.worker]
-                self.last_s[event.worker] = event.now_s
+                self.interval_ticks[event.worker] = event.now_ticks - self.last_ticks[event.worker]
+                self.last_ticks[event.worker] = event.now_ticks
             case WorkerJoined():
-                self.last_s[event.worker] = event.now_s
+                self.last_ticks[event.worker] = event.now_ticks
             case WorkerLost() | WorkerFinished():
-                del self.last_s[event.worker]
-                self.interval_s.pop(event.worker, None)
+                del self.last_ticks[event.worker]
+                self.interval_ticks.pop(event.worker, None)
             case _:
                 pass
 
-    def begin(self, worker: int, now_s: float) -> None:
+    def begin(self, worker: int, now_ticks: int) -> None:
         """Begin a worker's current interval now instead of with its last push."""
-        self.last_s[worker] = now_s
+        self.last_ticks[worker] = now_ticks

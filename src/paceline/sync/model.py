@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
@@ -32,6 +33,7 @@ from .events import (
     WorkerJoined,
     WorkerLost,
 )
+from .ticks import TICKS_PER_S
 
 __all__ = [
     "Fault",
@@ -97,10 +99,12 @@ class ShardMachine:
     it calls these methods.
 
     Attributes:
+        ticks_per_s: number of ticks per second of the run. The host sets it before the first event.
         counts: c_p of the live workers.
         fault: None, or the failure of a user's condition. After a failure, the machine must not receive more events.
     """
 
+    ticks_per_s: int = TICKS_PER_S
     fault: Fault | None = None
 
     def __init__(self) -> None:
@@ -156,12 +160,12 @@ class ShardMachine:
         """Return the state for the next machine. This machine must not be used afterwards."""
         return Handover(self.counts, [], {}, {})
 
-    def take_over(self, handover: Handover, now_s: float) -> list[AnyAction]:
+    def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
         """Continue from another machine's state: apply the mean of the held pushes, and process the delayed pulls."""
         self.counts = handover.counts
         actions: list[AnyAction] = [ApplyMean(tuple(sorted(handover.held)))] if handover.held else []
         for worker, iteration in sorted(handover.delayed.items()):
-            actions += self.pulled(PullRequested(now_s=now_s, worker=worker, iteration=iteration))
+            actions += self.pulled(PullRequested(now_ticks=now_ticks, worker=worker, iteration=iteration))
         return actions
 
     def validate(self) -> None:
@@ -173,9 +177,11 @@ class JobMachine:
     """Base class of the machines that run a model at the coordinator, if the model plans for the whole job.
 
     Attributes:
+        ticks_per_s: number of ticks per second of the run. The host sets it before the first event.
         next_superstep: first superstep that would wait for a worker that joins now; 0 if the model plans no barriers.
     """
 
+    ticks_per_s: int = TICKS_PER_S
     next_superstep: int = 0
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
@@ -304,7 +310,7 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         shown = [
             f"{field.name}={_plain(value)}"
             for field, value in values
-            if value != field.default or isinstance(value, int | float)
+            if value != field.default or isinstance(value, int | float | Fraction)
         ]
         return f"{self.name}:{','.join(shown)}" if shown else self.name
 
@@ -323,9 +329,9 @@ def _plain(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def require_within(model: str, key: str, value: float, least: float, most: float) -> None:
+def require_within(model: str, key: str, value: float | Fraction, least: float, most: float) -> None:
     """Raise `ConfigurationError` unless a parameter is a number in [least, most]."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, int | float | Fraction) and not isinstance(value, bool)
     if not (number and least <= value <= most):
         and_most = "" if math.isinf(most) else f" and <= {most:g}"
         raise ConfigurationError(f"{model}: {key} is {value!r}, expected a number >= {least:g}{and_most}.")

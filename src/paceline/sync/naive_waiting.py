@@ -11,12 +11,12 @@ fresh weights.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, TimerFired, WorkerJoined
 >>> shard = NaiveWaiting(delay_s=0.5).at_shard()
->>> _ = shard.handle(WorkerJoined(now_s=0.0, worker=0))
->>> shard.handle(PushReceived(now_s=1.0, worker=0, iteration=0))
+>>> _ = shard.handle(WorkerJoined(now_ticks=0, worker=0))
+>>> shard.handle(PushReceived(now_ticks=1_000_000_000, worker=0, iteration=0))
 [ApplyPush(worker=0, iteration=0, scale=1.0)]
->>> shard.handle(PullRequested(now_s=1.0, worker=0, iteration=0))
-[SetTimer(worker=0, iteration=0, due_s=1.5)]
->>> shard.handle(TimerFired(now_s=1.5, worker=0, iteration=0))
+>>> shard.handle(PullRequested(now_ticks=1_000_000_000, worker=0, iteration=0))
+[SetTimer(worker=0, iteration=0, due_ticks=1500000000)]
+>>> shard.handle(TimerFired(now_ticks=1_500_000_000, worker=0, iteration=0))
 [AnswerPull(worker=0, iteration=0)]
 """
 
@@ -28,6 +28,7 @@ from ..errors import InternalError
 from .actions import AnswerPull, AnyAction, ApplyPush, DropPush, SetTimer
 from .events import PullRequested, PushReceived, TimerFired, WorkerFinished, WorkerLost
 from .model import Handover, ShardMachine, SyncModel, require_within
+from .ticks import Seconds, in_ticks
 
 __all__ = ["NaiveWaiting"]
 
@@ -36,12 +37,12 @@ class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
     """ASP with a fixed delay before each pull is answered.
 
     Attributes:
-        delay_s: d, the delay of each pull, in seconds; a number >= 0.
+        delay_s: d, the delay of each pull, in seconds; a number or a fraction >= 0.
     """
 
     name = "naive-waiting"
 
-    delay_s: float
+    delay_s: Seconds
 
     @property
     def agrees_on_means(self) -> bool:
@@ -65,7 +66,7 @@ class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
 class DelayingMachine(ShardMachine):
     """The state machine of ASP, with a timer for each pull."""
 
-    def __init__(self, delay_s: float) -> None:
+    def __init__(self, delay_s: Seconds) -> None:
         super().__init__()
         self._delay_s = delay_s
         self._deferred: dict[int, int] = {}  # worker -> iteration of the worker's deferred pull
@@ -77,7 +78,9 @@ class DelayingMachine(ShardMachine):
         if not self._delay_s:
             return [AnswerPull(pull.worker, pull.iteration)]
         self._deferred[pull.worker] = pull.iteration
-        return [SetTimer(pull.worker, pull.iteration, pull.now_s + self._delay_s)]
+        return [
+            SetTimer(pull.worker, pull.iteration, pull.now_ticks + in_ticks(self._delay_s, self.ticks_per_s))
+        ]
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
         if self._deferred.get(timer.worker) != timer.iteration:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import TypeVar, get_args
 
 import msgspec
@@ -164,14 +165,14 @@ def _example(model: type[SyncModel], key: str) -> str:
     return f"{model.name}:{key}={ {'pull': 'module:function', 'delay_s': '0.5'}.get(key, '2') }"
 
 
-def _value(text: str, key: str, value: str, kind: object) -> float | str:
-    """Return the value of a parameter: a number, or text if the parameter accepts text."""
+def _value(text: str, key: str, value: str, kind: object) -> float | Fraction | str:
+    """Return the value of a parameter: a number, a fraction such as 1/3, or text if the parameter accepts text."""
     if kind is str or (kind not in (int, float) and not get_args(kind)):
         return value
     try:
-        number = float(value)
-    except ValueError:
+        number = Fraction(value) if "/" in value and Fraction in get_args(kind) else float(value)
+    except (ValueError, ZeroDivisionError):
         if str in get_args(kind):
             return value
         raise ConfigurationError(f"sync model {text!r}: {key} is {value!r}, expected a number.") from None
-    return int(number) if number.is_integer() else number
+    return int(number) if number % 1 == 0 else number

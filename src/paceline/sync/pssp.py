@@ -19,9 +19,9 @@ bounds of the paper are not covered by any test.
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = PSSP(staleness=0, probability=1.0).at_shard()
 >>> for worker in (0, 1):
-...     _ = shard.handle(WorkerJoined(now_s=0.0, worker=worker))
->>> _ = shard.handle(PushReceived(now_s=1.0, worker=0, iteration=0))
->>> shard.handle(PullRequested(now_s=1.0, worker=0, iteration=0))  # waits, as in SSP(0)
+...     _ = shard.handle(WorkerJoined(now_ticks=0, worker=worker))
+>>> _ = shard.handle(PushReceived(now_ticks=1, worker=0, iteration=0))
+>>> shard.handle(PullRequested(now_ticks=1, worker=0, iteration=0))  # waits, as in SSP(0)
 []
 """
 

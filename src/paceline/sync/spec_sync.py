@@ -27,24 +27,29 @@ positive F.
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()
 >>> for worker in (0, 1, 2):
-...     _ = coordinator.handle(WorkerJoined(now_s=0.0, worker=worker))
->>> coordinator.handle(IterationFinished(now_s=1.0, worker=0, iteration=0))
+...     _ = coordinator.handle(WorkerJoined(now_ticks=0, worker=worker))
+>>> coordinator.handle(IterationFinished(now_ticks=1_000_000_000, worker=0, iteration=0))
 []
->>> coordinator.handle(IterationStarted(now_s=1.0, worker=0, iteration=1))
-[SetTimer(worker=0, iteration=1, due_s=1.5)]
+>>> coordinator.handle(IterationStarted(now_ticks=1_000_000_000, worker=0, iteration=1))
+[SetTimer(worker=0, iteration=1, due_ticks=1500000000)]
 >>> for worker in (1, 2):  # two pushes are more than 3 * 0.5
-...     _ = coordinator.handle(IterationFinished(now_s=1.2, worker=worker, iteration=0))
->>> coordinator.handle(TimerFired(now_s=1.5, worker=0, iteration=1))
+...     _ = coordinator.handle(IterationFinished(now_ticks=1_200_000_000, worker=worker, iteration=0))
+>>> coordinator.handle(TimerFired(now_ticks=1_500_000_000, worker=0, iteration=1))
 [RestartWorker(worker=0, iteration=1)]
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ConfigurationError, InternalError
 from .actions import AnyAction, RestartWorker, SetTimer
@@ -59,6 +64,7 @@ from .events import (
 )
 from .model import JobMachine, ShardMachine, SyncModel, require_within
 from .ssp import SSP
+from .ticks import Seconds, decimal, in_ticks
 
 __all__ = ["Span", "SpecSync", "Speculation", "tune"]
 
@@ -68,16 +74,18 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
 
     Attributes:
         base: model that the shards run, ASP or SSP.
-        abort_time_s: ABORT_TIME in seconds, a number > 0. None (the default) selects the adaptive variant.
-        abort_rate: ABORT_RATE, a number >= 0. An iteration is restarted if other workers push more than `abort_rate`
-            times per live worker within `abort_time_s` of its start. Give both parameters or neither.
+        abort_time_s: ABORT_TIME in seconds, a number or a fraction > 0. None (the default) selects the adaptive
+            variant.
+        abort_rate: ABORT_RATE, a number or a fraction >= 0. An iteration is restarted if other workers push more
+            than `abort_rate` times per live worker within `abort_time_s` of its start. Give both parameters or
+            neither.
     """
 
     name = "spec-sync"
 
     base: ASP | SSP = ASP()
-    abort_time_s: float | None = None
-    abort_rate: float | None = None
+    abort_time_s: Seconds | None = None
+    abort_rate: float | Fraction | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, ASP | SSP):
@@ -115,36 +123,40 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
         return self.base.at_shard(seed, shard)
 
     def at_coordinator(self, seed: int = 0) -> Speculator:
-        if self.abort_time_s is None or self.abort_rate is None:
-            return Speculator(None)
-        return Speculator(Speculation(self.abort_time_s, self.abort_rate))
+        return Speculator(self)
 
 
 class Speculation(msgspec.Struct, frozen=True):
     """The two parameters that decide whether an iteration is restarted.
 
     Attributes:
-        abort_time_s: ABORT_TIME, the number of seconds for which an iteration is watched after its start.
-        abort_rate: ABORT_RATE, the largest number of pushes per live worker that does not cause a restart.
+        abort_time_ticks: ABORT_TIME, the number of ticks for which an iteration is watched after its start.
+        abort_rate: ABORT_RATE, the largest number of pushes per live worker that does not cause a restart. It may be
+            infinite.
     """
 
-    abort_time_s: float
-    abort_rate: float
+    abort_time_ticks: int
+    abort_rate: Fraction | float
 
 
 class Span(msgspec.Struct, frozen=True):
     """The start and end times of a worker's last completed iteration."""
 
-    start_s: float
-    end_s: float
+    start_ticks: int
+    end_ticks: int
+
+    @property
+    def ticks(self) -> int:
+        """The duration in ticks."""
+        return self.end_ticks - self.start_ticks
 
 
 class Watched:
     """The coordinator's record of one live worker."""
 
-    def __init__(self, iteration: int, start_s: float) -> None:
+    def __init__(self, iteration: int, start_ticks: int) -> None:
         self.iteration = iteration  # the next iteration that the worker will finish
-        self.start_s: float | None = start_s  # start of that iteration; None until it has started
+        self.start_ticks: int | None = start_ticks  # start of that iteration; None until it has started
         self.last: Span | None = None  # the previous iteration
         self.pushes_before = 0  # total number of pushes before the current iteration started
         self.speculation: Speculation | None = None  # None if the current iteration is not watched
@@ -157,35 +169,36 @@ class Speculator(JobMachine):
         speculation: the current parameters; None while new iterations are not watched.
     """
 
-    def __init__(self, fixed: Speculation | None) -> None:
-        self.speculation = fixed
-        self._adaptive = fixed is None
+    def __init__(self, model: SpecSync) -> None:
+        self.speculation: Speculation | None = None
+        self._model = model
+        self._adaptive = model.abort_time_s is None
         self._workers: dict[int, Watched] = {}  # live workers, in order of joining
         self._push_count = 0  # total number of pushes since the start of the run
-        self._pushes: list[tuple[float, int]] = []  # (time, worker) of pushes that the next tuning may need
+        self._pushes: list[tuple[int, int]] = []  # (time, worker) of pushes that the next tuning may need
         self._yet_to_push: set[int] = set()  # live workers that have not pushed since the last tuning
 
     def finished(self, event: IterationFinished) -> list[AnyAction]:
         watched = self._workers[event.worker]
-        assert watched.start_s is not None
-        watched.last = Span(watched.start_s, event.now_s)
+        assert watched.start_ticks is not None
+        watched.last = Span(watched.start_ticks, event.now_ticks)
         watched.iteration = event.iteration + 1
-        watched.start_s = watched.speculation = None
+        watched.start_ticks = watched.speculation = None
         self._push_count += 1
         if self._adaptive:
-            self._pushes.append((event.now_s, event.worker))
+            self._pushes.append((event.now_ticks, event.worker))
             self._yet_to_push.discard(event.worker)
             self._end_epoch_if_complete()
         return []
 
     def started(self, event: IterationStarted) -> list[AnyAction]:
         watched = self._workers[event.worker]
-        watched.start_s = event.now_s
+        watched.start_ticks = event.now_ticks
         watched.pushes_before = self._push_count
         watched.speculation = self.speculation
         if self.speculation is None:
             return []
-        return [SetTimer(event.worker, event.iteration, event.now_s + self.speculation.abort_time_s)]
+        return [SetTimer(event.worker, event.iteration, event.now_ticks + self.speculation.abort_time_ticks)]
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
         """Run CHECKRESYNC: restart the iteration if too many pushes have been counted since its start.
@@ -202,8 +215,10 @@ class Speculator(JobMachine):
         return []
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
-        self._workers[event.worker] = Watched(event.iteration, event.now_s)
+        self._workers[event.worker] = Watched(event.iteration, event.now_ticks)
         self._yet_to_push.add(event.worker)
+        if self.speculation is None:
+            self.speculation = self._fixed()
         return []
 
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
@@ -224,6 +239,14 @@ class Speculator(JobMachine):
                 f"the log of pushes has more than {self._push_count} entries, or is out of order: {self._pushes}"
             )
 
+    def _fixed(self) -> Speculation | None:
+        """Return the parameters that the model states, or None if they are tuned."""
+        time_s, rate = self._model.abort_time_s, self._model.abort_rate
+        if time_s is None or rate is None:
+            return None
+        time_ticks = in_ticks(time_s, self.ticks_per_s)
+        return Speculation(time_ticks, rate if math.isinf(rate) else decimal(rate))
+
     def _end_epoch_if_complete(self) -> None:
         """Tune the parameters if every live worker has pushed since the last tuning."""
         if not self._adaptive or self._yet_to_push or not self._workers:
@@ -234,45 +257,77 @@ class Speculator(JobMachine):
         self.speculation = tune(spans, self._pushes)
         self._yet_to_push = set(self._workers)
         # The next tuning needs only the pushes since the earliest start of an iteration that is still being computed.
-        starts_s = [w.start_s for w in self._workers.values() if w.start_s is not None]
-        self._pushes = [push for push in self._pushes if starts_s and push[0] > min(starts_s)]
+        starts = [w.start_ticks for w in self._workers.values() if w.start_ticks is not None]
+        self._pushes = [push for push in self._pushes if starts and push[0] > min(starts)]
 
 
-def tune(spans: dict[int, Span], pushes: Sequence[tuple[float, int]]) -> Speculation | None:
+def tune(spans: Mapping[int, Span], pushes: Sequence[tuple[int, int]]) -> Speculation | None:
     """Run Algorithm 1: return the abort time with the largest F (Eq. 7) and its abort rate, or None if no F is > 0.
 
     Args:
         spans: live worker -> start and end of the worker's last completed iteration.
-        pushes: (time, worker) of all pushes since the earliest start of a span, in order of time.
+        pushes: (time in ticks, worker) of all pushes since the earliest start of a span, in order of time.
 
     The candidates for D are the delays of at most T from the start of each worker's span to each later push by
     another worker. F is computed for all candidates together: the sum of all u_i(D) is the number of candidates <= D,
     which is the rank of D among the sorted candidates. The computation takes O(m p log(m p)) time for m workers and
     p pushes. As printed in the paper, Algorithm 1 takes O(m p) time for each candidate.
 
-    >>> tune({0: Span(0.0, 4.0), 1: Span(0.5, 4.5)}, [(1.0, 1), (4.0, 0), (4.5, 1)])  # D = 1: gain 1, loss 2 / 4
-    Speculation(abort_time_s=1.0, abort_rate=0.125)
+    The result is exact: F is computed with floats, and exactly for the candidates whose F is so close to the largest
+    one, or to 0, that the rounding errors might decide.
+
+    >>> tune({0: Span(0, 40), 1: Span(5, 45)}, [(10, 1), (40, 0), (45, 1)])  # D = 10: gain 1, loss 20 / 40
+    Speculation(abort_time_ticks=10, abort_rate=Fraction(1, 8))
     """
     m = len(spans)
-    length_s = [span.end_s - span.start_s for span in spans.values()]
-    if m < 2 or min(length_s) <= 0:
+    durations = [span.ticks for span in spans.values()]
+    if m < 2 or min(durations) <= 0 or not pushes:
         return None
-    mean_s = sum(length_s) / m
-    push_s = np.array([push[0] for push in pushes])
-    pusher = np.array([push[1] for push in pushes])
+    total = sum(durations)
+    delays = _delays(spans, pushes, total // m)
+    if not len(delays):
+        return None
+    gain = np.searchsorted(delays, delays, side="right")
+    loss = delays.astype(np.float64) * ((m - 1) * sum(1 / duration for duration in durations))
+    estimate = gain - loss
+    # The sum of m reciprocals and the three operations that follow it are wrong by less than a factor 1 + (m + 4) u.
+    error = (gain + loss) * ((m + 8) * 2.0**-52)
+    close = np.flatnonzero(estimate + error >= (estimate - error).max())
+    best = int(close[0])
+    if delays[close[-1]] != delays[best] or abs(estimate[best]) <= error[best]:
+        improvements = _exactly([(int(gain[i]), int(delays[i])) for i in close], durations)
+        best = int(close[improvements.index(max(improvements))])
+        if max(improvements) <= 0:
+            return None
+    elif estimate[best] <= 0:
+        return None
+    abort_time = int(delays[best])
+    return Speculation(abort_time, Fraction(abort_time * (m - 1), total))
+
+
+def _delays(spans: Mapping[int, Span], pushes: Sequence[tuple[int, int]], longest: int) -> NDArray[Any]:
+    """Return the candidates for D, in ascending order: the delays in (0, longest] from a start to another's push."""
+    origin = min(span.start_ticks for span in spans.values())
+    latest = max(pushes[-1][0], *(span.end_ticks for span in spans.values())) - origin
+    # Whole numbers beyond 64 bits occur only if times are stated as fractions with very large denominators.
+    kind = np.int64 if latest < 2**62 else object
+    push = np.array([time - origin for time, _ in pushes], dtype=kind)
+    pusher = np.array([worker for _, worker in pushes])
     parts = []
     for worker, span in spans.items():
-        first = np.searchsorted(push_s, span.start_s, side="right")
-        distance_s = push_s[first:][pusher[first:] != worker] - span.start_s
-        parts.append(distance_s[(distance_s > 0) & (distance_s <= mean_s)])
-    delay_s = np.sort(np.concatenate(parts))
-    if not len(delay_s):
-        return None
-    gain = np.searchsorted(delay_s, delay_s, side="right")
-    loss_per_s = (m - 1) * sum(1.0 / length for length in length_s)
-    improvement = gain - delay_s * loss_per_s
-    best = int(np.argmax(improvement))
-    if improvement[best] <= 0:
-        return None
-    abort_time_s = float(delay_s[best])
-    return Speculation(abort_time_s, abort_time_s * (m - 1) / (mean_s * m))
+        first = np.searchsorted(push, span.start_ticks - origin, side="right")
+        delay = push[first:][pusher[first:] != worker] - (span.start_ticks - origin)
+        parts.append(delay[delay <= longest])
+    return np.sort(np.concatenate(parts))
+
+
+def _exactly(candidates: Sequence[tuple[int, int]], durations: Sequence[int]) -> list[Fraction]:
+    """Return F (Eq. 7) of each candidate, a pair (sum of all u_i, D)."""
+    # Add pairs of fractions, then pairs of sums, and so on: the terms then stay as short as possible. Equal durations
+    # are common in simulations, and are added first.
+    terms = [(count, duration) for duration, count in Counter(durations).items()]
+    while len(terms) > 1:
+        pairs = itertools.zip_longest(terms[::2], terms[1::2], fillvalue=(0, 1))
+        terms = [(a * d + c * b, b * d) for (a, b), (c, d) in pairs]
+    loss = (len(durations) - 1) * Fraction(*terms[0])
+    return [gain - delay * loss for gain, delay in candidates]

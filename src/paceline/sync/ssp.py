@@ -15,12 +15,12 @@ Deviations: None.
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = SSP(staleness=0).at_shard()
 >>> for worker in (0, 1):
-...     _ = shard.handle(WorkerJoined(now_s=0.0, worker=worker))
->>> shard.handle(PushReceived(now_s=1.0, worker=0, iteration=0))
+...     _ = shard.handle(WorkerJoined(now_ticks=0, worker=worker))
+>>> shard.handle(PushReceived(now_ticks=1, worker=0, iteration=0))
 [ApplyPush(worker=0, iteration=0, scale=1.0)]
->>> shard.handle(PullRequested(now_s=1.0, worker=0, iteration=0))  # 1 ahead of worker 1: waits
+>>> shard.handle(PullRequested(now_ticks=1, worker=0, iteration=0))  # 1 ahead of worker 1: waits
 []
->>> shard.handle(PushReceived(now_s=2.0, worker=1, iteration=0))
+>>> shard.handle(PushReceived(now_ticks=2, worker=1, iteration=0))
 [ApplyPush(worker=1, iteration=0, scale=1.0), AnswerPull(worker=0, iteration=0)]
 """
 

@@ -161,14 +161,16 @@ class CheckedShard:
                 self.legal.phase[worker] = "computing"
                 if v_train is not None:
                     self.legal.progress[worker] = v_train
-            case SetTimer(worker, iteration, due_s):
+            case SetTimer(worker, iteration, due_ticks):
                 assert self.legal.phase.get(worker) == "waiting", (
                     f"{action} was returned, but worker {worker} does not wait"
                 )
                 assert iteration == self.legal.label[worker] - 1, (
                     f"{action} names the wrong iteration, expected {self.legal.label[worker] - 1}"
                 )
-                assert due_s >= event.now_s, f"{action} is due before the event that caused it, {event}"
+                assert due_ticks >= event.now_ticks, (
+                    f"{action} is due before the event that caused it, {event}"
+                )
                 self.legal.timers.append(action)
             case ReportFault():
                 self.faults.append(action)

@@ -36,7 +36,7 @@ class LegalEvents:
         repeats: True if the state machine under test accepts repeated pulls.
 
     Attributes:
-        now_s: time of the next event, in seconds. The caller may increase this attribute.
+        now_ticks: time of the next event, in ticks. The caller may increase this attribute.
         phase: live worker -> its phase, in order of joining.
         label: live worker -> iteration that its next push is labeled with.
         progress: worker -> the later round that the worker was told to continue from; removed by its next push.
@@ -45,7 +45,7 @@ class LegalEvents:
     """
 
     def __init__(self, *, repeats: bool = False) -> None:
-        self.now_s = 0.0
+        self.now_ticks = 0
         self.phase: dict[int, Phase] = {}
         self.label: dict[int, int] = {}
         self.progress: dict[int, int] = {}
@@ -65,7 +65,7 @@ class LegalEvents:
     def join(self, iteration: int = 0, *, change: int = 0) -> WorkerJoined:
         """Return the `WorkerJoined` event of a new worker, with this `iteration` and `change`."""
         worker = len(self.phase) + len(self.gone)
-        return WorkerJoined(now_s=self.now_s, worker=worker, iteration=iteration, change=change)
+        return WorkerJoined(now_ticks=self.now_ticks, worker=worker, iteration=iteration, change=change)
 
     def push(
         self,
@@ -78,7 +78,7 @@ class LegalEvents:
     ) -> PushReceived:
         """Return the next push of a worker that is computing."""
         return PushReceived(
-            now_s=self.now_s,
+            now_ticks=self.now_ticks,
             worker=worker,
             iteration=self.label[worker],
             empty=empty,
@@ -90,20 +90,20 @@ class LegalEvents:
 
     def pull(self, worker: int) -> PullRequested:
         """Return the pull that follows a worker's last push."""
-        return PullRequested(now_s=self.now_s, worker=worker, iteration=self.label[worker] - 1)
+        return PullRequested(now_ticks=self.now_ticks, worker=worker, iteration=self.label[worker] - 1)
 
     def repeat(self, worker: int) -> PullRepeated:
         """Return a repeated pull for the iteration that a worker is computing."""
-        return PullRepeated(now_s=self.now_s, worker=worker, iteration=self.label[worker])
+        return PullRepeated(now_ticks=self.now_ticks, worker=worker, iteration=self.label[worker])
 
     def fire(self, timer: SetTimer) -> TimerFired:
         """Return the `TimerFired` event of a timer, at the time when it is due, or now if it is overdue."""
-        now_s = max(self.now_s, timer.due_s)
-        return TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration)
+        now_ticks = max(self.now_ticks, timer.due_ticks)
+        return TimerFired(now_ticks=now_ticks, worker=timer.worker, iteration=timer.iteration)
 
     def leave(self, worker: int, *, lost: bool) -> WorkerLost | WorkerFinished:
         """Return the `WorkerLost` event of a worker if `lost` is true, otherwise its `WorkerFinished` event."""
-        return (WorkerLost if lost else WorkerFinished)(now_s=self.now_s, worker=worker)
+        return (WorkerLost if lost else WorkerFinished)(now_ticks=self.now_ticks, worker=worker)
 
     def pick(self, choice: int) -> AnyEvent:
         """Return the legal event selected by `choice`, an integer >= 0. One choice in twelve makes a worker leave."""
@@ -125,41 +125,41 @@ class LegalEvents:
 
     def illegal(self) -> list[AnyEvent]:
         """Return events that are illegal now: at least one of each kind that can be illegal in the current state."""
-        now_s = self.now_s
+        now_ticks = self.now_ticks
         stranger = 1000
         events: list[AnyEvent] = []
         for worker in [stranger, *self.gone[:2]]:
             events += [
-                PushReceived(now_s=now_s, worker=worker, iteration=0),
-                PullRequested(now_s=now_s, worker=worker, iteration=0),
-                WorkerLost(now_s=now_s, worker=worker),
-                WorkerFinished(now_s=now_s, worker=worker),
+                PushReceived(now_ticks=now_ticks, worker=worker, iteration=0),
+                PullRequested(now_ticks=now_ticks, worker=worker, iteration=0),
+                WorkerLost(now_ticks=now_ticks, worker=worker),
+                WorkerFinished(now_ticks=now_ticks, worker=worker),
             ]
-            events += [PullRepeated(now_s=now_s, worker=worker, iteration=0)] * self._repeats
+            events += [PullRepeated(now_ticks=now_ticks, worker=worker, iteration=0)] * self._repeats
         for worker, phase in self.phase.items():
             label = self.label[worker]
             events += [
-                WorkerJoined(now_s=now_s, worker=worker, iteration=label),
+                WorkerJoined(now_ticks=now_ticks, worker=worker, iteration=label),
                 # This push has already been received.
-                PushReceived(now_s=now_s, worker=worker, iteration=label - 1),
+                PushReceived(now_ticks=now_ticks, worker=worker, iteration=label - 1),
                 # This push skips an iteration.
-                PushReceived(now_s=now_s, worker=worker, iteration=label + 1),
+                PushReceived(now_ticks=now_ticks, worker=worker, iteration=label + 1),
                 # The push that must precede this pull has not been received yet.
-                PullRequested(now_s=now_s, worker=worker, iteration=label),
+                PullRequested(now_ticks=now_ticks, worker=worker, iteration=label),
             ]
             if phase != "computing":
-                events.append(PushReceived(now_s=now_s, worker=worker, iteration=label))
+                events.append(PushReceived(now_ticks=now_ticks, worker=worker, iteration=label))
             if phase != "pushed":
-                events.append(PullRequested(now_s=now_s, worker=worker, iteration=label - 1))
+                events.append(PullRequested(now_ticks=now_ticks, worker=worker, iteration=label - 1))
             if self._repeats:
-                events.append(PullRepeated(now_s=now_s, worker=worker, iteration=label + 1))
+                events.append(PullRepeated(now_ticks=now_ticks, worker=worker, iteration=label + 1))
                 if phase != "computing":
-                    events.append(PullRepeated(now_s=now_s, worker=worker, iteration=label))
+                    events.append(PullRepeated(now_ticks=now_ticks, worker=worker, iteration=label))
         return events
 
     def advance(self, event: AnyEvent) -> None:
         """Record an event that the shard has received."""
-        self.now_s = max(self.now_s, event.now_s)
+        self.now_ticks = max(self.now_ticks, event.now_ticks)
         worker = event.worker
         match event:
             case WorkerJoined():

@@ -28,6 +28,7 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from ..sync.ticks import in_ticks
 from .checked_shard import CheckedShard, freeze
 from .oracle import Oracle
 
@@ -35,7 +36,7 @@ __all__ = ["PROMISES", "follow"]
 
 LENGTHS = (4, 8, 16, 32, 64)
 SEEDS_PER_LENGTH = 8
-STEPS_S = (0.0, 0.25, 0.5, 1.0, 3.0)
+STEPS_TICKS = tuple(in_ticks(seconds) for seconds in (0.0, 0.25, 0.5, 1.0, 3.0))
 
 
 class Walk(NamedTuple):
@@ -56,7 +57,7 @@ WALKS = [Walk(seed, length) for length in LENGTHS for seed in range(SEEDS_PER_LE
 def follow(checked: CheckedShard, walk: Walk) -> CheckedShard:
     """Pass a random sequence of events to a shard, and return the shard. The time may advance before each event."""
     for choice in walk.choices():
-        checked.legal.now_s += STEPS_S[choice % len(STEPS_S)]
+        checked.legal.now_ticks += STEPS_TICKS[choice % len(STEPS_TICKS)]
         checked.walk([choice])
     return checked
 
@@ -145,7 +146,7 @@ def workers_that_return_take_part(sync: SyncModel) -> None:
         checked.tell(legal.join())
         for number in range(3):
             label = 100 * number
-            checked.tell(WorkerJoined(now_s=legal.now_s, worker=1, iteration=label))
+            checked.tell(WorkerJoined(now_ticks=legal.now_ticks, worker=1, iteration=label))
             for _ in range(6):
                 for worker in legal.in_phase("computing"):
                     checked.tell(legal.push(worker))
@@ -236,23 +237,27 @@ class Reports:
 
     def run(self, steps: int) -> None:
         """In each step, fire a due timer or send a random report. After 2/3 of the steps, report a lost worker."""
-        now_s = 0.0
+        now_ticks = 0
         for worker in self._next:
-            self._tell(WorkerJoined(now_s=now_s, worker=worker))
+            self._tell(WorkerJoined(now_ticks=now_ticks, worker=worker))
         for step in range(steps):
-            now_s += self._draw.choice(STEPS_S)
-            if self._timers and self._timers[0].due_s <= now_s:
+            now_ticks += self._draw.choice(STEPS_TICKS)
+            if self._timers and self._timers[0].due_ticks <= now_ticks:
                 timer = self._timers.pop(0)
-                self._tell(TimerFired(now_s=now_s, worker=timer.worker, iteration=timer.iteration))
+                self._tell(TimerFired(now_ticks=now_ticks, worker=timer.worker, iteration=timer.iteration))
             elif step == 2 * steps // 3:
                 del self._next[3]
-                self._tell(WorkerLost(now_s=now_s, worker=3))
+                self._tell(WorkerLost(now_ticks=now_ticks, worker=3))
             else:
                 worker = self._draw.choice(list(self._next))
-                self._tell(IterationFinished(now_s=now_s, worker=worker, iteration=self._next[worker]))
+                self._tell(
+                    IterationFinished(now_ticks=now_ticks, worker=worker, iteration=self._next[worker])
+                )
                 self._next[worker] += 1
                 if self._starts:
-                    self._tell(IterationStarted(now_s=now_s, worker=worker, iteration=self._next[worker]))
+                    self._tell(
+                        IterationStarted(now_ticks=now_ticks, worker=worker, iteration=self._next[worker])
+                    )
 
     def _tell(self, event: AnyEvent) -> None:
         self.events.append(event)

@@ -55,6 +55,7 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from ..sync.ticks import TICKS_PER_S, in_ticks
 
 __all__ = ["play"]
 
@@ -91,22 +92,23 @@ class Stage:
 
     def __init__(self) -> None:
         self._machine: ShardSync | JobSync | None = None
-        self._now_s = 0.0
+        self._now_ticks = 0
         self._waiting: dict[int, int] = {}  # worker -> iteration of its unanswered pull
 
     def perform(self, command: str) -> list[str]:
         """Execute one command and return its result as a list of lines."""
         match command.split():
             case ["shard", sync]:
-                self._machine, self._now_s, self._waiting = ShardSync(parse(sync)), 0.0, {}
+                self._machine, self._now_ticks, self._waiting = ShardSync(parse(sync)), 0, {}
                 return []
             case ["job" | "planner", sync]:
-                self._machine, self._now_s, self._waiting = JobSync(sync), 0.0, {}
+                self._machine, self._now_ticks, self._waiting = JobSync(sync), 0, {}
                 return []
             case ["at", now_s]:
-                if float(now_s) < self._now_s:
-                    raise ValueError(f"the time cannot go back from {self._now_s:g} s to {now_s} s")
-                self._now_s = float(now_s)
+                now_ticks = in_ticks(float(now_s))
+                if now_ticks < self._now_ticks:
+                    raise ValueError(f"the time cannot go back from {_seconds(self._now_ticks)} to {now_s} s")
+                self._now_ticks = now_ticks
                 return []
             case ["who", "waits"]:
                 waiting = sorted(self._waiting.items())
@@ -119,20 +121,22 @@ class Stage:
                 raise ValueError(f"not a command: {command!r}")
 
     def _event(self, verb: str, words: list[str]) -> AnyEvent:
-        now_s = self._now_s
+        now_ticks = self._now_ticks
         numbers = [int(word) for word in words if word.isdigit()]
         options = dict(word.split("=", 1) for word in words if "=" in word)
         members = tuple(map(int, options["members"].split(","))) if "members" in options else ()
         number = int(options["change"]) if "change" in options else None
         match verb, numbers:
             case "join", [worker]:
-                return WorkerJoined(now_s=now_s, worker=worker, iteration=int(options.get("iteration", 0)))
+                return WorkerJoined(
+                    now_ticks=now_ticks, worker=worker, iteration=int(options.get("iteration", 0))
+                )
             case "push", [worker, iteration]:
                 stop = None
                 if "stop" in options:
                     stop = Stop(superstep=int(options["stop"]), members=members)
                 return PushReceived(
-                    now_s=now_s,
+                    now_ticks=now_ticks,
                     worker=worker,
                     iteration=iteration,
                     empty="empty" in words,
@@ -140,26 +144,30 @@ class Stage:
                     change=Change(number=number, members=members, sync=options["to"]) if number else None,
                 )
             case "pull", [worker, iteration]:
-                return PullRequested(now_s=now_s, worker=worker, iteration=iteration)
+                return PullRequested(now_ticks=now_ticks, worker=worker, iteration=iteration)
             case "again", [worker, iteration]:
-                return PullRepeated(now_s=now_s, worker=worker, iteration=iteration)
+                return PullRepeated(now_ticks=now_ticks, worker=worker, iteration=iteration)
             case "timer", [worker, iteration]:
-                return TimerFired(now_s=now_s, worker=worker, iteration=iteration)
+                return TimerFired(now_ticks=now_ticks, worker=worker, iteration=iteration)
             case "notify", [worker, iteration]:
                 superstep = int(options["superstep"]) if "superstep" in options else None
                 return IterationFinished(
-                    now_s=now_s, worker=worker, iteration=iteration, superstep=superstep, change=number
+                    now_ticks=now_ticks,
+                    worker=worker,
+                    iteration=iteration,
+                    superstep=superstep,
+                    change=number,
                 )
             case "started", [worker, iteration]:
-                return IterationStarted(now_s=now_s, worker=worker, iteration=iteration)
+                return IterationStarted(now_ticks=now_ticks, worker=worker, iteration=iteration)
             case "request", [worker, count]:
                 return SyncRequested(
-                    now_s=now_s, worker=worker, source="script", number=count, sync=words[-1]
+                    now_ticks=now_ticks, worker=worker, source="script", number=count, sync=words[-1]
                 )
             case "lose", [worker]:
-                return WorkerLost(now_s=now_s, worker=worker)
+                return WorkerLost(now_ticks=now_ticks, worker=worker)
             case "finish", [worker]:
-                return WorkerFinished(now_s=now_s, worker=worker)
+                return WorkerFinished(now_ticks=now_ticks, worker=worker)
             case _:
                 raise ValueError(f"not a command: {' '.join([verb, *words])!r}")
 
@@ -199,9 +207,10 @@ def _text(action: AnyAction) -> str:
             return f"answer {worker}:{iteration}"
         case PublishPlan(plan):
             stops = ", ".join(f"{worker} stops with {iteration}" for worker, iteration in plan.stops)
-            return f"plan superstep {plan.superstep}: {stops}; wait {plan.wait_s:g} s, barrier {plan.barrier_s:g} s"
-        case SetTimer(worker, iteration, due_s):
-            return f"timer for {worker}:{iteration} at {due_s:g} s"
+            wait, barrier = _seconds(plan.wait_ticks), _seconds(plan.barrier_ticks)
+            return f"plan superstep {plan.superstep}: {stops}; wait {wait}, barrier {barrier}"
+        case SetTimer(worker, iteration, due_ticks):
+            return f"timer for {worker}:{iteration} at {_seconds(due_ticks)}"
         case RestartWorker(worker, iteration):
             return f"restart {worker}:{iteration}"
         case PublishChange(change):
@@ -211,3 +220,7 @@ def _text(action: AnyAction) -> str:
             return f"fault: {reason}; from now on {sync}"
         case _:
             assert_never(action)
+
+
+def _seconds(ticks: int) -> str:
+    return f"{ticks / TICKS_PER_S:g} s"

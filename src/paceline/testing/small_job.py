@@ -152,7 +152,7 @@ class SmallJob:
         seed: random seed.
         commits: True if a push and its pull arrive together, as in a live run; otherwise they arrive one by one.
         any_plan: True to try every stop that a plan could name. False to follow plans exactly; all events then have
-            the time `now_s`, an attribute that the caller may change.
+            the time `now_ticks`, an attribute that the caller may change.
         agree: True to check that all shards have averaged the same groups of pushes.
         symmetric: True if the model treats all workers alike and all shards alike, apart from drawing separate random
             numbers for them. False for a model that may depend on the indices of workers or shards.
@@ -185,7 +185,7 @@ class SmallJob:
         clips: bool = False,
         edits: Sequence[int] = (),
     ) -> None:
-        self.now_s = 0.0
+        self.now_ticks = 0
         self._agree = agree
         self._watch = watch
         self._iterations = iterations
@@ -297,15 +297,15 @@ class SmallJob:
             # `parse` cannot create an unregistered model.
             chief._sync._machine = models[0].at_coordinator(seed)
         for index in range(shards):
-            chief.connected(server_peer(index), 0.0)
+            chief.connected(server_peer(index), 0)
         requests: list[Request] = []
         first = worker_core(self._schedule, workers=most, shards=shards, servers=shards)
         for member in members:
-            chief.connected(worker_peer(member), 0.0)
+            chief.connected(worker_peer(member), 0)
         [register] = first.register(MODEL)
         assert isinstance(register, Send)
         for member in members:
-            requests += chief.handle(worker_peer(member), register.message, 0.0)
+            requests += chief.handle(worker_peer(member), register.message, 0)
         servers = []
         for request in requests:
             assert isinstance(request, Send)
@@ -318,19 +318,19 @@ class SmallJob:
             core.handle(
                 COORDINATOR,
                 msgspec.structs.replace(created, shards=(msgspec.structs.replace(bounds, index=index),)),
-                0.0,
+                0,
             )
-            core.handle(worker_peer(members[0]), messages.InitialWeights(index), 0.0)
+            core.handle(worker_peer(members[0]), messages.InitialWeights(index), 0)
             host = shard_host(models[bounds.index], seed, index)
             for member in members:
                 core.connected(member)
-                host.handle(events.WorkerJoined(now_s=0.0, worker=member))
+                host.handle(events.WorkerJoined(now_ticks=0, worker=member))
             core.shards[index].sync = host
             servers.append(core)
-            for reply in chief.handle(server_peer(bounds.index), messages.Ready(), 0.0):
+            for reply in chief.handle(server_peer(bounds.index), messages.Ready(), 0):
                 if isinstance(reply, Send) and reply.to == worker_peer(members[0]):
                     first.handle(reply.message)
-        chief.handle(worker_peer(members[0]), Status(0, None, "computing"), 0.0)
+        chief.handle(worker_peer(members[0]), Status(0, None, "computing"), 0)
         for index in range(shards):
             first.handle(Answer(index, -1, 0))
         tape.take()
@@ -687,7 +687,7 @@ class SmallJob:
         """Let a worker join."""
         asked = messages.WorkerJoined(w, 0, self._count_for_newcomer(state), 0, 0)
         state = self._with_worker(state, w, state.workers[w]._replace(phase="joining"))
-        return self._at_coordinator(state, Call("admit", w, asked, self.now_s))
+        return self._at_coordinator(state, Call("admit", w, asked, self.now_ticks))
 
     def _count_for_newcomer(self, state: State) -> int | None:
         """Return the initial c_p of a late worker at every shard, which is the smallest c_p at shard 0."""
@@ -697,7 +697,7 @@ class SmallJob:
     def _welcome(self, state: State, index: int, w: int) -> State:
         at = state.coordinator
         at = self._coordinator_pool(at._replace(welcomes=at.welcomes - {(index, w)}))
-        call = Call("welcome", index, WorkerWelcomed(w), self.now_s)
+        call = Call("welcome", index, WorkerWelcomed(w), self.now_ticks)
         return self._at_coordinator(state._replace(coordinator=at), call)
 
     def _start(self, state: State, w: int, started: Started) -> State:
@@ -795,13 +795,15 @@ class SmallJob:
         at = state.coordinator
         welcomes = frozenset(welcome for welcome in at.welcomes if welcome[1] != w)
         at = self._coordinator_pool(at._replace(queues=put(at.queues, w, ()), welcomes=welcomes))
-        return self._at_coordinator(state._replace(coordinator=at), Call("disconnected", w, now_s=self.now_s))
+        return self._at_coordinator(
+            state._replace(coordinator=at), Call("disconnected", w, now_ticks=self.now_ticks)
+        )
 
     def _end_at_server(self, state: State, w: int, index: int) -> State:
         at = state.servers[index]
         at = self._server_pool(at._replace(queues=put(at.queues, w, ()), owes=at.owes - {w}))
         state = state._replace(servers=put(state.servers, index, at))
-        return self._at_server(state, index, Call("disconnected", w, now_s=self.now_s))
+        return self._at_server(state, index, Call("disconnected", w, now_ticks=self.now_ticks))
 
     # -- at a server --------------------------------------------------------------------------------------
 
@@ -811,7 +813,7 @@ class SmallJob:
         at = self._server_pool(at._replace(queues=put(at.queues, w, rest)))
         state = state._replace(servers=put(state.servers, index, at))
         sender = -1 if isinstance(message, messages.WorkerJoined) else w
-        return self._at_server(state, index, Call("handle", sender, message, self.now_s))
+        return self._at_server(state, index, Call("handle", sender, message, self.now_ticks))
 
     def _deliver_reply(self, state: State, index: int) -> State:
         at = state.servers[index]
@@ -820,20 +822,20 @@ class SmallJob:
             factors |= {(message.pushes, message.factor)}
         at = self._server_pool(at._replace(replies=at.replies[1:], factors=factors))
         state = state._replace(servers=put(state.servers, index, at))
-        return self._at_server(state, index, Call("handle", -1, message, self.now_s))
+        return self._at_server(state, index, Call("handle", -1, message, self.now_ticks))
 
     def _deliver_report(self, state: State, index: int) -> State:
         at = state.servers[index]
         message = at.reports[0]
         at = self._server_pool(at._replace(reports=at.reports[1:]))
         state = state._replace(servers=put(state.servers, index, at))
-        return self._at_coordinator(state, Call("report", index, message, self.now_s))
+        return self._at_coordinator(state, Call("report", index, message, self.now_ticks))
 
     def _fire_at_server(self, state: State, timer: Timer, index: int) -> State:
         at = state.servers[index]
         at = self._server_pool(at._replace(timers=at.timers - {timer}))
         state = state._replace(servers=put(state.servers, index, at))
-        return self._at_server(state, index, Call("fire", message=timer, now_s=self.now_s))
+        return self._at_server(state, index, Call("fire", message=timer, now_ticks=self.now_ticks))
 
     def _at_server(self, state: State, index: int, call: Call) -> State:
         key = state.servers[index], call
@@ -916,13 +918,13 @@ class SmallJob:
         message, rest = at.queues[w][0], at.queues[w][1:]
         at = self._coordinator_pool(at._replace(queues=put(at.queues, w, rest)))
         state = state._replace(coordinator=at)
-        return self._at_coordinator(state, Call("handle", w, message, self.now_s))
+        return self._at_coordinator(state, Call("handle", w, message, self.now_ticks))
 
     def _fire_at_coordinator(self, state: State, timer: Timer) -> State:
         at = state.coordinator
         at = self._coordinator_pool(at._replace(timers=at.timers - {timer}))
         return self._at_coordinator(
-            state._replace(coordinator=at), Call("fire", message=timer, now_s=self.now_s)
+            state._replace(coordinator=at), Call("fire", message=timer, now_ticks=self.now_ticks)
         )
 
     def _at_coordinator(self, state: State, call: Call) -> State:
@@ -953,7 +955,7 @@ class SmallJob:
 
     def _matters(self, core: int, timer: Timer) -> bool:
         """Return True if the timer would have an effect now. If not, it never will under the same model."""
-        after, outcome = self._coordinators.after(core, Call("fire", message=timer, now_s=self.now_s))
+        after, outcome = self._coordinators.after(core, Call("fire", message=timer, now_ticks=self.now_ticks))
         return after != core or bool(outcome.requests)
 
     def _order(self, state: State, w: int, core: int, message: Message) -> State:

@@ -189,7 +189,7 @@ class Call(NamedTuple):
         method: name of the method.
         worker: the worker that the call concerns; -1 if there is none.
         message: the message or timer that is passed to the core.
-        now_s: current time, in seconds.
+        now_ticks: current time, in ticks.
         models: the sync models that a worker requests.
         clip: the flag of a push, if the script clips.
     """
@@ -197,7 +197,7 @@ class Call(NamedTuple):
     method: str
     worker: int = -1
     message: Message | Timer | None = None
-    now_s: float = 0.0
+    now_ticks: int = 0
     models: tuple[object, ...] = ()
     clip: Clip | None = None
 
@@ -345,25 +345,25 @@ def _call(core: Core, call: Call) -> Sequence[Request]:
     match call.method:
         case "handle":
             assert isinstance(message, Message)
-            return core.handle(sender, message, call.now_s)
+            return core.handle(sender, message, call.now_ticks)
         case "fire":
             assert isinstance(message, Timer)
-            return core.fire(message, call.now_s)
+            return core.fire(message, call.now_ticks)
         case "connected" if isinstance(core, Server):
             return core.connected(call.worker)
         case "disconnected" if isinstance(core, Server):
-            return core.disconnected(call.worker, call.now_s)
+            return core.disconnected(call.worker, call.now_ticks)
         case "disconnected" if isinstance(core, Coordinator):
-            return core.disconnected(sender, call.now_s)
+            return core.disconnected(sender, call.now_ticks)
         case "admit" if isinstance(core, Coordinator):
             assert isinstance(message, messages.WorkerJoined)
-            return core.admit(call.worker, message.iteration, message.count, call.now_s)
+            return core.admit(call.worker, message.iteration, message.count, call.now_ticks)
         case "report" if isinstance(core, Coordinator):
             assert isinstance(message, messages.MeanMeasured | messages.MeanMissing)
-            return core.handle(Peer("server", call.worker), message, call.now_s)
+            return core.handle(Peer("server", call.worker), message, call.now_ticks)
         case "welcome" if isinstance(core, Coordinator):
             assert isinstance(message, messages.WorkerWelcomed)
-            return core.handle(Peer("server", call.worker), message, call.now_s)
+            return core.handle(Peer("server", call.worker), message, call.now_ticks)
         case _:
             raise InternalError(f"a core has no method {call.method}")
 
@@ -553,6 +553,6 @@ def _outlook(speculator: Speculator) -> dict[str, object]:
         if watched.speculation is not None:
             enough = int(MOST_WORKERS * watched.speculation.abort_rate) + 1
             since = min(speculator._push_count - watched.pushes_before, enough)
-        workers[worker] = watched.iteration, watched.start_s, watched.last, watched.speculation, since
+        workers[worker] = watched.iteration, watched.start_ticks, watched.last, watched.speculation, since
     own = {key: value for key, value in vars(speculator).items() if key not in ("_push_count", "_workers")}
     return own | {"_workers": workers}

@@ -46,6 +46,7 @@ from ..sync.events import (
     WorkerJoined,
     WorkerLost,
 )
+from ..sync.ticks import TICKS_PER_S
 from .recording import Entry, EntryRecorder, Trace
 
 __all__ = ["Measures", "Meter", "PushCounts", "Wait", "measure", "waits"]
@@ -173,11 +174,11 @@ def waits(shards: Sequence[Trace]) -> list[Wait]:
         for entry in trace.entries:
             event = entry.event
             if isinstance(event, PullRequested) and entry.refused is None:
-                asked[event.worker, event.iteration] = event.now_s
+                asked[event.worker, event.iteration] = trace.time_s(entry)
             for action in entry.actions:
                 if isinstance(action, AnswerPull) and not isinstance(event, PullRepeated):
                     key = action.worker, action.iteration
-                    wait = Wait(*key, asked.pop(key), event.now_s)
+                    wait = Wait(*key, asked.pop(key), trace.time_s(entry))
                     if key not in longest or wait.length_s > longest[key].length_s:
                         longest[key] = wait
     return [longest[key] for key in sorted(longest)]
@@ -190,13 +191,13 @@ def measure(shards: Sequence[Trace], coordinator: Trace | None = None) -> Measur
         shards: the traces of all shards, in order.
         coordinator: the trace of the coordinator. Without it, no predicted cost of synchronization is known.
     """
-    meter = Meter(len(shards))
+    meter = Meter(len(shards), shards[0].header.ticks_per_s if shards else TICKS_PER_S)
     traces = [(trace, meter.at_shard(index)) for index, trace in enumerate(shards)]
     if coordinator is not None:
         traces.insert(0, (coordinator, meter.at_coordinator()))
     # A plan is published before the pushes that stop for its barrier arrive.
     streams = [[(entry, recorder) for entry in trace.entries] for trace, recorder in traces]
-    for entry, recorder in heapq.merge(*streams, key=lambda pair: pair[0].event.now_s):
+    for entry, recorder in heapq.merge(*streams, key=lambda pair: pair[0].event.now_ticks):
         recorder.record(entry)
     return meter.measures()
 
@@ -207,15 +208,19 @@ class Meter:
     The entries of each shard must be recorded in order, and each plan of the coordinator before shard 0 ends the
     superstep. Otherwise, entries of different traces may be interleaved in any way.
 
+    Args:
+        shards: number of shards.
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+
     Attributes:
         staleness: staleness in updates -> number of pushes with this staleness, counted separately at each shard.
     """
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, shards: int, ticks_per_s: int = TICKS_PER_S) -> None:
         self.staleness: dict[int, int] = defaultdict(int)
         self._waiting = _Waiting(shards)
-        self._plans = _Plans()
-        self._shards = [_ShardMeter(self._waiting, self.staleness) for _ in range(shards)]
+        self._plans = _Plans(ticks_per_s)
+        self._shards = [_ShardMeter(self._waiting, self.staleness, ticks_per_s) for _ in range(shards)]
         self._shards[0].plans = self._plans
 
     def at_shard(self, index: int) -> EntryRecorder:
@@ -381,7 +386,8 @@ class _Plans:
         predicted_s: sum of the predictions for the barriers that have ended; None if no plan was published.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ticks_per_s: int) -> None:
+        self._ticks_per_s = ticks_per_s
         self.predicted_s: float | None = None
         # Superstep -> prediction for its barrier, which has not ended. The supersteps of the next model with plans
         # are counted from 0 again, and its plans replace those that were never reached.
@@ -392,7 +398,7 @@ class _Plans:
         for action in entry.actions:
             if type(action) is PublishPlan:
                 self.predicted_s = self.predicted_s or 0.0
-                self._open[action.plan.superstep] = action.plan.wait_s
+                self._open[action.plan.superstep] = action.plan.wait_ticks / self._ticks_per_s
 
     def ended(self, superstep: int) -> None:
         """Record that a worker that waited at the barrier of a superstep continues."""
@@ -403,8 +409,9 @@ class _Plans:
 class _ShardMeter:
     """Computes the statistics of one shard. It adds waiting times and staleness to those of the other shards."""
 
-    def __init__(self, waiting: _Waiting, staleness: dict[int, int]) -> None:
+    def __init__(self, waiting: _Waiting, staleness: dict[int, int], ticks_per_s: int) -> None:
         self._waiting = waiting
+        self._ticks_per_s = ticks_per_s
         self._staleness = staleness
         self.now_s = 0.0
         self.updates = 0
@@ -445,7 +452,7 @@ class _ShardMeter:
         if entry.refused is not None:
             self.refused += kind is PushReceived
             return
-        self.now_s = now_s = event.now_s
+        self.now_s = now_s = event.now_ticks / self._ticks_per_s
         if entry.gap > self.max_gap:
             self.max_gap = entry.gap
         if entry.version is not None:
@@ -500,7 +507,7 @@ class _ShardMeter:
         member = self.current[push.worker]
         member.iterations += 1
         member.iteration, member.fate = push.iteration, ""
-        member.pushed_s = push.now_s
+        member.pushed_s = self.now_s
         member.superstep = None if push.stop is None else push.stop.superstep
         self.received += 1
         self.gradients += push.edit is None  # decremented in `record` if the push is dropped
@@ -518,10 +525,10 @@ class _ShardMeter:
             self.restarts += event.restart  # type: ignore[union-attr]
         elif kind is WorkerJoined:
             number = len(self.past) + len(self.current)
-            self.current[event.worker] = _Membership(event.worker, event.now_s, number)
+            self.current[event.worker] = _Membership(event.worker, self.now_s, number)
         elif kind is WorkerLost or kind is WorkerFinished:
             member = self.current.pop(event.worker)
-            member.left_s = event.now_s
+            member.left_s = self.now_s
             member.finished, member.lost = kind is WorkerFinished, kind is WorkerLost
             self.past.append(member)
 

@@ -7,23 +7,26 @@ processed. An entry contains the event with its exact time, the resulting action
 refused, and the effects of the actions: the version that the shard reached, the staleness of each push that the shard
 applied, and the largest gap (see `measures`) among the workers whose pulls the shard answered.
 
-Traces in other versions of the format are rejected. For example, version 2 does not contain the gaps of the workers,
-which only the state machine can compute. Statistics that depend on these gaps would be wrong without any warning.
+Times are whole numbers of ticks (see `paceline.sync.ticks`). In version 3 of the format, they were floats in seconds.
+When such a trace is read, they are rounded to whole numbers of nanoseconds. Its decisions can then be replayed unless
+they depended on the rounding errors of the floats.
 
-Times are stored exactly, as the shortest decimal number that is read back as the same float. See `replay` for the
-main use of traces.
+Traces in earlier versions of the format are rejected. For example, version 2 does not contain the gaps of the
+workers, which only the state machine can compute. Statistics that depend on these gaps would be wrong without any
+warning. See `replay` for the main use of traces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from ..core.entry import Entry, EntryRecorder
 from ..errors import ConfigurationError
+from ..sync.ticks import TICKS_PER_S, in_ticks
 
 __all__ = [
     "Entry",
@@ -36,7 +39,8 @@ __all__ = [
     "read_run",
 ]
 
-FORMAT = 3
+FORMAT = 4
+FORMAT_IN_SECONDS = 3  # the last format in which times were numbers of seconds; `read` converts it
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +57,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         computed_by: for a run in virtual time that computed gradients, a description of the hardware and software
             that computed them. The trace can be reproduced only with the same hardware and software. "" if no
             gradients were computed; the trace is then the same on any machine.
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
     """
 
     sync: str
@@ -62,6 +67,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     emulated: str = ""
     computed_by: str = ""
+    ticks_per_s: int = TICKS_PER_S
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -74,6 +80,10 @@ class Trace(msgspec.Struct, frozen=True):
 
     header: Header
     entries: list[Entry]
+
+    def time_s(self, entry: Entry) -> float:
+        """Return the time of an entry's event, in seconds since the run began."""
+        return entry.event.now_ticks / self.header.ticks_per_s
 
 
 class Memory:
@@ -133,7 +143,9 @@ def read(path: Path) -> Trace:
     lines = path.read_bytes().split(b"\n")
     try:
         version = msgspec.json.decode(lines[0])["format"]
-        if version != FORMAT:
+        if version == FORMAT_IN_SECONDS:
+            lines = [_converted(line) for line in lines[:-1]] + [b""]
+        elif version != FORMAT:
             raise ConfigurationError(
                 f"{path} is a trace of format {version}; this version of Paceline reads format {FORMAT}. Repeat the "
                 "run, or read the trace with the version of Paceline that wrote it."
@@ -147,6 +159,34 @@ def read_run(run_dir: Path) -> list[Trace]:
     """Read all traces in a run directory: first the shards' traces, in order, then the coordinator's trace."""
     shards = sorted(run_dir.glob("trace-shard-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
     return [read(path) for path in [*shards, *run_dir.glob("trace-coordinator.jsonl")]]
+
+
+# Field in seconds -> field in ticks.
+CONVERTED = {
+    "now_s": "now_ticks",
+    "due_s": "due_ticks",
+    "wait_s": "wait_ticks",
+    "barrier_s": "barrier_ticks",
+}
+
+
+def _converted(line: bytes) -> bytes:
+    """Convert a line of a trace from seconds to ticks."""
+
+    def in_new_format(value: Any) -> Any:
+        if isinstance(value, list):
+            return [in_new_format(element) for element in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            CONVERTED.get(key, key): in_ticks(field) if key in CONVERTED else in_new_format(field)
+            for key, field in value.items()
+        }
+
+    converted = in_new_format(msgspec.json.decode(line))
+    if "format" in converted:
+        converted["format"] = FORMAT
+    return msgspec.json.encode(converted)
 
 
 def _entries(lines: Iterable[bytes]) -> Iterator[Entry]:

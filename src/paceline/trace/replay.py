@@ -38,11 +38,23 @@ class Replay:
         schedule = read_schedule(header.sync)
         self._memory = Memory(header)
         if header.host == "shard":
-            shard = Shard(header.index, schedule.first, header.seed, recorder=self._memory)
+            shard = Shard(
+                header.index,
+                schedule.first,
+                header.seed,
+                recorder=self._memory,
+                ticks_per_s=header.ticks_per_s,
+            )
             self._take: Callable[[Any], object] = shard.handle
         else:
             coordinator = Coordinator(
-                schedule, workers=0, servers=0, shards=0, seed=header.seed, recorder=self._memory
+                schedule,
+                workers=0,
+                servers=0,
+                shards=0,
+                seed=header.seed,
+                recorder=self._memory,
+                ticks_per_s=header.ticks_per_s,
             )
             self._take = coordinator.take
 

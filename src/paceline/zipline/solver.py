@@ -11,10 +11,11 @@ from numpy.typing import ArrayLike
 
 from ..errors import unknown_name
 from . import sweep
-from .end_times import EndTimes, Floats, Matrix, checked_matrix, checked_progressions
+from .end_times import EndTimes, Floats, Matrix, Progressions, checked_matrix, checked_progressions
 from .grid_scan import full_grid_scan, grid_scan
 from .naive import naive
 from .solution import Solution
+from .whole_times import whole_times
 from .zipline import zipline
 from .zipline_opt import zipline_opt, zipline_opt_bs
 
@@ -71,9 +72,10 @@ def solve(times: ArrayLike, method: str = "auto") -> Solution:
 def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solution:
     """Return the best time for the next barrier, as `solve` does, but for workers with a constant pace.
 
-    The end times of worker p are `last[p] + j * interval[p]` for j = 1..lookahead. The result is exactly what
-    `solve` returns for these end times as float64 numbers
-    (`last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]`), but usually without computing most of them.
+    The end times of worker p are `last[p] + j * interval[p]` for j = 1..lookahead. Most of them are usually not
+    computed. If `last` and `interval` contain only integers, of any size, the result is exact, and the wait and the
+    barrier are integers. Otherwise, the result is exactly what `solve` returns for these end times as float64 numbers
+    (`last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]`).
 
     Args:
         last: array of shape (n,): time of each worker's last push.
@@ -87,10 +89,18 @@ def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solu
 
     >>> solution = solve_periodic(last=[0, 0], interval=[2, 5], lookahead=15)
     >>> solution.wait, solution.barrier, solution.picks.tolist()
-    (0.0, 10.0, [4, 1])
+    (0, 10, [4, 1])
     """
     times = checked_progressions(last, interval, lookahead)
+    whole = whole_times(last, interval, times.lookahead)
+    if whole is None:
+        return _periodic(times)
+    exact = whole.progressions()
+    return whole.restored(whole.search() if exact is None else _periodic(exact))
+
+
+def _periodic(times: Progressions) -> Solution:
     # If there are few end times, it is faster to build the whole matrix.
-    if len(times.base) * lookahead <= sweep.FEW:
+    if len(times.base) * times.lookahead <= sweep.FEW:
         return _auto(Matrix(times.rows(slice(None))))
     return _auto(times)
