@@ -307,6 +307,7 @@ class Coordinator:
                         iteration=message.iteration,
                         superstep=message.superstep,
                         change=message.change,
+                        attempt=message.attempt,
                     )
                 )
             case messages.IterationStarted():
@@ -657,7 +658,7 @@ def _requests(action: AnyAction) -> list[Request]:
             stop = Stop(superstep=plan.superstep, members=plan.members)
             return [Send(worker_peer(w), PlanPublished(stop, iteration)) for w, iteration in plan.stops]
         case RestartWorker():
-            return [Send(worker_peer(action.worker), RestartOrdered(action.iteration))]
+            return [Send(worker_peer(action.worker), RestartOrdered(action.iteration, action.attempt))]
         case PublishChange(change):
             published = ChangePublished(change)
             return [Send(worker_peer(worker), published) for worker in change.members]

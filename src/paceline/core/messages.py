@@ -449,11 +449,13 @@ class IterationFinished(Message, frozen=True, tag=True):
         iteration: label of the iteration.
         superstep: number of the superstep, if this was the worker's last push before its barrier; else None.
         change: number of the model change, if this was the worker's last push before the change; else None.
+        attempt: number of times that the worker has restarted the iteration.
     """
 
     iteration: Number
     superstep: Number | None = None
     change: Number | None = None
+    attempt: Number = 0
 
 
 class IterationStarted(Message, frozen=True, tag=True):
@@ -487,10 +489,12 @@ class PlanPublished(Message, frozen=True, tag=True):
 class RestartOrdered(Message, frozen=True, tag=True):
     """A worker must abort its computation of this iteration, pull, and compute the iteration again.
 
-    If the worker has already pushed the iteration, the message has no effect.
+    If the worker has already pushed the iteration, or has restarted it more than `attempt` times, the message has no
+    effect.
     """
 
     iteration: int
+    attempt: Number = 0
 
 
 class SyncRequested(Message, frozen=True, tag=True):

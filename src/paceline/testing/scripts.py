@@ -202,8 +202,8 @@ def _text(action: AnyAction) -> str:
             return f"plan superstep {plan.superstep}: {stops}; wait {plan.wait_s:g} s, barrier {plan.barrier_s:g} s"
         case SetTimer(worker, iteration, due_s):
             return f"timer for {worker}:{iteration} at {due_s:g} s"
-        case RestartWorker(worker, iteration):
-            return f"restart {worker}:{iteration}"
+        case RestartWorker(worker, iteration, attempt):
+            return f"restart {worker}:{iteration}" + (f" attempt {attempt}" if attempt else "")
         case PublishChange(change):
             members = ",".join(map(str, change.members))
             return f"change {change.number} to {change.sync}, members {members}"
