@@ -94,6 +94,7 @@ class Worker:
             answered; 0 before its first answer.
         combined: the result of the worker's last barrier or reduction; None if it has not arrived.
         extended: the message that ends the worker's last extension; None if it has not arrived.
+        extension: number of the last extension of the model that the worker has been told of; 0 if there is none.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Worker:
         self.updates = self.samples = 0
         self.combined: Combined | None = None
         self.extended: ModelExtended | None = None
+        self.extension = 0
         self._schedule = schedule
         self._workers = workers
         self._shards = shards
@@ -429,7 +431,7 @@ class Worker:
             case InitialWeightsRequested():
                 return [Send(self._servers[message.shard], InitialWeights(message.shard))]
             case ModelExtended():
-                self.extended = message
+                self.extended, self.extension = message, message.number
             case StandInAllowed():
                 self._uneven = True
             case TrainingStopped():
@@ -444,7 +446,7 @@ class Worker:
 
     def _start(self, message: Started) -> list[Request]:
         self.started = message
-        self.iteration = message.iteration
+        self.iteration, self.extension = message.iteration, message.extension
         if message.sync:
             self._follow(parse_shards(message.sync))
         self._await("answers")
