@@ -596,6 +596,7 @@ class Attacker:
             (FetchInitialBuffers(shard.index, 7), 0),
             (ModelExtended(puppet.shards, 1), 0),
             (FetchSnapshot(shard.index), 0),
+            (FetchSnapshot(shard.index, (0, puppet.index)), 0),
             (FetchWaits(), 0),
             (InitialState(shard.index), 8),
             (InitialWeights(shard.index), shard.size_bytes),
@@ -758,7 +759,9 @@ def visit(attacker: Attacker, puppet: Puppet) -> None:
     """Call a host as a reader, or as nobody, and send it some frames."""
     choice, bench = attacker.choice, puppet.bench
     role: Any = choice.choice(("reader", "reader", "worker", "server"))
-    greeting = framed(msgspec.msgpack.encode(Hello(bench.job.token, role, choice.choice((0, 1, 2, 99)))))
+    index, extension = choice.choice((0, 1, 2, 99)), choice.choice((0, 0, 1, 99))
+    hello = Hello(bench.job.token, role, index, extension=extension)
+    greeting = framed(msgspec.msgpack.encode(hello))
     sock = connect(choice.choice(bench.addresses))
     with sock:
         sock.setblocking(False)
