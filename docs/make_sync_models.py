@@ -42,6 +42,8 @@ SHOWN: dict[str, list[str]] = {
     "naive-waiting": ["naive-waiting:delay_s=0.3"],
     "elastic-bsp": ["elastic-bsp:lookahead=5"],
     "spec-sync": ["spec-sync:abort_time_s=0.3,abort_rate=0.2"],
+    "rennala": ["rennala:batch=4"],
+    "ringmaster": ["ringmaster:threshold=4", "ringmaster:threshold=4,stop=true"],
     "conditions": ["conditions"],
 }
 """For each model, the settings for which a timeline is drawn."""
@@ -70,7 +72,8 @@ A script can change the model with `paceline.set_sync("elastic-bsp")`. All shard
 each worker, the old model ends with the worker's next push, and the new model begins when all workers have sent this
 push. Pushes that were held back are averaged and applied at the boundary, so no push is lost, and all workers have
 the same c_p when the new model begins. Some models must run on all shards: `drop-stragglers`, `elastic-bsp`,
-`spec-sync`, and `conditions` with `pushes=average`.
+`spec-sync`, and `conditions` with `pushes=average`. `rennala` and `ringmaster` need a single shard (the default, with
+one server), because a push could otherwise be applied at one shard and dropped at another.
 
 """
 

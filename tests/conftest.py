@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gc
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +19,6 @@ from paceline.frontend import session as sessions
 from paceline.plugins import loading
 from paceline.runtime.coordinator import CoordinatorHost
 from paceline.runtime.job import Assignment, make_job
-from paceline.runtime.reader import Reader
 from paceline.runtime.server import ServerHost
 from paceline.runtime.worker import WorkerSession
 from paceline.trace.recording import Trace, read_run
@@ -155,13 +152,10 @@ def run_on_threads(tmp_path: Path) -> RunOnThreads:
                 thread.join(60.0)
                 assert not thread.is_alive(), "a worker hangs"
             if coordinator.core.model is not None and outcome.results and not crashes:
-                # A worker's last push may be held until a server has heard that other workers have finished.
-                deadline_s = time.monotonic() + 10.0
-                while any(server._core.expected for server in connected) and time.monotonic() < deadline_s:
-                    time.sleep(0.001)
-                reader = Reader.connect(coordinator.core.model, coordinator.core.shards, job.token)
-                with contextlib.closing(reader):
-                    outcome.state_dict = reader.read().state_dict
+                assert coordinator.over.wait(10.0), "a worker has not left"
+                collection = coordinator.collect()
+                assert collection.finished.wait(10.0), "the weights have not arrived"
+                outcome.state_dict = collection.result().state_dict
         finally:
             coordinator.stop()
             for thread in servers:

@@ -547,9 +547,9 @@ class Attacker:
                 "reduce()", choice.randrange(3), "mean", bytes(choice.choice((0, 3, 16))), choice.random()
             ),
             *[Contributed("DistributedOptimizer()", 1, model=extended(model))] * 3,
-            ExtensionReady(0),
-            ExtendShards(extended(model), puppet.shards, 0),
-            ModelExtended(puppet.shards),
+            ExtensionReady(0, 1),
+            ExtendShards(extended(model), puppet.shards, 0, 1),
+            ModelExtended(puppet.shards, 1),
             GradientHashed(iteration, "abc"),
             StoodIn(),
             StopRequested(0),
@@ -594,8 +594,9 @@ class Attacker:
             (FetchOptimizerState(shard.index), 0),
             (FetchBuffers(shard.index), 0),
             (FetchInitialBuffers(shard.index, 7), 0),
-            (ModelExtended(puppet.shards), 0),
+            (ModelExtended(puppet.shards, 1), 0),
             (FetchSnapshot(shard.index), 0),
+            (FetchSnapshot(shard.index, (0, puppet.index)), 0),
             (FetchWaits(), 0),
             (InitialState(shard.index), 8),
             (InitialWeights(shard.index), shard.size_bytes),
@@ -758,7 +759,9 @@ def visit(attacker: Attacker, puppet: Puppet) -> None:
     """Call a host as a reader, or as nobody, and send it some frames."""
     choice, bench = attacker.choice, puppet.bench
     role: Any = choice.choice(("reader", "reader", "worker", "server"))
-    greeting = framed(msgspec.msgpack.encode(Hello(bench.job.token, role, choice.choice((0, 1, 2, 99)))))
+    index, extension = choice.choice((0, 1, 2, 99)), choice.choice((0, 0, 1, 99))
+    hello = Hello(bench.job.token, role, index, extension=extension)
+    greeting = framed(msgspec.msgpack.encode(hello))
     sock = connect(choice.choice(bench.addresses))
     with sock:
         sock.setblocking(False)

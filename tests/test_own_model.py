@@ -22,7 +22,7 @@ from paceline.testing import check
 from paceline.trace import read_run, replay
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "rennala.py"
+EXAMPLE = ROOT / "examples" / "buffered.py"
 
 SCRIPT = """
 import torch
@@ -42,14 +42,14 @@ for _ in range(3):
 
 
 @pytest.fixture
-def rennala(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncModel]]:
+def buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncModel]]:
     """The example's class, imported from a folder that is not part of the package."""
-    shutil.copy(EXAMPLE, tmp_path / "rennala.py")
+    shutil.copy(EXAMPLE, tmp_path / "buffered.py")
     monkeypatch.syspath_prepend(str(tmp_path))
-    load_models("", ["rennala"])
-    yield MODELS["rennala"]
-    MODELS.pop("rennala", None)
-    sys.modules.pop("rennala", None)
+    load_models("", ["buffered"])
+    yield MODELS["buffered"]
+    MODELS.pop("buffered", None)
+    sys.modules.pop("buffered", None)
     parse.cache_clear()
 
 
@@ -74,50 +74,50 @@ def test_the_page_shows_the_code_of_the_example() -> None:
     assert len(code.splitlines()) <= 60
 
 
-def test_it_is_known_by_its_name(rennala: type[SyncModel]) -> None:
-    assert str(rennala()) == "rennala:batch=4"
-    assert parse("rennala:batch=2") == rennala(batch=2)
-    with pytest.raises(ConfigurationError, match="unknown parameter of sync model 'rennala'"):
-        parse("rennala:size=2")
+def test_it_is_known_by_its_name(buffered: type[SyncModel]) -> None:
+    assert str(buffered()) == "buffered:batch=4"
+    assert parse("buffered:batch=2") == buffered(batch=2)
+    with pytest.raises(ConfigurationError, match="unknown parameter of sync model 'buffered'"):
+        parse("buffered:size=2")
 
 
-def test_it_keeps_the_promises_of_every_model(rennala: type[SyncModel]) -> None:
-    assert str(check(rennala(batch=2))) in (ROOT / "docs" / "your-own-model.md").read_text()
+def test_it_keeps_the_promises_of_every_model(buffered: type[SyncModel]) -> None:
+    assert str(check(buffered(batch=2))) in (ROOT / "docs" / "your-own-model.md").read_text()
 
 
-def test_it_is_simulated_and_its_trace_replays(rennala: type[SyncModel]) -> None:
-    result = simulate(Cluster(compute_s=[1.0, 1.0, 3.0], servers=2), "rennala:batch=2", 30, record=True)
+def test_it_is_simulated_and_its_trace_replays(buffered: type[SyncModel]) -> None:
+    result = simulate(Cluster(compute_s=[1.0, 1.0, 3.0], servers=2), "buffered:batch=2", 30, record=True)
     assert 0 < result.updates <= 3 * 30 // 2
-    assert set(result.staleness) == {0}
+    assert max(result.staleness) > 0
     assert all(replay(trace) == [] for trace in result.trace)
 
 
-def test_a_run_changes_to_it_and_one_shard_has_it_alone(rennala: type[SyncModel]) -> None:
+def test_a_run_changes_to_it_and_one_shard_has_it_alone(buffered: type[SyncModel]) -> None:
     cluster = Cluster(compute_s=[1.0, 1.5, 2.0], servers=2)
-    changed = simulate(cluster, "bsp@0,rennala:batch=2@10", 30)
+    changed = simulate(cluster, "bsp@0,buffered:batch=2@10", 30)
     assert changed.updates > 0
-    mixed = simulate(cluster, "rennala:batch=2|asp", 30)
+    mixed = simulate(cluster, "buffered:batch=2|asp", 30)
     assert mixed.updates > 0
 
 
 @pytest.mark.processes
-def test_it_trains_in_live_runs(rennala: type[SyncModel], tmp_path: Path) -> None:
+def test_it_trains_in_live_runs(buffered: type[SyncModel], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["--workers", "2", "--servers", "2", "--run-dir", "runs/live"]
     text = paceline_in(
-        tmp_path, "run", *options, "--sync", "rennala:batch=2", "--import", "rennala", "train.py"
+        tmp_path, "run", *options, "--sync", "buffered:batch=2", "--import", "buffered", "train.py"
     )
-    assert "rennala:batch=2" in text
+    assert "buffered:batch=2" in text
     traces = read_run(tmp_path / "runs" / "live")
-    assert [trace.header.sync for trace in traces] == ["rennala:batch=2"] * 3
+    assert [trace.header.sync for trace in traces] == ["buffered:batch=2"] * 3
     assert all(replay(trace) == [] for trace in traces)
 
 
 @pytest.mark.processes
-def test_a_model_that_is_passed_to_launch_reaches_every_process(rennala: type[SyncModel]) -> None:
-    model = rennala(batch=2)
+def test_a_model_that_is_passed_to_launch_reaches_every_process(buffered: type[SyncModel]) -> None:
+    model = buffered(batch=2)
     result = paceline.launch(train, workers=2, sync=model, progress=False)
-    assert result.summary["sync"] == "rennala:batch=2"
+    assert result.summary["sync"] == "buffered:batch=2"
     assert result.summary["updates"] > 0
 
 
@@ -126,24 +126,24 @@ def train() -> None:
 
 
 def test_it_is_ranked_beside_the_models_of_the_package(tmp_path: Path) -> None:
-    shutil.copy(EXAMPLE, tmp_path / "rennala.py")
-    options = ["--sync", "bsp,rennala:batch=3", "--iterations", "20", "--out", "out", "--json"]
-    rows = json.loads(paceline_in(tmp_path, "simulate", "elastic-bsp", "--import", "rennala", *options))
-    assert {row["sync"] for row in rows} == {"bsp", "rennala:batch=3"}
-    assert "the mean of B gradients" in paceline_in(tmp_path, "sync", "rennala", "--import", "rennala")
+    shutil.copy(EXAMPLE, tmp_path / "buffered.py")
+    options = ["--sync", "bsp,buffered:batch=3", "--iterations", "20", "--out", "out", "--json"]
+    rows = json.loads(paceline_in(tmp_path, "simulate", "elastic-bsp", "--import", "buffered", *options))
+    assert {row["sync"] for row in rows} == {"bsp", "buffered:batch=3"}
+    assert "the mean of every B" in paceline_in(tmp_path, "sync", "buffered", "--import", "buffered")
 
 
 def test_an_installed_model_needs_no_import(tmp_path: Path) -> None:
-    shutil.copy(EXAMPLE, tmp_path / "rennala.py")
-    info = tmp_path / "rennala-1.0.dist-info"
+    shutil.copy(EXAMPLE, tmp_path / "buffered.py")
+    info = tmp_path / "buffered-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rennala\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[paceline.sync]\nrennala = rennala\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: buffered\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[paceline.sync]\nbuffered = buffered\n")
     program = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
 from paceline.sim import Cluster, simulate
-print(simulate(Cluster(compute_s=[1.0, 2.0]), "rennala:batch=1", 5).updates)
+print(simulate(Cluster(compute_s=[1.0, 2.0]), "buffered:batch=1", 5).updates)
 """
     ended = subprocess.run(
         [sys.executable, "-c", program],

@@ -58,6 +58,8 @@ def test_sync_models_are_these_under_these_names() -> None:
         "NaiveWaiting",
         "PullState",
         "PushState",
+        "Rennala",
+        "Ringmaster",
         "ShardMachine",
         "SpecSync",
         "SyncModel",
@@ -70,6 +72,8 @@ def test_sync_models_have_these_parameters_and_defaults() -> None:
     required = {
         "drop-stragglers": "drop-stragglers:quorum=3",
         "naive-waiting": "naive-waiting:delay_s=0.5",
+        "rennala": "rennala:batch=4",
+        "ringmaster": "ringmaster:threshold=8",
         "conditions": "conditions:pull=package.module:function",
     }
     written = {name: str(sync.parse(required.get(name, name))) for name in sync.MODELS}
@@ -85,6 +89,8 @@ def test_sync_models_have_these_parameters_and_defaults() -> None:
         "naive-waiting": "naive-waiting:delay_s=0.5",
         "elastic-bsp": "elastic-bsp:lookahead=15",
         "spec-sync": "spec-sync",
+        "rennala": "rennala:batch=4",
+        "ringmaster": "ringmaster:threshold=8",
         "conditions": "conditions:pull=package.module:function",
     }
 

@@ -36,8 +36,8 @@ DIGESTS = {
     "drop-stragglers:quorum=3": "574d69729ab47d3e",
     "naive-waiting:delay_s=0.2": "7ed6b7c321d28772",
     "elastic-bsp:lookahead=5": "e31a28833703715f",
-    "spec-sync": "1daa4a1d6f6f8891",
-    "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30": "41fcd8848eee984d",
+    "spec-sync": "dcec2bc88acc96f1",
+    "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30": "584cc4bff051f2fd",
 }
 """Of all that `save` writes, except for `NEWER`. They change only with the rules of a model or of the simulation."""
 

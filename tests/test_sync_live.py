@@ -115,6 +115,21 @@ def test_every_model_runs_live_loses_no_push_and_replays_to_identical_actions(
         assert replay(trace) == []
 
 
+@pytest.mark.parametrize(
+    "sync", ["rennala:batch=2", "ringmaster:threshold=2", "ringmaster:threshold=2,stop=true"]
+)
+def test_models_that_need_one_shard_run_live_and_apply_no_outdated_gradient(
+    run_on_threads: RunOnThreads, sync: str
+) -> None:
+    run = run_on_threads(training(), workers=3, servers=1, sync=sync, pace=(0.004, 0.004, 0.02))
+    assert set(fates(run.shards[0]).values()) == {1}
+    measures = measure(run.shards)
+    assert measures.max_staleness <= ("ringmaster" in sync)
+    assert (measures.restarts > 0) == ("stop" in sync)
+    for trace in run.traces:
+        assert replay(trace) == []
+
+
 # -- what the models are for --------------------------------------------------------------------------------
 
 

@@ -55,6 +55,7 @@ from .messages import (
     ExtensionReady,
     Failed,
     FaultReported,
+    FetchSnapshot,
     GradientHashed,
     MeanMeasured,
     MeanMissing,
@@ -179,6 +180,7 @@ class Coordinator:
         # Worker that joins a run in progress -> the message to the servers, and the servers yet to acknowledge it.
         self._admitted: dict[int, tuple[messages.WorkerJoined, set[int]]] = {}
         self._extension: Extension | None = None  # the extension of the model that is in progress
+        self._extended = 0  # number of extensions that have taken effect
         # With overlap off: worker that waits for permission to pull -> the iteration that the worker has just pushed.
         self._committed: dict[int, int] = {}
 
@@ -291,6 +293,14 @@ class Coordinator:
         self._admitted[worker] = joined, set(range(self._servers))
         return [Send(server_peer(server), joined) for server in range(self._servers)]
 
+    def fetch(self, shard: int) -> list[Request]:
+        """Request the final weights of a shard, including the effects of the departure of all workers that have left.
+
+        A worker says goodbye to the coordinator and to each server on separate connections, so a server may receive
+        this request before the goodbyes.
+        """
+        return [Send(server_peer(shard % self._servers), FetchSnapshot(shard, tuple(sorted(self._left))))]
+
     def validate(self) -> None:
         """Check that the collections of workers are consistent; raise `InternalError` if they are not."""
         self._sync.validate()
@@ -311,6 +321,7 @@ class Coordinator:
                         iteration=message.iteration,
                         superstep=message.superstep,
                         change=message.change,
+                        attempt=message.attempt,
                     )
                 )
             case messages.IterationStarted():
@@ -461,7 +472,11 @@ class Coordinator:
         if reason := self._shortage(model, len(models)):
             return self._refuse(list(models), reason, "the run")
         self._extension = Extension(
-            model, model.layout.sliced(self._shards, self._slicing), models, self._servers
+            model,
+            model.layout.sliced(self._shards, self._slicing),
+            models,
+            self._servers,
+            self._extended + 1,
         )
         return self._extension.begin()
 
@@ -472,6 +487,7 @@ class Coordinator:
         if self._extension.complete:
             self.model, self.slices = self._extension.model, self._extension.slices
             self._extension = None
+            self._extended += 1
         return requests
 
     def _refuse(self, workers: Sequence[int], reason: str, where: str) -> list[Request]:
@@ -495,7 +511,7 @@ class Coordinator:
             superstep=joined.superstep,
             change=joined.change,
         )
-        started = Started(self.slices, self.addresses, self.initializer, iteration, sync)
+        started = Started(self.slices, self.addresses, self.initializer, iteration, sync, self._extended)
         stopped = [Send(worker_peer(worker), TrainingStopped(loop)) for loop in sorted(self._stopped)]
         if self._uneven:
             stopped.append(Send(worker_peer(worker), StandInAllowed()))
@@ -663,7 +679,7 @@ def _requests(action: AnyAction) -> list[Request]:
             stop = Stop(superstep=plan.superstep, members=plan.members)
             return [Send(worker_peer(w), PlanPublished(stop, iteration)) for w, iteration in plan.stops]
         case RestartWorker():
-            return [Send(worker_peer(action.worker), RestartOrdered(action.iteration))]
+            return [Send(worker_peer(action.worker), RestartOrdered(action.iteration, action.attempt))]
         case PublishChange(change):
             published = ChangePublished(change)
             return [Send(worker_peer(worker), published) for worker in change.members]

@@ -10,6 +10,12 @@ All live workers make a call with the extended model, and wait in it as in a bar
     ModelExtended   to all; each worker connects to the servers again, with memory for the extended model, and
                     receives all weights, as it did at the start
 
+Each extension has a number, which these messages and the workers' greetings contain. A worker whose greeting contains
+the number of an extension has been told that all servers are ready for it. So a server may extend its shards when it
+receives the first such greeting, even if it has not been told itself. A worker that is lost just after it has
+connected may have left a greeting that is read much later, perhaps during the next extension. The server then serves
+it with the extension in force, or refuses it.
+
 The initializer is the worker with the lowest index. If it is lost before all servers are ready, the next worker takes
 its place, and sends its weights to all servers. So the initial weights of all shards come from one worker. Until all
 servers are ready, the shards keep their earlier parameters only. An extension is not an event of the sync model: no
@@ -36,6 +42,7 @@ class Extension:
         slices: the slices of the extended model.
         workers: the workers that wait for the extension.
         servers: number of servers. Shard k is at server k modulo the number of servers.
+        number: number of the extension.
 
     Attributes:
         model: the extended model.
@@ -44,13 +51,19 @@ class Extension:
     """
 
     def __init__(
-        self, model: ModelSpec, slices: Sequence[ShardSlice], workers: Iterable[int], servers: int
+        self,
+        model: ModelSpec,
+        slices: Sequence[ShardSlice],
+        workers: Iterable[int],
+        servers: int,
+        number: int,
     ) -> None:
         self.model = model
         self.slices = tuple(slices)
         self.complete = False
         self._workers = sorted(workers)
         self._servers = servers
+        self._number = number
         self._ready: set[int] = set()  # servers that have received the initial weights
 
     def begin(self) -> list[Request]:
@@ -59,20 +72,23 @@ class Extension:
         return [
             Send(
                 server_peer(server),
-                ExtendShards(self.model, self.slices[server :: self._servers], self._workers[0]),
+                ExtendShards(
+                    self.model, self.slices[server :: self._servers], self._workers[0], self._number
+                ),
             )
             for server in range(self._servers)
         ]
 
     def ready(self, server: int, message: ExtensionReady) -> list[Request]:
         """Handle a server's report. After the last report, the extension takes effect."""
-        if message.initializer != self._workers[0]:
-            return []  # this worker has been lost meanwhile, and the server fetches the weights of another one
+        if message.number != self._number or message.initializer not in self._workers[:1]:
+            # The initializer has been lost meanwhile. The server fetches the weights of the next worker, if any.
+            return []
         self._ready.add(server)
         if len(self._ready) < self._servers:
             return []
         self.complete = True
-        extended = ModelExtended(self.slices)
+        extended = ModelExtended(self.slices, self._number)
         return [
             *(Send(server_peer(each), extended) for each in range(self._servers)),
             *(Send(worker_peer(worker), extended) for worker in self._workers),

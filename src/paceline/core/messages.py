@@ -145,6 +145,7 @@ class Hello(Message, frozen=True, tag=True):
         channels: number of ring-buffer pairs in the shared memory.
         channel: index of the ring-buffer pair for this connection; -1 if the connection uses no ring buffers.
         follows: True if the caller is a worker that can read the weights directly from the servers' memory.
+        extension: number of the extension for which a worker has memory; 0 if the model has not been extended.
     """
 
     token: str
@@ -155,6 +156,7 @@ class Hello(Message, frozen=True, tag=True):
     channels: Number = 0
     channel: int = -1
     follows: bool = False
+    extension: Number = 0
 
 
 # -- start of a run ---------------------------------------------------------------------------------------
@@ -208,6 +210,7 @@ class Started(Message, frozen=True, tag=True):
         initializer: the worker that sends the initial weights.
         iteration: label of the worker's first iteration.
         sync: the sync model in force, in the notation of the command line; "" for the first model of the run.
+        extension: number of the extension of the model in force; 0 if the model has not been extended.
     """
 
     shards: tuple[ShardSlice, ...]
@@ -215,6 +218,7 @@ class Started(Message, frozen=True, tag=True):
     initializer: int
     iteration: int = 0
     sync: str = ""
+    extension: int = 0
 
 
 class Refused(Message, frozen=True, tag=True):
@@ -271,11 +275,13 @@ class ExtendShards(Message, frozen=True, tag=True):
         model: the extended model.
         shards: the slices that this server will hold.
         initializer: the worker that sends the initial weights of the new parameters.
+        number: number of the extension. The extensions of a run are numbered from 1.
     """
 
     model: ModelSpec
     shards: tuple[ShardSlice, ...]
     initializer: int
+    number: int
 
 
 class InitialWeightsRequested(Message, frozen=True, tag=True):
@@ -285,9 +291,15 @@ class InitialWeightsRequested(Message, frozen=True, tag=True):
 
 
 class ExtensionReady(Message, frozen=True, tag=True):
-    """A server has received the initial weights of the new parameters from the initializer, for all of its shards."""
+    """A server has received the initial weights of the new parameters from the initializer, for all of its shards.
+
+    Attributes:
+        initializer: the worker that has sent the initial weights.
+        number: number of the extension.
+    """
 
     initializer: int
+    number: int
 
 
 class ModelExtended(Message, frozen=True, tag=True):
@@ -297,9 +309,11 @@ class ModelExtended(Message, frozen=True, tag=True):
 
     Attributes:
         shards: the slices of all shards, in order.
+        number: number of the extension.
     """
 
     shards: tuple[ShardSlice, ...]
+    number: int
 
 
 # -- an iteration -----------------------------------------------------------------------------------------
@@ -449,11 +463,13 @@ class IterationFinished(Message, frozen=True, tag=True):
         iteration: label of the iteration.
         superstep: number of the superstep, if this was the worker's last push before its barrier; else None.
         change: number of the model change, if this was the worker's last push before the change; else None.
+        attempt: number of times that the worker has restarted the iteration.
     """
 
     iteration: Number
     superstep: Number | None = None
     change: Number | None = None
+    attempt: Number = 0
 
 
 class IterationStarted(Message, frozen=True, tag=True):
@@ -487,10 +503,12 @@ class PlanPublished(Message, frozen=True, tag=True):
 class RestartOrdered(Message, frozen=True, tag=True):
     """A worker must abort its computation of this iteration, pull, and compute the iteration again.
 
-    If the worker has already pushed the iteration, the message has no effect.
+    If the worker has already pushed the iteration, or has restarted it more than `attempt` times, the message has no
+    effect.
     """
 
     iteration: int
+    attempt: Number = 0
 
 
 class SyncRequested(Message, frozen=True, tag=True):
@@ -744,9 +762,16 @@ class InitialBuffers(Message, frozen=True, tag=True):
 
 
 class FetchSnapshot(Message, frozen=True, tag=True):
-    """Request the current weights of a shard. Sent by readers, and by the coordinator at the end of a run."""
+    """Request the current weights of a shard. Sent by readers, and by the coordinator at the end of a run.
+
+    Attributes:
+        shard: index of the shard.
+        left: the workers that have left the run, if the coordinator sends this message. The server answers once it
+            has noticed the departure of each of them.
+    """
 
     shard: Number
+    left: tuple[Number, ...] = ()
 
 
 class Snapshot(Message, frozen=True, tag=True):

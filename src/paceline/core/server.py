@@ -5,7 +5,8 @@
                 then ModelExtended from the coordinator, and each worker connects again
     iteration   Commit = push + pull; with overlap off: Commit, Committed, PullRequested
     restart     PullRepeated
-    end         WorkerFinished from the worker, WorkerLost from the coordinator, or the worker's connection is closed
+    end         WorkerFinished from the worker, WorkerLost from the coordinator, or the worker's connection is closed;
+                FetchSnapshot from the coordinator, which is answered when the workers that it names have left
 
 The host of this class transfers bytes and tensors, and reads the clock. The host stores the payload of a message
 before it carries out the requests that `handle` returns. If a message is not allowed, `handle` raises `ProtocolError`
@@ -39,6 +40,7 @@ from .messages import (
     CreateShards,
     ExtendShards,
     ExtensionReady,
+    FetchSnapshot,
     InitialWeights,
     InitialWeightsRequested,
     MeanAwaited,
@@ -47,6 +49,7 @@ from .messages import (
     PushesReported,
     Ready,
     ShardWaits,
+    Snapshot,
     Waits,
     WorkerWelcomed,
 )
@@ -73,7 +76,8 @@ class Server:
         shards: index -> shard, for each shard that has received its initial weights.
         expected: the workers that have joined the run and have not left.
         initializer: the worker that sends the initial weights; -1 before the shards are created.
-        outdated: connected workers that must connect again, because their memory is too small for the extended model.
+        extension: number of the extension of the model in force; 0 if the model has not been extended.
+        ending: connected worker that is lost, according to the coordinator -> the coordinator's message.
     """
 
     def __init__(
@@ -86,15 +90,19 @@ class Server:
         self.shards: dict[int, Shard] = {}
         self.expected: set[int] = set()
         self.initializer = -1
+        self.extension = 0
+        self.ending: dict[int, messages.WorkerLost] = {}
         self._seed = seed
         self._read_sync = read_sync
         self._recorder_of = recorder_of
         self._ticks_per_s = ticks_per_s
         self._models: tuple[SyncModel, ...] = ()
         self._usual_samples: int | None = None
-        self.outdated: set[int] = set()
+        self._next = 0  # number of the last extension that was announced
         self._to_begin: set[int] = set()  # shards that wait for initial weights
-        self._connected: set[int] = set()  # connected workers
+        # connected worker -> number of the extension for which it has memory
+        self._connected: dict[int, int] = {}
+        self._fetches: list[FetchSnapshot] = []  # the coordinator's requests that are not answered yet
         # worker -> shard -> `drawn` of the worker's last push
         self._drawn: dict[int, dict[int, tuple[int, ...]]] = {}
         self._readers: set[int] = set()  # connected workers that can read the weights directly from memory
@@ -117,18 +125,26 @@ class Server:
 
     # -- connections --------------------------------------------------------------------------------------
 
-    def require_expected(self, worker: int) -> None:
-        """Raise `ProtocolError` unless this worker may connect now."""
+    def require_expected(self, worker: int, extension: int = 0) -> None:
+        """Raise `ProtocolError` unless this worker may connect now, with memory for this extension of the model."""
         if self.initializer < 0:
             raise ProtocolError("training has not begun")
-        if worker not in self.expected or worker in self._connected - self.outdated:
+        if worker not in self.expected or self._connected.get(worker, -1) >= extension:
             raise ProtocolError(f"worker {worker} is not expected, or is already connected")
+        newest = self.extension if self._to_begin else self._next
+        if not self.extension <= extension <= newest:
+            raise ProtocolError(
+                f"worker {worker} has memory for extension {extension} of the model, expected {self.extension}"
+            )
 
-    def connected(self, worker: int, *, reads_in_place: bool = False) -> list[Request]:
-        """Handle a worker that has connected: send it the weights of all shards that have begun."""
-        self.require_expected(worker)
-        self._connected.add(worker)
-        self.outdated.discard(worker)
+    def connected(self, worker: int, extension: int = 0, *, reads_in_place: bool = False) -> list[Request]:
+        """Handle a worker that has connected: send it the weights of all shards that have begun.
+
+        If the worker has memory for the next extension, the extension takes effect.
+        """
+        self.require_expected(worker, extension)
+        self.extension = extension
+        self._connected[worker] = extension
         self._readers.discard(worker)
         if reads_in_place:
             self._readers.add(worker)
@@ -136,9 +152,10 @@ class Server:
 
     def disconnected(self, worker: int, now_ticks: int) -> list[Request]:
         """Handle a closed connection to a worker. If the worker has not finished, it is lost."""
-        self._connected.discard(worker)
-        self.outdated.discard(worker)
+        self._connected.pop(worker, None)
         self._readers.discard(worker)
+        if (lost := self.ending.pop(worker, None)) is not None:
+            return self._lose(lost, now_ticks)
         return self._leave(worker, WorkerLost, now_ticks)
 
     # -- messages -----------------------------------------------------------------------------------------
@@ -181,7 +198,12 @@ class Server:
             case ExtendShards():
                 return self._extend(message)
             case ModelExtended():
-                return []  # for the host
+                self.extension = message.number
+                return []
+            case FetchSnapshot():
+                self.shard(message.shard)
+                self._fetches.append(message)
+                return self._answer_fetches()
             case InitialWeights():
                 return self._begin(worker, message.shard, now_ticks)
             case _:
@@ -207,9 +229,11 @@ class Server:
             shard.sync.validate()
             if (live := shard.sync.order.phase.keys()) != self.expected:
                 raise InternalError(f"shard {shard.index} has workers {set(live)}, expected {self.expected}")
-        if not self._readers <= self._connected:
+        connected = self._connected.keys()
+        if not (self._readers <= connected and self.ending.keys() <= connected):
             raise InternalError(
-                f"workers {self._readers} read the server's memory, but only {self._connected} are connected"
+                f"workers {self._readers} read the server's memory and workers {set(self.ending)} are about to "
+                f"disconnect, but only {set(connected)} are connected"
             )
 
     def _create(self, message: CreateShards) -> list[Request]:
@@ -248,7 +272,7 @@ class Server:
 
     def _extend(self, message: ExtendShards) -> list[Request]:
         """Request the initial weights of the new parameters. If they are requested again, earlier ones are unused."""
-        self.initializer = message.initializer
+        self.initializer, self._next = message.initializer, message.number
         self._to_begin = {bounds.index for bounds in message.shards}
         initializer = worker_peer(message.initializer)
         requested = [Send(initializer, InitialWeightsRequested(shard)) for shard in sorted(self._to_begin)]
@@ -257,8 +281,7 @@ class Server:
     def _report_if_ready(self) -> list[Request]:
         if self._to_begin:
             return []
-        self.outdated = set(self._connected)
-        return [Send(COORDINATOR, ExtensionReady(self.initializer))]
+        return [Send(COORDINATOR, ExtensionReady(self.initializer, self._next))]
 
     def _commit(self, worker: int, commit: Commit, now_ticks: int) -> list[Request]:
         shard = self.shard(commit.shard)
@@ -320,6 +343,10 @@ class Server:
         return [*requests, Send(COORDINATOR, WorkerWelcomed(worker))]
 
     def _lose(self, message: messages.WorkerLost, now_ticks: int) -> list[Request]:
+        """Handle a worker that is lost. If it is connected, its last messages may still arrive, so await the end."""
+        if message.worker in self._connected:
+            self.ending[message.worker] = message
+            return []
         requests = self._leave(message.worker, WorkerLost, now_ticks)
         drawn = self._drawn.pop(message.worker, {})
         if not message.report:
@@ -335,4 +362,11 @@ class Server:
             return []
         self.expected.remove(worker)
         event: AnyEvent = kind(now_ticks=now_ticks, worker=worker)
-        return [request for shard in self.shards.values() for request in shard.handle(event)]
+        requests = [request for shard in self.shards.values() for request in shard.handle(event)]
+        return requests + self._answer_fetches()
+
+    def _answer_fetches(self) -> list[Request]:
+        """Answer the coordinator's requests for weights, except those that name workers that have not left yet."""
+        due = [fetch for fetch in self._fetches if self.expected.isdisjoint(fetch.left)]
+        self._fetches = [fetch for fetch in self._fetches if fetch not in due]
+        return [Send(COORDINATOR, Snapshot(each.shard, self.shards[each.shard].version)) for each in due]

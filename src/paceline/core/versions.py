@@ -25,6 +25,11 @@ class Versions:
         # push that is neither applied nor dropped yet -> version of the weights on which its gradient was computed
         self._computed_on: dict[Key, int] = {}
 
+    @property
+    def workers(self) -> Iterable[int]:
+        """The live workers."""
+        return self._pulled
+
     def note(self, event: AnyEvent) -> None:
         """Record an event that the model has accepted. Call this before recording the resulting actions."""
         if type(event) is PushReceived:

@@ -64,6 +64,8 @@ __all__ = ["Worker"]
 ADDED = "DistributedOptimizer() or add_param_group() with parameters that are not trained yet"
 """How a call that extends the model is described to other workers."""
 
+NO_RESTART = (-1, -1)
+
 
 class Worker:
     """A worker of a run: it turns the steps of the training script and the received messages into requests.
@@ -92,6 +94,7 @@ class Worker:
             answered; 0 before its first answer.
         combined: the result of the worker's last barrier or reduction; None if it has not arrived.
         extended: the message that ends the worker's last extension; None if it has not arrived.
+        extension: number of the last extension of the model that the worker has been told of; 0 if there is none.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Worker:
         self.updates = self.samples = 0
         self.combined: Combined | None = None
         self.extended: ModelExtended | None = None
+        self.extension = 0
         self._schedule = schedule
         self._workers = workers
         self._shards = shards
@@ -129,7 +133,8 @@ class Worker:
         self._plan: tuple[Stop, int] | None = None
         # True once a worker has pushed in lockstep while its script was not training
         self._uneven = False
-        self._restart = -1  # the iteration that must be restarted
+        self._restart = NO_RESTART  # (iteration, attempt) that must be aborted
+        self._attempt = 0  # number of times that the current iteration was restarted
         self._progress: int | None = None  # if the worker is late: the round from which it must continue
         self._clips = False  # True if the script clips the gradient that is applied
         self._edit: Edit | None = None  # the flag of the edit that the script is making
@@ -143,7 +148,7 @@ class Worker:
     @property
     def restart_ordered(self) -> bool:
         """True if the current computation must be aborted."""
-        return self._restart == self.iteration
+        return self._restart[0] == self.iteration
 
     @property
     def edits(self) -> bool:
@@ -252,7 +257,7 @@ class Worker:
         if self._notifies or self._flagged is not None:
             superstep = stop.superstep if stop is not None else None
             number = self._flagged.number if self._flagged is not None else None
-            requests.append(Send(COORDINATOR, IterationFinished(iteration, superstep, number)))
+            requests.append(Send(COORDINATOR, IterationFinished(iteration, superstep, number, self._attempt)))
         self._await("answers" if self._overlap else "commits")
         if ahead:
             requests += ahead
@@ -264,7 +269,9 @@ class Worker:
         Args:
             restart: True if the computation of the iteration was aborted and is restarted.
         """
-        self._restart = -1
+        if restart:
+            self._attempt = self._restart[1] + 1
+        self._restart = NO_RESTART
         self._pulls_again = True
         self._await("answers")
         return [
@@ -413,7 +420,9 @@ class Worker:
             case ChangePublished():
                 self._change, self._plan = message.change, None
             case RestartOrdered():
-                self._restart = message.iteration
+                if message.iteration == self.iteration and message.attempt < self._attempt:
+                    return []  # a later attempt is in progress already
+                self._restart = message.iteration, message.attempt
                 return [Abort(message.iteration)] if self.restart_ordered and not self.waiting_for else []
             case DataGranted():
                 self.data.handle(message)
@@ -422,7 +431,7 @@ class Worker:
             case InitialWeightsRequested():
                 return [Send(self._servers[message.shard], InitialWeights(message.shard))]
             case ModelExtended():
-                self.extended = message
+                self.extended, self.extension = message, message.number
             case StandInAllowed():
                 self._uneven = True
             case TrainingStopped():
@@ -437,7 +446,7 @@ class Worker:
 
     def _start(self, message: Started) -> list[Request]:
         self.started = message
-        self.iteration = message.iteration
+        self.iteration, self.extension = message.iteration, message.extension
         if message.sync:
             self._follow(parse_shards(message.sync))
         self._await("answers")
@@ -471,6 +480,7 @@ class Worker:
         if self.data.used:
             self.data.answered()
         self.iteration += 1
+        self._attempt = 0
         if self._flagged is not None:
             self._follow(parse_shards(self._flagged.sync))
             self._flagged = self._progress = None  # the new model counts rounds from 0 again

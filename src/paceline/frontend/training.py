@@ -41,9 +41,10 @@ EVALUATING, EDITING = "paceline.evaluating(...)", "optimizer.editing()"
 
 UNABORTABLE = (
     "the sync model aborts computations on outdated weights and restarts them, but this script calls step() without "
-    "a closure, when the gradients are already computed. So nothing is aborted, and spec-sync behaves as its base "
-    "model (asp by default). To let computations be aborted, put zero_grad(), the forward pass and backward() into a "
-    "function that returns the loss, and call: loss = optimizer.step(closure)"
+    "a closure, when the gradients are already computed. So nothing is aborted: spec-sync behaves as its base model "
+    "(asp by default), and ringmaster drops outdated gradients only when they arrive. To let them be aborted, "
+    "put zero_grad(), the forward pass and backward() into a function that returns the loss, and call: "
+    "loss = optimizer.step(closure)"
 )
 """Warning about a script whose computations cannot be aborted."""
 

@@ -4,7 +4,7 @@ A model registers itself when its module is imported (`paceline.sync.register`).
 of the model must have imported that module. Users need not name the module if its package declares an entry point:
 
     [project.entry-points."paceline.sync"]
-    rennala = "my_package.rennala"
+    buffered = "my_package.buffered"
 
 A message from another process never causes the import of a module.
 """

@@ -23,7 +23,6 @@ from ..core.messages import (
     Contributed,
     CreateShards,
     ExtendShards,
-    FetchSnapshot,
     FetchWaits,
     FromPeerToCoordinator,
     Hello,
@@ -394,7 +393,7 @@ class CoordinatorHost:
         if member is None:
             self._collection.give_up(owed)
         elif owed:  # a server sends each peer only one bulk message at a time
-            self._hub.send(member, FetchSnapshot(owed[0]))
+            self._perform(self.core.fetch(owed[0]))
 
     def _take_calls(self) -> None:
         """Call the functions that other threads have passed to `_call`."""

@@ -180,9 +180,9 @@ class ServerHost:
                 raise ProtocolError(f"there are already {most} readers")
             peer.role, peer.index = hello.role, hello.index
             return
-        self._core.require_expected(hello.index)
+        self._core.require_expected(hello.index, hello.extension)
         memory = self._require_memory()
-        if hello.index in self._core.outdated:
+        if hello.extension > self._core.extension:
             memory.extend()
         region = None
         if hello.memory_bytes:
@@ -192,12 +192,14 @@ class ServerHost:
         peer.role, peer.index = hello.role, hello.index
         peer.inboxes = memory.inboxes(region)
         self._workers[peer.index] = peer
+        if peer.index in self._core.ending:  # this greeting is one of the last messages of a lost worker
+            self._expect_end(peer.index)
         if region is not None and 0 <= hello.channel < hello.channels:
             incoming, outgoing = map(Ring, region.channels[hello.channel])
             peer.stream.use_rings(outgoing, incoming)
             self._hub.watch_ring(peer)
         in_place = hello.follows and memory.in_shared_memory
-        self._perform(self._core.connected(peer.index, reads_in_place=in_place))
+        self._perform(self._core.connected(peer.index, hello.extension, reads_in_place=in_place))
 
     def received(self, peer: ServerCaller, message: Message) -> None:
         if peer is self._coordinator:
@@ -283,16 +285,25 @@ class ServerHost:
                 self._pass_on(self._coordinator, message)
             case ModelExtended():
                 self._require_memory().extend()
-            case WorkerLost() if message.worker in self._workers:
-                self._hub.expect_end(self._workers[message.worker])
-            case WorkerLost() | MeanClipped() | MeanAwaited():
+                self._pass_on(self._coordinator, message)
+            case WorkerLost(worker):
+                self._expect_end(worker)
                 self._pass_on(self._coordinator, message)
             case FetchSnapshot():
-                self._send_snapshot(self._coordinator, message.shard)
+                for worker in self._core.expected.intersection(message.left):
+                    self._expect_end(worker)
+                self._pass_on(self._coordinator, message)
+            case MeanClipped() | MeanAwaited():
+                self._pass_on(self._coordinator, message)
             case FetchWaits():
                 self._hub.send(self._coordinator, self._core.waits(timers=bool(self._timers)))
             case Shutdown():
                 self._running = False
+
+    def _expect_end(self, worker: int) -> None:
+        """Let the connection to a worker end, if it is open, because the worker has left the run."""
+        if (peer := self._workers.get(worker)) is not None:
+            self._hub.expect_end(peer)
 
     def _pass_on(self, peer: ServerCaller, message: Message) -> None:
         """Pass a message to the core and perform the core's requests."""
@@ -316,6 +327,8 @@ class ServerHost:
             match request:
                 case Send(_, Answer() as answer):
                     self._answer(request.to.index, answer)
+                case Send(_, Snapshot(shard)):
+                    self._send_snapshot(self._coordinator, shard)
                 case Send(to, message):
                     peer = self._coordinator if to == COORDINATOR else self._workers.get(to.index)
                     if peer is not None:

@@ -243,6 +243,7 @@ class WorkerSession:
                 channels=channels,
                 channel=channel,
                 follows=follows,
+                extension=self._core.extension,
             )
             self._send(stream, hello, descriptors=descriptors)
             if channels:

@@ -462,7 +462,7 @@ class VirtualJob:
 
     def _connect(self, worker: int) -> None:
         for index, server in enumerate(self._servers):
-            self._at_once(server_peer(index), server.connected(worker))
+            self._at_once(server_peer(index), server.connected(worker, self.workers[worker].core.extension))
 
     def _at_once(self, sender: Peer, requests: Sequence[Request]) -> None:
         """Deliver messages immediately, bypassing the network. Used at the beginning and when workers join."""
@@ -711,7 +711,7 @@ class VirtualJob:
         state.core.await_extended_weights()
         self._driver.extended(worker)
         for index, server in enumerate(self._servers):
-            self._from_server(index, server.connected(worker))
+            self._from_server(index, server.connected(worker, state.core.extension))
 
     # -- latencies and standstills ------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ from .model import JobMachine, Machine, ShardMachine, SyncModel
 from .naive_waiting import NaiveWaiting
 from .notation import MODELS, parse, register
 from .pssp import PSSP, DynamicPSSP
+from .rennala import Rennala
+from .ringmaster import Ringmaster
 from .spec_sync import SpecSync
 from .ssp import SSP
 
@@ -43,6 +45,8 @@ __all__ = [
     "NaiveWaiting",
     "PullState",
     "PushState",
+    "Rennala",
+    "Ringmaster",
     "ShardMachine",
     "SpecSync",
     "SyncModel",
@@ -65,6 +69,8 @@ for _model in (
     NaiveWaiting,
     ElasticBSP,
     SpecSync,
+    Rennala,
+    Ringmaster,
     Conditions,
 ):
     register(_model)

@@ -102,14 +102,20 @@ class PublishPlan(Action, frozen=True, tag=True):
     plan: Plan
 
 
-class RestartWorker(Action, frozen=True, tag=True):
+class RestartWorker(Action, frozen=True, tag=True, repr_omit_defaults=True):
     """Tell this worker to abort its computation of `iteration`, pull, and compute the iteration again.
 
-    This action has no effect if the worker has already pushed the iteration.
+    This action has no effect if the worker has already pushed the iteration, or has restarted it more often.
+
+    Attributes:
+        worker: the worker that is told.
+        iteration: label of the iteration.
+        attempt: the computation of this iteration that is aborted, counted from 0.
     """
 
     worker: int
     iteration: int
+    attempt: int = 0
 
 
 class SetTimer(Action, frozen=True, tag=True):

@@ -214,12 +214,14 @@ class IterationFinished(Event, frozen=True, kw_only=True, tag=True):
         iteration: label of the iteration.
         superstep: set if the push was the worker's last one before the barrier of the superstep with this number.
         change: set if the push was the worker's last one before the change with this number.
+        attempt: number of times that the worker has restarted the iteration.
     """
 
     worker: int
     iteration: int
     superstep: int | None = None
     change: int | None = None
+    attempt: int = 0
 
 
 class IterationStarted(Event, frozen=True, kw_only=True, tag=True):

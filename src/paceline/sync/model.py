@@ -255,6 +255,15 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         return False
 
     @property
+    def one_shard(self) -> bool:
+        """True if the model can only run on one shard.
+
+        The shards receive the workers' pushes in different orders. If the order determines which pushes are applied,
+        a push could be applied at one shard and dropped at another.
+        """
+        return False
+
+    @property
     def lockstep(self) -> bool:
         """True if no push is applied while a live worker computes.
 
@@ -310,7 +319,8 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         shown = [
             f"{field.name}={_plain(value)}"
             for field, value in values
-            if value != field.default or isinstance(value, int | float | Fraction)
+            if value != field.default
+            or (isinstance(value, int | float | Fraction) and not isinstance(value, bool))
         ]
         return f"{self.name}:{','.join(shown)}" if shown else self.name
 
@@ -325,7 +335,9 @@ def agree_on_means(models: Sequence[SyncModel]) -> bool:
 
 
 def _plain(value: object) -> object:
-    """Return an integer for a float with an integral value, and any other value unchanged."""
+    """Return an integer for a float with an integral value, a lower-case word for a bool, else the value itself."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -149,8 +149,14 @@ def notation(models: Sequence[SyncModel]) -> str:
 def require_shards(models: Sequence[SyncModel], shards: int) -> None:
     """Raise `ConfigurationError` unless these models can run together on this number of shards.
 
-    There must be one model, or one per shard. A model with `whole_job` cannot be combined with other models.
+    There must be one model, or one per shard. A model with `whole_job` cannot be combined with other models, and a
+    model with `one_shard` cannot run on several shards.
     """
+    if shards > 1 and (only := next((model for model in models if model.one_shard), None)):
+        raise ConfigurationError(
+            f"{only} needs a single shard, but this job has {shards}: pushes reach the shards in different orders, "
+            "and this model would apply a push at one shard and drop it at another. Use one server and one shard."
+        )
     if len(models) not in (1, shards):
         raise ConfigurationError(
             f"{notation(models)!r} names {len(models)} sync models for {shards} shards; give one, or one per shard."
@@ -167,6 +173,10 @@ def _example(model: type[SyncModel], key: str) -> str:
 
 def _value(text: str, key: str, value: str, kind: object) -> float | Fraction | str:
     """Return the value of a parameter: a number, a fraction such as 1/3, or text if the parameter accepts text."""
+    if kind is bool:
+        if value.lower() not in ("true", "false"):
+            raise ConfigurationError(f"sync model {text!r}: {key} is {value!r}, expected true or false.")
+        return value.lower() == "true"
     if kind is str or (kind not in (int, float) and not get_args(kind)):
         return value
     try:

@@ -21,6 +21,8 @@ from ..sync import (
     DynamicPSSP,
     ElasticBSP,
     NaiveWaiting,
+    Rennala,
+    Ringmaster,
     SpecSync,
     SyncModel,
 )
@@ -171,7 +173,7 @@ def admission(sync: SyncModel) -> Admission:
     match sync:
         case BSP():
             return more_ahead_than(0)
-        case ASP():
+        case ASP() | Rennala() | Ringmaster():
             return NEVER
         case SSP() if sync.execution == "lazy":
             return Admission(beyond(sync.staleness), beyond(0))

@@ -65,7 +65,7 @@ def check(
             model says that it agrees on means. Do not use this for models that drop pushes by their order of arrival,
             because the order differs between shards.
         workers: number of workers in each small job.
-        shards: number of shards in each small job.
+        shards: number of shards in each small job; always 1 if the model can only run on one shard.
         iterations: number of iterations of each worker in the first small job; one fewer in the other jobs, but at
             least 1. Each additional iteration makes the check take about ten times as long.
 
@@ -97,6 +97,8 @@ def _small_jobs(
     if rule is None and isinstance(sync, Conditions):
         rule = UNKNOWN
     plans = sync.at_coordinator() is not None
+    if sync.one_shard:
+        shards = 1
 
     def job(
         first: SyncModel | str,

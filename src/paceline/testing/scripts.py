@@ -211,8 +211,8 @@ def _text(action: AnyAction) -> str:
             return f"plan superstep {plan.superstep}: {stops}; wait {wait}, barrier {barrier}"
         case SetTimer(worker, iteration, due_ticks):
             return f"timer for {worker}:{iteration} at {_seconds(due_ticks)}"
-        case RestartWorker(worker, iteration):
-            return f"restart {worker}:{iteration}"
+        case RestartWorker(worker, iteration, attempt):
+            return f"restart {worker}:{iteration}" + (f" attempt {attempt}" if attempt else "")
         case PublishChange(change):
             members = ",".join(map(str, change.members))
             return f"change {change.number} to {change.sync}, members {members}"

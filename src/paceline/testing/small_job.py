@@ -11,7 +11,7 @@ use only what a shard has received, never the state of a state machine:
 - according to the admission rule of the model in force (see `admission`), every worker that must wait at a shard does
   wait, and every worker that waits is allowed to wait;
 - each push is applied, averaged or dropped exactly once;
-- an iteration is restarted at most once, and a shard runs the model that the received flags determine;
+- no attempt of an iteration is restarted twice, and a shard runs the model that the received flags determine;
 - when no step is left, every worker that was not lost has done all its iterations (no deadlock), and the shards have
   completed all changes that any remaining worker has passed, and have averaged the same groups of pushes.
 
@@ -61,8 +61,9 @@ The following reductions keep the number of states small. Each entry explains wh
   push is part of two means, so different means cannot be confused.)
 - *Interned cores* (`states.Interned`). Each state of a core is stored once, and each call is made only once in each
   state. States are considered equal if they differ only in the order of a dict, which affects at most the order of
-  the answers to one event; in the labels of workers that have left, which matter only if a worker returns; or in the
-  order of held pushes, which are summed in worker order. Of SpecSync's state machine at the coordinator, only the
+  the answers to one event; in the labels of workers that have left, which matter only if a worker returns; in the
+  staleness of the workers' weights, unless a model depends on it; or in the order of held pushes, which are summed in
+  worker order. Of SpecSync's state machine at the coordinator, only the
   parts that may still cause a restart are kept (`states._outlook`). A test checks that equal states behave alike.
 """
 
@@ -237,7 +238,11 @@ class SmallJob:
         # The labels of workers that have left matter only if such a worker joins again.
         remembers = late > 1
         self._workers: Interned[Worker] = Interned(tape)
-        self._servers: Interned[Server] = Interned(tape, remembers=remembers)
+        self._servers: Interned[Server] = Interned(
+            tape,
+            remembers=remembers,
+            counts_updates=any(model.needs_staleness for step in all_models for model in step),
+        )
         self._coordinators: Interned[Coordinator] = Interned(tape)
         self._worker_pool: Pool[WorkerState] = Pool()
         self._server_pool: Pool[ServerState] = Pool()
@@ -621,8 +626,8 @@ class SmallJob:
             order = worker_state.orders[0]
             match order:
                 case RestartOrdered():
-                    assert not worker_state.restarted, (
-                        f"worker {w} is told twice to restart iteration {core.iteration}"
+                    assert order.attempt or not worker_state.restarted, (
+                        f"worker {w} is told twice to restart attempt 0 of iteration {core.iteration}"
                     )
                 case ChangePublished():
                     assert core._change is None, (

@@ -18,6 +18,7 @@ from ..core.messages import ChangePublished, Commit, Message, PlanPublished
 from ..core.requests import COORDINATOR, Peer, Request, Timer, worker_peer
 from ..core.server import Server
 from ..core.shard_sync import ShardSync
+from ..core.versions import Versions
 from ..core.worker import Worker
 from ..errors import InternalError
 from ..plugins.conditions import UserMachine
@@ -232,11 +233,13 @@ class Interned(Generic[Core]):
     Args:
         tape: the recorder that the cores use.
         remembers: True to distinguish states that differ only in the labels of workers that have left.
+        counts_updates: True to distinguish states that differ only in the staleness of the workers' weights.
     """
 
-    def __init__(self, tape: Tape, *, remembers: bool = False) -> None:
+    def __init__(self, tape: Tape, *, remembers: bool = False, counts_updates: bool = False) -> None:
         self._tape = tape
-        self._ignored = IRRELEVANT - {"_former"} if remembers else IRRELEVANT
+        relevant = {"_former": remembers, "_versions": counts_updates}
+        self._ignored = IRRELEVANT - {name for name, matters in relevant.items() if matters}
         self._cores: list[Core] = []
         self._number: dict[Hashable, int] = {}
         self._next: dict[tuple[int, Call], tuple[int, Outcome]] = {}
@@ -524,6 +527,8 @@ def _frozen(thing: object, whole: bool = False, ignored: Set[str] = IRRELEVANT) 
             return frozenset(thing)
         case types.FunctionType() | types.MethodType():
             return None  # conditions do not change
+        case Versions():
+            return frozenset((worker, thing.missed(worker)) for worker in thing.workers)
         case Speculator() if not whole:
             return type(thing).__name__, _frozen(_outlook(thing), whole, ignored)
         case msgspec.Struct():
