@@ -1,0 +1,21 @@
+"""Readers for the published data sets that the papers use, one file per format.
+
+The option `--data DIR` of `python -m reproductions` names a folder that contains the data sets as they are unpacked
+from their archives: `cifar-10-batches-bin`, `cifar-100-binary`, `ml-100k`, and for ImageNet a folder `imagenet` with
+`train` and `val`, each with one folder per class. Nothing is downloaded.
+"""
+
+from .cifar import read_cifar_10, read_cifar_100
+from .image_folder import read_imagenet
+from .images import Images, Pixels
+from .movielens import Ratings, read_movielens_100k
+
+__all__ = [
+    "Images",
+    "Pixels",
+    "Ratings",
+    "read_cifar_10",
+    "read_cifar_100",
+    "read_imagenet",
+    "read_movielens_100k",
+]
