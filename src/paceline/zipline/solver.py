@@ -91,12 +91,16 @@ def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solu
     >>> solution.wait, solution.barrier, solution.picks.tolist()
     (0, 10, [4, 1])
     """
-    times = checked_progressions(last, interval, lookahead)
-    whole = whole_times(last, interval, times.lookahead)
+    whole = whole_times(last, interval)
     if whole is None:
-        return _periodic(times)
-    exact = whole.progressions()
-    return whole.restored(whole.search() if exact is None else _periodic(exact))
+        return _periodic(checked_progressions(last, interval, lookahead))
+    times = checked_progressions(whole.base, whole.interval, lookahead)
+    if whole.fit(lookahead):
+        return whole.restored(_periodic(times))
+    whole = whole.reduced()
+    if whole.fit(lookahead):
+        return whole.restored(_periodic(checked_progressions(whole.base, whole.interval, lookahead)))
+    return whole.restored(whole.search(lookahead))
 
 
 def _periodic(times: Progressions) -> Solution:

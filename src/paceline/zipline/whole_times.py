@@ -9,12 +9,11 @@ search computes the result with Python's own integers.
 from __future__ import annotations
 
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from .end_times import Progressions
 from .solution import Solution
 
 __all__ = ["WholeTimes", "whole_times"]
@@ -23,45 +22,42 @@ EXACT = 2**53
 
 
 class WholeTimes(NamedTuple):
-    """End times (base + j * interval) * unit + origin for j = 1..lookahead, all of them integers.
+    """The last pushes and the intervals of workers with a constant pace, in whole units.
 
     Attributes:
-        base: time of each worker's last push, in units after the origin; shape (n,).
-        interval: interval of each worker, in units; shape (n,).
-        lookahead: R, the number of end times per worker.
+        base: time of each worker's last push, in units after the origin.
+        interval: interval of each worker, in units.
         origin: time of the earliest last push.
         unit: a common divisor of all intervals and of all differences between last pushes.
     """
 
-    base: NDArray[Any]
-    interval: NDArray[Any]
-    lookahead: int
+    base: list[int]
+    interval: list[int]
     origin: int
-    unit: int
+    unit: int = 1
 
-    @property
-    def latest(self) -> int:
-        """An upper bound on the end times, in units after the origin."""
-        return int(self.base.max()) + self.lookahead * int(self.interval.max())
+    def fit(self, lookahead: int) -> bool:
+        """Return True if floats represent all end times exactly."""
+        return max(self.base) + lookahead * max(self.interval) < EXACT
 
-    def progressions(self) -> Progressions | None:
-        """Return the end times in units after the origin, or None if floats cannot represent them exactly."""
-        if self.latest >= EXACT:
-            return None
-        return Progressions(self.base.astype(np.float64), self.interval.astype(np.float64), self.lookahead)
+    def reduced(self) -> WholeTimes:
+        """Return the same times in the largest unit of which they are multiples."""
+        unit = gcd(*self.base, *self.interval)
+        base, interval = [time // unit for time in self.base], [time // unit for time in self.interval]
+        return WholeTimes(base, interval, self.origin, unit)
 
     def restored(self, solution: Solution) -> Solution:
-        """Return a solution for `progressions` in the original unit, with integers for the wait and the barrier."""
+        """Return a solution for these times in the original unit, with integers for the wait and the barrier."""
         wait, barrier = int(solution.wait) * self.unit, self.origin + int(solution.barrier) * self.unit
         return Solution(wait, barrier, solution.picks, solution.candidates)
 
-    def search(self) -> Solution:
-        """Return the canonical solution, in units after the origin, for end times of any size."""
-        pace = list(zip(self.base.tolist(), self.interval.tolist(), strict=True))
+    def search(self, lookahead: int) -> Solution:
+        """Return the canonical solution for these times, without floats."""
+        pace = list(zip(self.base, self.interval, strict=True))
         ends = sorted(
             (base + j * interval, worker)
             for worker, (base, interval) in enumerate(pace)
-            for j in range(1, self.lookahead + 1)
+            for j in range(1, lookahead + 1)
         )
         # For each end time in order, find the shortest window that ends there and has an end time of each worker.
         inside = [0] * len(pace)  # number of end times of each worker in the window
@@ -78,36 +74,23 @@ class WholeTimes(NamedTuple):
                 best = end - ends[begin][0], end
         assert best is not None
         wait, barrier = best
-        picks = [min((barrier - base) // interval, self.lookahead) - 1 for base, interval in pace]
+        picks = [min((barrier - base) // interval, lookahead) - 1 for base, interval in pace]
         return Solution(wait, barrier, np.array(picks, dtype=np.intp), len(ends))
 
 
-def whole_times(last: ArrayLike, interval: ArrayLike, lookahead: int) -> WholeTimes | None:
-    """Return the valid arguments of `solve_periodic` as `WholeTimes`, or None unless all of them are integers."""
+def whole_times(last: ArrayLike, interval: ArrayLike) -> WholeTimes | None:
+    """Return the arguments of `solve_periodic` as `WholeTimes`, or None unless they are one or more integers."""
     base, step = _whole(last), _whole(interval)
-    if base is None or step is None:
+    if not base or not step:
         return None
-    origin = int(base.min())
-    if int(base.max()) - origin < EXACT:  # otherwise, the differences may not fit into 64 bits
-        times = WholeTimes(base - origin, step, lookahead, origin, 1)
-        if times.latest < EXACT:
-            return times
-    bases, steps = [int(time) - origin for time in base], [int(time) for time in step]
-    unit = gcd(*bases, *steps)
-    return WholeTimes(
-        np.array([time // unit for time in bases], dtype=object),
-        np.array([time // unit for time in steps], dtype=object),
-        lookahead,
-        origin,
-        unit,
-    )
+    origin = min(base)
+    return WholeTimes([time - origin for time in base], step, origin)
 
 
-def _whole(times: ArrayLike) -> NDArray[Any] | None:
-    """Return times as an array of integers: 64-bit ones if possible, else Python's. None if some are not integers."""
+def _whole(times: ArrayLike) -> list[int]:
+    """Return times as Python's integers, or [] if they are not a one-dimensional sequence of integers."""
+    if isinstance(times, list) and set(map(type, times)) == {int}:
+        return times
     array = np.asarray(times)
-    if array.dtype.kind == "i":
-        return array
-    # NumPy may convert integers beyond 64 bits to floats.
-    exact = np.asarray(times, dtype=object)
-    return exact if all(isinstance(time, int | np.integer) for time in exact) else None
+    whole: list[int] = array.tolist() if array.dtype.kind in "iu" and array.ndim == 1 else []
+    return whole
