@@ -95,9 +95,7 @@ def train(
                 total[name] = total[name] + each.weight * value if name in total else each.weight * value
         factor = rates * decay(k)
         velocity = {name: _like(momenta, value) * velocity[name] + value for name, value in total.items()}
-        weights = {
-            name: value - _like(factor, value) * velocity[name] for name, value in weights.items()
-        }
+        weights = {name: value - _like(factor, value) * velocity[name] for name, value in weights.items()}
         versions = {version: kept for version, kept in versions.items() if last_use[version] > k}
         yield weights
 
@@ -109,6 +107,4 @@ def _like(numbers: Tensor, value: Tensor) -> Tensor:
 
 def _last_uses(schedule: Schedule) -> dict[int, int]:
     """Return the last update that contains a gradient on a version, for each version."""
-    return {
-        gradient.read: k for k, update in enumerate(schedule.updates) for gradient in update.gradients
-    }
+    return {gradient.read: k for k, update in enumerate(schedule.updates) for gradient in update.gradients}

@@ -17,14 +17,16 @@ from typing import NamedTuple
 from ..grid_search import Point, Score, search_lines
 
 __all__ = [
+    "DECAYS",
     "EVALUATION_SEEDS",
-    "MEASURES",
     "MOMENTA",
     "STEPS",
-    "TARGETS",
     "TUNING_SEEDS",
     "Outcome",
+    "Setting",
+    "measures_of",
     "rate_of",
+    "setting_of",
     "tuned",
 ]
 
@@ -37,11 +39,8 @@ STEPS = range(-20, 8)
 BUDGET = 48
 """Number of settings with which the tuning of each contender begins."""
 
-TARGETS = (0.3, 0.1, 0.03)
-"""The targets, as shares of the initial loss."""
-
-MEASURES = (*(f"time to {target:g}" for target in TARGETS), "loss at equal time", "loss at equal gradients")
-"""What is measured. In the last two, the learning rate decays to 0."""
+DECAYS = ("constant", "with time", "with gradients")
+"""How the learning rate decays: not at all, linearly with time, or linearly with the number of gradients."""
 
 
 def rate_of(momentum: float, step: int) -> float:
@@ -51,6 +50,29 @@ def rate_of(momentum: float, step: int) -> float:
     [0.158, 0.316, 0.632]
     """
     return float(math.sqrt(1 - momentum) * 2.0 ** (step / 2))
+
+
+def measures_of(targets: Sequence[float]) -> tuple[str, ...]:
+    """Return the names of what is measured. In the last two, the learning rate decays to 0.
+
+    >>> measures_of((0.3, 0.1))
+    ('time to 0.3', 'time to 0.1', 'loss at equal time', 'loss at equal gradients')
+    """
+    return (*(f"time to {target:g}" for target in targets), "loss at equal time", "loss at equal gradients")
+
+
+class Setting(NamedTuple):
+    """A setting with which a run is made: how the learning rate decays, the momentum, and the step of the rate."""
+
+    decay: str
+    momentum: float
+    step: int
+
+
+def setting_of(point: Point, measure: str) -> Setting:
+    """Return the setting for a point of the grid and a measure."""
+    decay = {"loss at equal time": "with time", "loss at equal gradients": "with gradients"}
+    return Setting(decay.get(measure, "constant"), point.momentum, point.step)
 
 
 class Outcome(NamedTuple):
@@ -73,7 +95,7 @@ class Outcome(NamedTuple):
 
 
 def tuned(
-    outcomes: Callable[[Point], Sequence[Outcome]], variants: int, middle: int
+    outcomes: Callable[[Point], Sequence[Outcome]], variants: int, middle: int, budget: int = BUDGET
 ) -> tuple[Point, int]:
     """Return the best setting, and the number of settings that were tried.
 
@@ -81,6 +103,7 @@ def tuned(
         outcomes: function that returns the outcomes of a setting with the tuning seeds.
         variants: number of variants of the contender.
         middle: the step at which the tuning begins.
+        budget: number of settings before learning rates are added.
     """
 
     def score(point: Point) -> Score:
@@ -90,5 +113,5 @@ def tuned(
         return Score(median(o.value for o in found), median(o.final for o in found))
 
     starts = [Point(momentum, middle, variant) for variant in range(variants) for momentum in MOMENTA]
-    scores = search_lines(score, starts, max(3, BUDGET // len(starts)), len(STEPS))
+    scores = search_lines(score, starts, max(3, budget // len(starts)), len(STEPS))
     return min(scores, key=lambda point: (scores[point], point)), len(scores)

@@ -10,10 +10,10 @@ gradient was computed. This is linear in x, u and the x_r that are still needed,
 variables have an exact recursion, and with them the expected loss. It has two parts: that of the mean of x, and that
 of the noise, which is proportional to v. So one recursion gives the loss for every size of the batches.
 
-The *critical batch* is the size at which noise and curvature slow down a step equally (McCandlish et al., "An empirical
-model of large-batch training", 2018): tr(H S) / (g' H g) for the covariance S of a single sample's gradient. Here, if
-the loss has fallen to f evenly in all coordinates, it is s J / (2 f), where s is the noise of one sample and J the
-number of coordinates. `noise_of` uses f = `CRITICAL_AT`.
+The *critical batch* is the size at which noise and curvature slow down a step equally (McCandlish et al., "An
+empirical model of large-batch training", 2018): tr(H S) / (g' H g) for the covariance S of one sample's gradient.
+Here, if the loss has fallen to f evenly in all coordinates, it is s J / (2 f), where s is the noise of one sample and
+J the number of coordinates. `noise_of` uses f = `CRITICAL_AT`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def expected_losses(
     mean = np.zeros((count, *shape))
     mean[:] = np.sqrt(2 / (h * len(h)))
     velocity = np.zeros(shape)
-    moment = np.zeros((count, count, *shape))  # E[x_i x_j] of the noise, in the slots i and j; slot 0 is current
+    moment = np.zeros(
+        (count, count, *shape)
+    )  # E[x_i x_j] of the noise, in the slots i and j; slot 0 is current
     cross = np.zeros((count, *shape))  # E[u x_j]
     square = np.zeros(shape)  # E[u u]
     of_mean, of_noise = (np.empty((len(schedule.updates) + 1, *rates.shape)) for _ in range(2))

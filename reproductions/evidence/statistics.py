@@ -104,7 +104,11 @@ def _by_signs(logs: Sequence[float]) -> Ratio:
     outside = max(0, outside - 1)
     signs = sum(value > 0 for value in logs), sum(value < 0 for value in logs)
     p = min(1.0, 2 * float(stats.binom.cdf(min(signs), max(1, sum(signs)), 0.5))) if sum(signs) else 1.0
-    middle = (logs[(count - 1) // 2] + logs[count // 2]) / 2 if logs[count // 2] != logs[(count - 1) // 2] else logs[count // 2]
+    middle = (
+        (logs[(count - 1) // 2] + logs[count // 2]) / 2
+        if logs[count // 2] != logs[(count - 1) // 2]
+        else logs[count // 2]
+    )
     return Ratio(_exp(middle), _exp(logs[outside]), _exp(logs[count - 1 - outside]), p)
 
 
