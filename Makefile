@@ -71,6 +71,7 @@ tune: $(READY)  ## find each sync model's best learning rate and momentum for th
 docs: $(READY)  ## regenerate pages and pictures of the documentation, and run its examples
 	$(BIN)/python docs/make_sync_models.py
 	$(BIN)/python docs/make_papers.py
+	$(BIN)/python docs/make_when_it_pays.py
 	$(BIN)/python docs/make_rehearse.py
 	$(BIN)/python -m pytest docs README.md
 

@@ -24,7 +24,7 @@ HEAD = """\
 
 Paceline implements the systems of three papers. This page lists the numbers that our exhibits and our documentation
 quote from them, and all of their tables and figures. It does not contain results of ours:
-[the page on when it pays](when-it-pays.md) compares some of them with the papers' claims, and the command
+[the page on the papers' claims](papers-claims.md) compares some of them with the papers' claims, and the command
 
     python -m reproductions NAME...
 

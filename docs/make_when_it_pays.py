@@ -1,154 +1,351 @@
-"""Write `docs/when-it-pays.md` from the results in the folders DIR: `python docs/make_when_it_pays.py DIR...`.
+"""Write `docs/when-it-pays.md` from the results of a study: `python docs/make_when_it_pays.py`.
 
-    python -m reproductions map claim-elastic-bsp claim-pssp claim-lazy claim-spec-sync specsync-fig8 fluentps-fig6 \\
-        --out DIR
+    python -m reproductions evidence --estimate
+    python -m reproductions evidence
+    python docs/make_when_it_pays.py
 
-This command produces all results that the page needs. It takes more than an hour. A section whose results are in none
-of the folders keeps its present text. So the results of a single exhibit are enough to renew its section.
+The results are in `reproductions/results/evidence-quadratics.jsonl`. With --check, nothing is written, and the exit
+code is 0 if the page matches the results, 1 otherwise. Every sentence about the contenders is made from the
+comparisons that it sums up, so that no sentence can claim a lead whose interval holds 1.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
+import math
 import sys
 import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-HERE = Path(__file__).parent
-TARGET = HERE / "when-it-pays.md"
-PICTURES = HERE / "pictures"
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # `reproductions` is not installed
 
-HEAD = """\
-# When it pays
+from reproductions.evidence.on_quadratics import BATCHES, QUADRATICS  # noqa: E402
+from reproductions.evidence.places import CONTENDERS, PLACES  # noqa: E402
+from reproductions.evidence.study import Cell, read_cells  # noqa: E402
+from reproductions.evidence.verdicts import (  # noqa: E402
+    BASELINE,
+    Comparison,
+    Key,
+    check_inequality,
+    comparisons,
+    ranks,
+)
 
-Which synchronization model is the fastest depends on three things: how the workers differ, what share of each
-iteration is spent on transfers, and how many workers there are. This page shows measurements in 28 simulated clusters
-and tests some claims from the papers. Unless a section says otherwise, a network of 9,802 parameters was trained in
-virtual time on scikit-learn's digits, with each model at its own best learning rate. Use the results as a guide only:
-your model and your cluster may behave differently. To simulate your own case, run
+RESULTS = ROOT / "reproductions" / "results" / "evidence-quadratics.jsonl"
+TARGET = ROOT / "docs" / "when-it-pays.md"
+PICTURE = ROOT / "docs" / "pictures" / "when-it-pays.png"
 
-    paceline simulate your-cluster.toml --script your_script.py
+TIME, EQUAL_TIME, EQUAL_GRADIENTS = "time to 0.1", "loss at equal time", "loss at equal gradients"
+MEASURES = (TIME, EQUAL_TIME, EQUAL_GRADIENTS)
+SHOWN = ("0.1 each", "1 each", "10 each", "1 in all")
+NOISY, QUIET = ("0.1 each", "1 in all"), ("1 each", "10 each", "10 in all")
 
-The following commands generate this page:
+METHOD = """\
+## How it was measured
 
-    python -m reproductions map claim-elastic-bsp claim-pssp claim-lazy claim-spec-sync specsync-fig8 fluentps-fig6 \\
-        --out DIR
-    python docs/make_when_it_pays.py DIR
+*Problem.* Noisy quadratics: the loss is a sum over eight curvatures from 1 to 1/64, and the covariance of the
+gradient's noise is proportional to the curvature. Given the order in which gradients are computed and applied, which
+the simulator records, the expected loss of SGD with momentum follows exactly, without sampling
+(`reproductions/evidence/quadratics.py`). So differences between seeds are differences between the random times of the
+workers only. The loss begins at 1. The size of a batch is stated in units of the *critical batch*, at which noise and
+curvature slow down a step equally when the loss is 0.1: a worker's batch is 0.1, 1 or 10 of them ("each"), or that of
+all workers together is 1 or 10 of them ("in all").
 
-## The map
+*Clusters.* One server, and a latency of 0.02 s. A gradient takes about 1 s. *Steady 2x* and *steady 4x*: a quarter of
+the workers always take 2 or 4 times as long. *Jitter*: log-normal times with sigma 0.5. *Pauses*: each worker is 10
+times slower for 5 s in every 50 s. *Slow links*: the messages of a quarter of the workers take 0.5 s in each
+direction. *Equal*: 40 workers that differ by up to 3 % at random.
 
-![The fastest model in each cluster, and its speed-up over BSP](pictures/when-it-pays.png)
+*Tuning.* For each measure, each contender uses its own best learning rate, momentum (0, 0.5 or 0.9) and parameters of
+its own. Learning rates differ by a factor of the square root of 2. Each contender starts with 48 settings, however
+many parameters it has, and more learning rates are added until the best one is not at an end. Settings are chosen by
+the median over three seeds. A setting with which the loss rises above 2 with any of these seeds is rejected.
 
-Each row of the map stands for one kind and degree of inequality between the speeds of the workers:
+*Evaluation.* 16 other seeds. Contenders are paired on seeds. A ratio is the geometric mean of the ratios of a
+contender's results to those of `bsp`, with a 95 % interval (Student's, on the logarithms). If a result is "never",
+because the target is not reached or the loss rises above 2, it is infinite, and the interval is that of the sign test
+for the median. *Tie* means that the interval contains 1, or that the difference does not remain significant after
+Holm's correction for all {count:,} comparisons on this page.
 
-- *slow quarter*: a quarter of the workers always take 1.2, 2 or 4 times as long as the others.
-- *jitter*: the iteration times of all workers have a log-normal distribution with the given sigma.
-- *pauses*: each worker is 3 or 10 times slower for 10 s in every 100 s, at random times.
+*Measures.* The time until the loss is 0.1 with a constant learning rate; and the loss after a given time, and after a
+given number of gradients, with a learning rate that decays linearly to 0. The results also contain the times to 0.3
+and 0.03.
 
-Each column of the map stands for a share of transfers and a number of workers. The share of transfers is the part of
-an iteration that transfers would take if all workers were equally fast. There is one server, and all transfers
-share its network interface. The target is an accuracy of 93 % in two consecutive evaluations. Each cell names the
-model that reached the target first, and its speed-up over BSP. `ssp` uses staleness 3, `elastic-bsp` uses lookahead
-15, and `spec-sync` is the adaptive variant. `bsp balanced` is BSP with `--batch balanced`: the workers' batches are
-proportional to their speeds. In the column *half fixed*, half of the time that a worker takes for a batch of the
-usual size does not depend on the size of the batch. In all other columns, the whole time is proportional to the size.
+The following commands repeat the study, in about {minutes} minutes on one core, and write this page:
+
+    python -m reproductions evidence --results DIR/evidence-quadratics.jsonl
+    python docs/make_when_it_pays.py
 """
 
+CANNOT = (
+    "whether this holds for neural networks: these are quadratics, trained by SGD. `python -m reproductions "
+    "evidence` can run the same protocol on language models, digits and a matrix factorization, which takes hours.",
+    "whether late gradients may be dropped if workers hold different data. Here, all workers draw from the same "
+    "data, the best case for `drop-stragglers`, `rennala` and `ringmaster`.",
+    "anything about ratios between 0.9 and 1.1, even if they are significant: neighboring learning rates differ by "
+    "41 %, so an optimum between them can be missed by a few percent.",
+    "which settings are safe: three seeds choose them, and some of the best ones diverge with other seeds, most "
+    "often with 40 workers. Such results count as never.",
+    "by how much final losses would differ on a real problem: without noise, a quadratic's loss falls exponentially.",
+)
 
-def found(folders: list[Path], name: str) -> dict[str, Any] | None:
-    """Return the stored results with this name from the last folder that contains them, or None.
+REFINED = (
+    "asp n/tau",
+    "asp 1/tau",
+    "ringmaster",
+    "elastic-bsp",
+    "spec-sync",
+    "ssp",
+    "pssp",
+    "naive-waiting",
+)
+"""Models that resemble `asp`."""
 
-    For "map", this function also copies the picture of the map into the documentation.
+
+class Page(NamedTuple):
+    """What the page is made from.
+
+    Attributes:
+        cells: all results.
+        found: every comparison with `bsp` on the page.
+        with_asp: comparisons of times with `asp`.
     """
-    for folder in reversed(folders):
-        path = folder / f"{name}.json"
-        if path.exists():
-            if name == "map":
-                shutil.copy(folder / "map.png", PICTURES / "when-it-pays.png")
-            kept: dict[str, Any] = json.loads(path.read_text())
-            return kept
-    return None
+
+    cells: list[Cell]
+    found: dict[Key, Comparison]
+    with_asp: dict[Key, Comparison]
 
 
-def section(title: str, text: str, kept: dict[str, Any]) -> str:
-    """Return one section of the page, from the stored results."""
-    lines = [f"## {title}", "", textwrap.fill(text, 118)] if title else [text.rstrip()]
-    for table in kept["tables"]:
-        head = [heading or " " for heading in table["columns"]]
-        lines += ["", f"{table['title'][0].upper()}{table['title'][1:]}:", ""]
-        lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-        lines += [f"| {' | '.join(row)} |" for row in table["rows"]]
-    lines.append("")
-    for note in (*kept["notes"], kept["differs"]):
-        lines += textwrap.wrap(
-            f"- {note}", 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-    return "\n".join(lines)
+def some(
+    found: dict[Key, Comparison],
+    contender: str,
+    kinds: Sequence[str],
+    batches: Sequence[str],
+    measure: str = TIME,
+) -> list[Comparison]:
+    """Return the comparisons of a contender at the places whose names begin with one of `kinds`."""
+    return [
+        comparison
+        for key, comparison in found.items()
+        if key.contender == contender
+        and key.batches in batches
+        and key.measure == measure
+        and key.place.startswith(tuple(kinds))
+    ]
 
 
-SECTIONS = {
-    "map": ("", HEAD),
-    "claim-elastic-bsp": (
-        "ElasticBSP compared with BSP",
-        "One of four workers is three times slower than the others. Each model is trained with three values of "
-        "momentum, and with the best learning rate for each value.",
-    ),
-    "claim-pssp": (
-        "PSSP compared with SSP at the same regret bound",
-        "The table shows the share of delayed pulls for three kinds of differences between the workers. The right "
-        "half of the table compares PSSP(3, 1/10) with SSP(12).",
-    ),
-    "claim-lazy": (
-        "Lazy execution compared with the soft barrier",
-        "All runs use SSP(3). The workers differ in the same three ways as in the previous section.",
-    ),
-    "claim-spec-sync": (
-        "SpecSync compared with ASP",
-        "The table compares the two models in three clusters of 40 workers: one in which pushes arrive evenly, one "
-        "in which they arrive in bursts, and one in which the workers have different speeds.",
-    ),
-    "specsync-fig8": (
+def span(found: Iterable[Comparison]) -> str:
+    """Return the smallest and the largest ratio: "0.43 to 0.61"."""
+    ratios = [comparison.ratio.ratio for comparison in found]
+    low, high = min(ratios), max(ratios)
+    return f"{_number(low)} to {_number(high)}" if _number(low) != _number(high) else _number(low)
+
+
+def _number(ratio: float) -> str:
+    return "never" if math.isinf(ratio) else f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+
+
+def standing(
+    found: dict[Key, Comparison],
+    contender: str,
+    kinds: Sequence[str] = ("",),
+    batches: Sequence[str] = BATCHES,
+    measure: str = TIME,
+) -> str:
+    """Return a contender's ratios, and how many are better, ties and worse: "`asp` 0.5 to 0.6 (5, 0, 0)"."""
+    chosen = some(found, contender, kinds, batches, measure)
+    count = Counter(comparison.verdict for comparison in chosen)
+    verdicts = f"{count['better']}, {count['tie'] + count['neither']}, {count['worse']}"
+    return f"`{contender}` {span(chosen)} ({verdicts})"
+
+
+def findings(page: Page) -> list[str]:
+    """Return what can be said, in one sentence for each situation."""
+    found, asp = page.found, page.with_asp
+    checked, helped = check_inequality(page.cells, BATCHES, (TIME, EQUAL_TIME))
+    balanced = ("bsp balanced", "bsp balanced, half fixed")
+
+    def of(contenders: Sequence[str], kinds: Sequence[str], batches: Sequence[str] = BATCHES) -> str:
+        return ", ".join(standing(found, contender, kinds, batches) for contender in contenders)
+
+    def of_asp(contenders: Sequence[str]) -> str:
+        return ", ".join(standing(asp, contender) for contender in contenders)
+
+    def at_equal_gradients(contenders: Sequence[str]) -> str:
+        return ", ".join(standing(found, c, measure=EQUAL_GRADIENTS) for c in contenders)
+
+    return [
+        f"*Some workers always 4 times slower*: {of((*balanced, 'asp'), ['steady 4x'])}.",
+        f"*Some workers always 2 times slower*: {of(balanced, ['steady 2x'])}. With small batches (0.1 each or 1 in "
+        f"all), {of(['asp'], ['steady 2x'], NOISY)}; with larger ones, {of(['asp'], ['steady 2x'], QUIET)}.",
+        f"*Strong random variation*: with 16 workers, {of(['asp'], ['jitter, 16'])}; with 4, "
+        f"{of(['asp'], ['jitter, 4'])}.",
+        f"*Pauses*: with 16 workers, {of(['asp'], ['pauses, 16'])}; with 4, {of(['asp'], ['pauses, 4'])}.",
+        f"*Slow links*: with small batches, {of(['asp'], ['slow links'], NOISY)}; with larger ones, "
+        f"{of(['asp'], ['slow links'], QUIET)}.",
+        f"*Forty equal machines*: {of(['asp', 'rennala', 'drop-stragglers'], ['equal'])}.",
+        f"*Dropping late gradients*, all clusters: {of(['drop-stragglers', 'rennala'], [''])}.",
+        f"*Compared with `asp`* instead of `bsp`, all clusters: {of_asp(REFINED)}.",
+        f"*With the same number of gradients* instead of the same time, ratios of losses: "
+        f"{at_equal_gradients(('asp', 'spec-sync', 'rennala', 'drop-stragglers'))}.",
+        f"*A check*: more inequality should not help. It does, by more than the noise, in {len(helped)} of {checked} "
+        f"pairs of *steady 2x* and *steady 4x*: {_names(helped)}. In expectation, a slow worker's outdated gradients "
+        "disturb less if there are fewer of them, so the ratios of these models at 2x do not extend to other "
+        "degrees.",
+    ]
+
+
+def _names(helped: Sequence[tuple[Key, object]]) -> str:
+    counts = Counter(key.contender for key, _ in helped)
+    return ", ".join(f"`{contender}` ({count})" for contender, count in counts.most_common())
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table."""
+    return [
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+        *(f"| {' | '.join(row)} |" for row in rows),
         "",
-        "The next table is for the paper's Cluster 1, with the paper's message sizes and convergence criterion:",
-    ),
-    "fluentps-fig6": (
-        "Overlap and even slicing",
-        "All settings run under BSP. With slicing by key, the server with the largest share of the parameters "
-        "determines the communication time. Even slicing (EPS) gives all servers equal shares.",
-    ),
-}
+    ]
+
+
+def times(page: Page, batches: str) -> list[str]:
+    """Return the tables of the times to the target for one size of the batches."""
+    lines = [f"### Batches: {batches}", ""]
+    for workers in ((4,), (16, 40)):
+        places = [place for place in PLACES.values() if place.workers in workers]
+        head = [" ", *(place.name.removesuffix(" workers") for place in places)]
+        rows = [
+            [f"`{c}`", *(page.found[Key(place.name, c, batches, TIME)].text for place in places)]
+            for c in CONTENDERS
+            if c != BASELINE
+        ]
+        lines += table(head, rows)
+    return lines
+
+
+def overview(page: Page) -> list[str]:
+    """Return the table of ranks and verdicts."""
+    rank = {measure: ranks(page.cells, BATCHES, measure) for measure in MEASURES}
+    rows = []
+    for contender in sorted(CONTENDERS, key=rank[TIME].__getitem__):
+        cells = [f"`{contender}`"]
+        for measure in MEASURES:
+            count = Counter(c.verdict for c in some(page.found, contender, ("",), BATCHES, measure))
+            verdicts = f"{count['better']} / {count['tie'] + count['neither']} / {count['worse']}"
+            cells += [f"{rank[measure][contender]:.1f}", "-" if contender == BASELINE else verdicts]
+        rows.append(cells)
+    head = [" "]
+    for measure in MEASURES:
+        head += [f"{measure}: rank", "better / tie / worse"]
+    return table(head, rows)
+
+
+def results() -> Page:
+    """Return the results and the comparisons."""
+    cells = [cell for cell in read_cells(RESULTS) if cell.place in PLACES and cell.contender in CONTENDERS]
+    return Page(cells, comparisons(cells, BATCHES, MEASURES), comparisons(cells, BATCHES, [TIME], "asp"))
+
+
+def text() -> str:
+    """Return the page."""
+    page = results()
+    count = len(page.found) + len(page.with_asp)
+    lines = [
+        "# When it pays",
+        "",
+        *textwrap.wrap(
+            f"{len(CONTENDERS)} contenders in {len(PLACES)} simulated clusters, with {len(BATCHES)} sizes of "
+            "batches, on a problem whose expected loss is known exactly. A ratio is a contender's time to a loss of "
+            "0.1, divided by that of `bsp`, each with its own best settings. In brackets: how many comparisons are "
+            "better, ties (the interval holds 1, or the difference is not significant) and worse. What can be said "
+            "with confidence:",
+            118,
+        ),
+        "",
+        *_bullets(findings(page)),
+        "",
+        "What cannot be said:",
+        "",
+        *_bullets(CANNOT),
+        "",
+        "To compare the models on your own cluster and script, run `paceline simulate your-cluster.toml --script "
+        "your_script.py`.",
+        "",
+        METHOD.format(
+            count=count,
+            minutes=round(
+                sum(QUADRATICS.estimate_s(p, c) for p in QUADRATICS.places for c in QUADRATICS.contenders)
+                / 60
+            ),
+        ),
+        "## All contenders",
+        "",
+        *textwrap.wrap(
+            'Mean ranks over all clusters, sizes of batches and seeds (1 is the best, and "never" shares the last '
+            "rank), and the number of comparisons with `bsp` that are better, ties and worse:",
+            118,
+        ),
+        "",
+        *overview(page),
+        "## Times to a loss of 0.1, compared with bsp",
+        "",
+        "![Ratios of all contenders, for three sizes of the batches](pictures/when-it-pays.png)",
+        "",
+        *(line for batches in SHOWN for line in times(page, batches)),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def draw(page: Page) -> None:
+    """Draw the ratios of all contenders at all places, for three sizes of the batches."""
+    from paceline.report.canvas import new_figure, save
+
+    names = [contender for contender in CONTENDERS if contender != BASELINE]
+    figure = new_figure(16.0, 6.4)
+    for axes, batches in zip(figure.subplots(1, 3, sharey=True), SHOWN, strict=False):
+        grid = [[page.found[Key(place, c, batches, TIME)] for place in PLACES] for c in names]
+        colors = [[_tint(comparison) for comparison in row] for row in grid]
+        axes.imshow(colors, cmap="RdBu_r", vmin=-2, vmax=2, aspect="auto")
+        for y, row in enumerate(grid):
+            for x, comparison in enumerate(row):
+                word = {"tie": "tie", "neither": "-"}.get(comparison.verdict, _number(comparison.ratio.ratio))
+                axes.text(x, y, word, ha="center", va="center", fontsize=7)
+        places = [place.removesuffix(" workers") for place in PLACES]
+        axes.set_xticks(range(len(places)), places, rotation=60, ha="right", fontsize=8)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_title(f"batches: {batches}", fontsize=10)
+    save(figure, PICTURE)
+
+
+def _tint(comparison: Comparison) -> float:
+    """Return the logarithm of a ratio to the base 2, from -2 to 2; 0 for a tie."""
+    if comparison.verdict in ("tie", "neither"):
+        return 0.0
+    return max(-2.0, min(2.0, math.log2(comparison.ratio.ratio))) if comparison.ratio.ratio else -2.0
+
+
+def _bullets(items: Iterable[str]) -> list[str]:
+    return [
+        line
+        for item in items
+        for line in textwrap.wrap(
+            f"- {item}", 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    ]
 
 
 def main() -> int:
-    """Write the page. Return the exit code."""
-    folders = [Path(argument) for argument in sys.argv[1:]]
-    results = {name: kept for name in SECTIONS if (kept := found(folders, name)) is not None}
-    if not results:
-        print(
-            f"No results were found. Give the directories that `python -m reproductions {' '.join(SECTIONS)} --out "
-            "DIR` has written.",
-            file=sys.stderr,
-        )
-        return 2
-    parts = present_sections()
-    for name, kept in results.items():
-        parts[name] = section(*SECTIONS[name], kept)
-    TARGET.write_text("\n\n".join(f"{mark(name)}\n{parts[name]}" for name in SECTIONS) + "\n")
+    """Write the page or, with --check, only check it. Return the exit code."""
+    if "--check" in sys.argv[1:]:
+        return TARGET.read_text() != text()
+    TARGET.write_text(text())
+    draw(results())
     return 0
-
-
-def mark(name: str) -> str:
-    """Return the invisible line above the section with the results of an exhibit."""
-    return f"<!-- results of {name} -->"
-
-
-def present_sections() -> dict[str, str]:
-    """Return the sections of the page as it is: name of the exhibit -> text."""
-    _, *parts = re.split(r"^<!-- results of (.+) -->$", TARGET.read_text(), flags=re.MULTILINE)
-    return {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
 if __name__ == "__main__":

@@ -97,6 +97,47 @@ def exhibits(
     print(f"plots and numbers: {folder}")
 
 
+@app.command("evidence")
+def evidence(
+    study: Annotated[
+        str, typer.Argument(help="The problem: quadratics, text-gru, text-transformer, digits or ratings.")
+    ] = "quadratics",
+    places: Annotated[
+        list[str] | None,
+        typer.Option("--place", help="Only this place, such as 'jitter, 4 workers'. Default: all places."),
+    ] = None,
+    contenders: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--contender", help="Only this contender, such as 'bsp balanced'. Default: all contenders."
+        ),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            "--results",
+            help="File to which each result is appended. Results that it already contains are not computed again. "
+            "Default: reproductions/results/evidence-STUDY.jsonl.",
+            show_default=False,
+        ),
+    ] = None,
+    estimate: Annotated[
+        bool,
+        typer.Option("--estimate", help="Print how long the missing results will take, and compute nothing."),
+    ] = False,
+) -> None:
+    """Compare the sync models with intervals: tune each of them, then evaluate it with 16 other seeds.
+
+    If the command is stopped and started again, it continues with the first missing result.
+    """
+    from .evidence.commands import run_study
+
+    path = results or Path(__file__).parent / "results" / f"evidence-{study}.jsonl"
+    errors = Console(stderr=True)
+    with interruptible("all results so far have been kept"):
+        run_study(study, places or [], contenders or [], path, errors, only_estimate=estimate)
+
+
 @app.command("tune-demo")
 def tune_demo(
     run_dir: Annotated[

@@ -12,6 +12,9 @@ a complete run. To keep the number of measurements small, the search has three r
 As a result, the winner never lies on an edge of the grid, and is better than both of its neighbors in the median
 over all seeds, not only with one seed.
 
+`search_lines` is for measurements that cost next to nothing. It measures a number of adjacent points for each variant
+and momentum, and extends each line while its best point is at an end.
+
 The search itself does not train anything; its caller provides the function that measures a point.
 """
 
@@ -21,17 +24,18 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-__all__ = ["Point", "Score", "learning_rate", "search"]
+__all__ = ["Point", "Score", "learning_rate", "search", "search_lines"]
 
 COARSE = 2  # steps between adjacent points in the coarse round; their learning rates differ by a factor of 2
 FINALISTS = 3  # number of points at the start of the final round
 
 
 class Point(NamedTuple):
-    """A point in the grid: a momentum, and the step that determines the learning rate."""
+    """A point in the grid: a momentum, the step that determines the learning rate, and a variant of the model."""
 
     momentum: float
     step: int
+    variant: int = 0
 
 
 class Score(NamedTuple):
@@ -92,6 +96,43 @@ def search(measure: Measure, starts: Mapping[float, int], seeds: Sequence[int]) 
         winner = min(finals, key=finals.__getitem__)
         candidates = [neighbor for neighbor in _neighbors(winner) if neighbor not in finals]
     return dict(sorted(finals.items(), key=lambda item: item[1]))
+
+
+def search_lines(
+    measure: Callable[[Point], Score], starts: Sequence[Point], width: int, most: int = 40
+) -> dict[Point, Score]:
+    """Measure lines of adjacent points, and extend each line until its best point is not at an end.
+
+    Args:
+        measure: function that returns the score of a point over all seeds.
+        starts: the point in the middle of each line.
+        width: number of points of each line before it is extended.
+        most: largest number of points of a line.
+
+    Returns:
+        The score of every measured point.
+
+    >>> found = search_lines(lambda point: Score(abs(point.step - 5), 0.0), [Point(0.0, 0)], 3)
+    >>> min(found, key=found.__getitem__), len(found)
+    (Point(momentum=0.0, step=5, variant=0), 8)
+    """
+    scores: dict[Point, Score] = {}
+    for start in starts:
+        low = start.step - width // 2
+        line = {(p := start._replace(step=low + index)): measure(p) for index in range(width)}
+        while len(line) < most:
+            best = min(line, key=lambda point: (line[point], abs(point.step - start.step)))
+            ends = min(line, key=_step), max(line, key=_step)
+            if best not in ends:
+                break
+            beyond = best._replace(step=best.step + (1 if best == ends[1] else -1))
+            line[beyond] = measure(beyond)
+        scores |= line
+    return scores
+
+
+def _step(point: Point) -> int:
+    return point.step
 
 
 def _best(scores: Mapping[Point, Score], momentum: float) -> Point:

@@ -15,10 +15,19 @@ from paceline.sync import MODELS
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("script", ["make_sync_models.py", "make_papers.py"])
+@pytest.mark.parametrize("script", ["make_sync_models.py", "make_papers.py", "make_when_it_pays.py"])
 def test_a_page_is_what_its_sources_say(script: str) -> None:
     ended = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"])
     assert ended.returncode == 0, "run: make docs"
+
+
+def test_the_readme_recommends_what_the_study_shows() -> None:
+    """Every ratio in the README, with the numbers of better, tied and worse comparisons, is on the page."""
+    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    page = re.sub(r"\s+", " ", (ROOT / "docs" / "when-it-pays.md").read_text())
+    quoted = re.findall(r"`[^`]+` [\d.]+ to [\d.]+ \(\d+, \d+, \d+\)", readme)
+    assert len(quoted) > 10
+    assert [ratio for ratio in quoted if ratio not in page] == []
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,0 +1,67 @@
+"""Runs a study from the command line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from paceline.cli.progress import shown_progress
+from paceline.errors import unknown_name
+
+from .on_networks import STUDIES
+from .on_quadratics import QUADRATICS
+from .study import Study, missing, run
+
+__all__ = ["chosen", "run_study"]
+
+EVERY = {QUADRATICS.name: QUADRATICS, **STUDIES}
+
+
+def chosen(name: str, places: Sequence[str], contenders: Sequence[str]) -> Study:
+    """Return a study, restricted to these places and contenders; an empty sequence means all of them.
+
+    Raises:
+        ConfigurationError: a name is unknown.
+    """
+    if name not in EVERY:
+        raise unknown_name("study", name, EVERY)
+    study = EVERY[name]
+    for what, wanted, known in (
+        ("place", places, study.places),
+        ("contender", contenders, study.contenders),
+    ):
+        for each in wanted:
+            if each not in (names := [one.name for one in known]):
+                raise unknown_name(what, each, names)
+    return msgspec.structs.replace(
+        study,
+        places=tuple(place for place in study.places if not places or place.name in places),
+        contenders=tuple(each for each in study.contenders if not contenders or each.name in contenders),
+    )
+
+
+def run_study(
+    name: str,
+    places: Sequence[str],
+    contenders: Sequence[str],
+    path: Path,
+    console: Console,
+    *,
+    only_estimate: bool,
+) -> None:
+    """Print how long the missing results of a study will take, and compute them unless `only_estimate` is True."""
+    study = chosen(name, places, contenders)
+    left = missing(study, path)
+    minutes = sum(study.estimate_s(place, contender) for place, contender in left) / 60
+    total = len(study.places) * len(study.contenders)
+    console.print(f"{len(left)} of {total} results are missing: about {minutes:.0f} min on one core")
+    if only_estimate or not left:
+        return
+    begun_s = time.monotonic()
+    with shown_progress(console) as tell:
+        run(study, path, tell)
+    console.print(f"finished in {(time.monotonic() - begun_s) / 60:.0f} min: {path}")

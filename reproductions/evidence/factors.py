@@ -1,0 +1,64 @@
+"""Matrix factorization: ratings with a known structure, which two thin matrices are to reproduce."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .batched import Weights
+from .schedules import Gradient
+
+__all__ = ["Ratings"]
+
+USERS, ITEMS, RANK = 200, 300, 5
+OBSERVED = 12_000
+BATCH = 64
+NOISE = 0.3
+REGULARIZATION = 0.01
+
+
+class Ratings:
+    """Factors of rank 8 for ratings of rank 5 with noise. The validation uses ratings that were not observed."""
+
+    WIDTH = 8
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        users = torch.randn(USERS, RANK, generator=generator)
+        items = torch.randn(ITEMS, RANK, generator=generator)
+        ratings = users @ items.T / RANK**0.5
+        ratings += NOISE * torch.randn(ratings.shape, generator=generator)
+        order = torch.randperm(USERS * ITEMS, generator=generator)
+        self._observed, self._held_out = order[:OBSERVED], order[OBSERVED : OBSERVED + 4000]
+        self._ratings = ratings.flatten()
+
+    def initial(self, seed: int) -> Weights:
+        """Return the initial parameters."""
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "users": 0.5 * torch.randn(USERS, self.WIDTH, generator=generator),
+            "items": 0.5 * torch.randn(ITEMS, self.WIDTH, generator=generator),
+        }
+
+    def batch(self, seed: int, gradient: Gradient) -> tuple[Tensor, ...]:
+        """Return the positions of ratings, and the ratings."""
+        key = (seed << 40) + (gradient.worker << 32) + gradient.iteration
+        chosen = torch.randint(OBSERVED, (BATCH,), generator=torch.Generator().manual_seed(key))
+        positions = self._observed[chosen]
+        return positions, self._ratings[positions]
+
+    def loss(self, weights: Weights, *batch: Tensor) -> Tensor:
+        """Return half of the sum of the squared errors, and of the squared factors with a small weight."""
+        positions, ratings = batch
+        users, items = weights["users"][positions // ITEMS], weights["items"][positions % ITEMS]
+        error = ((users * items).sum(dim=1) - ratings).square()
+        size = users.square().sum(dim=1) + items.square().sum(dim=1)
+        total: Tensor = 0.5 * (error + REGULARIZATION * size).sum()
+        return total
+
+    def validation(self, weights: Weights) -> Tensor:
+        """Return the mean squared error of the held-out ratings."""
+        positions = self._held_out
+        users, items = weights["users"][positions // ITEMS], weights["items"][positions % ITEMS]
+        error: Tensor = ((users * items).sum(dim=1) - self._ratings[positions]).square().mean()
+        return error
