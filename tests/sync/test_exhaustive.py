@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Hashable, Sequence
+from fractions import Fraction
 from itertools import combinations, product
 from typing import Any, ClassVar
 
@@ -123,7 +124,7 @@ def adaptive_spec_sync(table: int, base: ASP | SSP) -> SpecSync:
             if self._yet_to_push or not self._workers:
                 return
             self.epoch += 1
-            choices = [None, Speculation(1, 0.0), Speculation(1, 0.5)]
+            choices = [None, Speculation(1, Fraction(0)), Speculation(1, Fraction(1, 2))]
             self.speculation = choices[int(3 * uniform(table, self.epoch))]
             self._yet_to_push = set(self._workers)
 

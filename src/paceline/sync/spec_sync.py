@@ -138,6 +138,11 @@ class Speculation(msgspec.Struct, frozen=True):
     abort_time_ticks: int
     abort_rate: Fraction | float
 
+    def most_pushes(self, workers: int) -> float:
+        """Return the largest number of pushes that does not cause a restart, for this number of live workers."""
+        rate = self.abort_rate
+        return rate if isinstance(rate, float) else workers * rate.numerator // rate.denominator
+
 
 class Span(msgspec.Struct, frozen=True):
     """The start and end times of a worker's last completed iteration."""
@@ -208,9 +213,9 @@ class Speculator(JobMachine):
         watched = self._workers.get(timer.worker)
         if watched is None or watched.iteration != timer.iteration or watched.speculation is None:
             return []
-        too_many = len(self._workers) * watched.speculation.abort_rate
+        most = watched.speculation.most_pushes(len(self._workers))
         watched.speculation = None
-        if self._push_count - watched.pushes_before > too_many:
+        if self._push_count - watched.pushes_before > most:
             return [RestartWorker(timer.worker, timer.iteration)]
         return []
 

@@ -556,7 +556,7 @@ def _outlook(speculator: Speculator) -> dict[str, object]:
     for worker, watched in speculator._workers.items():
         since = None
         if watched.speculation is not None:
-            enough = int(MOST_WORKERS * watched.speculation.abort_rate) + 1
+            enough = int(watched.speculation.most_pushes(MOST_WORKERS)) + 1
             since = min(speculator._push_count - watched.pushes_before, enough)
         workers[worker] = watched.iteration, watched.start_ticks, watched.last, watched.speculation, since
     own = {key: value for key, value in vars(speculator).items() if key not in ("_push_count", "_workers")}
