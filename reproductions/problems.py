@@ -55,11 +55,11 @@ def digits() -> Images:
 
 def on_digits(network: str, build: Callable[[], nn.Module]) -> Problem:
     """Return the problem to train a network on the digits."""
-    return Problem(f"{network} on scikit-learn's digits", build, digits, train_size=1437)
+    return Problem(f"{network} on scikit-learn's digits", build, digits, train_size=1438)
 
 
 DIGITS = on_digits("DigitsNet", DigitsNet)
-SMALL_C3F2 = on_digits("C3F2-Net with a quarter of the channels", partial(c3f2_net, 10, 1, 8, 8))
+SMALL_C3F2 = on_digits("C3F2-Net with half the channels", partial(c3f2_net, 10, 1, 8, 16))
 SMALL_RESNET = on_digits("ResNet-8 with half the channels", partial(resnet_cifar, 8, 10, 1, 8))
 DEEPER_RESNET = on_digits("ResNet-14 with half the channels", partial(resnet_cifar, 14, 10, 1, 8))
 

@@ -79,7 +79,9 @@ def test_accuracy_and_loss_are_those_of_all_images() -> None:
     inputs, labels = torch.eye(3).repeat(400, 1), torch.arange(3).repeat(400)
     labels[:300] = 0
     images = TensorDataset(inputs, labels)
-    assert accuracy(nn.Identity(), images) == pytest.approx(float((inputs.argmax(1) == labels).float().mean()))
+    assert accuracy(nn.Identity(), images) == pytest.approx(
+        float((inputs.argmax(1) == labels).float().mean())
+    )
     expected = float(nn.functional.cross_entropy(inputs[:700], labels[:700]))
     assert cross_entropy(nn.Identity(), images, 700) == pytest.approx(expected)
 
