@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.progress import TellShare
-from paceline.errors import unknown_name
+from paceline.errors import ConfigurationError, unknown_name
 from paceline.report.canvas import save
 
 from . import claims, elastic_bsp, fluent_ps, spec_sync, zipline
 from .exhibit import Exhibit, Made, Options
 from .papers import PAPERS, Listed
 
-__all__ = ["EXHIBITS", "Row", "chosen", "coverage", "list_tables", "make"]
+__all__ = ["EXHIBITS", "Row", "chosen", "coverage", "list_tables", "make", "require_trained_on_data"]
 
 TEXT_WIDTH = 118  # columns of the text files
 
@@ -61,6 +61,20 @@ def chosen(names: Sequence[str]) -> list[Exhibit]:
         if name not in EXHIBITS:
             raise unknown_name("exhibit", name, [*EXHIBITS, "all"])
     return [EXHIBITS[name] for name in names]
+
+
+def require_trained_on_data(exhibits: Sequence[Exhibit]) -> None:
+    """Check that the option `--data` has an effect.
+
+    Raises:
+        ConfigurationError: an exhibit trains on no published data.
+    """
+    for exhibit in exhibits:
+        if not exhibit.with_data:
+            able = ", ".join(name for name, each in EXHIBITS.items() if each.with_data)
+            raise ConfigurationError(
+                f"{exhibit.name} trains on no published data. Leave out --data, or choose among: {able}."
+            )
 
 
 def coverage() -> list[Row]:
@@ -120,13 +134,13 @@ def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: 
     }
     with (out / f"{exhibit.name}.txt").open("w") as file:
         for each in (console, Console(file=file, width=TEXT_WIDTH)):
-            _print(exhibit, made, each)
+            _print(exhibit, exhibit.differing(options), made, each)
         file.write("{command}\n{seconds} s on {machine}\n".format(**run))
     kept = {
         "exhibit": exhibit.name,
         "source": exhibit.source,
         **run,
-        "differs": exhibit.differs,
+        "differs": exhibit.differing(options),
         "notes": made.notes,
         "tables": [_plain(table) for table in made.tables],
         "data": made.data,
@@ -137,13 +151,13 @@ def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: 
     save(made.figure(), out / f"{exhibit.name}.png")
 
 
-def _print(exhibit: Exhibit, made: Made, console: Console) -> None:
+def _print(exhibit: Exhibit, differs: str, made: Made, console: Console) -> None:
     console.print(f"[bold]{exhibit.source}[/]: {exhibit.title}", highlight=False)
     for table in made.tables:
         console.print(table)
     for note in made.notes:
         console.print(f"- {note}", highlight=False, markup=False)
-    console.print(f"- What differs: {exhibit.differs}", "", highlight=False, markup=False)
+    console.print(f"- What differs: {differs}", "", highlight=False, markup=False)
 
 
 def _command(exhibit: Exhibit, options: Options) -> str:
@@ -151,6 +165,7 @@ def _command(exhibit: Exhibit, options: Options) -> str:
     words = ["python -m reproductions", exhibit.name]
     words += ["--quick"] * options.quick
     words += [f"--seeds {options.seeds}"] * (options.seeds != Options().seeds)
+    words += [f"--data {options.data}"] * (options.data is not None)
     return " ".join(words)
 
 

@@ -71,13 +71,26 @@ def exhibits(
     seeds: Annotated[
         int, typer.Option("--seeds", min=1, help="Number of seeds. Each result is the median over the seeds.")
     ] = 3,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="Folder with the published data sets: cifar-10-batches-bin, cifar-100-binary or imagenet. Train "
+            "the paper's network with the paper's protocol, which may take days. By default, small networks on "
+            "scikit-learn's digits stand in.",
+            show_default=False,
+        ),
+    ] = None,
     out: Out = None,
 ) -> None:
     """Reproduce tables and figures of the papers, and show the papers' own numbers beside ours. The default command.
 
     python -m reproductions fluentps-fig9 specsync-fig3
     """
-    from .catalogue import chosen, list_tables, make
+    from .catalogue import chosen, list_tables, make, require_trained_on_data
     from .exhibit import Options
 
     if every or not names:
@@ -85,6 +98,8 @@ def exhibits(
             Console().print(table, "")
         return
     wanted = chosen(names)
+    if data is not None:
+        require_trained_on_data(wanted)
     folder = new_folder(out, "reproductions")
     errors = Console(stderr=True)
     errors.print(f"about {max(1.0, sum(exhibit.minutes for exhibit in wanted)):.0f} min on two cores")
@@ -93,7 +108,7 @@ def exhibits(
             interruptible("the tables and figures that were already complete have been kept"),
             shown_progress(errors) as tell,
         ):
-            make(exhibit, Options(quick=quick, seeds=seeds), folder, Console(), tell)
+            make(exhibit, Options(quick=quick, seeds=seeds, data=data), folder, Console(), tell)
     print(f"plots and numbers: {folder}")
 
 

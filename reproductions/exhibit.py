@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,10 +27,12 @@ class Options(msgspec.Struct, frozen=True):
     Attributes:
         quick: True to do only enough work to check that the code runs. The results are then meaningless.
         seeds: number of seeds for training runs. The results are medians over the seeds.
+        data: folder with the published data sets, from the option `--data`; None to train the stand-ins.
     """
 
     quick: bool = False
     seeds: int = 3
+    data: Path | None = None
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -60,6 +63,7 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
         make: function that makes the exhibit, given the options and a progress callback.
         covers: the tables and figures that it reproduces, as listed in `papers.toml`: "ElasticBSP, Fig. 4".
         stand_in: True if other networks, data or machines stand in for those of the paper.
+        with_data: how the reproduction differs if the published data are given; "" if it trains on none.
     """
 
     name: str
@@ -70,6 +74,11 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
     make: Callable[[Options, TellShare], Made]
     covers: tuple[str, ...] = ()
     stand_in: bool = True
+    with_data: str = ""
+
+    def differing(self, options: Options) -> str:
+        """Return how the reproduction differs from the paper with these options."""
+        return self.differs if options.data is None else self.with_data
 
 
 def beside(

@@ -1,25 +1,31 @@
 """Training runs for the papers' figures, on simulated clusters, evaluated at regular intervals of virtual time.
 
-DigitsNet on scikit-learn's digits replaces the networks and data of the papers, which are not available here. Compute
-times, network bandwidth and message sizes are taken from the papers.
+What is trained is a `Problem`: a paper's network on published data, or what stands in for them. Compute times,
+network bandwidth and message sizes are taken from the papers.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from paceline.core.lease import BatchSizing
-from paceline.demo.digits import Digits, DigitsNet, Recipe, accuracy, load, train
+from paceline.frontend.data import distribute
+from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.rehearsal.process_pool import TellCount, on_all_cores
 from paceline.runtime.reader import WeightsSnapshot
 from paceline.sim import Cluster, simulate
+
+from .datasets import Images
+from .problems import DIGITS, Problem, accuracy, cross_entropy
 
 __all__ = [
     "LOSS_IMAGES",
@@ -90,6 +96,10 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
         every_s: virtual seconds between two evaluations.
         until_target: True to end the run when it reaches the target.
         batch: "equal" or "balanced": the sizes of the workers' batches.
+        problem: network and images.
+        weight_decay: weight decay of SGD.
+        milestones: epochs after which the learning rate is multiplied by `decay`.
+        decay: factor of the learning rate at each milestone.
     """
 
     label: str
@@ -106,6 +116,10 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
     every_s: float = 1.0
     until_target: bool = True
     batch: BatchSizing = "equal"
+    problem: Problem = DIGITS
+    weight_decay: float = 0.0
+    milestones: tuple[int, ...] = ()
+    decay: float = 1.0
 
 
 class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,16 +168,16 @@ def run_all(
     """Execute runs on all cores, but identical runs only once. Return the outcomes in the order of `runs`."""
     wanted = list(dict.fromkeys(map(_key, runs)))
     by_key = {_key(run): run for run in runs}
-    digits = load()
+    images = _images_of(runs)
     if len(wanted) <= FEW:
-        _prepare(digits)
+        _prepare(images)
         found = {}
         for done, key in enumerate(wanted, start=1):
             found[key] = _run(by_key[key])
             tell(done, len(wanted), by_key[key].label)
         return [msgspec.structs.replace(found[_key(run)], run=run) for run in runs]
     tasks = [by_key[key] for key in wanted]
-    outcomes = on_all_cores(_run, tasks, lambda run: run.label, tell, _prepare, (digits,))
+    outcomes = on_all_cores(_run, tasks, lambda run: run.label, tell, _prepare, (images,))
     by_task = dict(zip(wanted, outcomes, strict=True))
     return [msgspec.structs.replace(by_task[_key(run)], run=run) for run in runs]
 
@@ -185,7 +199,7 @@ def best_of_each(
     """
     if len({run.label for run in runs}) == len(runs) and all(run.until_target for run in runs):
         tasks = [(run, tuple(grid)) for run in runs]
-        found = on_all_cores(_tune, tasks, lambda task: task[0].label, tell, _prepare, (load(),))
+        found = on_all_cores(_tune, tasks, lambda task: task[0].label, tell, _prepare, (_images_of(runs),))
         return {run.label: setting for run, setting in zip(runs, found, strict=True)}
     tried = [with_setting(run, setting) for run in runs for setting in grid]
     scores: dict[str, dict[Setting, list[float]]] = {}
@@ -270,15 +284,26 @@ def _key(run: TrainingRun) -> tuple[object, ...]:
         run.target,
         run.until_target,
         run.batch,
+        run.problem.name,
+        run.weight_decay,
+        run.milestones,
+        run.decay,
     )
 
 
-_digits: Digits  # set by `_prepare`, once in each process of the pool
+_images: Mapping[
+    str, Images
+]  # name of a problem -> its images; set by `_prepare`, once in each process of the pool
 
 
-def _prepare(digits: Digits) -> None:
-    global _digits
-    _digits = digits
+def _images_of(runs: Sequence[TrainingRun]) -> dict[str, Images]:
+    problems = {run.problem.name: run.problem for run in runs}
+    return {name: problem.images() for name, problem in problems.items()}
+
+
+def _prepare(images: Mapping[str, Images]) -> None:
+    global _images
+    _images = images
 
 
 def _tune(task: tuple[TrainingRun, tuple[Setting, ...]]) -> Setting:
@@ -297,21 +322,15 @@ def _tune(task: tuple[TrainingRun, tuple[Setting, ...]]) -> Setting:
 
 
 def _run(run: TrainingRun) -> TrainingOutcome:
-    recipe = Recipe(
-        learning_rate=run.learning_rate,
-        momentum=run.momentum,
-        batch_size=run.batch_size,
-        duration_s=math.inf,
-        iterations=run.iterations,
-        seed=run.seed,
-    )
+    images = _images[run.problem.name]
+    network = run.problem.network()  # evaluated with the weights of each snapshot
     times_s: list[float] = []
     values: list[float] = []
-    measure = _accuracy if run.target.measure == "accuracy" else _loss
 
     def evaluate(time_s: float, snapshot: WeightsSnapshot) -> bool:
+        network.load_state_dict(snapshot.state_dict)
         times_s.append(time_s)
-        values.append(measure(snapshot.state_dict))
+        values.append(_value(network, images, run.target.measure))
         return run.until_target and run.target.reached_at(values[-run.target.in_a_row :]) is not None
 
     result = simulate(
@@ -319,8 +338,8 @@ def _run(run: TrainingRun) -> TrainingOutcome:
         run.sync,
         seed=run.seed,
         until_s=run.until_s,
-        train_fn=train,
-        args=(_digits, recipe),
+        train_fn=_train,
+        args=(images, run),
         on_nan="skip",
         batch=run.batch,
         snapshot_every_s=run.every_s,
@@ -341,15 +360,38 @@ def _run(run: TrainingRun) -> TrainingOutcome:
     )
 
 
-def _accuracy(state_dict: dict[str, torch.Tensor]) -> float:
-    return accuracy(state_dict, _digits)
+def _train(images: Images, run: TrainingRun) -> None:
+    """Train as one worker of a run."""
+    torch.manual_seed(run.seed)
+    network = run.problem.network()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(
+            network.parameters(), lr=run.learning_rate, momentum=run.momentum, weight_decay=run.weight_decay
+        ),
+        model=network,
+    )
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, run.milestones, run.decay)
+    part = distribute(DataLoader(images.train, run.batch_size, shuffle=True, drop_last=True))
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from part
+            scheduler.step()
+
+    for x, y in itertools.islice(batches(), run.iterations):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(network(x), y)
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(closure)
 
 
-def _loss(state_dict: dict[str, torch.Tensor]) -> float:
-    """Return the loss over the first `LOSS_IMAGES` training images, or infinity if the loss is not finite."""
-    model = DigitsNet()
-    model.load_state_dict(state_dict)
-    with torch.inference_mode():
-        images, labels = _digits.train_images[:LOSS_IMAGES], _digits.train_labels[:LOSS_IMAGES]
-        loss = float(nn.functional.cross_entropy(model(images), labels))
+def _value(network: nn.Module, images: Images, measure: str) -> float:
+    """Return the accuracy, or the loss over the first `LOSS_IMAGES` training images; infinity if it is not finite."""
+    if measure == "accuracy":
+        return accuracy(network, images.test)
+    loss = cross_entropy(network, images.train, LOSS_IMAGES)
     return loss if math.isfinite(loss) else math.inf

@@ -125,5 +125,5 @@ def schedule_of(trace: Trace) -> Schedule:
                 )
                 for (worker, iteration, staleness), weight in zip(found, weights, strict=True)
             )
-            updates.append(Update(event.now_s, pushed, gradients))
+            updates.append(Update(trace.time_s(entry), pushed, gradients))
     return Schedule(tuple(updates))

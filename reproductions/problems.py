@@ -1,0 +1,165 @@
+"""What the training runs of the exhibits learn: a network, and images with their labels.
+
+The papers' data sets are not part of this repository. Without the option `--data`, a small network of the same family
+on scikit-learn's digits, 1,797 images of 8 x 8 pixels, stands in for a paper's network and data. With the option, the
+exhibits train the paper's network on the published data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from paceline.demo.digits import DigitsNet, load
+from paceline.errors import unknown_name
+
+from .datasets import Images, read_cifar_10, read_cifar_100, read_imagenet
+from .networks import alexnet_cifar, c3f2_net, resnet_cifar, resnet_imagenet, vgg_16
+
+__all__ = ["DIGITS", "WORKLOADS", "Problem", "Workload", "accuracy", "cross_entropy", "problem"]
+
+CHUNK = 512  # images that are evaluated at once
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """A network and the images that it is trained on.
+
+    Attributes:
+        name: name of both; problems with the same name are the same.
+        network: importable function without arguments that returns the network with its initial weights.
+        images: importable function without arguments that reads the images.
+        train_size: number of training images.
+    """
+
+    name: str
+    network: Callable[[], nn.Module]
+    images: Callable[[], Images]
+    train_size: int
+
+
+def digits() -> Images:
+    """Read the digits, in the split of the demo."""
+    found = load()
+    return Images(
+        TensorDataset(found.train_images, found.train_labels),
+        TensorDataset(found.test_images, found.test_labels),
+    )
+
+
+def on_digits(network: str, build: Callable[[], nn.Module]) -> Problem:
+    """Return the problem to train a network on the digits."""
+    return Problem(f"{network} on scikit-learn's digits", build, digits, train_size=1438)
+
+
+DIGITS = on_digits("DigitsNet", DigitsNet)
+SMALL_C3F2 = on_digits("C3F2-Net with half the channels", partial(c3f2_net, 10, 1, 8, 16))
+SMALL_RESNET = on_digits("ResNet-8 with half the channels", partial(resnet_cifar, 8, 10, 1, 8))
+DEEPER_RESNET = on_digits("ResNet-14 with half the channels", partial(resnet_cifar, 14, 10, 1, 8))
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """A network and a data set of a paper, and what stands in for them.
+
+    Attributes:
+        network: function that returns the paper's network.
+        read: function that reads the data set from the folder given with `--data`.
+        train_size: number of training images.
+        stand_in: problem that is used without the data set.
+    """
+
+    network: Callable[[], nn.Module]
+    read: Callable[[Path], Images]
+    train_size: int
+    stand_in: Problem
+
+
+CIFAR_SIZE, IMAGENET_SIZE = 50_000, 1_281_167
+
+WORKLOADS = {
+    "C3F2-Net on CIFAR-10": Workload(c3f2_net, partial(read_cifar_10, crop=28), CIFAR_SIZE, SMALL_C3F2),
+    "ResNet-50 on CIFAR-100": Workload(
+        partial(resnet_cifar, 50, 100), partial(read_cifar_100, crop=28), CIFAR_SIZE, SMALL_RESNET
+    ),
+    "ResNet-110 on CIFAR-100": Workload(
+        partial(resnet_cifar, 110, 100), partial(read_cifar_100, crop=28), CIFAR_SIZE, DEEPER_RESNET
+    ),
+    "VGG-16 on ImageNet 1K": Workload(vgg_16, read_imagenet, IMAGENET_SIZE, DIGITS),
+    "ResNet-50 on ImageNet 1K": Workload(
+        partial(resnet_imagenet, 50), read_imagenet, IMAGENET_SIZE, SMALL_RESNET
+    ),
+    "ResNet-110 on CIFAR-10": Workload(partial(resnet_cifar, 110), read_cifar_10, CIFAR_SIZE, DEEPER_RESNET),
+    "ResNet-18 on ImageNet 1K": Workload(
+        partial(resnet_imagenet, 18), read_imagenet, IMAGENET_SIZE, SMALL_RESNET
+    ),
+    "AlexNet on CIFAR-10": Workload(alexnet_cifar, read_cifar_10, CIFAR_SIZE, DIGITS),
+    "AlexNet on CIFAR-100": Workload(partial(alexnet_cifar, 100), read_cifar_100, CIFAR_SIZE, DIGITS),
+    "ResNet-56 on CIFAR-10": Workload(partial(resnet_cifar, 56), read_cifar_10, CIFAR_SIZE, SMALL_RESNET),
+    "ResNet-56 on CIFAR-100": Workload(
+        partial(resnet_cifar, 56, 100), read_cifar_100, CIFAR_SIZE, SMALL_RESNET
+    ),
+}
+"""The papers' networks with their data sets, by name."""
+
+
+def problem(workload: str, data: Path | None) -> Problem:
+    """Return a paper's own problem or, if there is no folder with the data, what stands in for it.
+
+    >>> problem("VGG-16 on ImageNet 1K", None).name
+    "DigitsNet on scikit-learn's digits"
+
+    Args:
+        workload: a name in `WORKLOADS`.
+        data: the folder given with `--data`, or None.
+
+    Raises:
+        ConfigurationError: there is no such workload.
+    """
+    if workload not in WORKLOADS:
+        raise unknown_name("workload", workload, WORKLOADS)
+    found = WORKLOADS[workload]
+    if data is None:
+        return found.stand_in
+    return Problem(workload, found.network, partial(found.read, data), found.train_size)
+
+
+def accuracy(network: nn.Module, images: Dataset[Any]) -> float:
+    """Return the share of images for which the network's largest output is that of the label."""
+    network.eval()
+    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+        right = [
+            (network(inputs).argmax(dim=1) == labels).sum()
+            for inputs, labels in _chunks(images, _size(images))
+        ]
+    return float(torch.stack(right).sum()) / _size(images)
+
+
+def cross_entropy(network: nn.Module, images: Dataset[Any], count: int) -> float:
+    """Return the mean loss over the first images."""
+    network.eval()
+    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+        losses = [
+            nn.functional.cross_entropy(network(inputs), labels, reduction="sum")
+            for inputs, labels in _chunks(images, min(count, _size(images)))
+        ]
+    return float(torch.stack(losses).sum()) / min(count, _size(images))
+
+
+def _size(images: Dataset[Any]) -> int:
+    return len(images)  # type: ignore[arg-type]  # all data sets here have a length
+
+
+def _chunks(images: Dataset[Any], count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield batches of the first images, without a loader, which would draw a random number."""
+    for begin in range(0, count, CHUNK):
+        end = min(begin + CHUNK, count)
+        if isinstance(images, TensorDataset):
+            yield images[begin:end]
+        else:
+            yield default_collate([images[index] for index in range(begin, end)])
