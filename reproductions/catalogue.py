@@ -17,7 +17,7 @@ from paceline.cli.progress import TellShare
 from paceline.errors import ConfigurationError, unknown_name
 from paceline.report.canvas import save
 
-from . import claims, elastic_bsp, fluent_ps, spec_sync, zipline
+from . import barriers, claims, elastic_bsp, fluent_ps, spec_sync, zipline
 from .exhibit import Exhibit, Made, Options
 from .papers import PAPERS, Listed
 
@@ -27,7 +27,7 @@ TEXT_WIDTH = 118  # columns of the text files
 
 EXHIBITS: dict[str, Exhibit] = {
     exhibit.name: exhibit
-    for module in (zipline, elastic_bsp, spec_sync, fluent_ps, claims)
+    for module in (barriers, zipline, elastic_bsp, spec_sync, fluent_ps, claims)
     for exhibit in module.EXHIBITS
 }
 """All exhibits by name, grouped by paper."""
