@@ -25,8 +25,8 @@ HEAD = """\
 This page repeats some of the papers' comparisons on stand-ins. Unless a section says otherwise, a network of 9,802
 parameters was trained in virtual time on scikit-learn's digits, with each model at its own best learning rate, and
 the numbers are medians over a few seeds, without intervals. They show whether a claim can be repeated at all, but not
-which model is the best one for a cluster: see [When it pays](when-it-pays.md) for comparisons whose uncertainty is
-known. The following commands generate this page:
+which model is the best one for a cluster: no ratio on this page should be read as a lead, because its uncertainty is
+unknown. See [When it pays](when-it-pays.md) for comparisons with intervals. These commands generate this page:
 
     python -m reproductions claim-elastic-bsp claim-pssp claim-lazy claim-spec-sync specsync-fig8 fluentps-fig6 \\
         --out DIR

@@ -214,6 +214,13 @@ def test_with_a_straggler_something_faster_is_advised_with_its_command(tmp_path:
     assert report.findings[0].startswith("Workers waited at the barrier of each iteration for ")
     assert [advice.sync for advice in report.advice] == ["bsp", "elastic-bsp:lookahead=15", "asp"]
     assert "times as many gradients per second as under bsp" in report.advice[1].reason
+    assert all(
+        ("may still train more slowly" in advice.reason)
+        == (row.mean_staleness > 0 and row.speed < 2 * bsp.speed)
+        for advice in report.advice
+        for row in report.rows
+        if (bsp := next(row for row in report.rows if row.sync == "bsp")) and row.sync == advice.sync
+    )
     assert report.advice[1].command == (
         "paceline run --workers 4 --servers 2 --sync elastic-bsp:lookahead=15 SCRIPT"
     )

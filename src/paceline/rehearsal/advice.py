@@ -34,6 +34,7 @@ from .ranking import EVERY_MODEL, Figures, mark_front, rank
 
 __all__ = ["Advice", "MachineReport", "advise", "show"]
 
+ENOUGH = 2.0  # with fewer gradients than this many times BSP's, staleness may cost more than is saved
 WORTH_IT = 1.1  # only BSP is recommended if no model reaches this many times BSP's speed
 ROUGH = 0.1  # deviation of the simulation from the run above which the recommendations are called rough
 
@@ -239,11 +240,17 @@ def _reason(row: Figures, bsp: Figures) -> str:
     faster = row.speed / bsp.speed
     what = speed_unit([row.samples_per_s])
     wasted = f" and spend {row.wasted_share:.0%} on aborted computations" if row.wasted_share >= 0.005 else ""
-    return (
+    reason = (
         f"{faster:.2f} times as many {what} per second as under bsp. Workers spend "
         f"{row.waiting_share:.0%} of their time waiting (bsp: {bsp.waiting_share:.0%}){wasted}. "
         f"The mean staleness is {row.mean_staleness:.1f} updates."
     )
+    if row.mean_staleness > 0 and faster < ENOUGH:
+        reason += (
+            f" It may still train more slowly: with fewer than about {ENOUGH:g} times as many {what} as under bsp, "
+            "staleness can cost more time than is saved (docs/when-it-pays.md)."
+        )
+    return reason
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:
