@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from weakref import ref
@@ -43,14 +43,22 @@ class Gradients:
         layout: layout of the parameters in the flat vectors.
         parameters: the parameters, in the order of the layout.
         vectors: the flat vectors for the gradients, filled with zeros.
+        pushes_rows: see `Session.pushes_rows`.
     """
 
-    def __init__(self, layout: Layout, parameters: Sequence[torch.Tensor], vectors: Vectors) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Sequence[torch.Tensor],
+        vectors: Vectors,
+        pushes_rows: Callable[[int], bool],
+    ) -> None:
         self._layout = layout
         self._parameters = parameters
         self._vectors = vectors
         self._views = parameter_views(layout, vectors)
         self._written = [False] * len(self._views)  # True for each view that may contain nonzero values
+        self._pushes_rows = pushes_rows
         self._warned_of_sparse = False
 
     def adopt(self, index: int) -> bool:
@@ -70,7 +78,8 @@ class Gradients:
             raise shape_change_outside_step(self._layout.parameters[index], gradient.shape)
         self._written[index] = True
         if gradient.is_sparse:
-            self._warn_of_sparse(index)
+            if not self._pushes_rows(index):
+                self._warn_of_sparse(index)
             view.copy_(gradient.to_dense())
         elif gradient.data_ptr() != view.data_ptr():
             same_format = gradient.is_contiguous() and gradient.dtype == view.dtype

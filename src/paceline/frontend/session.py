@@ -141,6 +141,10 @@ class Session(Protocol):
         """Tell the session that `gradients` contains a parameter's gradient, which may change until `commit`."""
         ...
 
+    def pushes_rows(self, parameter: int) -> bool:
+        """Tell the session that a parameter's gradients are sparse. Return True if only their rows are pushed."""
+        ...
+
     def require_clippable(self) -> None:
         """Tell the session that the script clips the gradient that is applied.
 

@@ -191,7 +191,7 @@ class WorkerTraining:
                 for set_index, members in enumerate(trained.members)
                 if any(index in added and parameters[index].grad is not None for index in members)
             }
-        self._gradients = Gradients(trained.spec.layout, parameters, session.gradients)
+        self._gradients = Gradients(trained.spec.layout, parameters, session.gradients, session.pushes_rows)
         final = all(each.scale_gradients is None for each in trained.sets)
         members = {index for each in trained.members for index in each}
         self._gradients.adopt_as_accumulated(session, members, final=final)

@@ -316,6 +316,9 @@ class WorkerSession:
         if self._outbox is not None:
             self._outbox.ready(parameter)
 
+    def pushes_rows(self, parameter: int) -> bool:
+        return False
+
     @property
     def needs_significance(self) -> bool:
         return self._core.needs_significance

@@ -302,6 +302,7 @@ class VirtualJob:
         worker: int,
         pushes: Sequence[object] = (),
         *,
+        shares: Sequence[float] = (),
         empty: bool = False,
         significance: float | None = None,
         loss: float | None = None,
@@ -314,6 +315,7 @@ class VirtualJob:
         Args:
             worker: index of the worker.
             pushes: one push for the store of each shard; () if there are no tensors or no gradient.
+            shares: for each shard, the share of its bytes that the push has; () if the push has all of them.
             empty: True to push without a gradient.
             significance: |g| / |w|, the ratio of the gradient's norm to the weights' norm; None if it is not needed.
             loss: loss of the iteration, which is recorded; None if it is unknown.
@@ -333,7 +335,7 @@ class VirtualJob:
             clipped=clipped,
             set_index=set_index,
         )
-        self._from_worker(worker, requests, pushes)
+        self._from_worker(worker, requests, pushes, shares)
 
     def pull_again(self, worker: int) -> None:
         """Pull again after an aborted computation. `Driver.answered` is called when every shard has answered."""
@@ -600,7 +602,13 @@ class VirtualJob:
 
     # -- requests from the cores --------------------------------------------------------------------------
 
-    def _from_worker(self, worker: int, requests: Sequence[Request], pushes: Sequence[object] = ()) -> None:
+    def _from_worker(
+        self,
+        worker: int,
+        requests: Sequence[Request],
+        pushes: Sequence[object] = (),
+        shares: Sequence[float] = (),
+    ) -> None:
         state, sent = self.workers[worker], self.bytes_sent
         for request in requests:
             assert type(request) is Send
@@ -610,6 +618,8 @@ class VirtualJob:
                 state.to_coordinator.send(0, self._at_coordinator, worker, state.life, message)
             elif type(message) is Commit:
                 size_bytes = self._shard_bytes[message.shard]
+                if shares:
+                    size_bytes = round(size_bytes * shares[message.shard])
                 sent["push"] += HEADER_BYTES + size_bytes
                 push = pushes[message.shard] if pushes else None
                 state.to_server[to.index].send(

@@ -10,6 +10,7 @@ dtype and number of threads, the current directory, and open files. The wall clo
 
 from __future__ import annotations
 
+import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ from .strand import Strand
 
 __all__ = ["Training", "computed_by"]
 
+INDEX_BYTES = 8  # size of the index of a row in a sparse gradient
 GENERATORS = 1 << 16  # part of the key from which the seeds of the workers' generators are drawn
 
 
@@ -373,6 +375,7 @@ class VirtualSession:
         self._gathered = False  # True while the function waits in a barrier or a reduction
         self._held_back = False  # True from `hold_back` until `commit`
         self._groups = GroupsReader()
+        self._sparse: set[int] = set()  # the parameters whose gradients are sparse
 
     @property
     def _core(self) -> Worker:
@@ -434,6 +437,10 @@ class VirtualSession:
 
     def gradient_ready(self, parameter: int) -> None:
         pass
+
+    def pushes_rows(self, parameter: int) -> bool:
+        self._sparse.add(parameter)
+        return True
 
     @property
     def needs_significance(self) -> bool:
@@ -552,6 +559,7 @@ class VirtualSession:
     ) -> None:
         training = self._training
         pushes = [] if empty else self._pushes(present, self._groups.read(groups), set_index)
+        shares = [self._share(bounds) for bounds in training.slices] if self._sparse and pushes else ()
         self.pulls = set_index
 
         def send() -> None:
@@ -562,6 +570,7 @@ class VirtualSession:
             training.job.push(
                 self.worker,
                 pushes,
+                shares=shares,
                 empty=empty,
                 significance=significance,
                 loss=loss,
@@ -660,6 +669,17 @@ class VirtualSession:
             for bounds in self._training.slices
         ]
 
+    def _share(self, bounds: ShardSlice) -> float:
+        """Return which share of a shard's bytes is pushed if sparse gradients are sent as rows with their indices."""
+        saved = 0
+        for segment in bounds.segments:
+            if segment.parameter in self._sparse:
+                begin = bounds.bounds[segment.dtype][0]
+                values = self.gradients[segment.dtype][begin + segment.start : begin + segment.stop]
+                shape = self._training.model.layout.parameters[segment.parameter].shape
+                saved += max(0, values.nbytes - rows_bytes(values, segment.offset, math.prod(shape[1:])))
+        return 1 - saved / max(1, bounds.size_bytes)
+
     def _end_uncommitted(self) -> None:
         """If `step()` raised an exception instead of committing, let the time of that computation pass."""
         if self._held_back:
@@ -671,6 +691,21 @@ class VirtualSession:
         self._training.job.compute(self.worker, droppable=droppable)
         passed: bool = self.strand.pause()
         return passed
+
+
+def rows_bytes(values: torch.Tensor, offset: int, row_size: int) -> int:
+    """Return the size in bytes of the rows that are not zero, with an index of 8 bytes for each row.
+
+    >>> rows_bytes(torch.tensor([0.0, 0.0, 1.0, 2.0, 0.0, 3.0]), offset=0, row_size=2)  # two of three rows
+    32
+
+    Args:
+        values: consecutive elements of a flattened gradient. An incomplete row is counted as a whole one.
+        offset: index of the first element within the gradient.
+        row_size: number of elements per row.
+    """
+    rows = torch.unique_consecutive((values.nonzero().flatten() + offset) // row_size).numel()
+    return rows * (INDEX_BYTES + row_size * values.itemsize)
 
 
 def computed_by() -> str:
