@@ -23,7 +23,7 @@ from paceline.errors import unknown_name
 from .datasets import Images, read_cifar_10, read_cifar_100, read_imagenet
 from .networks import alexnet_cifar, c3f2_net, resnet_cifar, resnet_imagenet, vgg_16
 
-__all__ = ["DIGITS", "WORKLOADS", "Problem", "Workload", "accuracy", "cross_entropy", "problem"]
+__all__ = ["DIGITS", "WORKLOADS", "Problem", "Workload", "accuracy", "cross_entropy", "problem", "size"]
 
 CHUNK = 512  # images that are evaluated at once
 
@@ -135,9 +135,9 @@ def accuracy(network: nn.Module, images: Dataset[Any]) -> float:
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         right = [
             (network(inputs).argmax(dim=1) == labels).sum()
-            for inputs, labels in _chunks(images, _size(images))
+            for inputs, labels in _chunks(images, size(images))
         ]
-    return float(torch.stack(right).sum()) / _size(images)
+    return float(torch.stack(right).sum()) / size(images)
 
 
 def cross_entropy(network: nn.Module, images: Dataset[Any], count: int) -> float:
@@ -146,12 +146,13 @@ def cross_entropy(network: nn.Module, images: Dataset[Any], count: int) -> float
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         losses = [
             nn.functional.cross_entropy(network(inputs), labels, reduction="sum")
-            for inputs, labels in _chunks(images, min(count, _size(images)))
+            for inputs, labels in _chunks(images, min(count, size(images)))
         ]
-    return float(torch.stack(losses).sum()) / min(count, _size(images))
+    return float(torch.stack(losses).sum()) / min(count, size(images))
 
 
-def _size(images: Dataset[Any]) -> int:
+def size(images: Dataset[Any]) -> int:
+    """Return the number of images."""
     return len(images)  # type: ignore[arg-type]  # all data sets here have a length
 
 

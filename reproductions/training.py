@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline.core.lease import BatchSizing
+from paceline.errors import ConfigurationError
 from paceline.frontend.data import distribute
 from paceline.frontend.optimizer import DistributedOptimizer
 from paceline.rehearsal.process_pool import TellCount, on_all_cores
@@ -25,7 +26,7 @@ from paceline.runtime.reader import WeightsSnapshot
 from paceline.sim import Cluster, simulate
 
 from .datasets import Images
-from .problems import DIGITS, Problem, accuracy, cross_entropy
+from .problems import DIGITS, Problem, accuracy, cross_entropy, size
 
 __all__ = [
     "LOSS_IMAGES",
@@ -323,6 +324,11 @@ def _tune(task: tuple[TrainingRun, tuple[Setting, ...]]) -> Setting:
 
 def _run(run: TrainingRun) -> TrainingOutcome:
     images = _images[run.problem.name]
+    if size(images.train) < run.batch_size:
+        raise ConfigurationError(
+            f"{run.problem.name}: {size(images.train)} training images are fewer than a batch of {run.batch_size}. "
+            "Unpack the whole data set."
+        )
     network = run.problem.network()  # evaluated with the weights of each snapshot
     times_s: list[float] = []
     values: list[float] = []

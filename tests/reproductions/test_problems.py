@@ -13,6 +13,8 @@ from paceline.errors import ConfigurationError
 from paceline.sim import Cluster
 from reproductions.catalogue import EXHIBITS, require_trained_on_data
 from reproductions.commands import main
+from reproductions.elastic_bsp import FIGURES, runs_of
+from reproductions.exhibit import Options
 from reproductions.problems import WORKLOADS, accuracy, cross_entropy, problem
 from reproductions.training import Target, TrainingRun, run_all
 
@@ -52,6 +54,46 @@ def test_a_paper_s_network_is_trained_on_published_data(tmp_path: Path) -> None:
     [outcome] = run_all([run])
     assert outcome.gradients == 4
     assert 0 <= outcome.values[-1] <= 1
+
+
+def test_with_data_the_protocol_is_the_paper_s(tmp_path: Path) -> None:
+    by_number = {figure.number: figure for figure in FIGURES}
+    options = Options(seeds=1, data=tmp_path)
+    for number, batch, epochs, rate, weight_decay, milestones in (
+        (11, 128, 400, 0.001, 0.0005, ()),
+        (12, 128, 300, 0.5, 0.0, (200,)),
+        (13, 128, 300, 0.5, 0.0, (200,)),
+        (14, 256, 19, 0.01, 0.0005, (10, 15, 18)),
+        (15, 256, 99, 0.2, 0.0, (80, 90)),
+    ):
+        for run in runs_of(by_number[number], options):
+            assert run.problem.name == by_number[number].workload
+            assert (run.batch_size, run.learning_rate, run.weight_decay) == (batch, rate, weight_decay)
+            assert run.iterations == run.problem.train_size // 4 // batch * epochs
+            assert run.milestones == milestones
+
+
+def test_on_the_digits_the_milestones_keep_their_share_of_the_epochs() -> None:
+    [figure] = (each for each in FIGURES if each.number == 12)
+    run = runs_of(figure, Options())[0]
+    assert run.problem.name == "ResNet-8 with half the channels on scikit-learn's digits"
+    assert run.milestones == (4,)
+    assert run.iterations == 1438 // 4 // run.batch_size * 6
+
+
+def test_fewer_images_than_a_batch_are_refused(tmp_path: Path) -> None:
+    write_cifar_10(tmp_path)
+    run = TrainingRun(
+        label="bsp",
+        cluster=Cluster(compute_s=[1.0]),
+        sync="bsp",
+        target=Target("accuracy", 1.0, 1),
+        batch_size=128,
+        iterations=1,
+        problem=problem("C3F2-Net on CIFAR-10", tmp_path),
+    )
+    with pytest.raises(ConfigurationError, match="20 training images are fewer than a batch of 128"):
+        run_all([run])
 
 
 def test_the_learning_rate_falls_at_a_milestone() -> None:
