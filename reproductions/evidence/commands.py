@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,4 +66,14 @@ def run_study(
     begun_s = time.monotonic()
     with shown_progress(console) as tell:
         run(study, path, tell)
-    console.print(f"finished in {(time.monotonic() - begun_s) / 60:.0f} min: {path}")
+    took_s = time.monotonic() - begun_s
+    with path.with_suffix(".txt").open("a") as file:
+        words = [f" --place '{each}'" for each in places] + [f" --contender '{each}'" for each in contenders]
+        file.write(f"python -m reproductions evidence {name}{''.join(words)}: {len(left)} results\n")
+        file.write(f"{took_s:.0f} s on {machine()}\n")
+    console.print(f"finished in {took_s / 60:.0f} min: {path}")
+
+
+def machine() -> str:
+    """Return a description of this machine: "2 cores (x86_64), Python 3.11.7"."""
+    return f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"

@@ -140,10 +140,10 @@ def _study(
 STUDIES = {
     study.name: study
     for study in (
-        _study("text-gru", ByteGRU, 1800, 0.035, (0.6, 0.5, 0.45), -1),
-        _study("text-transformer", ByteTransformer, 1800, 0.05, (0.6, 0.5, 0.45), -4),
-        _study("digits", DigitImages, 2000, 0.0025, (0.1, 0.05, 0.03), -1),
-        _study("ratings", Ratings, 6000, 0.0005, (0.7, 0.5, 0.3), -5),
+        _study("text-gru", ByteGRU, 1800, 0.012, (0.6, 0.5, 0.45), -1),
+        _study("text-transformer", ByteTransformer, 1800, 0.012, (0.6, 0.5, 0.45), -4),
+        _study("digits", DigitImages, 2000, 0.001, (0.1, 0.05, 0.03), -1),
+        _study("ratings", Ratings, 6000, 0.0002, (0.7, 0.5, 0.3), -5),
     )
 }
 """The studies by name."""
