@@ -382,7 +382,8 @@ def _train(images: Images, run: TrainingRun) -> None:
     def batches() -> Iterator[Any]:
         while True:
             yield from part
-            scheduler.step()
+            if run.milestones:
+                scheduler.step()
 
     for x, y in itertools.islice(batches(), run.iterations):
 
