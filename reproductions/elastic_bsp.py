@@ -320,8 +320,8 @@ def _note(panel: str, reached: Mapping[str, float], finals: Mapping[str, float])
     elastic = [label for label in reached if label.startswith("Elastic")]
     elastic_s, elastic_final = (median(found[label] for label in elastic) for found in (reached, finals))
     sentence = (
-        f"{panel[0].upper()}{panel[1:]}: BSP reaches an accuracy of {TARGET.value:.0%} {_after(reached['BSP'])}, and "
-        f"ElasticBSP (median over R) {_after(elastic_s)}"
+        f"{panel[0].upper()}{panel[1:]}: {_reaches('BSP', reached['BSP'])}, and "
+        f"{_reaches('ElasticBSP (median over R)', elastic_s)}"
     )
     if math.isfinite(reached["BSP"]) and math.isfinite(elastic_s):
         sentence += f", a ratio of {ratio(reached['BSP'], elastic_s)}"
@@ -342,8 +342,13 @@ def _ends(labels: Iterable[str]) -> list[str]:
     return [first, *others[-1:]]
 
 
-def _after(time_s: float) -> str:
-    return "never" if math.isinf(time_s) else f"after {seconds(time_s)} s"
+def _reaches(name: str, time_s: float) -> str:
+    goal = f"an accuracy of {TARGET.value:.0%}"
+    return (
+        f"{name} never reaches {goal}"
+        if math.isinf(time_s)
+        else f"{name} reaches {goal} after {seconds(time_s)} s"
+    )
 
 
 def _plain(outcome: TrainingOutcome) -> dict[str, object]:
