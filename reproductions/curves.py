@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .training import LOSS_IMAGES, TrainingOutcome
+from .training import TrainingOutcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["draw_curves"]
 
-AXIS = {"accuracy": "accuracy on the test images", "loss": f"loss over {LOSS_IMAGES} training images"}
+AXIS = {"accuracy": "accuracy on the test images", "loss": "loss over the first {} training samples"}
 WORST_LOSS = 2.6  # upper end of the loss axis; a network that guesses digits at random has a loss of 2.3
 
 
@@ -56,7 +56,7 @@ def draw_curves(
     axes.axhline(target.value, color="black", linewidth=0.8, linestyle=":")
     axes.set_ylim(0, WORST_LOSS if target.measure == "loss" else 1)
     axes.set_xlabel(along_name)
-    axes.set_ylabel(AXIS[target.measure])
+    axes.set_ylabel(AXIS[target.measure].format(outcomes[0].run.problem.loss_count))
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(frameon=True, fontsize=7.5)

@@ -23,7 +23,7 @@ from paceline.errors import unknown_name
 from .datasets import Images, read_cifar_10, read_cifar_100, read_imagenet
 from .networks import alexnet_cifar, c3f2_net, resnet_cifar, resnet_imagenet, vgg_16
 
-__all__ = ["DIGITS", "WORKLOADS", "Problem", "Workload", "accuracy", "cross_entropy", "problem", "size"]
+__all__ = ["DIGITS", "WORKLOADS", "Problem", "Workload", "accuracy", "mean_loss", "problem", "size"]
 
 CHUNK = 512  # images that are evaluated at once
 
@@ -36,12 +36,16 @@ class Problem(msgspec.Struct, frozen=True):
         network: importable function without arguments that returns the network with its initial weights.
         images: importable function without arguments that reads the images.
         train_size: number of training images.
+        loss: function of the outputs and the labels that is minimized.
+        loss_count: number of training images for evaluating the loss; using all of them would take too long.
     """
 
     name: str
     network: Callable[[], nn.Module]
     images: Callable[[], Images]
     train_size: int
+    loss: Callable[..., torch.Tensor] = nn.functional.cross_entropy
+    loss_count: int = 256
 
 
 def digits() -> Images:
@@ -140,12 +144,14 @@ def accuracy(network: nn.Module, images: Dataset[Any]) -> float:
     return float(torch.stack(right).sum()) / size(images)
 
 
-def cross_entropy(network: nn.Module, images: Dataset[Any], count: int) -> float:
+def mean_loss(
+    network: nn.Module, images: Dataset[Any], count: int, loss: Callable[..., torch.Tensor]
+) -> float:
     """Return the mean loss over the first images."""
     network.eval()
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         losses = [
-            nn.functional.cross_entropy(network(inputs), labels, reduction="sum")
+            loss(network(inputs), labels, reduction="sum")
             for inputs, labels in _chunks(images, min(count, size(images)))
         ]
     return float(torch.stack(losses).sum()) / min(count, size(images))

@@ -26,10 +26,9 @@ from paceline.runtime.reader import WeightsSnapshot
 from paceline.sim import Cluster, simulate
 
 from .datasets import Images
-from .problems import DIGITS, Problem, accuracy, cross_entropy, size
+from .problems import DIGITS, Problem, accuracy, mean_loss, size
 
 __all__ = [
-    "LOSS_IMAGES",
     "Setting",
     "Target",
     "TrainingOutcome",
@@ -44,8 +43,6 @@ __all__ = [
 
 FEW = 4  # for this number of runs or fewer, starting a process pool takes longer than it saves
 
-LOSS_IMAGES = 256  # number of training images for evaluating the loss; using all of them would take too long
-
 NEVER_S = 1e6  # used instead of an infinite time; longer than any run here
 
 Setting = tuple[float, float]
@@ -56,7 +53,7 @@ class Target(msgspec.Struct, frozen=True):
     """The accuracy or loss that a run should reach.
 
     Attributes:
-        measure: "accuracy" on the test images, from 0 to 1, or "loss" over the first `LOSS_IMAGES` training images.
+        measure: "accuracy" on the test images, from 0 to 1, or "loss" over the first training images.
         value: smallest accuracy or largest loss that meets the target.
         in_a_row: number of consecutive evaluations that must meet the target.
     """
@@ -336,7 +333,7 @@ def _run(run: TrainingRun) -> TrainingOutcome:
     def evaluate(time_s: float, snapshot: WeightsSnapshot) -> bool:
         network.load_state_dict(snapshot.state_dict)
         times_s.append(time_s)
-        values.append(_value(network, images, run.target.measure))
+        values.append(_value(network, images, run))
         return run.until_target and run.target.reached_at(values[-run.target.in_a_row :]) is not None
 
     result = simulate(
@@ -389,16 +386,16 @@ def _train(images: Images, run: TrainingRun) -> None:
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(network(x), y)
+            loss = run.problem.loss(network(x), y)
             loss.backward()
             return loss.item()
 
         optimizer.step(closure)
 
 
-def _value(network: nn.Module, images: Images, measure: str) -> float:
-    """Return the accuracy, or the loss over the first `LOSS_IMAGES` training images; infinity if it is not finite."""
-    if measure == "accuracy":
+def _value(network: nn.Module, images: Images, run: TrainingRun) -> float:
+    """Return the accuracy, or the loss over the first training images; infinity if it is not finite."""
+    if run.target.measure == "accuracy":
         return accuracy(network, images.test)
-    loss = cross_entropy(network, images.train, LOSS_IMAGES)
+    loss = mean_loss(network, images.train, run.problem.loss_count, run.problem.loss)
     return loss if math.isfinite(loss) else math.inf

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from paceline.errors import ConfigurationError
@@ -14,8 +15,10 @@ from paceline.sim import Cluster, simulate
 from reproductions.catalogue import EXHIBITS, chosen, make
 from reproductions.commands import main
 from reproductions.exhibit import Options
-from reproductions.fluent_ps import resnet_56
-from reproductions.spec_sync import pushes_after_pulls
+from reproductions.fluent_ps.slicing import resnet_56
+from reproductions.spec_sync.examples import CLUSTER, MODELS, computations
+from reproductions.spec_sync.pushes import pushes_after_pulls
+from reproductions.spec_sync.ratings import synthetic_ratings
 from reproductions.training import Target, TrainingRun, best_of_each, run_all
 
 from .test_papers import WRITTEN, paper_cells
@@ -29,15 +32,12 @@ PROMISED = {
     "zipline-fig10",
     *(f"elasticbsp-table{number}" for number in (1, 2)),
     *(f"elasticbsp-fig{number}" for number in (3, 5, 8, 9, 11, 12, 13, 14, 15)),
-    "specsync-fig3",
-    "specsync-fig5",
-    "specsync-fig8",
-    "specsync-fig9",
-    "specsync-fig12",
-    "specsync-table2",
-    "fluentps-fig6",
-    "fluentps-fig9",
-    "fluentps-fig10",
+    *(
+        f"specsync-fig{number}"
+        for number in ("3", "5", "5b", "8", "8a", "8c", "9", "10", "11", "12", "12-others")
+    ),
+    *(f"specsync-{name}" for name in ("table1", "table2", "examples")),
+    *(f"fluentps-fig{number}" for number in (1, 6, 7, 8, 9, 10, 11)),
     "fluentps-table4",
 }
 
@@ -119,6 +119,28 @@ def test_pushes_after_a_pull_are_counted_by_second() -> None:
     # After worker 0's first pull, at 4.1 s, worker 1 pushes at 4.2, 4.9 and 5.6 s. Its own pushes do not count.
     assert max(counts[0]) == 2
     assert max(counts[1]) == 1
+
+
+def test_the_example_of_4_workers_has_the_updates_and_the_restarts_that_the_paper_describes() -> None:
+    cells = {}
+    for label, sync in MODELS.items():
+        done = computations(simulate(CLUSTER, sync, 2, record=True).trace[0])
+        used = {each.worker: each.updates for each in done if not each.aborted}
+        cells[label[:6]] = (
+            [used[worker] for worker in range(4)],
+            {each.worker for each in done if each.aborted},
+        )
+    assert cells["Fig. 2"][0][:2] == [1, 4]
+    assert cells["Fig. 4"] == ([3, 4, 4, 4], set())
+    assert cells["Fig. 6"][1] == {0, 3}
+
+
+def test_the_synthetic_ratings_have_the_size_and_the_skew_of_movielens() -> None:
+    images = synthetic_ratings()
+    pairs = torch.cat([images.train.tensors[0], images.test.tensors[0]])  # type: ignore[attr-defined]
+    assert len(pairs) == len(pairs.unique(dim=0)) == 100_000
+    of_items = pairs[:, 1].bincount(minlength=1682).sort(descending=True).values
+    assert 0.4 < of_items[:168].sum() / 100_000 < 0.6  # the most popular tenth
 
 
 def test_resnet_56_has_the_parameters_of_the_paper() -> None:

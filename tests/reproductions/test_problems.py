@@ -15,7 +15,7 @@ from reproductions.catalogue import EXHIBITS, require_trained_on_data
 from reproductions.commands import main
 from reproductions.elastic_bsp import FIGURES, runs_of
 from reproductions.exhibit import Options
-from reproductions.problems import WORKLOADS, accuracy, cross_entropy, problem
+from reproductions.problems import WORKLOADS, accuracy, mean_loss, problem
 from reproductions.training import Target, TrainingRun, run_all
 
 from .test_datasets import write_cifar_10
@@ -125,7 +125,7 @@ def test_accuracy_and_loss_are_those_of_all_images() -> None:
         float((inputs.argmax(1) == labels).float().mean())
     )
     expected = float(nn.functional.cross_entropy(inputs[:700], labels[:700]))
-    assert cross_entropy(nn.Identity(), images, 700) == pytest.approx(expected)
+    assert mean_loss(nn.Identity(), images, 700, nn.functional.cross_entropy) == pytest.approx(expected)
 
 
 def test_data_is_refused_for_exhibits_that_train_on_none(

@@ -704,7 +704,7 @@ def rows_bytes(values: torch.Tensor, offset: int, row_size: int) -> int:
         offset: index of the first element within the gradient.
         row_size: number of elements per row.
     """
-    rows = torch.unique_consecutive((values.nonzero().flatten() + offset) // row_size).numel()
+    rows: int = torch.unique_consecutive((values.nonzero().flatten() + offset) // row_size).numel()
     return rows * (INDEX_BYTES + row_size * values.itemsize)
 
 

@@ -1,0 +1,9 @@
+"""Tables and figures of FluentPS (Yao, Wu and Wang, CLUSTER 2019), one file per subject."""
+
+from . import accuracy, delayed_pulls, scaling, slicing
+
+__all__ = ["EXHIBITS"]
+
+EXHIBITS = tuple(
+    exhibit for module in (slicing, delayed_pulls, accuracy, scaling) for exhibit in module.EXHIBITS
+)

@@ -1,0 +1,260 @@
+"""Figure 9 and Table IV of FluentPS: delayed pulls (DPRs) and times, with the soft barrier and lazy execution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from paceline.cli.progress import TellShare
+from paceline.rehearsal.ranking import Task, run_tasks
+from paceline.sim import Cluster
+
+from ..exhibit import Exhibit, Made, Options, beside, less
+from ..papers import FLUENT_PS, Quote
+from .machines import MACHINES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["EXHIBITS"]
+
+PAPER = str(FLUENT_PS)
+TIMES, DELAYED = (FLUENT_PS.tables[f"table4-{name}"] for name in ("time", "delayed"))
+
+PAIRS = tuple(
+    (letters.split(", "), int(inverse), int(s))
+    for letters, (inverse, s) in FLUENT_PS.tables["fig9-models"].rows.items()
+)
+"""The pairs that Fig. 9 compares: the letters of a PSSP model and an SSP model with the same regret bound, 1/c, s."""
+
+
+def figure_9(options: Options, tell: TellShare) -> Made:
+    """Compare delayed pulls under PSSP(3, c) and SSP with the same regret bound, for each kind of execution."""
+    cluster = Cluster.preset("fluent-ps-64")
+    iterations = 20 if options.quick else 400
+    tasks = []
+    labels = []
+    for (pssp, ssp), inverse, s in PAIRS:
+        for execution in ("soft", "lazy"):
+            tasks.append(f"pssp:staleness=3,probability={1 / inverse},execution={execution}")
+            tasks.append(f"ssp:staleness={s},execution={execution}")
+            labels += [
+                (f"{pssp}: PSSP(3, 1/{inverse})", execution),
+                (f"{ssp}: SSP({s})", execution),
+            ]
+    rows = run_tasks(
+        [Task(cluster, sync, iterations, float("inf"), 0) for sync in tasks],
+        lambda done, of, what: tell(what, done / of),
+    )
+    delayed = {
+        label: row.delayed_share * cluster.workers * 100 for label, row in zip(labels, rows, strict=True)
+    }
+    times = {label: row.finished_s * 100 / iterations for label, row in zip(labels, rows, strict=True)}
+    names = list(dict.fromkeys(name for name, _ in labels))
+    table_rows = {
+        name: [
+            (None, f"{found[name, execution]:.{digits}f}")
+            for found, digits in ((delayed, 0), (times, 1))
+            for execution in ("soft", "lazy")
+        ]
+        for name in names
+    }
+    *_, pssp, ssp = names
+    soft, lazy = (less(delayed[pssp, execution], delayed[ssp, execution]) for execution in ("soft", "lazy"))
+    faster = less(times[pssp, "soft"], times[ssp, "soft"]).replace("fewer", "less")
+    lazy_fewer = less(
+        sum(delayed[name, "lazy"] for name in names[1::2]), sum(delayed[name, "soft"] for name in names[1::2])
+    )
+    lazy_faster = max(times[name, "soft"] / times[name, "lazy"] for name in names[1::2])
+    quoted = FLUENT_PS.numbers
+
+    def draw() -> Figure:
+        from paceline.report.canvas import COLOURS, new_figure
+
+        figure = new_figure(9.5, 4.4)
+        axes = figure.subplots()
+        for number, execution in enumerate(("soft", "lazy")):
+            places = [index + (number - 0.5) * 0.38 for index in range(len(names))]
+            axes.bar(
+                places,
+                [delayed[name, execution] for name in names],
+                0.36,
+                color=COLOURS[number],
+                label=execution,
+            )
+        axes.set_xticks(range(len(names)), [name.replace(": ", "\n") for name in names], fontsize=8.5)
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylabel("delayed pulls per 100 iterations, all workers")
+        axes.set_title("FluentPS, Fig. 9: 64 workers, 1 server")
+        axes.legend(frameon=False, title="execution")
+        return figure
+
+    return Made(
+        tables=[
+            beside(
+                f"{PAPER}, Fig. 9: delayed pulls (DPRs) and seconds per 100 iterations",
+                table_rows,
+                ["DPRs, soft", "DPRs, lazy", "s, soft", "s, lazy"],
+            )
+        ],
+        figure=draw,
+        data={f"{name} {execution}": value for (name, execution), value in delayed.items()},
+        notes=[
+            f"Delayed pulls under {pssp} compared with {ssp}: {soft} (soft barrier), {lazy} (lazy execution). In "
+            f"the paper: {quoted['fewer-delayed-pulls-soft']} and {quoted['fewer-delayed-pulls-lazy']} fewer.",
+            f"Time under {pssp} compared with {ssp}, soft barrier: {faster}. In the paper: {quoted['less-time']} "
+            "less.",
+            f"Lazy execution compared with the soft barrier, all four SSP models: {lazy_fewer} delayed pulls, at "
+            f"best {lazy_faster:.2f} times as fast. In the paper: {quoted['lazy-fewer-delayed-pulls']} fewer, "
+            f"{quoted['lazy-faster']} times as fast.",
+            "The paper gives no numbers for the bars of the figure.",
+        ],
+    )
+
+
+MODELS = (
+    ("P=0", "asp"),
+    ("P=0.1", "pssp:staleness={s},probability=0.1,draws=per-shard"),
+    ("P=0.3", "pssp:staleness={s},probability=0.3,draws=per-shard"),
+    ("P=0.5", "pssp:staleness={s},probability=0.5,draws=per-shard"),
+    ("P=1", "ssp:staleness={s}"),
+    ("dynamic", "dynamic-pssp:staleness={s},alpha=1,draws=per-shard"),
+)
+
+TABLE_4 = {
+    "fluent-ps-64": ("AlexNet on CIFAR-10", "AlexNet on CIFAR-100"),
+    "fluent-ps-32": ("ResNet-56 on CIFAR-10", "ResNet-56 on CIFAR-100"),
+}
+"""Cluster -> rows of Table IV that it stands for. Both rows are simulated by the same run."""
+
+
+def printed(row: str, execution: str, label: str) -> tuple[Quote, Quote] | None:
+    """Return seconds and delayed pulls per 100 iterations from Table IV. Return None if the table has no such column.
+
+    Under P=0, no pull is delayed, so that both kinds of execution are the same; the paper prints it once.
+    """
+    column = f"{execution} {label}"
+    if column not in TIMES.columns:
+        return None
+    return TIMES.cell(row, column), DELAYED.cell(row, column)
+
+
+def table_4(options: Options, tell: TellShare) -> Made:
+    """Compare times and delayed pulls for each P, with the soft barrier and lazy execution, on both clusters."""
+    iterations = 20 if options.quick else 400
+    wanted = [
+        (name, s, execution, label, sync.format(s=s) + (f",execution={execution}" if ":" in sync else ""))
+        for name, s in (("fluent-ps-64", 3), ("fluent-ps-32", 2))
+        for execution in ("soft", "lazy")
+        for label, sync in MODELS
+        if printed(TABLE_4[name][0], execution, label) is not None
+    ]
+    clusters = {name: Cluster.preset(name) for name in TABLE_4}
+    rows = run_tasks(
+        [Task(clusters[name], sync, iterations, float("inf"), 0) for name, _, _, _, sync in wanted],
+        lambda done, of, what: tell(what, done / of),
+    )
+    found: dict[tuple[str, str, str], tuple[float, float]] = {}
+    for (name, _, execution, label, _), row in zip(wanted, rows, strict=True):
+        cluster = clusters[name]
+        pulls_per_100 = cluster.workers * cluster.servers * 100
+        found[name, execution, label] = row.finished_s * 100 / iterations, row.delayed_share * pulls_per_100
+    tables = []
+    for name, row_name, machines in (
+        (cluster, row, described)
+        for cluster, described in (
+            ("fluent-ps-64", "64 workers, 1 server, s=3"),
+            ("fluent-ps-32", "32 workers, 8 servers, s=2"),
+        )
+        for row in TABLE_4[cluster]
+    ):
+        lines = {}
+        for label, _ in MODELS:
+            cells: list[tuple[Quote | None, str]] = []
+            for execution in ("soft", "lazy"):
+                paper = printed(row_name, execution, label)
+                if paper is None:
+                    cells += [(None, "-")] * 2
+                    continue
+                time_s, pulls = found[name, execution, label]
+                cells += [(paper[0], f"{time_s:.1f}"), (paper[1], f"{pulls:.0f}")]
+            lines[label] = cells
+        tables.append(
+            beside(
+                f"{PAPER}, Table IV, {row_name}: {machines}",
+                lines,
+                ["s, soft", "DPRs, soft", "s, lazy", "DPRs, lazy"],
+            )
+        )
+
+    def draw() -> Figure:
+        from paceline.report.canvas import COLOURS, new_figure
+
+        figure = new_figure(11.0, 4.2)
+        for axes, name in zip(figure.subplots(1, 2), TABLE_4, strict=True):
+            labels = [label for label, _ in MODELS]
+            for number, execution in enumerate(("soft", "lazy")):
+                papers = [printed(TABLE_4[name][0], execution, label) for label in labels]
+                missing = (math.nan, math.nan)
+                for style, values in (
+                    ("-", [found.get((name, execution, label), missing)[1] for label in labels]),
+                    (":", [math.nan if paper is None else paper[1].value for paper in papers]),
+                ):
+                    axes.plot(
+                        labels,
+                        values,
+                        style,
+                        marker="o",
+                        color=COLOURS[number],
+                        label=f"{execution}, {'ours' if style == '-' else 'paper (CIFAR-10)'}",
+                    )
+            axes.set_yscale("symlog", linthresh=10)
+            axes.set_title(clusters[name].name, fontsize=10)
+            axes.set_ylabel("delayed pulls per 100 iterations")
+            axes.grid(alpha=0.3)
+        figure.axes[0].legend(frameon=False, fontsize=8.5)
+        return figure
+
+    return Made(
+        tables=tables,
+        figure=draw,
+        data={f"{name} {execution} {label}": value for (name, execution, label), value in found.items()},
+        notes=[
+            "This table contains only times and delayed pulls. For accuracies, run fluentps-fig10. Without training, "
+            "the runs for CIFAR-10 and CIFAR-100 are the same; the paper's networks differ only in the last layer.",
+            f"Delayed pulls per 100 iterations, as a multiple of those with lazy execution, SSP on "
+            f"{TABLE_4['fluent-ps-32'][0]}: {_soft_over_lazy(found)}. The abstract of the paper reports "
+            f"{FLUENT_PS.numbers['more-delayed-pulls']} times.",
+            "Under PSSP, each server draws by itself, as in the paper's Table III. A worker waits if any server "
+            "delays its pull, so with 8 servers the probability is 1 - (1 - P)^8: 0.57, 0.94 and 0.996 for P = 0.1, "
+            "0.3 and 0.5.",
+        ],
+    )
+
+
+def _soft_over_lazy(found: Mapping[tuple[str, str, str], tuple[float, float]]) -> str:
+    soft, lazy = (found["fluent-ps-32", execution, "P=1"][1] for execution in ("soft", "lazy"))
+    return f"{soft / lazy:.1f}" if lazy else "none are delayed with lazy execution"
+
+
+EXHIBITS = (
+    Exhibit(
+        name="fluentps-fig9",
+        source=f"{PAPER}, Fig. 9",
+        title="delayed pulls under PSSP(3, c) and under SSP with the same regret bound",
+        differs=f"Only the timing is simulated, without training. {MACHINES}",
+        minutes=0.5,
+        make=figure_9,
+        covers=("FluentPS, Fig. 9",),
+    ),
+    Exhibit(
+        name="fluentps-table4",
+        source=f"{PAPER}, Table IV",
+        title="time and delayed pulls for each P, with the soft barrier and with lazy execution",
+        differs=f"Only the timing is simulated, without training. {MACHINES}",
+        minutes=1.0,
+        make=table_4,
+        covers=tuple(f"FluentPS, Table IV, {row}" for rows in TABLE_4.values() for row in rows),
+    ),
+)
