@@ -11,7 +11,6 @@ from ..curves import draw_curves
 from ..exhibit import Exhibit, Made, Options, beside
 from ..papers import FLUENT_PS, Quote
 from ..training import Target, TrainingOutcome, TrainingRun, medians, run_all
-from .machines import MACHINES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -156,7 +155,8 @@ def figure_7(options: Options, tell: TellShare) -> Made:
 DIFFERS = (
     "DigitsNet on scikit-learn's digits replaces AlexNet on CIFAR-10, with fewer iterations. PMLS-Caffe is not "
     "available here; SSP(3) on our servers that add the workers' updates stands in for it, without the cost and the "
-    f"inconsistency of its SSPtable. {MACHINES}"
+    "inconsistency of its SSPtable. That its updates are added is our reading; it multiplies the effective learning "
+    "rate by the number of workers, so the loss of accuracy shown here is no evidence about SSPtable. {MACHINES}"
 )
 
 EXHIBITS = (

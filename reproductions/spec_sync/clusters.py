@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -102,7 +103,12 @@ def figure_11(options: Options, tell: TellShare) -> Made:
             ("speed-up to the same loss", "loss improvement at the same time, %"),
             strict=True,
         ):
-            axes.bar(names, list(values.values()), color=COLOURS[0])
+            axes.bar(
+                names, [value if math.isfinite(value) else 0 for value in values.values()], color=COLOURS[0]
+            )
+            for place, value in enumerate(values.values()):
+                if not math.isfinite(value):
+                    axes.text(place, 0, "ASP: never", ha="center", va="bottom")
             axes.set_xlabel("machines")
             axes.set_ylabel(what)
         figure.suptitle("SpecSync, Fig. 11: SpecSync-Adaptive over ASP", fontsize=10)
