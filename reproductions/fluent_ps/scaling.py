@@ -156,7 +156,7 @@ DIFFERS = (
     "DigitsNet on scikit-learn's digits replaces AlexNet on CIFAR-10, with fewer iterations. PMLS-Caffe is not "
     "available here; SSP(3) on our servers that add the workers' updates stands in for it, without the cost and the "
     "inconsistency of its SSPtable. That its updates are added is our reading; it multiplies the effective learning "
-    "rate by the number of workers, so the loss of accuracy shown here is no evidence about SSPtable. {MACHINES}"
+    f"rate by the number of workers, so the loss of accuracy shown here is no evidence about SSPtable. {MACHINES}"
 )
 
 EXHIBITS = (
