@@ -11,6 +11,7 @@ from ..curves import draw_curves
 from ..exhibit import Exhibit, Made, Options, beside
 from ..papers import FLUENT_PS, Quote
 from ..training import Target, TrainingOutcome, TrainingRun, medians, run_all
+from .machines import MACHINES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
