@@ -31,6 +31,7 @@ from paceline.sync import (
 )
 from paceline.sync.actions import Plan, PublishPlan, SetTimer
 from paceline.sync.dssp import iterations_to_spend
+from paceline.sync.events import PushReceived, WorkerJoined
 from paceline.sync.ticks import TICKS_PER_S, in_ticks
 from paceline.trace import read, replay
 
@@ -234,3 +235,47 @@ def test_a_fraction_below_zero_is_refused() -> None:
         Cluster([Fraction(-3, 10)])
     with pytest.raises(ConfigurationError, match="lost_at_s"):
         Presence(joins_at_s=Fraction(1, 3), lost_at_s=Fraction(1, 4))
+
+
+def test_a_float_that_would_be_rounded_to_zero_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"seconds is 4e-10, which would be rounded to 0"):
+        Cluster([4e-10, 1.0])
+    assert simulate(Cluster([Fraction(4, 10**10), 1]), "asp", 2).time_s == 2.0
+
+
+def test_integers_are_exact_however_large() -> None:
+    large = 10**14 + 1
+    exact = simulate(Cluster([large, 3 * large]), DSPS(lower=1, upper=9), 9, record=True)
+    assert exact.trace[0].entries[2].event.now_ticks == large * TICKS_PER_S
+
+
+def test_the_end_of_a_simulation_may_be_a_fraction() -> None:
+    cluster = Cluster([Fraction(1, 3)])
+    assert simulate(cluster, "asp", None, until_s=Fraction(2, 3)).updates == 2
+    assert simulate(cluster, "asp", None, until_s=Fraction(2, 3) - Fraction(1, 10**15)).updates == 1
+
+
+def test_an_iteration_that_takes_no_time_makes_the_ratio_of_dsps_infinite() -> None:
+    shard = DSPS(lower=1, upper=5).at_shard()
+    for worker in (0, 1):
+        shard.handle(WorkerJoined(now_ticks=0, worker=worker))
+    for now_ticks, worker in ((0, 0), (7, 1)):
+        shard.handle(PushReceived(now_ticks=now_ticks, worker=worker, iteration=0))
+    assert shard.staleness == 5
+
+
+def test_elastic_bsp_monitors_a_newcomer_from_the_barrier_on() -> None:
+    """Worker 2 joins at 1.25 s and pushes at 2.75, 4.25 and 5.75 s; the first superstep ends at 3 s."""
+    result = simulate(
+        Cluster([1.0, 1.0, 1.5], presence={2: Presence(joins_at_s=1.25)}),
+        ElasticBSP(lookahead=4),
+        20,
+        record=True,
+    )
+    times_s = [
+        result.trace[-1].time_s(entry)
+        for entry in result.trace[-1].entries
+        for action in entry.actions
+        if type(action) is PublishPlan
+    ]
+    assert times_s[:2] == [2.0, 5.75]

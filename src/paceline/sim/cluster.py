@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from ..core.data_feed import Work
 from ..errors import ConfigurationError
-from ..sync import SyncModel
 from ..sync.ticks import resolution
 from .cluster_file import read_file, read_preset
 from .machines import Link, Presence
@@ -116,13 +115,13 @@ class Cluster:
         """The number of workers."""
         return len(self.compute_s)
 
-    def ticks_per_s(self, models: Sequence[SyncModel] = ()) -> int:
+    def ticks_per_s(self, *stated: object) -> int:
         """Return the number of ticks per second in a simulation of this cluster (see `paceline.sync.ticks`).
 
         Args:
-            models: the sync models of the run, some of which state times as well.
+            stated: what else states times, such as the sync models of the run.
         """
-        return resolution(self.compute_s, self.latency_s, self.presence, self.links, models)
+        return resolution(self.compute_s, self.latency_s, self.presence, self.links, stated)
 
     def compute(self, worker: int) -> Distribution:
         """Return the distribution of a worker's compute times."""

@@ -50,6 +50,7 @@ from ..sync.arithmetic import log as ln
 from ..sync.draws import uniform
 from ..sync.events import Clip
 from ..sync.schedule import Schedule
+from ..sync.ticks import Seconds
 from .cluster import Cluster
 from .kernel import STILL, TIMER, Kernel
 from .machines import Presence
@@ -228,7 +229,7 @@ class VirtualJob:
         models: Callable[[int], ModelSpec],
         stores: Sequence[ShardStore],
         shard_bytes: Sequence[int],
-        until_s: float,
+        until_s: Seconds,
     ) -> None:
         """Run until every worker has finished, or until the virtual time `until_s`.
 

@@ -91,7 +91,7 @@ class Kernel:
         self._until_ticks = -1
         self.stopped = True
 
-    def run(self, until_s: float = math.inf) -> None:
+    def run(self, until_s: Seconds = math.inf) -> None:
         """Handle events until none are pending, the virtual time `until_s` is reached, or `stop` is called.
 
         Raises:

@@ -14,9 +14,11 @@ from ..trace.records import IterationRecord, read_records
 from .recording import Recording, RunFolder
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from ..runtime.reader import WeightsSnapshot
+else:  # `help(SimResult)` resolves the types of its fields, but importing torch takes seconds
+    Tensor = WeightsSnapshot = Any
 
 __all__ = ["Loss", "SimResult"]
 
@@ -81,7 +83,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     emulated: str = ""
     recording: Recording | None = None
     run_dir: Path | None = None
-    state_dict: dict[str, torch.Tensor] | None = None
+    state_dict: dict[str, Tensor] | None = None
     history: list[Loss] | None = None
     snapshots: list[tuple[float, WeightsSnapshot]] = []
 

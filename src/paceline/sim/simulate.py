@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from ..plugins import load_models
 from ..runtime.job import ON_NAN, OVERLAPS, SLICINGS
 from ..sync import SyncModel
 from ..sync.schedule import Schedule, read_schedule
+from ..sync.ticks import Seconds
 from ..trace.records import IterationRecord
 from .clockwork import Clockwork, Dataset, DatasetClockwork, require_enough_data
 from .cluster import Cluster, require_whole
@@ -37,7 +39,7 @@ def simulate(
     iterations: int | None = 100,
     seed: int = 0,
     *,
-    until_s: float = math.inf,
+    until_s: Seconds = math.inf,
     train_fn: Callable[..., object] | None = None,
     args: Sequence[object] = (),
     shards: int | None = None,
@@ -122,7 +124,7 @@ def simulate(
         emulated=cluster.emulated,
         keep=record,
         run_dir=run_dir,
-        ticks_per_s=cluster.ticks_per_s(schedule.models),
+        ticks_per_s=cluster.ticks_per_s(schedule.models, until_s),
     )
     with recorders:
         if train_fn is None:
@@ -293,7 +295,7 @@ def _checked(
     sync: str | SyncModel | Sequence[SyncModel] | Schedule,
     iterations: int | None,
     seed: int,
-    until_s: float,
+    until_s: Seconds,
     shards: int | None,
     shard_bytes: Sequence[int] | None,
     slicing: str,
@@ -310,7 +312,7 @@ def _checked(
         )
     if iterations is not None:
         require_whole("iterations", iterations, 1)
-    if not isinstance(until_s, int | float) or not until_s > 0:
+    if not isinstance(until_s, int | float | Fraction) or not until_s > 0:
         raise ConfigurationError(f"until_s is {until_s!r}, expected a number of seconds > 0.")
     if iterations is None and math.isinf(until_s) and not ends:
         raise ConfigurationError(

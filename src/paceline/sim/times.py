@@ -18,7 +18,7 @@ import msgspec
 from ..errors import ConfigurationError
 from ..sync.arithmetic import exp, log, normal_quantile
 from ..sync.draws import uniforms
-from ..sync.ticks import Seconds
+from ..sync.ticks import TICKS_PER_S, Seconds
 
 __all__ = [
     "Constant",
@@ -287,7 +287,7 @@ def times_of(times: Times | Sequence[Seconds | Decimal]) -> Distribution:
 def _seconds(value: Seconds | Decimal) -> Seconds:
     if isinstance(value, Decimal) and value.is_finite():
         return Fraction(value)
-    return value if isinstance(value, Fraction) else float(value)
+    return value if isinstance(value, Fraction | int) else float(value)
 
 
 def _require_time(name: str, value: Seconds) -> None:
@@ -295,6 +295,11 @@ def _require_time(name: str, value: Seconds) -> None:
         raise ConfigurationError(f"{name} is {value!r}, expected a number of seconds >= 0.")
     if not (math.isfinite(value) and value >= 0):
         raise ConfigurationError(f"{name} is {float(value):g}, expected a number of seconds >= 0.")
+    if isinstance(value, float) and 0 < value * TICKS_PER_S <= 0.5:
+        raise ConfigurationError(
+            f"{name} is {value:g}, which would be rounded to 0, because floats are rounded to nanoseconds. Give the "
+            "time as a fractions.Fraction, or use a larger unit."
+        )
 
 
 def _require_factor(name: str, value: float, least: float) -> None:

@@ -2,17 +2,20 @@
 
 Reference: Chen et al., "Revisiting distributed synchronous SGD", 2016; FluentPS, Table III, row "Drop stragglers".
 Admission: A pull is answered if and only if progress < V_train. The round V_train is complete when Count[V_train] >=
-N_t, where Count[V_train] is the number of workers that have pushed for that round, and N_t is the quorum.
+N_t, where Count[V_train] is the number of live workers that have pushed for that round, and N_t is the quorum. If
+fewer than N_t workers are live, the round is complete when all of them have pushed.
 State: The pushes of the current round, and the pulls that wait for the end of the round.
 Guarantee: Every gradient that is applied was computed on the newest weights (staleness 0). The run makes progress as
 long as N_t workers make progress or, if fewer than N_t are left, as long as all of them do. If N_t is the number of
 workers, the model is BSP.
 Use: When some workers are occasionally very late and training tolerates discarding their late gradients.
-Deviations: The push of a late worker is dropped. If the worker's next push would also be late, the answer to the
-worker's pull contains V_train: the worker continues from this round, as if it had pushed the rounds in between. If
-the shards send different rounds, the worker continues from the latest of these rounds and reports this round to all
-shards with its next push. If each shard advanced the worker independently, the shards could disagree about which
-worker is behind, and workers could wait for each other forever.
+Deviations: The push of a worker that has left stays in the mean, but does not count toward the quorum, because other
+shards may not have received it. A worker that joins begins with the round V_train. The push of a late worker is
+dropped. If the worker's next push would also be late, the answer to the worker's pull contains V_train: the worker
+continues from this round, as if it had pushed the rounds in between. If the shards send different rounds, the worker
+continues from the latest of these rounds and reports this round to all shards with its next push. If each shard
+advanced the worker independently, the shards could disagree about which worker is behind, and workers could wait for
+each other forever.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = DropStragglers(quorum=1).at_shard()

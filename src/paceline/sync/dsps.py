@@ -24,6 +24,8 @@ to close, even if s has grown or shrunk in the meantime.
 
 from __future__ import annotations
 
+import math
+
 from .actions import AnswerPull, AnyAction
 from .conditions import EXECUTIONS, PUSH_SCALES, ConditionMachine, ConditionModel, PullState
 from .events import AnyEvent, WorkerJoined
@@ -95,6 +97,7 @@ class AdaptiveMachine(ConditionMachine):
     def _adapt(self) -> None:
         """Update the bound on the gap. This scans all workers, so it is done once per round, not once per push."""
         intervals = self._intervals.interval_ticks.values()
-        if intervals and len(intervals) == self.counts.live_count and min(intervals) > 0:
-            ratio = -(-max(intervals) // min(intervals))  # rounded up
-            self.staleness = min(self._model.upper, max(self._model.lower, ratio))
+        if len(intervals) != self.counts.live_count or not any(intervals):
+            return
+        ratio = -(-max(intervals) // min(intervals)) if min(intervals) else math.inf  # rounded up
+        self.staleness = int(min(self._model.upper, max(self._model.lower, ratio)))

@@ -17,8 +17,9 @@ Guarantee: No worker starts an iteration while it is more than `upper` iteration
 The run makes progress as long as the slowest live worker does. DSSP(s, s) is SSP(s).
 Use: When the workers' speeds change and no single bound on the gap fits. The allowed gap of a worker varies between
 `lower` and `upper`, depending on which gap is predicted to give the shortest wait.
-Deviations: The paper's controller predicts the slowest worker's next `upper` pushes; this implementation predicts as
-many pushes as it needs.
+Deviations: If several workers are the slowest, the prediction is made for the one with the longest interval. The
+paper's controller predicts the slowest worker's next `upper` pushes; this implementation predicts as many pushes as
+it needs.
 
 >>> DSSP(lower=3, upper=15)
 DSSP()

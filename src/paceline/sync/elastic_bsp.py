@@ -22,7 +22,9 @@ Guarantee: A worker that has stopped waits only for members that have not stoppe
 does not run past its stop, except for iterations that it computes before the plan arrives.
 Use: When the workers' speeds differ but are steady, so that end times can be predicted. The run keeps most of the
 speed of ASP and still averages gradients at barriers.
-Deviations: A worker that joins during a superstep runs as in ASP until the next superstep begins.
+Deviations: A worker that joins during a superstep runs as in ASP until the next superstep begins, unless no worker
+has pushed in this superstep yet: it then belongs to the superstep. If two pushes of a worker arrive at the same tick,
+its interval counts as one tick, because end times cannot be extrapolated from an interval of 0.
 
 >>> from paceline.sync.events import IterationFinished, WorkerJoined
 >>> planner = ElasticBSP(lookahead=4).at_coordinator()
@@ -312,6 +314,8 @@ class Planner(JobMachine):
         if not awaited and self._pace:  # all members have stopped, or left before the plan was published
             self._superstep += 1
             self._remaining = None
+            for newcomer in self._pace.keys() - self._members:  # they are monitored from this barrier on
+                self._pace[newcomer].stopped()
             self._members = set(self._pace)
             self._unmonitored = {worker for worker, pace in self._pace.items() if pace.pushes < 2}
         if self._remaining is not None or self._unmonitored or not self._members:

@@ -20,9 +20,11 @@ State: At the coordinator, each worker's current and last iteration, and the pus
 Guarantee: An iteration is restarted at most once, because a restarted iteration is no longer watched. Therefore every
 worker makes progress. Staleness is bounded if the base model bounds it.
 Use: When staleness slows down training more than repeating computations does, and pushes arrive in bursts.
-Deviations: An epoch ends when every live worker has pushed since the last tuning. D is at most T; if several delays
-are equally good, the shortest is chosen. There is no speculation before the first tuning, or while no D has a
-positive F.
+Deviations: An epoch ends when every live worker has pushed since the last tuning, or when the last of those that have
+not pushed leaves. D is at most T; if several delays are equally good, the shortest is chosen. There is no speculation
+before the first tuning, or while no D has a positive F, or with a single worker. Both parameters of an iteration are
+those at its start, and m is the number of live workers when its timer is due. If the last iteration was restarted,
+T_i and u_i run from its first start.
 
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()

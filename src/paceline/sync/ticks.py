@@ -23,7 +23,7 @@ TICKS_PER_S = 1_000_000_000
 """The number of ticks per second, unless times are stated that are not whole numbers of nanoseconds."""
 
 Seconds = float | Fraction
-"""A time in seconds: a float, which is rounded to a whole number of nanoseconds, or an exact fraction."""
+"""A time in seconds: a float, which is rounded to a whole number of nanoseconds, or an exact integer or fraction."""
 
 
 def in_ticks(seconds: Seconds, ticks_per_s: int = TICKS_PER_S) -> int:
@@ -32,7 +32,7 @@ def in_ticks(seconds: Seconds, ticks_per_s: int = TICKS_PER_S) -> int:
     >>> in_ticks(0.1 + 0.2), in_ticks(Fraction(1, 3), resolution(Fraction(1, 3)))
     (300000000, 1000000000)
     """
-    if isinstance(seconds, Fraction):
+    if isinstance(seconds, Fraction | int):
         return round(seconds * ticks_per_s)
     return round(seconds * TICKS_PER_S) * (ticks_per_s // TICKS_PER_S)
 
