@@ -43,6 +43,8 @@ MODELS: tuple[SyncModel, ...] = (
             "pssp:staleness=0",
             "dynamic-pssp:staleness=0",
             "drop-stragglers:quorum=7",
+            "rennala:batch=7",
+            "ringmaster:threshold=100",
             "naive-waiting:delay_s=0.001",
             "elastic-bsp",
             "spec-sync",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
@@ -19,18 +20,23 @@ def synthetic_ratings(seed: int = 0) -> Images:
     Few items have many ratings and most have few, as in MovieLens: the popularity of items, and how much a user
     rates, are log-normal. Ratings are centered, with a variance of about 1.25.
 
-    >>> synthetic_ratings().train[0]
-    (tensor([  0, 190]), tensor(0.9077))
+    The entries are drawn with NumPy, because `torch.multinomial` draws others with another number of threads.
+
+    >>> ratings = synthetic_ratings()
+    >>> len(ratings.train), len(ratings.test)
+    (90000, 10000)
     """
-    generator = torch.Generator().manual_seed(seed)
-    users, items = (torch.randn(count, RANK, generator=generator) for count in (USERS, ITEMS))
-    popular = torch.outer(
-        torch.randn(USERS, generator=generator).exp(), (1.5 * torch.randn(ITEMS, generator=generator)).exp()
-    )
-    chosen = torch.multinomial(popular.flatten(), RATINGS, generator=generator)
-    pairs = torch.stack([chosen // ITEMS, chosen % ITEMS], dim=1)
-    true = (users[pairs[:, 0]] * items[pairs[:, 1]]).sum(dim=1) / RANK**0.5
-    ratings = true + NOISE * torch.randn(RATINGS, generator=generator)
+    generator = np.random.default_rng(seed)
+    users, items = (generator.standard_normal((count, RANK)) for count in (USERS, ITEMS))
+    popularity = np.add.outer(
+        generator.standard_normal(USERS), 1.5 * generator.standard_normal(ITEMS)
+    ).ravel()
+    # The largest sums of a logarithm of a weight and a Gumbel variable are a weighted sample without replacement.
+    chosen = np.argpartition(-popularity - generator.gumbel(size=popularity.size), RATINGS)[:RATINGS]
+    user, item = np.divmod(generator.permutation(np.sort(chosen)), ITEMS)
+    true = (users[user] * items[item]).sum(axis=1) / RANK**0.5
+    pairs = torch.from_numpy(np.stack([user, item], axis=1))
+    ratings = torch.from_numpy((true + NOISE * generator.standard_normal(RATINGS)).astype(np.float32))
     return Images(
         TensorDataset(pairs[TEST:], ratings[TEST:]),
         TensorDataset(pairs[:TEST], ratings[:TEST]),

@@ -244,8 +244,10 @@ def following_the_speeds(lower: int, upper: int, *, lazy: bool = False) -> Oracl
             for other in [w for w, rnd in waiting.items() if rnd < slowest]:
                 del waiting[other]
                 began[other] = event.now_ticks
-            if slowest > v_train and took.keys() == workers.keys() and min(took.values()):
-                s = min(upper, max(lower, math.ceil(Fraction(max(took.values()), min(took.values())))))
+            if slowest > v_train and took.keys() == workers.keys() and max(took.values()):
+                fastest = min(took.values())
+                ratio = math.ceil(Fraction(max(took.values()), fastest)) if fastest else upper
+                s = min(upper, max(lower, ratio))
             v_train = slowest
         return set(waiting)
 

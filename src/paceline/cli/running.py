@@ -219,7 +219,9 @@ def demo(
     every: Annotated[
         bool,
         typer.Option(
-            "--all", help="Compare all sync models, and also show delayed pulls and aborts (about 7 minutes)."
+            "--all",
+            help="Compare all sync models that allow two servers, and also show delayed pulls and aborts (about 7 "
+            "minutes).",
         ),
     ] = False,
     run_dir: RunDir = None,
