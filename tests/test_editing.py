@@ -294,6 +294,25 @@ def test_the_next_worker_edits_if_a_worker_is_lost_inside_the_block(
     assert run.state_dict["unused"].tolist() == [8.0] * 3
 
 
+def test_all_edits_that_meet_at_a_barrier_are_made_in_the_order_of_their_numbers() -> None:
+    """Under elastic-bsp, worker 1 may make the seventh edit and worker 2 the eighth, and both stop at one barrier."""
+    edits = Edits(0)
+    edits.receive((1, 6), Edit(number=6, sole=True))
+    edits.receive((2, 7), Edit(number=7, sole=True))
+    edits.receive((0, 9), Edit(number=5, sole=True))
+    done = edits.carry_out([(0, 9), (1, 6), (2, 7)])
+    assert done == [Overwrite(0, 0, 9, 5), Overwrite(0, 1, 6, 6), Overwrite(0, 2, 7, 7)]
+
+
+def test_in_lockstep_the_edit_of_the_lowest_worker_is_made_once() -> None:
+    edits = Edits(0)
+    for worker in (2, 1):
+        edits.receive((worker, 3), Edit(number=4, sole=False))
+    assert edits.carry_out([(2, 3), (1, 3)]) == [Overwrite(0, 1, 3, 4), Discard(0, 2, 3)]
+    edits.receive((2, 4), Edit(number=4, sole=False))  # too late
+    assert edits.carry_out([(2, 4)]) == [Discard(0, 2, 4)]
+
+
 def test_a_new_optimizer_edits_weights_that_an_earlier_one_has_trained(run_on_threads: RunOnThreads) -> None:
     """A cross-validation with one model, which is reset before each fold, and a new optimizer for each fold."""
 

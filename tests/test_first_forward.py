@@ -117,8 +117,9 @@ def test_weights_that_are_edited_between_the_forward_pass_and_the_step_are_repor
 
 def test_a_graph_from_before_the_first_forward_pass_stays_usable(run_on_threads: RunOnThreads) -> None:
     def train() -> None:
-        torch.manual_seed(0)
         model = nn.Linear(3, 1)
+        for parameter in model.parameters():  # torch's generator is shared by the threads
+            nn.init.constant_(parameter, 0.5)
         optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         penalty = model.weight.square().sum()
         (model(torch.ones(2, 3)).sum() + penalty).backward()

@@ -64,11 +64,22 @@ class Edits:
         self.pending[push] = edit
 
     def carry_out(self, pushes: Iterable[Key]) -> list[Request]:
-        """Return the requests for the edits of one round: one of them is carried out, the others are discarded."""
-        edits = [(push, self.pending.pop(push)) for push in sorted(pushes)]
-        valid = [push for push, edit in edits if edit.sole or edit.number >= self._next]
+        """Return the requests for the edits of one round: one edit of each number is carried out, in ascending order.
+
+        In lockstep, all edits of a round have the same number. Under other models, the editors of different edits may
+        stop at the same barrier.
+        """
+        edits = sorted(
+            ((push, self.pending.pop(push)) for push in pushes), key=lambda each: (each[1].number, each[0])
+        )
+        chosen: dict[int, Key] = {}  # number -> the push with the edit that is carried out
+        for push, edit in edits:
+            if edit.sole or edit.number >= self._next:
+                chosen.setdefault(edit.number, push)
         self._next = max(self._next, *(edit.number + 1 for _, edit in edits))
         return [
-            Overwrite(self._shard, *push, edit.number) if push in valid[:1] else Discard(self._shard, *push)
+            Overwrite(self._shard, *push, edit.number)
+            if chosen.get(edit.number) == push
+            else Discard(self._shard, *push)
             for push, edit in edits
         ]
