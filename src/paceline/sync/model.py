@@ -40,6 +40,7 @@ __all__ = [
     "Handover",
     "JobMachine",
     "Machine",
+    "OneShardModel",
     "ShardMachine",
     "SyncModel",
     "agree_on_means",
@@ -323,6 +324,30 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
             or (isinstance(value, int | float | Fraction) and not isinstance(value, bool))
         ]
         return f"{self.name}:{','.join(shown)}" if shown else self.name
+
+
+class OneShardModel(SyncModel, frozen=True, repr_omit_defaults=True):
+    """Base class of the models that decide by the staleness of each push, and answer every pull on arrival."""
+
+    @property
+    def one_shard(self) -> bool:
+        return True
+
+    @property
+    def whole_job(self) -> bool:
+        return True
+
+    @property
+    def agrees_on_means(self) -> bool:
+        return True
+
+    @property
+    def independent(self) -> bool:
+        return True
+
+    @property
+    def needs_staleness(self) -> bool:
+        return True
 
 
 def agree_on_means(models: Sequence[SyncModel]) -> bool:

@@ -30,12 +30,12 @@ from __future__ import annotations
 
 from .actions import AnswerPull, AnyAction, ApplyMean, DropPush, HoldPush
 from .events import PullRequested, PushReceived, WorkerFinished, WorkerLost
-from .model import ShardMachine, SyncModel, require_count
+from .model import OneShardModel, ShardMachine, require_count
 
 __all__ = ["Rennala"]
 
 
-class Rennala(SyncModel, frozen=True, repr_omit_defaults=True):
+class Rennala(OneShardModel, frozen=True, repr_omit_defaults=True):
     """Rennala SGD.
 
     Attributes:
@@ -48,26 +48,6 @@ class Rennala(SyncModel, frozen=True, repr_omit_defaults=True):
 
     def __post_init__(self) -> None:
         require_count(self.name, "batch", self.batch, 1)
-
-    @property
-    def one_shard(self) -> bool:
-        return True
-
-    @property
-    def whole_job(self) -> bool:
-        return True
-
-    @property
-    def agrees_on_means(self) -> bool:
-        return True
-
-    @property
-    def independent(self) -> bool:
-        return True
-
-    @property
-    def needs_staleness(self) -> bool:
-        return True
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> Collector:
         return Collector(self.batch)

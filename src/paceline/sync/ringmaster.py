@@ -41,12 +41,12 @@ from .events import (
     WorkerJoined,
     WorkerLost,
 )
-from .model import JobMachine, ShardMachine, SyncModel, require_count
+from .model import JobMachine, OneShardModel, ShardMachine, require_count
 
 __all__ = ["Ringmaster"]
 
 
-class Ringmaster(SyncModel, frozen=True, repr_omit_defaults=True):
+class Ringmaster(OneShardModel, frozen=True, repr_omit_defaults=True):
     """Ringmaster ASGD.
 
     Attributes:
@@ -62,26 +62,6 @@ class Ringmaster(SyncModel, frozen=True, repr_omit_defaults=True):
 
     def __post_init__(self) -> None:
         require_count(self.name, "threshold", self.threshold, 1)
-
-    @property
-    def one_shard(self) -> bool:
-        return True
-
-    @property
-    def whole_job(self) -> bool:
-        return True
-
-    @property
-    def agrees_on_means(self) -> bool:
-        return True
-
-    @property
-    def independent(self) -> bool:
-        return True
-
-    @property
-    def needs_staleness(self) -> bool:
-        return True
 
     @property
     def needs_starts(self) -> bool:
