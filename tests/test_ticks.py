@@ -231,6 +231,8 @@ def test_a_fraction_that_makes_no_sense_is_refused(text: str) -> None:
 
 
 def test_a_fraction_below_zero_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="delay_s is -1/3, expected a number >= 0"):
+        NaiveWaiting(delay_s=Fraction(-1, 3))
     with pytest.raises(ConfigurationError, match=r"seconds is -0\.3"):
         Cluster([Fraction(-3, 10)])
     with pytest.raises(ConfigurationError, match="lost_at_s"):

@@ -371,7 +371,8 @@ def require_within(model: str, key: str, value: float | Fraction, least: float, 
     number = isinstance(value, int | float | Fraction) and not isinstance(value, bool)
     if not (number and least <= value <= most):
         and_most = "" if math.isinf(most) else f" and <= {most:g}"
-        raise ConfigurationError(f"{model}: {key} is {value!r}, expected a number >= {least:g}{and_most}.")
+        shown = value if isinstance(value, Fraction) else repr(value)  # -1/3, not Fraction(-1, 3)
+        raise ConfigurationError(f"{model}: {key} is {shown}, expected a number >= {least:g}{and_most}.")
 
 
 def require_order(model: str, low_key: str, low: int, high_key: str, high: int) -> None:
