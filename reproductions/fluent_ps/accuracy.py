@@ -254,7 +254,7 @@ EXHIBITS = (
         source=f"{PAPER}, Fig. 11",
         title="accuracy over time with 128 workers: BSP, SSP, ASP, PSSP",
         differs=DIFFERS.format("AlexNet on CIFAR-10"),
-        minutes=8,
+        minutes=15,
         make=figure_11,
         covers=("FluentPS, Fig. 11",),
     ),

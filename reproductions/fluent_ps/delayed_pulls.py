@@ -253,7 +253,7 @@ EXHIBITS = (
         source=f"{PAPER}, Table IV",
         title="time and delayed pulls for each P, with the soft barrier and with lazy execution",
         differs=f"Only the timing is simulated, without training. {MACHINES}",
-        minutes=1.0,
+        minutes=2,
         make=table_4,
         covers=tuple(f"FluentPS, Table IV, {row}" for rows in TABLE_4.values() for row in rows),
     ),

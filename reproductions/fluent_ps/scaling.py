@@ -175,7 +175,7 @@ EXHIBITS = (
         source=f"{PAPER}, Fig. 7",
         title="accuracy over the number of workers",
         differs=DIFFERS,
-        minutes=4,
+        minutes=10,
         make=figure_7,
         covers=("FluentPS, Fig. 7",),
     ),
