@@ -62,7 +62,7 @@ bench: $(READY)  ## measure a training step against plain copies, plain sockets 
 bench-overlap: $(READY)  ## compare overlap synchronization and even slicing with PS-Lite on slow links (about 5 minutes, root, idle machine)
 	$(BIN)/python -m benchmarks overlap --picture docs/pictures/overlap.png
 
-paper: $(READY)  ## reproduce all tables and figures of the papers (about 2 hours; NAMES='zipline-table3 ...' for some)
+paper: $(READY)  ## reproduce all tables and figures of the papers (about 3 hours; NAMES='zipline-table3 ...' for some)
 	$(BIN)/python -m reproductions $(NAMES)
 
 tune: $(READY)  ## find each sync model's best learning rate and momentum for the demo (about 45 minutes)
