@@ -280,6 +280,9 @@ def _machine(report: measurement.ZiplineReport) -> list[str]:
     return [f"Measured with Python {report.python} and NumPy {report.numpy}. The paper's code uses C++11."]
 
 
+MARKERS = "os^vDPX"  # there are more methods than colors
+
+
 def _draw_times(report: measurement.ZiplineReport) -> Figure:
     from paceline.report.canvas import COLOURS, DASHES, new_figure
 
@@ -297,7 +300,7 @@ def _draw_times(report: measurement.ZiplineReport) -> Figure:
                 axes.plot(
                     [workers for workers, _ in points],
                     [ms for _, ms in points],
-                    marker="o",
+                    marker=MARKERS[number % len(MARKERS)],
                     linestyle=dashes,
                     color=COLOURS[number % len(COLOURS)],
                     label=f"{method}, R = {lookahead}",

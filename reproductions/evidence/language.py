@@ -22,7 +22,7 @@ from .schedules import Gradient
 __all__ = ["ByteGRU", "ByteTransformer"]
 
 TEXT_BYTES = 1_000_000
-VALIDATION_BYTES = 16_384
+VALIDATION_BYTES = 8_192
 CONTEXT = 64  # bytes in a sequence
 SEQUENCES = 8  # sequences in a batch
 BYTES = 256
@@ -113,15 +113,16 @@ class ByteGRU(ByteModel):
 
     def logits(self, weights: Weights, inputs: Tensor) -> Tensor:
         """Return the scores of the next byte."""
+        h = self.HIDDEN
         driven = weights["embedding"][inputs] @ weights["input"] + weights["bias"]
-        state = driven.new_zeros(len(inputs), self.HIDDEN)
+        state = driven.new_zeros(len(inputs), h)
         states = []
-        for moment in range(inputs.shape[1]):
-            update, reset, candidate = driven[:, moment].chunk(3, dim=-1)
-            of_update, of_reset, of_candidate = (state @ weights["recurrent"]).chunk(3, dim=-1)
-            update = torch.sigmoid(update + of_update)
-            proposed = torch.tanh(candidate + torch.sigmoid(reset + of_reset) * of_candidate)
-            state = update * state + (1 - update) * proposed
+        for now in driven.unbind(dim=1):
+            recurrent = state @ weights["recurrent"]
+            gates = torch.sigmoid(now[:, : 2 * h] + recurrent[:, : 2 * h])
+            update, reset = gates.chunk(2, dim=-1)
+            proposed = torch.tanh(torch.addcmul(now[:, 2 * h :], reset, recurrent[:, 2 * h :]))
+            state = torch.lerp(proposed, state, update)
             states.append(state)
         return torch.stack(states, dim=1) @ weights["output"] + weights["output_bias"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -34,8 +35,6 @@ EVALUATIONS = 60
 BLOCK = 4
 """Number of learning rates that are added together."""
 
-BUDGET = 18
-
 
 class MeasuredTraining:
     """The measures of a variant at a place with one seed. Settings are trained when they are first needed."""
@@ -65,7 +64,7 @@ class MeasuredTraining:
             value = next((loss for _, pushed, loss in curve if pushed >= most), math.inf)
         else:
             target = float(measure.removeprefix("time to ")) * first
-            value = next((time_s for time_s, _, loss in curve if loss <= target), math.inf)
+            value = crossing([(time_s, loss) for time_s, _, loss in curve], target)
         return Outcome(value, final if math.isfinite(final) else math.inf, diverged)
 
     def _train(self, settings: Sequence[Setting]) -> None:
@@ -89,6 +88,20 @@ class MeasuredTraining:
                 self._curves[setting].append((time_s, pushed, loss))
 
 
+def crossing(curve: Sequence[tuple[float, float]], target: float) -> float:
+    """Return the time at which a curve of (time, loss) first reaches a target, or infinity.
+
+    The loss is computed only now and then, so the time is interpolated on the straight line between two points.
+
+    >>> crossing([(0.0, 8.0), (10.0, 6.0), (20.0, 4.0)], 5.0)
+    15.0
+    """
+    for (before_s, above), (after_s, below) in itertools.pairwise(curve):
+        if below <= target < above:
+            return before_s + (after_s - before_s) * (above - target) / (above - below)
+    return math.inf
+
+
 def _study(
     name: str,
     make: Callable[[], Problem],
@@ -96,6 +109,8 @@ def _study(
     seconds_per_gradient: float,
     targets: tuple[float, ...],
     middle: int,
+    budget: int = 18,
+    seeds: int = len(EVALUATION_SEEDS),
 ) -> Study:
     """Return the study of a problem.
 
@@ -106,6 +121,8 @@ def _study(
         seconds_per_gradient: time for one gradient with one setting, on one core.
         targets: the targets, as shares of the initial validation loss.
         middle: the step at which the tuning begins, under models that average.
+        budget: number of settings with which the tuning of each contender begins.
+        seeds: number of seeds of the evaluation.
     """
     problems: list[Problem] = []
 
@@ -115,7 +132,7 @@ def _study(
         return MeasuredTraining(problems[0], place, variant, seed, settings)
 
     def estimate_s(place: Place, contender: Contender) -> float:
-        settings = 1.5 * BUDGET * len(TUNING_SEEDS) + 3 * len(EVALUATION_SEEDS)
+        settings = 1.5 * budget * len(TUNING_SEEDS) + 3 * seeds
         return gradients * seconds_per_gradient * settings * (0.5 if contender.name == "bsp" else 1.0)
 
     def first_variant(contender: Contender) -> Callable[[int], tuple[Variant, ...]]:
@@ -131,7 +148,8 @@ def _study(
         targets=targets,
         measure=measure,
         estimate_s=estimate_s,
-        budget=BUDGET,
+        budget=budget,
+        seeds=EVALUATION_SEEDS[:seeds],
         tune_by=f"time to {targets[1]:g}",
         middle=lambda place, contender: middle - (0 if contender.averages else 2),
     )
@@ -140,8 +158,8 @@ def _study(
 STUDIES = {
     study.name: study
     for study in (
-        _study("text-gru", ByteGRU, 1800, 0.012, (0.6, 0.5, 0.45), -1),
-        _study("text-transformer", ByteTransformer, 1800, 0.012, (0.6, 0.5, 0.45), -4),
+        _study("text-gru", ByteGRU, 1800, 0.008, (0.5, 0.45, 0.42), -1, budget=9, seeds=8),
+        _study("text-transformer", ByteTransformer, 1800, 0.0055, (0.5, 0.45, 0.42), -4, budget=9, seeds=8),
         _study("digits", DigitImages, 2000, 0.001, (0.1, 0.05, 0.03), -1),
         _study("ratings", Ratings, 6000, 0.0002, (0.7, 0.5, 0.3), -5),
     )

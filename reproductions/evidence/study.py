@@ -74,6 +74,7 @@ class Study(msgspec.Struct, frozen=True):
         all_settings: True if all settings are measured together, because they cost next to nothing.
         tune_by: the measure by which settings are chosen for all measures, if runs are expensive; "" to choose for
             each measure separately.
+        seeds: the seeds of the evaluation.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Study(msgspec.Struct, frozen=True):
     middle: Callable[[Place, Contender], int]
     all_settings: bool = False
     tune_by: str = ""
+    seeds: tuple[int, ...] = EVALUATION_SEEDS
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -176,7 +178,7 @@ def make_cell(study: Study, place: Place, contender: Contender) -> Cell:
     for index, variant in enumerate(variants):
         chosen = {key: point for key, (point, _) in best.items() if point.variant == index}
         settings = list({setting_of(point, measure) for (_, measure), point in chosen.items()})
-        for seed in EVALUATION_SEEDS if chosen else ():
+        for seed in study.seeds if chosen else ():
             found = study.measure(place, variant, seed, settings)
             for (batches, measure), point in chosen.items():
                 results[batches, measure].append(found.outcome(point, batches, measure).result)

@@ -95,10 +95,11 @@ def _converged(
         "speed-up",
         "staleness\n(updates)\nmean",
     ]
+    known = {label: [ratio(found[first], found[label]) for found in by_rate] for label in list(schemes)[1:]}
     notes = [
-        f"{label}: the speed-up over {first} is {ratio(by_rate[0][first], by_rate[0][label])} at a common learning "
-        f"rate, and {ratio(by_rate[1][first], by_rate[1][label])} at the best learning rate for each model."
-        for label in list(schemes)[1:]
+        f"{label}: the speed-up over {first} is {'unknown' if shared == '-' else shared} at a common learning rate, "
+        f"and {'unknown' if own == '-' else own} at the best learning rate for each model."
+        for label, (shared, own) in known.items()
     ]
     return Made(
         tables=[beside(title, rows, columns)],
