@@ -2,6 +2,11 @@
 
 unix:@name        an abstract AF_UNIX socket, which needs no file, so SIGKILL leaves nothing behind
 tcp:host:port     a TCP socket
+tls:host:port     a TCP socket whose connections use TLS, for the coordinator
+tls:host:port/k   the same socket, for server k of the machine (see `preface`)
+tls:/k            the same, on the host and port at which the coordinator was reached
+
+An IPv6 address is written in brackets, as in "tls:[::1]:29600".
 """
 
 from __future__ import annotations
@@ -10,10 +15,14 @@ import errno
 import secrets
 import socket
 import time
+from typing import overload
 
-from ..errors import ConfigurationError, PeerLostError
+from ..errors import ConfigurationError, InternalError, PeerLostError
+from .preface import COORDINATOR, Preface
+from .secure import SecureSocket
+from .tls import Contexts
 
-__all__ = ["connect", "is_local", "listen_tcp", "listen_unix"]
+__all__ = ["connect", "interface_to", "is_local", "listen_tcp", "listen_unix", "seen_from"]
 
 BACKLOG = 1024
 QUEUE_INTERVAL_S = 0.01  # time between two attempts to connect while the listener's queue is full
@@ -29,13 +38,16 @@ def listen_unix() -> tuple[socket.socket, str]:
     return sock, f"unix:@{name}"
 
 
-def listen_tcp(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket, str]:
+def listen_tcp(host: str = "127.0.0.1", port: int = 0, *, secure: bool = False) -> tuple[socket.socket, str]:
     """Return a new listening TCP socket and its address. Port 0 picks any free port.
+
+    If `secure` is True, the address says that the connections use TLS. The socket itself does not encrypt anything.
 
     Raises:
         ConfigurationError: the port is in use or not permitted, or the host is not an address of this machine.
     """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    host = host.removeprefix("[").removesuffix("]")
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
@@ -45,39 +57,144 @@ def listen_tcp(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket, s
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         why = "it is in use" if in_use else str(error)
         raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {why}. Choose another port, or 0 for any free port."
+            f"cannot listen on {_in_brackets(host)}:{port}: {why}. Choose another port, or 0 for any free port."
         ) from error
     sock.setblocking(False)
-    bound_host, bound_port = sock.getsockname()
-    return sock, f"tcp:{bound_host}:{bound_port}"
+    bound_host, bound_port = sock.getsockname()[:2]
+    return sock, f"{'tls' if secure else 'tcp'}:{_in_brackets(bound_host)}:{bound_port}"
 
 
 def is_local(address: str) -> bool:
     """Return True for an AF_UNIX or loopback address, which can be reached only from this machine."""
-    return address.startswith("unix:") or address.startswith("tcp:127.")
+    return address.startswith(("unix:", "tcp:127.", "tls:127.", "tcp:[::1]:", "tls:[::1]:"))
 
 
-def connect(address: str, timeout_s: float = 10.0) -> socket.socket:
-    """Return a socket that is connected to an address.
+def interface_to(host: str) -> str:
+    """Return the address of the interface over which this machine reaches a host, which may be this machine itself.
+
+    Nothing is sent.
+
+    Raises:
+        ConfigurationError: the name of the host is unknown, or there is no route to it.
+    """
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.connect(place)
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        raise ConfigurationError(
+            f"the host {host!r} cannot be reached from this machine: {error}. Name the address on which the other "
+            "machines reach this one with --listen."
+        ) from error
+
+
+def seen_from(address: str, reached: str) -> str:
+    """Return the address of a process as another machine sees it.
+
+    A process that listens on all addresses of its machine does not know which of them the other machine can reach. If
+    the other machine reaches the coordinator through a tunnel, it reaches the servers through the same one.
+
+    Args:
+        address: the address on which the process listens.
+        reached: the address at which the other machine has reached the coordinator, on the same machine.
+
+    >>> seen_from("tcp:0.0.0.0:4000", "tcp:10.0.0.1:29600")
+    'tcp:10.0.0.1:4000'
+    >>> seen_from("tls:/1", "tls:10.0.0.1:29600")
+    'tls:10.0.0.1:29600/1'
+    """
+    kind, host, port = _parts(address)
+    if not host and kind == "tls":
+        return reached + port
+    if kind == "unix" or host not in ("0.0.0.0", "[::]"):
+        return address
+    return f"{kind}:{_parts(reached)[1]}:{port}"
+
+
+def _in_brackets(host: str) -> str:
+    """Return a host as it is written in an address."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _parts(address: str) -> tuple[str, str, str]:
+    """Return the kind, the host and the port of an address."""
+    kind, _, rest = address.partition(":")
+    host, _, port = rest.rpartition(":")
+    return kind, host, port
+
+
+@overload
+def connect(address: str, timeout_s: float = ..., known: None = ...) -> socket.socket: ...
+
+
+@overload
+def connect(
+    address: str, timeout_s: float = ..., known: Contexts | None = ...
+) -> socket.socket | SecureSocket: ...
+
+
+def connect(
+    address: str, timeout_s: float = 10.0, known: Contexts | None = None
+) -> socket.socket | SecureSocket:
+    """Return a connection to an address.
+
+    Args:
+        address: the address.
+        timeout_s: maximum time in seconds.
+        known: the TLS contexts of the run, if the address uses TLS.
 
     Raises:
         PeerLostError: no connection was made within `timeout_s`, for example because no process listens there.
+        ProtocolError: the process that listens there does not have the key of the run, or the address is not that of
+            the process that was reached.
     """
-    kind, _, rest = address.partition(":")
+    kind, host, port = _parts(address)
     try:
-        if kind == "tcp":
-            host, _, port = rest.rpartition(":")
-            return socket.create_connection((host, int(port)), timeout=timeout_s)
+        if kind != "unix":
+            named = host.removeprefix("[").removesuffix("]")
+            if kind == "tls":
+                return _connect_securely(named, port, known, time.monotonic() + timeout_s)
+            return socket.create_connection((named, int(port)), timeout=timeout_s)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
-            _connect_unix(sock, "\0" + rest.removeprefix("@"), time.monotonic() + timeout_s)
+            _connect_unix(sock, "\0" + port.removeprefix("@"), time.monotonic() + timeout_s)
         except BaseException:
             sock.close()
             raise
         return sock
     except OSError as error:
         raise PeerLostError(f"cannot connect to {address}: {error}") from error
+
+
+def _connect_securely(host: str, port: str, known: Contexts | None, deadline_s: float) -> SecureSocket:
+    """Return a TLS connection to the process that the last part of an address names, after the handshake."""
+    if known is None:
+        raise InternalError("a connection uses TLS, but the contexts of the run are not known")
+    number, _, server = port.partition("/")
+    preface = Preface(int(server) if server else COORDINATOR, known.mark)
+    while True:
+        left_s = max(QUEUE_INTERVAL_S, deadline_s - time.monotonic())
+        sock = socket.create_connection((host, int(number)), timeout=left_s)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(preface.encode())
+            secure = SecureSocket(sock, known, preface, server_side=False)
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            secure.shake_hands(max(QUEUE_INTERVAL_S, deadline_s - time.monotonic()))
+            return secure
+        except BlockingIOError:
+            secure.close()
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(QUEUE_INTERVAL_S)
+        except BaseException:
+            secure.close()
+            raise
 
 
 def _connect_unix(sock: socket.socket, name: str, deadline_s: float) -> None:

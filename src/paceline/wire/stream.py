@@ -33,7 +33,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -41,6 +41,7 @@ from ..core.messages import Bell, Message
 from ..errors import DeadlineError, PeerLostError, ProtocolError
 from .forks import close_in_forks
 from .ring import Ring
+from .secure import SecureSocket
 
 __all__ = ["HEADER_LIMIT_BYTES", "Sink", "Stream", "no_payload"]
 
@@ -94,7 +95,7 @@ class Stream(Generic[T]):
     """One end of a connection, which sends and receives messages without blocking.
 
     Args:
-        sock: a connected stream socket, of which the stream takes ownership.
+        sock: a connected stream socket or TLS connection, of which the stream takes ownership.
         accepts: the type of the messages that the peer may send, or a union of types.
         sink: function that returns the memory into which a payload is received.
         trusted: False until the peer has sent the token. Only a small header is accepted from an untrusted peer.
@@ -106,7 +107,7 @@ class Stream(Generic[T]):
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: socket.socket | SecureSocket,
         accepts: object,
         sink: Sink[T] = no_payload,
         *,
@@ -118,7 +119,9 @@ class Stream(Generic[T]):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if sock.getpeername()[0].startswith("127."):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER_BYTES)
-        self.sock = sock
+        self.sock = cast(socket.socket, sock)  # both have the methods that are used here
+        # the number of received bytes that a selector cannot see, because they have been decrypted
+        self._pending: Callable[[], int] = sock.pending if isinstance(sock, SecureSocket) else int
         self.trusted = trusted
         self.takes_descriptor = takes_descriptor
         self.sink = sink
@@ -267,6 +270,7 @@ class Stream(Generic[T]):
             ProtocolError: the peer has violated the protocol.
         """
         fills = FILLS if from_socket else 0
+        most = 0
         while True:
             if self._ring_in is None:
                 while (message := next(self._frames, None)) is not None:
@@ -276,7 +280,9 @@ class Stream(Generic[T]):
             if not fills:
                 return
             try:
-                fills = fills - 1 if self._fill() else 0
+                fills = fills - 1 if self._fill(most) else 0
+                if not fills and (most := self._pending()):
+                    fills = 1  # read what has been decrypted, and nothing else, so that other peers have their turn
             except PeerLostError:
                 # Yield the messages that the peer wrote to the ring before the connection was lost.
                 if self._ring_in is not None:
@@ -355,10 +361,13 @@ class Stream(Generic[T]):
                 parts[0] = parts[0][sent:]
         return parts
 
-    def _fill(self) -> bool:
+    def _fill(self, most: int = 0) -> bool:
         """Receive available data with one call: first into the current payload, then into the buffer.
 
         Return False if less data was received than there was room for, which means that no more data is available.
+
+        Args:
+            most: maximum number of bytes to receive. 0 means no limit.
         """
         if self._start == self._end:
             self._start = self._end = 0
@@ -371,6 +380,9 @@ class Stream(Generic[T]):
         # A full buffer can be read only after the position of the next message in the ring has been reached.
         if not wanted.nbytes and not room.nbytes:
             return False
+        if most:
+            wanted = wanted[:most]
+            room = room[: most - wanted.nbytes]
         ancillary_bytes = ANCILLARY_BYTES if self.takes_descriptor else 0
         try:
             if wanted.nbytes > BUFFER_BYTES and not ancillary_bytes:
@@ -391,7 +403,7 @@ class Stream(Generic[T]):
             raise PeerLostError(f"connection lost: {error}") from error
         if not count:
             raise PeerLostError("the peer closed the connection")
-        self._wanted = wanted[count:]
+        self._wanted = self._wanted[count:]
         self._end += max(0, count - wanted.nbytes)
         return count == wanted.nbytes + room.nbytes
 

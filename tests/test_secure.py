@@ -1,0 +1,291 @@
+"""Streams over TLS, and a host whose door is closed to everybody who does not know the secret."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline.core.messages import FromPeerToServer, Hello, Message, Snapshot, WorkerFinished
+from paceline.errors import PacelineError, PeerLostError, ProtocolError
+from paceline.runtime import strangers
+from paceline.runtime.hub import Caller, Hub
+from paceline.runtime.listener import Listener
+from paceline.wire.addresses import connect, is_local, listen_tcp, seen_from
+from paceline.wire.passing import PassedSockets
+from paceline.wire.preface import ANY_RUN, COORDINATOR, Preface
+from paceline.wire.secret import new_secret
+from paceline.wire.secure import SecureSocket
+from paceline.wire.stream import Stream
+from paceline.wire.tls import contexts
+
+KNOWN = contexts(new_secret())
+HERE = Preface(COORDINATOR)
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[SecureSocket, SecureSocket]]:
+    """Both ends of a TLS connection, after the handshake."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = SecureSocket(socket.create_connection(listener.getsockname()), KNOWN, HERE, server_side=False)
+        other = SecureSocket(listener.accept()[0], KNOWN, HERE, server_side=True)
+    thread = threading.Thread(target=other.shake_hands, args=(DEADLINE_S,))
+    thread.start()
+    one.shake_hands(DEADLINE_S)
+    thread.join()
+    yield one, other
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_messages_of_all_sizes_arrive_in_order(seed: int, ends: tuple[SecureSocket, SecureSocket]) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.choice([0, 1, 100, 16_383, 16_384, 16_385, 70_000, 3_000_000]) for _ in range(40)]
+    payloads = [draw.randbytes(size) for size in sizes]
+    received: list[bytearray] = []
+
+    def sink(message: Snapshot, size_bytes: int) -> list[memoryview]:
+        received.append(bytearray(size_bytes))
+        middle = size_bytes // 3
+        whole = memoryview(received[-1])
+        return [whole[:middle], whole[middle:]]
+
+    sender: Stream[Message] = Stream(ends[0], Snapshot)
+    receiver: Stream[Snapshot] = Stream(ends[1], Snapshot, sink)
+    versions: list[int] = []
+    for version, payload in enumerate(payloads):  # nobody reads yet, so most of it is queued
+        middle = len(payload) // 2
+        view = memoryview(payload)
+        sender.send(Snapshot(0, version), [view[:middle], view[middle:]], lent=version)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while len(versions) < len(payloads):
+        sender.flush()
+        versions += [message.version for message in receiver.receive()]
+        assert time.monotonic() < deadline_s
+    assert versions == list(range(len(payloads)))
+    assert [bytes(part) for part in received] == payloads
+
+
+def test_a_message_is_not_forgotten_where_no_selector_sees_it(
+    ends: tuple[SecureSocket, SecureSocket],
+) -> None:
+    sender: Stream[Message] = Stream(ends[0], Snapshot)
+    receiver: Stream[Snapshot] = Stream(ends[1], Snapshot)
+    for version in range(5000):  # many messages in each record
+        sender.send(Snapshot(0, version))
+    versions: list[int] = []
+    while len(versions) < 5000:
+        sender.flush()
+        versions += [receiver.wait(DEADLINE_S).version]
+        versions += [message.version for message in receiver.receive()]
+    assert versions == list(range(5000))
+
+
+def test_a_peer_that_never_stops_sending_does_not_keep_the_receiver(
+    ends: tuple[SecureSocket, SecureSocket],
+) -> None:
+    sender: Stream[Message] = Stream(ends[0], Snapshot)
+    receiver: Stream[Snapshot] = Stream(ends[1], Snapshot)
+    versions: list[int] = []
+    sent = 0
+
+    def refill() -> None:
+        nonlocal sent
+        sender.flush()
+        while not sender.backlog:
+            sender.send(Snapshot(0, sent))
+            sent += 1
+
+    refill()
+    for message in receiver.receive():
+        versions.append(message.version)
+        refill()  # the socket never runs out of data
+        assert len(versions) < 60_000, "one call reads from the same peer forever"
+    while len(versions) < sent:
+        sender.flush()
+        versions.append(receiver.wait(DEADLINE_S).version)
+    assert versions == list(range(sent))
+
+
+def test_a_lost_connection_is_noticed(ends: tuple[SecureSocket, SecureSocket]) -> None:
+    receiver: Stream[Snapshot] = Stream(ends[1], Snapshot)
+    ends[0].close()
+    with pytest.raises(PeerLostError):
+        receiver.wait(DEADLINE_S)
+
+
+class House:
+    """A host behind a listener and TLS, which is polled by hand."""
+
+    def __init__(self, named: int = COORDINATOR, expected: bytes = ANY_RUN, mark: bytes = ANY_RUN) -> None:
+        """Let the listener expect this target and the mark `expected`, and the host `mark`."""
+        self.known = KNOWN._replace(mark=mark)
+        sock, self.address = listen_tcp(secure=True)
+        self.listener = Listener(sock, expected).__enter__()
+        passed = PassedSockets(self.listener.receiver(named))
+        self.hub: Hub[Caller] = Hub("the host", "token", passed, FromPeerToServer, Caller, self, self.known)
+        self.heard: list[Message] = []
+        self.callers: list[socket.socket | SecureSocket | Stream[Message]] = []
+
+    def greeted(self, peer: Caller, hello: Hello) -> None:
+        peer.role, peer.index = hello.role, hello.index
+
+    def received(self, peer: Caller, message: Message) -> None:
+        self.heard.append(message)
+
+    def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
+        return []
+
+    def gone(self, peer: Caller, reason: str) -> None:
+        pass
+
+    def knock(self, said: bytes = b"") -> socket.socket:
+        """Connect without TLS, and send some bytes."""
+        _, host, port = self.address.split(":")
+        caller = socket.create_connection((host, int(port)))
+        self.callers.append(caller)
+        caller.sendall(said)
+        return caller
+
+    def enter(self, worker: int = 0) -> Stream[Message]:
+        """Connect as a member does."""
+        stream: Stream[Message] = Stream(self.meanwhile(lambda: connect(self.address, 20, KNOWN)), Snapshot)
+        self.callers.append(stream)
+        stream.send(Hello("token", "worker", worker))
+        stream.send(WorkerFinished())
+        return stream
+
+    def meanwhile(self, act: Callable[[], socket.socket | SecureSocket]) -> socket.socket | SecureSocket:
+        """Act on another thread while the host serves its connections."""
+        results: list[socket.socket | SecureSocket | PacelineError] = []
+
+        def body() -> None:
+            try:
+                results.append(act())
+            except PacelineError as error:
+                results.append(error)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        self.poll_until(lambda: bool(results))
+        thread.join()
+        if isinstance(results[0], PacelineError):
+            raise results[0]
+        return results[0]
+
+    def poll_until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            self.hub.poll(0.01)
+            assert time.monotonic() < deadline_s
+
+    def close(self) -> None:
+        self.listener.__exit__(None, None, None)
+        self.hub.close()
+        for caller in self.callers:
+            caller.close()
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    with contextlib.closing(House()) as made:
+        yield made
+
+
+def test_a_member_is_let_in(house: House) -> None:
+    house.enter()
+    house.poll_until(lambda: house.heard == [WorkerFinished()])
+
+
+def test_a_client_with_another_secret_is_told_at_once(house: House) -> None:
+    with pytest.raises(ProtocolError, match="the handshake has failed"):
+        house.meanwhile(lambda: connect(house.address, 20, contexts(new_secret())))
+    assert house.heard == []
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"PCL1" + bytes(60), os.urandom(5000)])
+def test_who_does_not_speak_tls_is_dropped_and_disturbs_nobody(said: bytes, house: House) -> None:
+    callers = [house.knock(said) for _ in range(20)]
+    house.enter()
+    house.poll_until(lambda: house.heard == [WorkerFinished()])
+    for caller in callers:
+        caller.close()
+    house.poll_until(lambda: len(house.hub.peers) == 1)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_is_reached_as_it_is_printed(host: str) -> None:
+    listener, address = listen_tcp(host, secure=True)
+    assert address.startswith("tls:[::1]:")
+    assert is_local(address)
+    with listener, contextlib.closing(connect(address.replace("tls:", "tcp:"), 20)) as caller:
+        listener.settimeout(20)
+        listener.accept()[0].close()
+        assert caller.getpeername()[0] == "::1"
+
+
+def test_all_ipv6_addresses_are_seen_as_the_one_that_was_reached() -> None:
+    assert seen_from("tls:[::]:4000", "tls:[fd00::1]:29600") == "tls:[fd00::1]:4000"
+
+
+def test_what_was_recorded_cannot_be_replayed(house: House) -> None:
+    recorded = bytearray()
+    _, host, port = house.address.split(":")
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as wire:  # somebody who passes on and records what a member sends
+
+        def pass_on() -> None:
+            inner, _ = wire.accept()
+            with inner, socket.create_connection((host, int(port))) as outer:
+                back = threading.Thread(target=relay, args=(outer, inner, bytearray()))
+                back.start()
+                relay(inner, outer, recorded)
+                back.join()
+
+        thread = threading.Thread(target=pass_on)
+        thread.start()
+        place = f"tls:127.0.0.1:{wire.getsockname()[1]}"
+        member: Stream[Message] = Stream(house.meanwhile(lambda: connect(place, 20, KNOWN)), Snapshot)
+        member.send(Hello("token", "worker", 0))
+        member.send(WorkerFinished())
+        house.poll_until(lambda: len(house.heard) == 1)
+        member.close()
+        house.poll_until(lambda: not house.hub.peers)
+        thread.join()
+
+    house.knock(bytes(recorded))
+    house.enter(1)
+    house.poll_until(lambda: len(house.heard) == 2)
+    house.poll_until(lambda: len(house.hub.peers) == 1)
+    assert house.heard == [WorkerFinished(), WorkerFinished()]
+
+
+def relay(source: socket.socket, target: socket.socket, recorded: bytearray) -> None:
+    """Pass on what arrives, until the connection is closed."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            recorded += data
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
+def test_five_hundred_half_open_connections_keep_nobody_out(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strangers, "GREETING_S", 0.0)  # a stranger makes room at once
+    for number in range(500):
+        house.knock(b"\x16\x03\x01" if number % 2 else b"")  # the beginning of a handshake
+        house.hub.poll(0.0)
+    house.enter()
+    house.poll_until(lambda: house.heard == [WorkerFinished()])
