@@ -26,18 +26,18 @@ CLUSTER = Cluster(
 )
 
 DIGESTS = {
-    "bsp": "fedad642829def14",
-    "asp": "afae941b5f53b485",
-    "ssp:staleness=2,execution=lazy": "c53da6c530971583",
-    "dssp:lower=1,upper=5": "bfc1c07d5cddad87",
-    "dsps:lower=1,upper=5": "913aac5485ae5a04",
-    "pssp:staleness=1": "6b7fea5603313aa8",
-    "dynamic-pssp:staleness=1": "8e97aff5293b0c1c",
-    "drop-stragglers:quorum=3": "574d69729ab47d3e",
-    "naive-waiting:delay_s=0.2": "7ed6b7c321d28772",
-    "elastic-bsp:lookahead=5": "e31a28833703715f",
-    "spec-sync": "dcec2bc88acc96f1",
-    "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30": "584cc4bff051f2fd",
+    "bsp": "1f9c3762ad4bf3e3",
+    "asp": "447b809e139fc868",
+    "ssp:staleness=2,execution=lazy": "c6aca8617feb3414",
+    "dssp:lower=1,upper=5": "9bd2ed460a537e05",
+    "dsps:lower=1,upper=5": "69577fb400af980f",
+    "pssp:staleness=1": "f6e653b2fee0fa59",
+    "dynamic-pssp:staleness=1": "f2ad85c0b179505a",
+    "drop-stragglers:quorum=3": "1150f7b8b6994621",
+    "naive-waiting:delay_s=0.2": "805789b21277f0fd",
+    "elastic-bsp:lookahead=5": "b59be1f05b8ff97b",
+    "spec-sync": "bb13659f203d5492",
+    "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30": "01e219ac0eec56ee",
 }
 """Of all that `save` writes, except for `NEWER`. They change only with the rules of a model or of the simulation."""
 

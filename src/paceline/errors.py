@@ -8,6 +8,7 @@
     ├── ProtocolError             a peer violated the protocol; it is disconnected, and the run continues
     │   └── InvalidEventError     the sync model does not allow the event; its state is unchanged
     ├── PeerLostError             the connection to a peer could not be established or was lost
+    │   └── TakenOutError         the run continues without this worker, because it was stopped or silent
     ├── DeadlineError             an operation took longer than allowed
     ├── RunFailedError            a process of the run failed; contains the traceback of that process
     └── InternalError             an internal invariant is violated: a bug in Paceline, please report it
@@ -30,6 +31,7 @@ __all__ = [
     "PeerLostError",
     "ProtocolError",
     "RunFailedError",
+    "TakenOutError",
     "UsageError",
     "WeightsChangedError",
     "first_line",
@@ -89,6 +91,13 @@ class InvalidEventError(ProtocolError):
 
 class PeerLostError(PacelineError):
     """The connection to a peer could not be established or was lost."""
+
+
+class TakenOutError(PeerLostError):
+    """The run continues without this worker, because its process was stopped or its machine was silent.
+
+    Nothing that the worker has sent since then has been used.
+    """
 
 
 class DeadlineError(PacelineError):

@@ -172,33 +172,33 @@ def test_when_the_last_one_of_the_old_model_is_lost_after_the_others_have_left_t
     assert iterate(checked, 2) == [ApplyPush(2, 0), AnswerPull(2, 0)]
 
 
-def test_who_joins_during_the_change_lives_by_the_old_model_and_then_by_none() -> None:
-    """It has not heard of the change. The coordinator publishes it anew; until it passes that, it holds up nobody."""
+def test_nobody_joins_during_the_change() -> None:
+    """The coordinator makes the worker wait. At no shard does it take part before the change and after it."""
     checked = begin(ASP(), 2)
+    iterate(checked, 0, to("bsp", 0, 1))
+    checked.refuse(checked.legal.join())
+
+
+def test_who_has_left_unnoticed_by_this_shard_lives_by_the_new_model_until_it_is_noticed() -> None:
+    """Worker 2 has left, according to the coordinator, which therefore does not name it as a member."""
+    checked = begin(ASP(), 3)
     change = to("bsp", 0, 1)
     iterate(checked, 0, change)
-    checked.tell(checked.legal.join())
-    for iteration in range(3):
-        assert iterate(checked, 2) == [ApplyPush(2, iteration), AnswerPull(2, iteration)]
-    assert checked.tell(checked.legal.push(1, change=change)) == [ApplyPush(1, 0), AnswerPull(0, 0)]
+    checked.tell(checked.legal.push(1, change=change))
     checked.tell(checked.legal.pull(1))
-    assert iterate(checked, 2) == [ApplyPush(2, 3), AnswerPull(2, 3)]
     assert iterate(checked, 0) == [HoldPush(0, 1)]
-    assert checked.tell(checked.legal.push(1))[1:] == [ApplyMean(((0, 1), (1, 1))), AnswerPull(0, 1)]
-    checked.tell(checked.legal.pull(1))
-    anew = to("bsp", 0, 1, 2, number=2)
-    for worker in (2, 0):
-        iterate(checked, worker, anew)
-    checked.tell(checked.legal.push(1, change=anew))
-    checked.tell(checked.legal.pull(1))
-    assert iterate(checked, 2) == [HoldPush(2, 5)]
+    assert iterate(checked, 1) == [HoldPush(1, 1)]
+    assert checked.tell(checked.legal.leave(2, lost=False)) == [
+        ApplyMean(((0, 1), (1, 1))),
+        AnswerPull(0, 1),
+        AnswerPull(1, 1),
+    ]
 
 
-def test_who_joined_during_the_change_and_waits_is_answered_when_it_is_complete() -> None:
-    checked = begin(BSP(), 2)
+def test_who_has_left_unnoticed_and_waits_is_answered_when_the_change_is_complete() -> None:
+    checked = begin(BSP(), 3)
     change = to("asp", 0, 1)
     iterate(checked, 0, change)
-    checked.tell(checked.legal.join())
     assert iterate(checked, 2) == [HoldPush(2, 0)]
     assert checked.tell(checked.legal.push(1, change=change)) == [
         HoldPush(1, 0),
@@ -208,11 +208,10 @@ def test_who_joined_during_the_change_and_waits_is_answered_when_it_is_complete(
     ]
 
 
-def test_who_joined_during_the_change_and_has_yet_to_pull_is_answered_when_it_asks() -> None:
-    checked = begin(ASP(), 2)
+def test_who_has_left_unnoticed_and_has_yet_to_pull_is_answered_when_it_asks() -> None:
+    checked = begin(ASP(), 3)
     change = to("bsp", 0, 1)
     iterate(checked, 0, change)
-    checked.tell(checked.legal.join())
     checked.tell(checked.legal.push(2))
     checked.tell(checked.legal.push(1, change=change))
     assert checked.tell(checked.legal.pull(2)) == [AnswerPull(2, 0)]
@@ -378,13 +377,12 @@ BOUNDARY = to("bsp", 0, 1, 2, 3, number=2)
 
 def in_the_midst() -> CheckedShard:
     """Four workers under ASP, and a change to BSP of the first three: worker 0 has pushed its flag, worker 1 has
-    pulled too, worker 2 computes; worker 3 was lost, worker 4 has joined since."""
-    checked = begin(ASP(), 4)
+    pulled too, worker 2 computes; worker 3 was lost, and so was worker 4, which this shard has yet to notice."""
+    checked = begin(ASP(), 5)
     change = BOUNDARY
     checked.tell(checked.legal.push(0, change=change))
     iterate(checked, 1, change)
     checked.tell(checked.legal.leave(3, lost=True))
-    checked.tell(checked.legal.join())
     return checked
 
 
@@ -445,28 +443,6 @@ def test_a_pull_is_not_repeated_before_the_pull_that_the_change_has_outrun() -> 
     checked.refuse(PullRepeated(now_ticks=0, worker=0, iteration=1))
 
 
-def test_a_member_that_was_lost_and_has_joined_anew_is_not_waited_for() -> None:
-    """The coordinator knows the new one for no member, so it never gets to know of the change."""
-    checked = begin(ASP(), 2)
-    checked.tell(checked.legal.leave(1, lost=True))
-    checked.tell(WorkerJoined(now_ticks=0, worker=1, iteration=1, change=1))
-    iterate(checked, 0, to("bsp", 0, 1))
-    assert not checked.legal.waiting
-
-
-def test_who_joined_during_a_change_may_end_the_model_for_the_next_before_this_shard_has_heard_of_the_first() -> (
-    None
-):
-    """Worker 0, the only member of the first, was lost: what it has sent is still on its way to this shard."""
-    checked = begin(ASP(), 1)
-    checked.tell(checked.legal.join(change=1))
-    assert iterate(checked, 1, to("bsp", 1, number=2)) == [ApplyPush(1, 0), AnswerPull(1, 0)]
-    assert hosted(checked).sync == BSP()
-    assert iterate(checked, 0, to("bsp", 0, number=1)) == [ApplyPush(0, 0), AnswerPull(0, 0)]
-    assert iterate(checked, 1) == [HoldPush(1, 1), ApplyMean(((1, 1),)), AnswerPull(1, 1)]
-    assert checked.tell(checked.legal.leave(0, lost=True)) == []
-
-
 def test_who_has_yet_to_pull_after_a_change_is_answered_though_the_next_has_begun() -> None:
     """Worker 0 was answered by all shards, which is enough for the second change to be published."""
     checked = begin(ASP(), 2)
@@ -489,73 +465,6 @@ def test_who_is_lost_with_its_pull_after_a_change_outstanding_when_the_next_has_
     iterate(checked, 0, second)
     assert checked.tell(checked.legal.leave(1, lost=True)) == [ApplyMean(((0, 1),)), AnswerPull(0, 1)]
     assert hosted(checked).counts.count.keys() == {0}
-
-
-def test_a_change_that_is_published_anew_takes_the_place_of_the_first() -> None:
-    """All members of the first were lost: worker 0 with a flagged push at this shard, worker 1 without. They are
-    not waited for, and that they were lost may be heard here at any time later."""
-    checked = begin(ASP(), 2)
-    for _ in range(2):
-        checked.tell(checked.legal.join(change=1))
-    iterate(checked, 0, to("bsp", 0, 1, number=1))
-    again = to("bsp", 2, 3, number=2)
-    assert iterate(checked, 2, again) == [ApplyPush(2, 0)]
-    checked.refuse(checked.legal.push(1, change=to("bsp", 0, 1, number=1)))
-    checked.tell(checked.legal.leave(1, lost=True))
-    assert checked.tell(checked.legal.push(3, change=again)) == [
-        ApplyPush(3, 0),
-        AnswerPull(0, 0),
-        AnswerPull(2, 0),
-    ]
-    assert checked.tell(checked.legal.pull(3)) == [AnswerPull(3, 0)]
-    assert iterate(checked, 2) == [HoldPush(2, 1)]
-    assert iterate(checked, 3) == [HoldPush(3, 1)]
-    assert checked.tell(checked.legal.leave(0, lost=True)) == [
-        ApplyMean(((2, 1), (3, 1))),
-        AnswerPull(2, 1),
-        AnswerPull(3, 1),
-    ]
-
-
-def at_two_shards(model: SyncModel) -> tuple[CheckedShard, CheckedShard]:
-    """Worker 0 is the only member of a change; workers 1 and 2 have joined since it was published."""
-    lives = begin(model, 1, 0), begin(model, 1, 1)
-    for checked in lives:
-        for _ in range(2):
-            checked.tell(checked.legal.join(change=1))
-    return lives
-
-
-def test_those_who_joined_during_a_change_do_not_wait_for_one_another_at_two_shards() -> None:
-    """Each has a push that one shard takes before the change and the other after it. The change is published anew, to
-    all, but they never get to the push that they would flag."""
-    change = to("bsp", 0)
-    waiting = []
-    for checked, before, after in zip(at_two_shards(ASP()), (1, 2), (2, 1), strict=True):
-        checked.tell(checked.legal.push(before))
-        iterate(checked, 0, change)
-        checked.tell(checked.legal.push(after))
-        checked.tell(checked.legal.pull(before))
-        checked.tell(checked.legal.pull(after))
-        iterate(checked, 0, to("bsp", 0, 1, 2, number=2))
-        waiting.append(checked.legal.waiting)
-    free = [worker for worker in range(3) if not any(worker in those for those in waiting)]
-    assert free, f"everybody waits: {waiting}"
-
-
-def test_a_round_of_the_old_model_means_nothing_to_the_new() -> None:
-    """Worker 1 is no member of the change; an answer of the old model told it to go on from round 3."""
-    checked = begin(DropStragglers(quorum=1), 1)
-    checked.tell(checked.legal.join())
-    for _ in range(3):
-        iterate(checked, 0)
-    assert iterate(checked, 1) == [DropPush(1, 0), AnswerPull(1, 0, v_train=3)]
-    iterate(checked, 0, to("bsp", 0))
-    assert checked.tell(checked.legal.push(1)) == [ApplyPush(1, 1)]
-    assert checked.tell(checked.legal.pull(1)) == [AnswerPull(1, 1)]
-    iterate(checked, 0, to("bsp", 0, 1, number=2))
-    iterate(checked, 1, to("bsp", 0, 1, number=2))
-    assert hosted(checked).counts.count == {0: 0, 1: 0}
 
 
 # -- at the coordinator -----------------------------------------------------------------------------------
@@ -668,10 +577,10 @@ def test_who_starts_late_after_the_first_change_says_nothing_of_the_second() -> 
     assert told.started(1, 1) == []
     told.finished(0, 1, change=2)
     told.finished(1, 1, change=2)
-    told.tell(WorkerJoined(now_ticks=in_ticks(1.0), worker=2))
     told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=0))
     # No shard may have heard of the second: nobody has shown that it was answered.
-    assert told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=1)) == published(
+    told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=1))
+    assert told.tell(WorkerJoined(now_ticks=in_ticks(3.0), worker=2)) == published(
         "ssp:staleness=1", 2, number=3
     )
 
@@ -691,9 +600,9 @@ def test_when_all_who_have_passed_leave_unanswered_the_change_is_published_anew(
     told.ask(0, 0, "bsp")
     told.finished(0, 0, change=1)
     told.finished(1, 0, change=1)
-    told.tell(WorkerJoined(now_ticks=in_ticks(1.0), worker=2))
     assert told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=0)) == []  # worker 1 may be answered yet
-    assert told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=1)) == published("bsp", 2, number=2)
+    assert told.tell(WorkerLost(now_ticks=in_ticks(2.0), worker=1)) == []
+    assert told.tell(WorkerJoined(now_ticks=in_ticks(3.0), worker=2)) == published("bsp", 2, number=2)
 
 
 def test_a_request_for_what_is_in_force_is_no_change() -> None:
@@ -706,18 +615,15 @@ def test_a_request_for_what_is_in_force_is_no_change() -> None:
     assert told.started(0, 1) == published("asp", 0, number=2)
 
 
-def test_when_somebody_joins_during_a_change_it_is_published_anew_to_all() -> None:
+def test_nobody_joins_at_the_coordinator_during_a_change() -> None:
     told = Told("asp", 1)
     told.ask(0, 0, "bsp")
-    told.tell(WorkerJoined(now_ticks=in_ticks(1.0), worker=1))
-    told.refuse(IterationFinished(now_ticks=in_ticks(1.0), worker=1, iteration=0, change=1))
-    assert told.finished(1, 0) == []
-    assert told.finished(0, 0, change=1) == []
-    assert told.started(0, 1) == published("bsp", 0, 1, number=2)
-    assert told.ask(1, 1, "asp") == []
-    assert told.finished(0, 1, change=2) == []
-    assert told.finished(1, 1, change=2) == []
-    assert told.started(1, 2) == published("asp", 0, 1, number=3)
+    assert told.job.changing
+    told.refuse(WorkerJoined(now_ticks=in_ticks(1.0), worker=1))
+    told.finished(0, 0, change=1)
+    told.started(0, 1)
+    assert not told.job.changing
+    assert told.tell(WorkerJoined(now_ticks=in_ticks(1.0), worker=1)) == []
 
 
 def test_when_all_leave_during_a_change_the_requests_that_wait_are_for_those_who_come() -> None:
@@ -740,14 +646,14 @@ def test_when_all_members_leave_during_a_change_the_shards_have_the_model_that_t
     told = Told("bsp", 1)
     lives = [begin(BSP(), 1, shard) for shard in (0, 1)]
     told.ask(0, 0, "asp")
-    told.tell(WorkerJoined(now_ticks=in_ticks(1.0), worker=1))
-    for checked in lives:
-        checked.tell(checked.legal.join(change=1))
     if flagged:  # the other never gets it
         lives[0].tell(lives[0].legal.push(0, change=to("asp", 0)))
-    assert told.tell(WorkerLost(now_ticks=in_ticks(1.0), worker=0)) == published("asp", 1, number=2)
+    assert told.tell(WorkerLost(now_ticks=in_ticks(1.0), worker=0)) == []
     for checked in lives:
         checked.tell(checked.legal.leave(0, lost=True))
+        checked.tell(checked.legal.join())
+    assert told.tell(WorkerJoined(now_ticks=in_ticks(1.0), worker=1)) == published("asp", 1, number=2)
+    for checked in lives:
         iterate(checked, 1, to("asp", 1, number=2))
     assert [str(hosted(checked).sync) for checked in lives] == [told.job.sync] * 2
 

@@ -365,6 +365,18 @@ def test_a_worker_that_joins_before_the_first_iteration_ends_is_a_member() -> No
     assert plan.members == (0, 1)
 
 
+def test_a_worker_that_joins_right_after_a_barrier_waits_for_the_next() -> None:
+    planner = planner_with(0)
+    for iteration in range(2):
+        notify(planner, iteration + 1.0, 0, iteration)
+    notify(planner, 3.0, 0, 2, 0)
+    planner.handle(WorkerJoined(now_ticks=in_ticks(3.5), worker=1))  # nobody has pushed since the barrier
+    notify(planner, 4.0, 0, 3)
+    plan = notify(planner, 5.0, 0, 4)
+    assert plan is not None
+    assert (plan.superstep, plan.members) == (1, (0,))
+
+
 def test_a_late_worker_gets_a_superstep_when_all_members_left_while_they_were_monitored() -> None:
     planner = planner_with(0)
     notify(planner, 1.0, 0, 0)

@@ -24,6 +24,7 @@ import pytest
 
 from paceline.core.edits import Edits
 from paceline.core.joint_norms import JointNorms
+from paceline.core.losses import Loss
 from paceline.core.messages import Answer, Commit, IterationFinished, Message, PlanPublished
 from paceline.core.requests import Request, Send
 from paceline.core.shard_sync import ShardSync
@@ -54,7 +55,6 @@ from paceline.sync.events import (
     AnyEvent,
     PushReceived,
     Stop,
-    WorkerJoined,
     WorkerLost,
 )
 from paceline.sync.spec_sync import Speculation, Speculator
@@ -208,9 +208,8 @@ def cluster_of(
         seed=seed,
         commits=commits,
         any_plan=True,
-        # Those that drop choose at each shard; a late worker's first round may be another one at each shard; a
-        # condition fails at each shard by itself.
-        agree=isinstance(sync, SyncModel) and not isinstance(sync, DropStragglers | Conditions) and not late,
+        # Those that drop choose at each shard; a condition fails at each shard by itself.
+        agree=isinstance(sync, SyncModel) and not isinstance(sync, DropStragglers | Conditions),
     )
 
 
@@ -262,6 +261,50 @@ def test_no_interleaving_with_a_late_worker_deadlocks_or_breaks_the_bound(name: 
 
 
 @small
+@pytest.mark.parametrize("name", MODELS)
+def test_no_interleaving_of_a_join_and_a_loss_deadlocks_or_breaks_the_bound(name: str) -> None:
+    """Either worker may be lost. The other one, if it is the newcomer, may be alone at once."""
+    assert explore(cluster_of(name, workers=1, late=1, losses=1, shards=2, iterations=1)) > 50
+
+
+@small
+def test_under_bsp_all_rounds_are_the_same_at_all_shards_whoever_joins_and_whoever_is_lost() -> None:
+    """Apart from a push that one shard has averaged before the loss and another has never received."""
+    assert explore(cluster_of("bsp", workers=2, late=1, losses=1, shards=2, iterations=1)) > 10_000
+
+
+@small
+@pytest.mark.parametrize(
+    ("before", "after", "losses"), [("bsp", "asp", 0), ("asp", "bsp", 0), ("asp", "bsp", 1)]
+)
+def test_no_interleaving_of_a_join_and_a_change_of_model_deadlocks(
+    before: str, after: str, losses: int
+) -> None:
+    cluster = SmallJob(
+        MODELS[before],
+        workers=1,
+        late=1,
+        losses=losses,
+        shards=2,
+        iterations=2 - losses,  # with a loss, two iterations take more than half a minute
+        changes=[after],
+        commits=True,
+        any_plan=True,
+    )
+    assert explore(cluster) > 100
+
+
+@small
+@pytest.mark.parametrize("name", ["bsp", "elastic-bsp"])
+def test_the_search_finds_a_held_push_that_is_kept_though_a_shard_has_not_received_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Loss, "_kept", 1_000)
+    with pytest.raises(AssertionError, match="shards have averaged different pushes"):
+        explore(cluster_of(name, workers=2, losses=1, shards=2, iterations=1 if name == "bsp" else 3))
+
+
+@small
 @pytest.mark.parametrize("name", ["bsp", "asp", "ssp", "ssp-lazy", "naive-waiting"])
 def test_pulls_that_come_by_themselves_change_nothing(name: str) -> None:
     assert explore(cluster_of(name, workers=2, shards=2, iterations=3, losses=1, commits=False)) > 100
@@ -300,9 +343,9 @@ def sized_cluster(sync: Any, size: str, **options: Any) -> SmallJob:
 # -- changes of model ---------------------------------------------------------------------------------------
 
 CHANGES = [
-    ("asp", ["bsp"], 3, 1),
-    ("bsp", ["asp"], 3, 1),
-    ("ssp-lazy", ["bsp"], 3, 1),
+    ("asp", ["bsp"], 2, 1),
+    ("bsp", ["asp"], 2, 1),
+    ("ssp-lazy", ["bsp"], 2, 1),
     ("elastic-bsp", ["bsp"], 3, 0),
     ("elastic-bsp", ["bsp"], 2, 1),
     ("bsp", ["elastic-bsp"], 2, 1),
@@ -315,7 +358,7 @@ CHANGES = [
     ("naive-waiting", ["bsp"], 2, 1),
     ("ssp", ["ssp:staleness=1,execution=lazy|bsp"], 2, 1),
     ("mixed", ["elastic-bsp"], 3, 0),
-    ("conditions-failing", ["ssp:staleness=1"], 3, 1),
+    ("conditions-failing", ["ssp:staleness=1"], 2, 1),
     ("ssp", [str(FAILING)], 2, 1),
     ("elastic-bsp", [str(FAILING)], 3, 0),
     ("pssp-per-shard", ["dsps:lower=0,upper=1"], 3, 0),
@@ -517,6 +560,8 @@ def test_it_does_not_matter_in_which_order_a_shard_takes_what_two_workers_have_s
     def in_both_orders(state: State) -> None:
         for one, other in combinations(range(workers), 2):
             for (a, first), (b, second) in product(steps(state, one), steps(state, other)):
+                if isinstance(sync, ElasticBSP) and "notices the loss" in a + b:
+                    continue  # a shard that holds a push of the lost worker keeps what follows, until the verdict
                 ab = [take() for label, take in steps(first(), other) if label == b]
                 ba = [take() for label, take in steps(second(), one) if label == a]
                 pairs.add((a, b))
@@ -608,11 +653,7 @@ def test_the_search_finds_the_deadlock_of_shards_that_change_each_at_its_own_mom
 
         def _complete(self, now_ticks: int) -> list[AnyAction]:
             self._remaining.clear()
-            actions = super()._complete(now_ticks)
-            for worker in sorted(self._guests):
-                actions += self._tell(WorkerJoined(now_ticks=now_ticks, worker=worker))
-            self._guests.clear()
-            return actions
+            return super()._complete(now_ticks)
 
     cluster = SmallJob(
         ASP(),

@@ -21,6 +21,7 @@ from paceline.sync.actions import AnyAction, ApplyMean, ApplyPush, DropPush, Hol
 from paceline.sync.events import (
     IterationFinished,
     IterationStarted,
+    PullRepeated,
     PullRequested,
     PushReceived,
     WorkerJoined,
@@ -186,6 +187,17 @@ def test_a_computation_is_stopped_as_soon_as_its_delay_reaches_r_and_may_be_stop
     assert orders == [(3.0 * k, RestartWorker(1, 0, k - 1)) for k in (1, 2, 3)]
     assert result.restarts == 3
     assert result.measures.updates == 9
+
+
+def test_a_restarted_computation_may_be_stopped_before_its_delay_reaches_r() -> None:
+    """Two updates are applied at 2 s. The first one stops worker 2, the second one is counted, and pulled, too."""
+    shard = run([1, 2, 3], Ringmaster(threshold=2, stop=True), 3.0).trace[0]
+    restarts = [
+        (shard.time_s(entry), entry.version)
+        for entry in shard.entries
+        if isinstance(entry.event, PullRepeated) and entry.event.worker == 2
+    ]
+    assert restarts == [(2.0, 3), (3.0, 4)]
 
 
 def test_without_stops_an_outdated_gradient_is_finished_and_dropped() -> None:

@@ -765,14 +765,19 @@ class JobLife(RuleBasedStateMachine):
             )
             its.asked += 1
 
-    @precondition(lambda self: len(self.workers) < MOST_WORKERS)
+    def may_join(self) -> bool:
+        """The coordinator lets nobody join while a change is under way."""
+        changing = self.job.changing or any(vars(checked.machine)["_change"] for checked in self.shards)
+        return not changing and len(self.workers) < MOST_WORKERS
+
+    @precondition(lambda self: self.may_join())
     @rule()
     def come(self) -> None:
         """Somebody new."""
         self.enter(self.joined, 0)
         self.joined += 1
 
-    @precondition(lambda self: self.gone and len(self.workers) < MOST_WORKERS)
+    @precondition(lambda self: self.gone and self.may_join())
     @rule(pick=PICK)
     def come_back(self, pick: int) -> None:
         """Somebody who was lost, or had finished, with nothing left of its former life."""
@@ -784,17 +789,19 @@ class JobLife(RuleBasedStateMachine):
         its = JobWorker()
         its.iteration = iteration
         its.tells_starts = bool(self.job.sync) and any(m.needs_starts for m in parse_shards(self.job.sync))
-        count = min(
-            (checked.machine.counts.slowest for checked in self.shards if checked.legal.phase), default=None
-        )
+        pulls = any(checked.events for checked in self.shards)
         event = WorkerJoined(
             now_ticks=self.now_ticks,
             worker=worker,
             iteration=iteration,
-            count=count,
+            count=max(self.hosted(checked).entry(worker)[1] for checked in self.shards) if pulls else None,
             superstep=self.superstep + 1,
-            change=self.change,
+            pulls=pulls,
         )
+        if pulls:
+            its.awaited = set(range(SHARDS))
+            for queue in its.to_shards:
+                queue.append(PullRequested(now_ticks=0, worker=worker, iteration=iteration - 1))
         self.workers[worker] = its
         for shard in range(SHARDS):
             self.shards[shard].legal.now_ticks = self.now_ticks
@@ -924,7 +931,7 @@ class JobLife(RuleBasedStateMachine):
             self.tell_shard(where, event)
         if its.leaves is not None and not any([*its.to_shards, its.to_coordinator]):
             del self.workers[worker]
-            self.gone[worker] = its.iteration + 1
+            self.gone[worker] = its.iteration + 2
 
     def tell_shard(self, shard: int, event: AnyEvent) -> None:
         its = self.workers[event.worker] if event.worker in self.workers else JobWorker()
@@ -933,7 +940,10 @@ class JobLife(RuleBasedStateMachine):
             actions = self.shards[shard].tell(event)
         except InvalidEventError:
             # A flag of somebody lost, for a change that was published anew: the shard hears no more of it.
-            old = isinstance(event, PushReceived) and event.change and event.change.number < self.change
+            # The same holds for a round of the old model, which a push of somebody lost names after the change.
+            old = isinstance(event, PushReceived) and (
+                (event.change and event.change.number < self.change) or event.progress is not None
+            )
             if not (old and its.leaves is not None):
                 raise
             its.to_shards[shard] = deque([its.leaves])
@@ -1005,9 +1015,12 @@ class JobLife(RuleBasedStateMachine):
         """The number of the last change that all shards have made."""
         return min((vars(checked.machine)["_changed"] for checked in self.shards), default=0)
 
-    def model_of(self, checked: CheckedShard) -> SyncModel:
+    def hosted(self, checked: CheckedShard) -> ShardSync:
         assert isinstance(checked.machine, ShardSync)
-        return checked.machine.sync
+        return checked.machine
+
+    def model_of(self, checked: CheckedShard) -> SyncModel:
+        return self.hosted(checked).sync
 
 
 def test_a_job_goes_on_through_all_changes_of_its_model() -> None:
@@ -1041,7 +1054,7 @@ def live_at_random(seed: int) -> None:
         )
         job.journal.append(f"script: {job.script}")
         for _ in range(rng.choice([10, 30, 80])):
-            room = len(job.workers) < MOST_WORKERS and rng.random() < 0.5
+            room = job.may_join() and rng.random() < 0.5
             match rng.choice(
                 ["go on"] * 3 + ["deliver"] * 4 + ["come", "back", "leave", "leave", "fire", "time"]
             ):

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from paceline.errors import ConfigurationError
+from paceline.sim import Cluster, Presence, simulate
 from paceline.sync import ASP, BSP, SSP, SpecSync, parse
 from paceline.sync.actions import AnyAction, RestartWorker, SetTimer
 from paceline.sync.events import (
@@ -111,6 +112,13 @@ def test_tune_finds_the_best_of_all_candidates_and_of_several_the_shortest(
 ) -> None:
     spans, pushes = history
     assert tune(spans, pushes) == best(spans, pushes)
+
+
+def test_a_worker_that_began_long_before_the_others_may_leave_although_ticks_are_very_short() -> None:
+    """The pushes since its start remain, and they are more than 2**63 ticks earlier than the starts of the others."""
+    short = Fraction(1, 10**18)
+    cluster = Cluster([1 + short, 1, 300], presence={2: Presence(lost_at_s=20)})
+    assert simulate(cluster, "spec-sync", 30).updates == 2 * 30
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -5,7 +5,8 @@ has made it. So at most one call is in progress, and each worker is in it or has
 finishes or is lost is no longer waited for. What a worker contributed before it was lost is not used, so the result
 is over the workers that receive it. The numbers are added in the order of the workers' indices, in float64, so the
 result does not depend on the order in which the contributions arrive. A worker whose script has added parameters
-contributes the extended model; the call then continues in `core.extension`.
+contributes the extended model; the call then continues in `core.extension`. A worker that joins a run in progress
+makes the calls before its first step alone, because the others have made them already.
 """
 
 from __future__ import annotations

@@ -5,7 +5,11 @@
     run       IterationFinished, IterationStarted and SyncRequested are passed to the coordinator's part of the sync
               model; its plans, restarts and changes are sent to the workers; with overlap off, the coordinator also
               tells the workers when they may pull
+    join      a worker that has been invited connects and registers; when all servers have accepted it (see
+              `core.joining`), it receives Started
     data      a worker sends DataRequested when it needs data, and receives DataGranted
+    loops     a worker sends EpochReached in its training loop, and StatesDecided tells it whether to send the states
+              of its tracked objects to a server; a worker that joins late receives the job's position in LoopEntered
     calls     a worker sends Contributed when its script calls barrier or reduce, and receives Combined; if the script
               has added parameters, all servers receive ExtendShards and then, like all workers, ModelExtended
     end       a worker sends WorkerFinished, or its connection is lost; every server is notified of a lost worker
@@ -36,14 +40,17 @@ from ..sync.notation import notation, parse_shards
 from ..sync.schedule import Schedule
 from ..sync.ticks import TICKS_PER_S
 from . import messages
-from .collectives import Collectives
+from .collectives import Collectives, combine
 from .data_ledger import DataLedger
 from .entry import Entry, EntryRecorder
 from .extension import Extension
 from .fingerprints import Fingerprints
 from .job_sync import JobSync
+from .joining import Join
 from .joint_norms import JointNorms
 from .layout import ShardSlice
+from .loop_positions import LoopPositions
+from .losses import Loss
 from .messages import (
     AllCommitted,
     ChangePublished,
@@ -52,14 +59,19 @@ from .messages import (
     CreateShards,
     DataGranted,
     DataRequested,
+    EntryRequested,
+    EpochReached,
     ExtensionReady,
     Failed,
     FaultReported,
     FetchSnapshot,
     GradientHashed,
+    JoinOffered,
+    LoopEntered,
     MeanMeasured,
     MeanMissing,
     Message,
+    Paused,
     PlanPublished,
     PullAllowed,
     PushesReported,
@@ -67,6 +79,7 @@ from .messages import (
     Refused,
     Register,
     RestartOrdered,
+    Resumed,
     StandInAllowed,
     Started,
     Status,
@@ -98,7 +111,10 @@ class Coordinator:
         seed: random seed for the run, used by the sync models.
         read_sync: function that parses the sync model that a worker requests. It raises `ConfigurationError` if the
             run cannot use the model.
-        late: workers that are absent at the start. `admit` lets them join later.
+        late: workers that are absent at the start. They join later; see `invite`.
+        least: number of workers with which the run begins. Default: all workers that are not absent.
+        pause_below: number of workers below which the run pauses until others join. Once a worker has finished, the
+            run no longer pauses. Default: 0, with which it never pauses, but ends when all workers are lost.
         shortage: function of the model and the number of workers. It returns the reason why the run cannot start on
             this machine, or "" if the run can start.
         recorder: receives each event for the sync model, and the resulting actions; None to record nothing.
@@ -111,10 +127,15 @@ class Coordinator:
         initializer: the worker that sends the initial weights; -1 before the shards are created.
         started: True once at least one worker has reported that its first weights have arrived.
         present: the workers that have joined and have not left.
-        finished: workers that have finished their work, in the order in which they finished.
+        finished: workers that have finished their work or left early, in the order in which they did so.
+        left: those of them that were asked to leave, and left before they had finished their work.
+        paused: True while the workers begin no further iterations, because the run has too few workers.
         lost: lost workers, in the order in which they were lost.
+        torn: number of pushes of lost workers that some shards, but not all, have applied.
         cut_off: lost workers whose last report says that they failed only because another process had ended.
+        incarnations: worker -> how often its index has been used before; 0 for workers that are not in this mapping.
         endings: worker -> the error that the worker reported, or how its process ended, once this is known.
+        former_endings: worker whose index has been used again -> `endings` of its previous incarnation.
         faults: descriptions of the problems that did not end the run, in order of occurrence.
         board: worker -> the last status that the worker reported.
         waits: server -> the last list of waiting workers that the server sent.
@@ -134,6 +155,8 @@ class Coordinator:
         seed: int = 0,
         read_sync: Callable[[str], Sequence[SyncModel]] = parse_shards,
         late: Collection[int] = (),
+        least: int = 1,
+        pause_below: int = 0,
         shortage: Callable[[ModelSpec, int], str] = lambda model, workers: "",
         recorder: EntryRecorder | None = None,
         ticks_per_s: int = TICKS_PER_S,
@@ -145,14 +168,20 @@ class Coordinator:
         self.started = False
         self.present: set[int] = set()
         self.finished: list[int] = []
+        self.left: list[int] = []
+        self.paused = False
         self.lost: list[int] = []
+        self.torn = 0
         self.cut_off: list[int] = []
+        self.incarnations: dict[int, int] = {}
         self.endings: dict[int, str] = {}
+        self.former_endings: dict[int, str] = {}
         self.faults: list[str] = []
         self.board: dict[int, Status] = {}
         self.waits: dict[int, Waits] = {}
         self.data = DataLedger()
         self.collectives = Collectives(self._extend)
+        self._loops = LoopPositions()
         self._workers = workers
         self._servers = servers
         self._shards = shards
@@ -170,15 +199,26 @@ class Coordinator:
         self._registered: dict[int, Register] = {}
         self._addresses: dict[int, str] = {}  # connected server -> its address
         self._ready: set[int] = set()  # servers that have received their shards
-        self._left = set(late)  # workers that have finished, were lost, or will be admitted later
-        self._live = set(range(workers)) - self._left  # all other workers
+        self._least = least
+        self._pause_below = pause_below
+        self._left = set(late)  # workers that have finished, were lost, or have yet to be invited or admitted
+        self._live = set(range(workers)) - self._left  # all other workers, except the invited ones
+        self._used = self._live.copy()  # indices that an incarnation of a worker has or had
+        self._fates: dict[int, str] = {}  # worker -> how its latest incarnation to leave has left
+        self._invited: set[int] = (
+            set()
+        )  # workers that are to join a run in progress and have not registered yet
+        self._admitted: list[int] = []  # workers that have registered, and join one after another
+        self._join: Join | None = None  # the join that is in progress, of the first of these workers
+        # Requests for another sync model that have arrived during a join: (worker, message).
+        self._postponed: list[tuple[int, messages.SyncRequested]] = []
         self._fingerprints = Fingerprints()
         self._uneven = False  # True once a worker has pushed in lockstep while its script was not training
+        # True once a worker has joined a run in progress. In lockstep, workers then end their epochs at different
+        # iterations.
+        self._grown = False
         self._stopped: set[int] = set()  # training loops that a worker has stopped
-        # Lost worker -> the reports of its pushes that have arrived, and the servers that have yet to send theirs.
-        self._reports: dict[int, tuple[list[tuple[int, ...]], set[int]]] = {}
-        # Worker that joins a run in progress -> the message to the servers, and the servers yet to acknowledge it.
-        self._admitted: dict[int, tuple[messages.WorkerJoined, set[int]]] = {}
+        self._losses: dict[int, Loss] = {}  # lost worker whose pushes some servers have yet to report
         self._extension: Extension | None = None  # the extension of the model that is in progress
         self._extended = 0  # number of extensions that have taken effect
         # With overlap off: worker that waits for permission to pull -> the iteration that the worker has just pushed.
@@ -186,8 +226,14 @@ class Coordinator:
 
     @property
     def everybody_left(self) -> bool:
-        """True if every worker has finished, was lost, or has yet to be admitted."""
-        return len(self._left) == self._workers
+        """True if every worker has finished, was lost, or has yet to join, and at least one worker has left.
+
+        A run that pauses for want of workers also waits for others when all of its workers have been lost or have
+        left early.
+        """
+        if self._live:
+            return False
+        return self._some_have_finished or (bool(self.finished or self.lost) and not self._pause_below)
 
     @property
     def shards(self) -> list[tuple[ShardSlice, str]]:
@@ -211,19 +257,69 @@ class Coordinator:
         """The sync model in force, or the next one while a change is in progress; "" if the model is unknown."""
         return self._sync.sync
 
+    @property
+    def shortage(self) -> str:
+        """How many workers the run has and needs, if it has too few to begin or to continue; "" otherwise."""
+        if self.model is None:
+            few = len(self._live) < self._least and not self.finished
+            return f"{len(self._live)} of at least {self._least} workers" if few else ""
+        return f"{len(self.present)} of at least {self._pause_below} workers" if self.paused else ""
+
+    @property
+    def _some_have_finished(self) -> bool:
+        """True if at least one worker has finished its work, so that the run is coming to its end."""
+        return len(self.finished) > len(self.left)
+
     def fate(self, worker: int) -> str:
-        """Return "finished" or "lost" for a worker that has left, and "" for any other worker."""
-        return "lost" if worker in self.lost else "finished" if worker in self.finished else ""
+        """Return "finished", "left" or "lost" for a worker that is gone, and "" for any other worker."""
+        return self._fates.get(worker, "") if worker in self._left else ""
+
+    @property
+    def live(self) -> set[int]:
+        """The workers that are expected, or have joined, and have not left."""
+        return self._live.copy()
+
+    def invite(self, count: int, wanted: Collection[int] = ()) -> dict[int, int]:
+        """Expect `count` workers that have been absent so far or have left. Return their indices and incarnations.
+
+        The `wanted` indices come first if they are free, and then those that have not been used yet. If the run is in
+        progress, the workers take no part in it until they have connected and registered.
+
+        Raises:
+            ConfigurationError: there are not enough free indices.
+        """
+        free = sorted(
+            self._left.difference(self._losses),
+            key=lambda worker: (worker not in wanted, worker in self._used, worker),
+        )
+        if count > len(free):
+            raise ConfigurationError(
+                f"{count} workers cannot join, because the run has at most {self._workers} workers and "
+                f"{self._workers - len(free)} of them have joined. Join with at most {len(free)}, or start the "
+                "run with a larger maximum (--workers MIN:MAX)."
+            )
+        invited = tuple(free[:count])
+        for worker in invited:
+            self._count_incarnation(worker)
+            self.board.pop(worker, None)
+            if worker in self.endings:
+                self.former_endings[worker] = self.endings.pop(worker)
+        self._left.difference_update(invited)
+        (self._live if self.model is None else self._invited).update(invited)
+        return {worker: self.incarnations.get(worker, 0) for worker in invited}
 
     # -- connections --------------------------------------------------------------------------------------
 
-    def require_expected(self, peer: Peer) -> None:
-        """Raise `ProtocolError` unless this worker or server may connect now."""
+    def require_expected(self, peer: Peer, incarnation: int = 0) -> None:
+        """Raise `ProtocolError` unless this incarnation of a worker, or this server, may connect now."""
         index = peer.index
         match peer.role:
             case "worker":
                 expected = (
-                    0 <= index < self._workers and index not in self._connected and index not in self._left
+                    0 <= index < self._workers
+                    and index not in self._connected
+                    and index not in self._left
+                    and incarnation == self.incarnations.get(index, 0)
                 )
             case "server":
                 expected = 0 <= index < self._servers and index not in self._addresses
@@ -232,14 +328,20 @@ class Coordinator:
         if not expected:
             raise ProtocolError(f"{peer} is not expected")
 
-    def expects_model(self, peer: Peer) -> bool:
-        """Return True if the run has not begun and this peer is a connected worker that has not registered."""
-        unregistered = peer.index in self._connected and peer.index not in self._registered
-        return peer.role == "worker" and unregistered and self.model is None and peer.index not in self._left
+    def first_samples(self, worker: int) -> int | None:
+        """Return the number of samples in a worker's first push; None if it is unknown."""
+        registered = self._registered.get(worker)
+        return None if registered is None else registered.samples
 
-    def connected(self, peer: Peer, now_ticks: int, address: str = "") -> list[Request]:
+    def expects_model(self, peer: Peer) -> bool:
+        """Return True if this peer is a connected worker that has yet to register its model."""
+        unregistered = peer.index in self._connected and peer.index not in self._registered
+        expected = self.model is None or peer.index in self._invited
+        return peer.role == "worker" and unregistered and expected and peer.index not in self._left
+
+    def connected(self, peer: Peer, now_ticks: int, address: str = "", incarnation: int = 0) -> list[Request]:
         """Handle a worker that has connected, or a server that has connected and listens at `address`."""
-        self.require_expected(peer)
+        self.require_expected(peer, incarnation)
         if peer.role == "worker":
             self._connected.add(peer.index)
         else:
@@ -254,9 +356,15 @@ class Coordinator:
         self._addresses.pop(peer.index, None)
         return []
 
-    def ended(self, worker: int, now_ticks: int) -> list[Request]:
+    def ended(self, worker: int, now_ticks: int, incarnation: int = 0) -> list[Request]:
         """Handle the exit of a worker's process whose connection is already closed or was never made."""
+        if incarnation != self.incarnations.get(worker, 0):
+            return []
         return self._leave(worker, WorkerLost, now_ticks)
+
+    def take_out(self, worker: int, now_ticks: int) -> list[Request]:
+        """Continue without a worker whose process may go on. The host closes its connection afterwards."""
+        return self._leave(worker, WorkerLost, now_ticks, at_once=True)
 
     # -- messages -----------------------------------------------------------------------------------------
 
@@ -276,22 +384,21 @@ class Coordinator:
         """Process a timer that is due, and return the requests to the host."""
         return self.take(TimerFired(now_ticks=now_ticks, worker=timer.worker, iteration=timer.iteration))
 
-    def admit(self, worker: int, iteration: int, count: int | None, now_ticks: int) -> list[Request]:
-        """Let a worker join a run in progress. The worker starts once every server has acknowledged the new member.
+    def admit(self, worker: int, now_ticks: int) -> list[Request]:
+        """Let a worker that is absent or has left join a run in progress.
 
-        Args:
-            worker: index of the worker. A worker that has left the run may join again.
-            iteration: label of the worker's first iteration.
-            count: the worker's initial c_p, which must be the same at all shards and close to the c_p of the slowest
-                live worker. None if there is only one shard.
-            now_ticks: current time.
+        The worker receives `Started` when all servers have accepted it. Until then, no change of the sync model and
+        no extension of the model begins. If one is in progress, or if another worker is joining, the worker joins
+        later. In a live run, a worker is admitted when it registers; this method is for hosts whose workers do not
+        register.
         """
-        superstep, change = self._sync.next_superstep, self._sync.changes
-        joined = messages.WorkerJoined(worker, iteration, count, superstep, change)
+        if worker not in self._invited:
+            self._count_incarnation(worker)
+        self._invited.discard(worker)
         self._left.discard(worker)
         self._live.add(worker)
-        self._admitted[worker] = joined, set(range(self._servers))
-        return [Send(server_peer(server), joined) for server in range(self._servers)]
+        self._admitted.append(worker)
+        return self._join_next()
 
     def fetch(self, shard: int) -> list[Request]:
         """Request the final weights of a shard, including the effects of the departure of all workers that have left.
@@ -330,18 +437,28 @@ class Coordinator:
                 )
             case messages.SyncRequested():
                 return self._request_sync(worker, message, now_ticks)
+            case Register() if self.expects_model(sender) and self.model is not None:
+                return self._register_late(worker, message, now_ticks)
             case DataRequested():
                 return self._hand_out(worker, message, now_ticks)
             case StopRequested():
                 return self._stop(message.loop)
+            case EntryRequested():
+                return [Send(sender, self._enter(message.loop, now_ticks))]
+            case EpochReached():
+                return self._loops.reached(worker, message, self.present, now_ticks)
             case StoodIn():
                 return self._allow_stand_ins()
             case GradientHashed():
                 return self._compare(worker, message)
+            case Contributed(model=None) if worker in self._invited:
+                # The others have made the calls before their first step long ago, and do not make them again.
+                return [Send(sender, combine({worker: message}))]
             case Contributed() if worker in self._live and worker not in self.collectives.waiting:
                 if message.model is not None:
                     self._require_extension(message.model)
-                return self.collectives.contributed(worker, message, self._live)
+                requests = self.collectives.contributed(worker, message, self._live)
+                return requests + self._allow_stand_ins() if self._grown else requests
             case AllCommitted() if not self._overlap and worker in self.present:
                 self._committed[worker] = message.iteration
                 return self._allow_pulls()
@@ -352,7 +469,12 @@ class Coordinator:
                 self._registered[worker] = message
                 return self._begin_if_complete(now_ticks)
             case messages.WorkerFinished():
-                return self._leave(worker, WorkerFinished, now_ticks, message.drawn)
+                return self._leave(worker, WorkerFinished, now_ticks, message.drawn, early=message.early)
+            case Failed() if worker in self._invited or worker in self._left:
+                # It takes no part in the run yet, or has been refused, so the run does not fail.
+                reason = f"worker {worker} could not join the run: {message.reason}"
+                self.faults.append(reason)
+                return [Warn(reason), *self._leave(worker, WorkerLost, now_ticks)]
             case Failed() if message.consequence:
                 self.endings[worker] = message.reason
                 self.cut_off.append(worker)
@@ -368,11 +490,14 @@ class Coordinator:
                 return self._start_if_ready()
             case ExtensionReady() if self._extension is not None:
                 return self._complete_extension(sender.index, message)
-            case WorkerWelcomed() if message.worker in self._admitted:
-                return self._welcome(sender.index, message.worker, now_ticks)
-            case PushesReported() if message.worker in self._reports:
-                self._report(sender.index, message)
-                return []
+            case JoinOffered():
+                if self._join is None:
+                    return []
+                return self._join.offered(sender.index, message, self._sync.next_superstep)
+            case WorkerWelcomed():
+                return self._welcome(sender.index, message, now_ticks)
+            case PushesReported():
+                return self._report(sender.index, message)
             case MeanMeasured():
                 return self._norms.measured(message)
             case MeanMissing():
@@ -402,7 +527,9 @@ class Coordinator:
     def _begin_if_complete(self, now_ticks: int) -> list[Request]:
         """Send the servers their shards if all servers are connected and every worker has registered or left."""
         absent = self._workers - len(self._registered) - len(self._left)
-        if self.model is not None or absent or not self._registered or len(self._addresses) < self._servers:
+        if self.model is not None or absent or len(self._registered) < self._least:
+            return []
+        if len(self._addresses) < self._servers:
             return []
         models = {worker: self._registered[worker].model for worker in sorted(self._registered)}
         initializer = next(iter(models))
@@ -437,7 +564,7 @@ class Coordinator:
             for server in servers
         ]
         for worker in models:
-            requests += self._join(WorkerJoined(now_ticks=now_ticks, worker=worker))
+            requests += self._add(WorkerJoined(now_ticks=now_ticks, worker=worker))
         return requests
 
     def _start_if_ready(self) -> list[Request]:
@@ -488,6 +615,7 @@ class Coordinator:
             self.model, self.slices = self._extension.model, self._extension.slices
             self._extension = None
             self._extended += 1
+            requests += self._join_next()
         return requests
 
     def _refuse(self, workers: Sequence[int], reason: str, where: str) -> list[Request]:
@@ -495,29 +623,76 @@ class Coordinator:
 
     # -- members ------------------------------------------------------------------------------------------
 
-    def _welcome(self, server: int, worker: int, now_ticks: int) -> list[Request]:
-        """Handle a server's acknowledgment of a joining worker. The last acknowledgment starts the worker."""
-        joined, unacknowledged = self._admitted[worker]
-        unacknowledged.discard(server)
-        if unacknowledged:
+    def _count_incarnation(self, worker: int) -> None:
+        if worker in self._used:
+            self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
+        self._used.add(worker)
+
+    def _register_late(self, worker: int, message: Register, now_ticks: int) -> list[Request]:
+        """Handle an invited worker that is about to compute its first gradient."""
+        assert self.model is not None
+        if difference := first_difference(self.model, message.model):
+            self._invited.remove(worker)
+            self._left.add(worker)
+            reason = f"its model differs from the model of the run: {difference}"
+            return [Send(worker_peer(worker), Refused(reason))]
+        return self.admit(worker, now_ticks)
+
+    def _join_next(self) -> list[Request]:
+        """Begin the next join, unless a join, a change or an extension is in progress."""
+        if not self._admitted or self._join is not None or self._postponed:
             return []
-        del self._admitted[worker]
-        iteration, sync = joined.iteration, self._sync.sync
+        if self._sync.changing or self._extension is not None:
+            return []
+        worker = self._admitted[0]
+        self._join = Join(worker, self.incarnations.get(worker, 0), self._servers)
+        return self._join.begin(self._left)
+
+    def _welcome(self, server: int, message: WorkerWelcomed, now_ticks: int) -> list[Request]:
+        """Handle a server's acknowledgment of a joining worker. The last acknowledgment starts the worker."""
+        if self._join is None:
+            return []
+        self._join.welcomed(server, message)
+        joined = self._join.joined
+        if not self._join.complete or joined is None:
+            return []
+        self._join = None
+        self._grown = True
+        worker = self._admitted.pop(0)
         event = WorkerJoined(
             now_ticks=now_ticks,
             worker=worker,
-            iteration=iteration,
+            iteration=joined.iteration,
             count=joined.count,
             superstep=joined.superstep,
-            change=joined.change,
+            pulls=True,
         )
-        started = Started(self.slices, self.addresses, self.initializer, iteration, sync, self._extended)
+        sync = self._sync.sync
+        # The index of the initializer may have been used again, so nobody is named.
+        started = Started(self.slices, self.addresses, -1, joined.iteration, sync, self._extended)
         stopped = [Send(worker_peer(worker), TrainingStopped(loop)) for loop in sorted(self._stopped)]
         if self._uneven:
             stopped.append(Send(worker_peer(worker), StandInAllowed()))
-        return [Send(worker_peer(worker), started), *stopped, *self._join(event)]
+        requests = [Send(worker_peer(worker), started), *stopped, *self._add(event)]
+        if self._is_short:
+            requests.append(Send(worker_peer(worker), Paused()))
+        return requests + self._pause_or_resume() + self._end_join(now_ticks)
 
-    def _join(self, event: WorkerJoined) -> list[Request]:
+    def _end_join(self, now_ticks: int) -> list[Request]:
+        """Handle the requests that have arrived during a join, and begin the next join."""
+        requests: list[Request] = []
+        while self._postponed:
+            worker, message = self._postponed.pop(0)
+            if worker in self.present:
+                try:
+                    requests += self._request_sync(worker, message, now_ticks)
+                except (
+                    ProtocolError
+                ) as error:  # the sender of the message that is being handled is not to blame
+                    requests.append(Warn(f"worker {worker}: {error}"))
+        return requests + self._join_next()
+
+    def _add(self, event: WorkerJoined) -> list[Request]:
         self.present.add(event.worker)
         return self.take(event)
 
@@ -527,40 +702,69 @@ class Coordinator:
         kind: type[WorkerFinished] | type[WorkerLost],
         now_ticks: int,
         drawn: Sequence[int] = (),
+        *,
+        early: bool = False,
+        at_once: bool = False,
     ) -> list[Request]:
         """Handle a worker that has left. If the departure is reported twice, the second report has no effect."""
         if worker in self._left:
             return []
         self._left.add(worker)
+        if worker in self._invited:
+            self._invited.remove(worker)
+            self.data.leave(worker, (), self._live, early=True)
+            return []
         self._live.discard(worker)
         self._registered.pop(worker, None)
         self._committed.pop(worker, None)
-        self._admitted.pop(worker, None)
         requests: list[Request] = []
         if kind is WorkerLost:
             self.lost.append(worker)
+            self._fates[worker] = "lost"
             if worker == self.initializer and not self.started:
                 requests.append(
                     Fail(f"worker {worker}", "it was lost before it had sent the initial weights")
                 )
-            report = bool(self._addresses) and self.data.has_leases(worker)
-            if report:
-                self._reports[worker] = [], set(self._addresses)
+            incarnation = self.incarnations.get(worker, 0)
+            if worker in self.present:
+                self._losses[worker] = Loss(worker, incarnation, set(self._addresses))
             else:
-                self.data.leave(worker, (), self._live, lost=True)
-            lost = messages.WorkerLost(worker, report)
+                self.data.leave(worker, (), self._live, early=True)
+            lost = messages.WorkerLost(worker, incarnation, at_once)
             requests += [Send(server_peer(server), lost) for server in sorted(self._addresses)]
             requests += self._norms.lost(worker)
         else:
             self.finished.append(worker)
-            self.data.leave(worker, [(batches, batches) for batches in drawn], self._live, lost=False)
+            self._fates[worker] = "left" if early else "finished"
+            if early:
+                self.left.append(worker)
+            self.data.leave(worker, [(batches, batches) for batches in drawn], self._live, early=early)
         if worker in self.present:
             self.present.remove(worker)
-            requests += self.take(kind(now_ticks=now_ticks, worker=worker))
+            requests += self.take(kind(now_ticks=now_ticks, worker=worker)) + self._pause_or_resume()
         if self._extension is not None:
             requests += self._extension.left(worker)
         requests += self.collectives.left(worker, self._live)
-        return requests + self._begin_if_complete(now_ticks) + self._allow_pulls()
+        requests += self._begin_if_complete(now_ticks) + self._allow_pulls()
+        if worker in self._admitted:
+            self._admitted.remove(worker)
+            if self._join is not None and self._join.worker == worker:
+                self._join = None
+                return requests + self._end_join(now_ticks)
+        return requests + self._join_next()
+
+    @property
+    def _is_short(self) -> bool:
+        """True if the run should pause, because it has too few workers."""
+        return len(self.present) < self._pause_below and not self._some_have_finished
+
+    def _pause_or_resume(self) -> list[Request]:
+        """Tell the workers if the run pauses or continues, after their number has changed."""
+        if self.paused == self._is_short:
+            return []
+        self.paused = self._is_short
+        message = Paused() if self.paused else Resumed()
+        return [Send(worker_peer(worker), message) for worker in sorted(self.present)]
 
     def _allow_pulls(self) -> list[Request]:
         """With overlap off: let all workers pull if every shard has received every worker's push."""
@@ -584,7 +788,7 @@ class Coordinator:
                 drawn=message.drawn,
                 committed=message.committed,
                 now_s=now_ticks / self._ticks_per_s,
-                live=self._live,
+                live=self._live | {worker},
                 lockstep=_is_lockstep(self._sync.sync),
                 end=message.end,
                 times=message.times,
@@ -621,18 +825,24 @@ class Coordinator:
         stopped = TrainingStopped(loop)
         return [Send(worker_peer(worker), stopped) for worker in sorted(self._live)]
 
-    def _report(self, server: int, message: PushesReported) -> None:
-        """Store a server's report of a lost worker's pushes. After the last report, take back the unused data."""
-        reports, missing = self._reports[message.worker]
-        reports += message.drawn
-        missing.discard(server)
-        if missing:
-            return
-        del self._reports[message.worker]
-        loaders = max(map(len, reports), default=0)
-        padded = [(*drawn, *[0] * (loaders - len(drawn))) for drawn in reports]
-        bounds = [(min(each), max(each)) for each in zip(*padded, strict=True)]
-        self.data.leave(message.worker, bounds, self._live, lost=True)
+    def _enter(self, loop: int, now_ticks: int) -> LoopEntered:
+        """Return the answer to a worker that begins a training loop and has not trained yet."""
+        self._loops.begun(loop, now_ticks)
+        if self.model is None:
+            return LoopEntered()
+        return self._loops.entry(loop, self.addresses[0], now_ticks, self._ticks_per_s)
+
+    def _report(self, server: int, message: PushesReported) -> list[Request]:
+        """Handle a server's report of a lost worker's pushes. After the last report, take back the unused data."""
+        loss = self._losses.get(message.worker)
+        if loss is None:
+            return []
+        requests = loss.reported(server, message)
+        if loss.complete:
+            del self._losses[message.worker]
+            self.torn += loss.torn
+            self.data.leave(message.worker, loss.drawn, self._live, early=True)
+        return requests
 
     # -- the sync model -----------------------------------------------------------------------------------
 
@@ -643,6 +853,9 @@ class Coordinator:
             raise ProtocolError(
                 f"it requested a sync model that cannot be used in this run: {error}"
             ) from error
+        if self._join is not None:
+            self._postponed.append((worker, message))
+            return []
         return self.take(
             SyncRequested(
                 now_ticks=now_ticks,
@@ -663,7 +876,8 @@ class Coordinator:
             raise
         if self._recorder is not None:
             self._recorder.record(Entry(event, list(actions)))
-        return [request for action in actions for request in _requests(action)] if actions else []
+        requests = [request for action in actions for request in _requests(action)] if actions else []
+        return requests + self._join_next() if self._admitted else requests
 
 
 @cache

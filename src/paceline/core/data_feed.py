@@ -16,7 +16,16 @@ from collections import deque
 from typing import NamedTuple
 
 from .lease import Batch, Lease, Order, nth_batch
-from .messages import MOST_TIMES, DataGranted, DataRequested
+from .messages import (
+    MOST_TIMES,
+    DataGranted,
+    DataRequested,
+    EntryRequested,
+    EpochReached,
+    LoopEntered,
+    LoopPosition,
+    StatesDecided,
+)
 from .requests import COORDINATOR, Request, Send
 
 __all__ = ["DataFeed", "Work"]
@@ -48,6 +57,9 @@ class DataFeed:
         again: True while the script makes one more pass over its loaders, in which it receives only positions that
             lost workers had not used.
         stopped: numbers of the training loops that a worker has stopped. See `paceline.epochs`.
+        entered: the answer to the last `enter`.
+        states_wanted: True if the worker must send the states of its tracked objects, according to the answer to the
+            last `reach`.
         pushed: for each loader, the number of batches that the script had drawn before its last push.
         least: minimum size of a batch of a balanced order. May be set.
     """
@@ -57,15 +69,18 @@ class DataFeed:
         self.samples: int | None = None
         self.again = False
         self.stopped: set[int] = set()
+        self.entered = LoopEntered()
+        self.states_wanted = False
         self.pushed: tuple[int, ...] = ()
         self.least = 1
         self._loaders: list[_LoaderFeed] = []
+        self._asks = False  # True while a question about a training loop has not been answered
         self._last: _LoaderFeed | None = None  # the loader from which the script has drawn last
 
     @property
     def waiting(self) -> bool:
         """True while a request has not been answered."""
-        return any(loader.requested for loader in self._loaders)
+        return self._asks or any(loader.requested for loader in self._loaders)
 
     @property
     def has_batches(self) -> bool:
@@ -141,10 +156,26 @@ class DataFeed:
         for loader, batches in zip(self._loaders, self.pushed, strict=False):
             loader.committed = batches
 
-    def handle(self, message: DataGranted) -> None:
-        """Receive leases."""
-        if message.loader < len(self._loaders):
-            self._loaders[message.loader].receive(message)
+    def enter(self, loop: int) -> list[Request]:
+        """Begin a training loop, although the worker has not trained yet: ask how far the job has come."""
+        self._asks = True
+        return [Send(COORDINATOR, EntryRequested(loop))]
+
+    def reach(self, position: LoopPosition, *, over: bool, tracks: bool) -> list[Request]:
+        """Report that the script has reached a position. If it tracks objects, ask whether to send their states."""
+        self._asks, self.states_wanted = tracks, False
+        return [Send(COORDINATOR, EpochReached(position, over, tracks))]
+
+    def handle(self, message: DataGranted | LoopEntered | StatesDecided) -> None:
+        """Receive leases, or the answer to a question about a training loop."""
+        match message:
+            case DataGranted():
+                if message.loader < len(self._loaders):
+                    self._loaders[message.loader].receive(message)
+            case LoopEntered():
+                self._asks, self.entered = False, message
+            case StatesDecided():
+                self._asks, self.states_wanted = False, message.wanted
 
 
 class _LoaderFeed:

@@ -76,7 +76,7 @@ class DataLedger:
             ledger.trim(worker, *end, drop_last=order.drop_last)
         return ledger.grant(worker, epoch, order, drawn, now_s, live)
 
-    def leave(self, worker: int, drawn: Sequence[tuple[int, int]], live: Set[int], *, lost: bool) -> None:
+    def leave(self, worker: int, drawn: Sequence[tuple[int, int]], live: Set[int], *, early: bool) -> None:
         """Take back the unused positions of a worker that has left.
 
         Args:
@@ -85,13 +85,14 @@ class DataLedger:
                 before its last push, at the shards that have received the fewest and the most of its pushes. A
                 missing entry means (0, 0).
             live: the workers that remain in the job.
-            lost: True if the worker was lost, False if it has finished.
+            early: True if the worker was lost, or left before its script had ended. Its unused positions are then
+                handed out in any epoch; otherwise, only in the epoch that its script has not used completely.
         """
         numbers = {name: number for number, name in self._names.pop(worker, {}).items()}
         for name, ledger in self._loaders.items():
             number = numbers.get(name, len(drawn))
             ledger.settle(worker, *(drawn[number] if number < len(drawn) else (0, 0)))
-            ledger.leave(worker, live, lost=lost)
+            ledger.leave(worker, live, early=early)
 
     def has_leases(self, worker: int) -> bool:
         """Return True if some positions of the worker are not settled: it may have used them or not."""

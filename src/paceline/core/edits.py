@@ -63,6 +63,11 @@ class Edits:
         """Record a push that contains an edit."""
         self.pending[push] = edit
 
+    def discard(self, push: Key) -> list[Request]:
+        """Return the request that discards an edit, which some shards have not received from a lost worker."""
+        del self.pending[push]
+        return [Discard(self._shard, *push)]
+
     def carry_out(self, pushes: Iterable[Key]) -> list[Request]:
         """Return the requests for the edits of one round: one edit of each number is carried out, in ascending order.
 

@@ -8,8 +8,8 @@ If the order is balanced, the sizes of the workers' batches follow their speeds.
 next lease has batches of its present size. With a static split, the shares are dealt a few rounds at a time, when the
 first worker needs them. So the sizes in a round are settled before any worker takes its batch of the round.
 
-Both splits also hand out the positions of earlier epochs that lost workers have returned: a static split deals them
-when the epoch begins, and a dynamic split hands them out before any others.
+Both splits also hand out the positions of earlier epochs that lost and leaving workers have returned: a static split
+deals them when the epoch begins, and a dynamic split hands them out before any others.
 """
 
 from __future__ import annotations

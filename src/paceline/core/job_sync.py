@@ -3,8 +3,10 @@
 Only one change is in progress at a time: the next change is published when the current one is complete at all shards
 (see `shard_sync`). The current change is known to be complete once a worker that has passed the boundary starts its
 next iteration, because every shard has then answered that worker. If all workers that have passed the boundary are
-lost before then, it is unknown which shards have changed. A worker that has joined since the change was published has
-not received the change. In both cases, the change is published again to all workers.
+lost before then, it is unknown which shards have changed, and the change is published again to all workers.
+
+No worker joins while a change is in progress: the coordinator lets the worker wait (`Coordinator.admit`), and
+postpones requests for changes while a worker joins.
 """
 
 from __future__ import annotations
@@ -63,7 +65,6 @@ class JobSync:
         self._passed: dict[int, WorkerJoined] = {}
         # events of members that have passed the boundary, kept until the new model starts
         self._early: list[AnyEvent] = []
-        self._joined: set[int] = set()  # live workers that are not members of the change
         # workers that have passed a change's boundary but have not reported the start of an iteration since then
         self._to_start: set[int] = set()
 
@@ -71,6 +72,11 @@ class JobSync:
     def next_superstep(self) -> int:
         """The first superstep for a worker that joins now; 0 if the model plans no barriers."""
         return self._machine.next_superstep if self._machine is not None else 0
+
+    @property
+    def changing(self) -> bool:
+        """True while a change is in progress."""
+        return self._change is not None
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Process one event and return the resulting actions.
@@ -110,12 +116,11 @@ class JobSync:
             raise InternalError(
                 f"workers {self._to_start} have yet to start an iteration, but only {set(live)} are live"
             )
-        waiting = self._remaining or self._passed or self._joined or self._early
+        waiting = self._remaining or self._passed or self._early
         if self._change is None and (waiting or (self._requested and live)):
             raise InternalError("no change is in progress, but workers, events or requests wait for one")
         if self._change is not None and (
-            self._remaining | self._passed.keys() | self._joined != live
-            or self._remaining & self._passed.keys()
+            self._remaining | self._passed.keys() != live or self._remaining & self._passed.keys()
         ):
             raise InternalError(
                 f"the change {self._change} waits for workers {self._remaining}; workers {set(live)} are live"
@@ -127,6 +132,8 @@ class JobSync:
         """Raise `InvalidEventError` if the event is out of order, or if the model or the change does not allow it."""
         self._order.require(event)
         worker = event.worker
+        if isinstance(event, WorkerJoined) and self._change is not None:
+            raise InvalidEventError(f"worker {worker} joined during change {self._change.number}")
         if isinstance(event, IterationFinished) and event.change is not None:
             if self._change is None or event.change != self._change.number or worker not in self._remaining:
                 raise InvalidEventError(
@@ -165,9 +172,6 @@ class JobSync:
 
     def _join(self, event: WorkerJoined) -> list[AnyAction]:
         self._order.joined(event, parse_shards(self.sync or self._first))
-        if self._change is not None:
-            self._joined.add(event.worker)
-            return []
         return self._tell(event) + self._publish_next()
 
     def _leave(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
@@ -177,7 +181,6 @@ class JobSync:
         if self._change is None:
             return self._tell(event)
         self._remaining.discard(worker)
-        self._joined.discard(worker)
         self._passed.pop(worker, None)
         self._early = [early for early in self._early if early.worker != worker]
         return self._complete()
@@ -242,8 +245,8 @@ class JobSync:
         if self._remaining or (self._passed and not self._certain):
             return []
         passed, early = self._passed, self._early
-        again = self._joined or not self._certain
-        self._change, self._passed, self._joined, self._early = None, {}, set(), []
+        again = not self._certain
+        self._change, self._passed, self._early = None, {}, []
         if again:
             sync, self.sync = self.sync, ""
             self._requested.appendleft(sync)

@@ -14,9 +14,6 @@ push and others not. A mean that consists of such pushes may exist at only some 
 push of a lost worker is in a reported mean, the shards that have not reported are asked (`MeanAwaited`). A shard
 answers with `MeanMissing` if it will not report a mean with any of these pushes; its part then counts as 0. So no
 shard waits forever, and all shards that apply the mean use the same factor.
-
-A worker that joins a run in progress may push for the first time in different rounds at different shards. Its push is
-then part of different means, but the factor of each mean is still the same at all shards.
 """
 
 from __future__ import annotations

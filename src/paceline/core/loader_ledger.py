@@ -3,12 +3,12 @@
 The coordinator hands out the batches of each epoch (see `paceline.core.epoch_split`) and keeps track of every
 position. A position is in exactly one of these states:
 
-    left        no worker has it: it has not been handed out, a script has ended the epoch without using it, or a lost
-                worker had drawn it without a push, and the ledger had forgotten it (see below)
+    left        no worker has it: it has not been handed out, a script has ended the epoch without using it, or a
+                worker that left early had drawn it without a push, and the ledger had forgotten it (see below)
     leased      a worker has received it, and no push that contains it is known to be complete
     used        it was part of a push that every shard has received
     torn        it was part of a push that only some shards received before the worker was lost
-    returned    a worker had received it, but was lost before using it
+    returned    a worker had received it, but left early, or was lost, before using it
     left out    it belongs to an incomplete batch at the end of the epoch, which is not handed out
 
 Returned positions are handed out again before any others: in the same epoch if its split is dynamic and a worker
@@ -184,19 +184,20 @@ class LoaderLedger:
             self._total -= nonexistent
             self._left_out += left_out
 
-    def leave(self, worker: int, live: Set[int], *, lost: bool) -> None:
+    def leave(self, worker: int, live: Set[int], *, early: bool) -> None:
         """Take back everything that a worker has and has not used, and forget the worker."""
         account = self._accounts.pop(worker, _Account())
         self._left += positions(account.forgotten)
         unused = [*account.leases]
         unused += [lease for split in self._splits.values() for lease in split.shares.pop(worker, [])]
-        if lost:
+        if early:
             # A lease without a count cannot be returned, because its size is not known.
             self._returned.extendleft(lease for lease in reversed(unused) if lease.count is not None)
         else:
             self._put_back(unused)
         for epoch, split in list(self._splits.items()):
-            self._end(worker, epoch, split, live)
+            split.ended.discard(worker)  # another worker may join with the same index
+            self._close_if_ended(epoch, split, live)
         self._sizes.forget(worker)
 
     def counts(self) -> PositionCounts:
@@ -286,7 +287,14 @@ class LoaderLedger:
         """Record that a worker receives no more batches of an epoch. Close the epoch if this was the last worker."""
         split.ended.add(worker)
         self._left += positions(split.shares.pop(worker, ()))
-        if len(split.ended) >= len(live) and live <= split.ended:
+        self._close_if_ended(epoch, split, live)
+
+    def _close_if_ended(self, epoch: int, split: EpochSplit, live: Set[int]) -> None:
+        """Close an epoch if no live worker receives more batches of it.
+
+        If no worker is live, others may join later and continue the epoch.
+        """
+        if live and len(split.ended) >= len(live) and live <= split.ended:
             del self._splits[epoch]
             self._total += split.total
             self._left += split.left

@@ -9,20 +9,25 @@ A message that becomes an event at its receiver has the same name as the event. 
 a push event and, if it includes a pull, a pull event.
 
     worker -> coordinator   Hello, Register, IterationFinished, IterationStarted, AllCommitted, SyncRequested,
-                            DataRequested, StopRequested, GradientHashed, Contributed, Status, Warned,
-                            WorkerFinished, Failed
-    coordinator -> worker   Started, Refused, PlanPublished, RestartOrdered, ChangePublished, PullAllowed,
-                            DataGranted, TrainingStopped, Combined, StandInAllowed, ModelExtended
-    server -> coordinator   Hello, Ready, ExtensionReady, WorkerWelcomed, PushesReported, MeanMeasured, MeanMissing,
-                            FaultReported, Warned, Failed, Snapshot, Waits
-    coordinator -> server   CreateShards, ExtendShards, ModelExtended, WorkerJoined, WorkerLost, MeanClipped,
-                            MeanAwaited, FetchSnapshot, FetchWaits, Shutdown
+                            DataRequested, StopRequested, EntryRequested, EpochReached, GradientHashed, Contributed,
+                            Status, Warned, WorkerFinished, Failed
+    coordinator -> worker   Started, Refused, TakenOut, PlanPublished, RestartOrdered, ChangePublished,
+                            PullAllowed, DataGranted, TrainingStopped, LoopEntered, StatesDecided, Combined,
+                            StandInAllowed, Paused, Resumed, ModelExtended
+    server -> coordinator   Hello, Ready, ExtensionReady, JoinOffered, WorkerWelcomed, PushesReported, MeanMeasured,
+                            MeanMissing, FaultReported, Warned, Failed, Snapshot, Waits
+    agent -> coordinator    Hello, MachineJoined, ProcessEnded, Heartbeat
+    coordinator -> agent    MachineAdmitted, Refused, KillOrdered, TakenOut, RunEnded, HeartbeatAnswered
+    observer -> coordinator Hello, FetchStatus
+    coordinator -> observer StatusReported
+    coordinator -> server   CreateShards, ExtendShards, ModelExtended, JoinProposed, WorkerJoined, WorkerLost,
+                            LossSettled, MeanClipped, MeanAwaited, FetchSnapshot, FetchWaits, Shutdown
     worker -> server        Hello, InitialState, InitialWeights, Stage, Commit, PullRequested, PullRepeated,
-                            FetchOptimizerState, FetchBuffers, FetchInitialBuffers, WorkerFinished
+                            FetchOptimizerState, FetchBuffers, FetchInitialBuffers, KeepStates, WorkerFinished
     server -> worker        Committed, Answer, InitialWeightsRequested, OptimizerState, PooledBuffers,
                             InitialBuffers
-    reader -> server        Hello, FetchSnapshot, FetchOptimizerState
-    server -> reader        Snapshot, OptimizerState
+    reader -> server        Hello, FetchSnapshot, FetchOptimizerState, FetchStates
+    server -> reader        Snapshot, OptimizerState, KeptStates
 """
 
 from __future__ import annotations
@@ -38,19 +43,24 @@ from .model_spec import ModelSpec
 
 __all__ = [
     "MOST_LOADERS",
+    "MOST_PROCESSES",
     "MOST_WORDS",
     "AllCommitted",
     "Answer",
     "Bell",
     "ChangePublished",
+    "ClockOffset",
     "Combined",
     "Commit",
     "Committed",
+    "ConnectionTraffic",
     "Content",
     "Contributed",
     "CreateShards",
     "DataGranted",
     "DataRequested",
+    "EntryRequested",
+    "EpochReached",
     "ExtendShards",
     "ExtensionReady",
     "Failed",
@@ -59,13 +69,17 @@ __all__ = [
     "FetchInitialBuffers",
     "FetchOptimizerState",
     "FetchSnapshot",
+    "FetchStates",
     "FetchWaits",
+    "FromCoordinatorToAgent",
     "FromCoordinatorToServer",
     "FromCoordinatorToWorker",
     "FromPeerToCoordinator",
     "FromPeerToServer",
     "FromServer",
     "GradientHashed",
+    "Heartbeat",
+    "HeartbeatAnswered",
     "Hello",
     "InitialBuffers",
     "InitialState",
@@ -73,6 +87,16 @@ __all__ = [
     "InitialWeightsRequested",
     "IterationFinished",
     "IterationStarted",
+    "JoinOffered",
+    "JoinProposed",
+    "KeepStates",
+    "KeptStates",
+    "KillOrdered",
+    "LoopEntered",
+    "LoopPosition",
+    "LossSettled",
+    "MachineAdmitted",
+    "MachineJoined",
     "MeanAwaited",
     "MeanClipped",
     "MeanMeasured",
@@ -80,8 +104,11 @@ __all__ = [
     "Message",
     "ModelExtended",
     "OptimizerState",
+    "Paused",
     "PlanPublished",
     "PooledBuffers",
+    "ProcessEnded",
+    "ProcessState",
     "PullAllowed",
     "PullRepeated",
     "PullRequested",
@@ -90,16 +117,21 @@ __all__ = [
     "Refused",
     "Register",
     "RestartOrdered",
+    "Resumed",
+    "RunEnded",
     "ShardWaits",
     "Shutdown",
     "Snapshot",
     "Stage",
     "StandInAllowed",
     "Started",
+    "StatesDecided",
     "Status",
+    "StatusReported",
     "StoodIn",
     "StopRequested",
     "SyncRequested",
+    "TakenOut",
     "TrainingStopped",
     "Waits",
     "Warned",
@@ -116,8 +148,14 @@ MOST_LOADERS = 1024
 MOST_WORDS = 65_536
 """Maximum length of the description of a barrier or a reduction."""
 
+MOST_STATES_BYTES = 2**30
+"""Maximum size of the states of the objects that a script tracks."""
+
 MOST_TIMES = 64
 """Maximum number of measured times in a request for data."""
+
+MOST_PROCESSES = 4096
+"""Maximum number of processes on a machine."""
 
 BatchTaken = tuple[
     Annotated[int, msgspec.Meta(ge=1, le=2**53)], Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
@@ -139,17 +177,18 @@ class Hello(Message, frozen=True, tag=True):
     Attributes:
         token: the secret token of the run.
         role: role of the caller.
-        index: index of the worker or server; 0 for a reader.
+        index: index of the worker or server; 0 for other roles.
         address: address on which a server listens; "" for other roles.
         memory_bytes: size of the shared memory whose file descriptor is attached to this message; 0 if there is none.
         channels: number of ring-buffer pairs in the shared memory.
         channel: index of the ring-buffer pair for this connection; -1 if the connection uses no ring buffers.
         follows: True if the caller is a worker that can read the weights directly from the servers' memory.
         extension: number of the extension for which a worker has memory; 0 if the model has not been extended.
+        incarnation: how often the index of the worker has been used before.
     """
 
     token: str
-    role: Literal["worker", "server", "reader"]
+    role: Literal["worker", "server", "reader", "agent", "observer"]
     index: Number
     address: str = ""
     memory_bytes: Number = 0
@@ -157,6 +196,170 @@ class Hello(Message, frozen=True, tag=True):
     channel: int = -1
     follows: bool = False
     extension: Number = 0
+    incarnation: Number = 0
+
+    def __repr__(self) -> str:
+        """Return a description without the token, which must not appear in a log."""
+        return f"Hello(role={self.role!r}, index={self.index})"
+
+
+# -- machines ---------------------------------------------------------------------------------------------
+
+
+class MachineJoined(Message, frozen=True, tag=True):
+    """A machine offers to run workers. Its *agent* is the process that sends this message and starts the workers.
+
+    Attributes:
+        version: version of Paceline on the machine.
+        workers: number of workers that the machine can run.
+        wanted: the indices that these workers should have if they are free.
+    """
+
+    version: Annotated[str, msgspec.Meta(max_length=64)]
+    workers: Number
+    wanted: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MOST_PROCESSES)] = ()
+
+
+class MachineAdmitted(Message, frozen=True, tag=True):
+    """A machine may start workers.
+
+    Attributes:
+        workers: the index of each of its workers, and how often this index has been used before.
+        job: the configuration of the run, encoded by `paceline.runtime.job`.
+        now_ticks: the time of the run at which this message was sent.
+        machine: index of the machine, by which the records of its clock are named.
+    """
+
+    workers: dict[int, int]
+    job: bytes
+    now_ticks: int
+    machine: int
+
+
+class ProcessEnded(Message, frozen=True, tag=True):
+    """The process of a worker on the agent's machine has ended.
+
+    Attributes:
+        worker: index of the worker.
+        how: a phrase that says how the process ended.
+        crashed: True if the process has crashed.
+    """
+
+    worker: Number
+    how: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
+    crashed: bool
+
+
+class ProcessState(msgspec.Struct, frozen=True, array_like=True):
+    """The state of a process on an agent's machine.
+
+    Attributes:
+        role: role of the process.
+        index: index of the worker or server.
+        state: "running", "stopped" by a signal, "traced" (a debugger has stopped it), or "gone".
+        incarnation: how often the worker's index had been used before this process was started.
+    """
+
+    role: Literal["worker", "server"]
+    index: Number
+    state: Literal["running", "stopped", "traced", "gone"]
+    incarnation: Number = 0
+
+
+Ticks = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+"""A time or a difference of times on the clock of some machine."""
+
+
+class ClockOffset(msgspec.Struct, frozen=True):
+    """The offset of the coordinator's clock to a machine's clock. See `core.clock_offset`.
+
+    Attributes:
+        at_ticks: time on the machine's clock at which the offset holds.
+        offset_ticks: estimate of the time on the coordinator's clock minus the time on the machine's clock.
+        bound_ticks: maximum error of the estimate.
+        drift_ppb: estimated change of the offset, in nanoseconds per second; None if it is not known yet.
+    """
+
+    at_ticks: Ticks
+    offset_ticks: Ticks
+    bound_ticks: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    drift_ppb: Ticks | None = None
+
+
+class Heartbeat(Message, frozen=True, tag=True):
+    """An agent reports that its machine is alive, at regular intervals and when the state of a process changes.
+
+    Attributes:
+        sent_ticks: time on the machine's clock at which the message was sent.
+        states: the states of the processes that the agent has started.
+        clock: the latest estimate of the offset between the two clocks; None if there is none yet.
+    """
+
+    sent_ticks: Ticks
+    states: Annotated[tuple[ProcessState, ...], msgspec.Meta(max_length=MOST_PROCESSES)]
+    clock: ClockOffset | None = None
+
+
+class HeartbeatAnswered(Message, frozen=True, tag=True):
+    """The answer to a heartbeat, from which the agent estimates the offset between the two clocks.
+
+    Attributes:
+        sent_ticks: `sent_ticks` of the heartbeat.
+        received_ticks: time on the coordinator's clock at which the heartbeat arrived.
+        answered_ticks: time on the coordinator's clock at which this message was sent.
+    """
+
+    sent_ticks: Ticks
+    received_ticks: Ticks
+    answered_ticks: Ticks
+
+
+class FetchStatus(Message, frozen=True, tag=True):
+    """An observer asks the coordinator for the state of the job, which is sent as a `StatusReported`."""
+
+
+class StatusReported(Message, frozen=True, tag=True):
+    """The answer to a `FetchStatus`.
+
+    Attributes:
+        status: the state of the job, a `JobStatus` in MessagePack.
+    """
+
+    status: bytes
+
+
+class KillOrdered(Message, frozen=True, tag=True):
+    """An agent must kill the process of a worker, because of the reason `why`."""
+
+    worker: int
+    why: str
+
+
+class TakenOut(Message, frozen=True, tag=True):
+    """A worker takes no part in the run any more, although its process has not ended.
+
+    This message is sent to the worker, which reads it when it runs again, and to its agent. Nothing that this
+    incarnation of the worker sends from now on is used.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index had been used before.
+        reason: why the coordinator no longer counts on the worker.
+    """
+
+    worker: int
+    incarnation: int
+    reason: str
+
+
+class RunEnded(Message, frozen=True, tag=True):
+    """The run is over, so the workers that are left must end.
+
+    Attributes:
+        failure: the reason why the run has failed; "" if it has finished.
+    """
+
+    failure: str
 
 
 # -- start of a run ---------------------------------------------------------------------------------------
@@ -207,7 +410,7 @@ class Started(Message, frozen=True, tag=True):
     Attributes:
         shards: the slices of all shards, in order.
         addresses: for each shard, the address on which its server listens.
-        initializer: the worker that sends the initial weights.
+        initializer: the worker that sends the initial weights; -1 if they have been sent already.
         iteration: label of the worker's first iteration.
         sync: the sync model in force, in the notation of the command line; "" for the first model of the run.
         extension: number of the extension of the model in force; 0 if the model has not been extended.
@@ -227,20 +430,58 @@ class Refused(Message, frozen=True, tag=True):
     reason: str
 
 
-class WorkerJoined(Message, frozen=True, tag=True):
-    """A worker joins a run in progress. See the event of the same name."""
+class JoinProposed(Message, frozen=True, tag=True):
+    """A worker is about to join a run in progress, so each server must send a `JoinOffered`. See `core.joining`.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index has been used before.
+        left: the workers that have left the run. The server answers when it has noticed each of these departures.
+    """
 
     worker: int
+    incarnation: int
+    left: tuple[int, ...] = ()
+
+
+class JoinOffered(Message, frozen=True, tag=True):
+    """A server says with which label and c_p a worker could join at its shards now.
+
+    It is the answer to `JoinProposed` and, if a shard has already gone beyond the c_p in a `WorkerJoined`, to that
+    message.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index has been used before.
+        iteration: the smallest label that the worker may use for its first iteration.
+        count: the least c_p with which the worker may join.
+    """
+
+    worker: int
+    incarnation: int
     iteration: int
-    count: int | None
+    count: int
+
+
+class WorkerJoined(Message, frozen=True, tag=True):
+    """A worker joins a run in progress. See the event of the same name.
+
+    If the worker has already joined with a smaller `count`, which another server has refused, it joins again.
+    """
+
+    worker: int
+    incarnation: int
+    iteration: int
+    count: int
     superstep: int
-    change: int
 
 
 class WorkerWelcomed(Message, frozen=True, tag=True):
-    """A server acknowledges the `WorkerJoined` message about this worker."""
+    """A server acknowledges the `WorkerJoined` message with this `count`: the worker has joined at all its shards."""
 
     worker: int
+    incarnation: int
+    count: int
 
 
 class InitialState(Message, frozen=True, tag=True):
@@ -641,16 +882,87 @@ class TrainingStopped(Message, frozen=True, tag=True):
     loop: int
 
 
+class LoopPosition(msgspec.Struct, frozen=True):
+    """The beginning of an epoch of a training loop, or the end of the loop. See `paceline.epochs`.
+
+    Attributes:
+        loop: number of the loop, in the order in which the script begins its loops.
+        epoch: number of the epoch; the number of the last epoch plus 1 at the end of the loop.
+        updates: number of updates of the weights at the beginning of the loop.
+        samples: number of samples that all workers together had used at the beginning of the loop.
+        passes: (name, number of passes that have begun) for each distributed loader.
+    """
+
+    loop: Number
+    epoch: Number
+    updates: Number = 0
+    samples: Number = 0
+    passes: Annotated[
+        tuple[tuple[Annotated[str, msgspec.Meta(max_length=256)], Number], ...],
+        msgspec.Meta(max_length=MOST_LOADERS),
+    ] = ()
+
+
+class EntryRequested(Message, frozen=True, tag=True):
+    """A worker that has not trained yet begins a training loop, and waits for a `LoopEntered`.
+
+    Attributes:
+        loop: number of the loop, in the order in which the script begins its loops.
+    """
+
+    loop: Number
+
+
+class LoopEntered(Message, frozen=True, tag=True):
+    """The answer to an `EntryRequested`.
+
+    Attributes:
+        position: the position of a run in progress; None if the run is only beginning.
+        elapsed_s: time in seconds since the loop began; 0 if another loop is in progress.
+        address: the address of the server that keeps the tracked states; "" if `position` is None.
+    """
+
+    position: LoopPosition | None = None
+    elapsed_s: float = 0.0
+    address: str = ""
+
+
+class EpochReached(Message, frozen=True, tag=True):
+    """A worker's script has reached the beginning of an epoch, or the end of a training loop.
+
+    Attributes:
+        position: the position.
+        over: True at the end of the loop.
+        tracks: True if the script tracks objects. The worker then waits for a `StatesDecided`.
+    """
+
+    position: LoopPosition
+    over: bool = False
+    tracks: bool = False
+
+
+class StatesDecided(Message, frozen=True, tag=True):
+    """The answer to an `EpochReached`: whether the worker must send the states of its tracked objects."""
+
+    wanted: bool
+
+
 class PushesReported(Message, frozen=True, tag=True):
-    """A server has stopped serving a lost worker, and reports how many batches belong to the worker's pushes.
+    """A server has stopped serving a lost worker, and reports what it has received from it. See `core.losses`.
 
     Attributes:
         worker: the lost worker.
-        drawn: for each shard of the server, `drawn` of the last push that the shard has received from the worker; ()
-            for a shard that has received none.
+        incarnation: how often the index of the worker had been used before.
+        last: for each shard of the server, the label of the last push that the shard has received from the worker.
+        held: for each of these shards, True if it holds a push of the worker until a `LossSettled` arrives.
+        drawn: for each of these shards, `drawn` of the last push that the shard has received from the worker; () if
+            it has received none.
     """
 
     worker: int
+    incarnation: int
+    last: tuple[int, ...]
+    held: tuple[bool, ...]
     drawn: tuple[tuple[int, ...], ...]
 
 
@@ -696,6 +1008,14 @@ class StandInAllowed(Message, frozen=True, tag=True):
     Sent once, when a worker has reported a `StoodIn`: from then on, the workers need not have the same number of
     steps when they make a call.
     """
+
+
+class Paused(Message, frozen=True, tag=True):
+    """The run has too few workers. Begin no further iteration until `Resumed` arrives."""
+
+
+class Resumed(Message, frozen=True, tag=True):
+    """The run has enough workers again, so it continues."""
 
 
 class Combined(Message, frozen=True, tag=True):
@@ -761,6 +1081,36 @@ class InitialBuffers(Message, frozen=True, tag=True):
     equal: bool = False
 
 
+class KeepStates(Message, frozen=True, tag=True):
+    """The states of the objects that the script tracks, to be kept by the server of shard 0. They are the payload.
+
+    Attributes:
+        shard: 0.
+        position: the position at which the states were taken.
+    """
+
+    shard: Number
+    position: LoopPosition
+
+
+class FetchStates(Message, frozen=True, tag=True):
+    """Request the states that were kept last, from the server of shard 0."""
+
+    shard: Number
+
+
+class KeptStates(Message, frozen=True, tag=True):
+    """The states that were kept last. They are the payload.
+
+    Attributes:
+        shard: 0.
+        position: the position at which the states were taken; None if there are none.
+    """
+
+    shard: int
+    position: LoopPosition | None = None
+
+
 class FetchSnapshot(Message, frozen=True, tag=True):
     """Request the current weights of a shard. Sent by readers, and by the coordinator at the end of a run.
 
@@ -792,12 +1142,28 @@ class ShardWaits(msgspec.Struct, frozen=True):
         sync: the sync model in force at this shard.
         pulls: (worker, iteration) of each delayed pull, sorted by worker.
         reasons: for each delayed pull, in the same order, what the pull waits for.
+        staleness: (worker, number of updates since it has received the weights) of each live worker.
     """
 
     shard: int
     sync: str
     pulls: tuple[tuple[int, int], ...]
     reasons: tuple[str, ...]
+    staleness: tuple[tuple[int, int], ...] = ()
+
+
+class ConnectionTraffic(msgspec.Struct, frozen=True, array_like=True):
+    """The number of bytes on a server's connection to a worker since it was opened.
+
+    Attributes:
+        worker: index of the worker.
+        sent_bytes: number of bytes that the server has sent.
+        received_bytes: number of bytes that the server has received.
+    """
+
+    worker: int
+    sent_bytes: int
+    received_bytes: int
 
 
 class FetchWaits(Message, frozen=True, tag=True):
@@ -810,10 +1176,12 @@ class Waits(Message, frozen=True, tag=True):
     Attributes:
         shards: one entry per shard.
         timers: True if the server has a pending timer, which may release a worker.
+        traffic: one entry per TCP connection to a worker.
     """
 
     shards: tuple[ShardWaits, ...]
     timers: bool
+    traffic: tuple[ConnectionTraffic, ...] = ()
 
 
 # -- status and end of a run ------------------------------------------------------------------------------
@@ -824,7 +1192,7 @@ class Status(Message, frozen=True, tag=True):
 
     iteration: Number
     loss: float | None
-    state: Literal["computing", "waiting", "pulling"]
+    state: Literal["computing", "waiting", "pulling", "paused"]
 
 
 class Warned(Message, frozen=True, tag=True):
@@ -834,25 +1202,46 @@ class Warned(Message, frozen=True, tag=True):
 
 
 class WorkerFinished(Message, frozen=True, tag=True):
-    """A worker has finished its work and leaves the run.
+    """A worker leaves the run, because it has finished its work or has been asked to leave.
 
     Attributes:
         drawn: `drawn` of the worker's last push.
+        early: True if the worker has been asked to leave before it has finished its work.
     """
 
     drawn: tuple[Number, ...] = ()
+    early: bool = False
 
 
 class WorkerLost(Message, frozen=True, tag=True):
-    """A worker was lost. Its connection may still be open if a child process of the worker has inherited it.
+    """A worker was lost. The server stops serving this incarnation of it, and answers with a `PushesReported`.
+
+    The worker's connection may still be open if a child process of the worker has inherited it.
 
     Attributes:
         worker: index of the worker.
-        report: True if the server must answer with a `PushesReported`.
+        incarnation: how often this index had been used before.
+        at_once: True if the process of the worker may go on. Its connection is then closed without waiting for its
+            end, and what has not been read yet is not used.
     """
 
     worker: int
-    report: bool = False
+    incarnation: int = 0
+    at_once: bool = False
+
+
+class LossSettled(Message, frozen=True, tag=True):
+    """All servers have reported what they have received from a lost worker. See `core.losses`.
+
+    Attributes:
+        worker: index of the worker.
+        incarnation: how often this index had been used before.
+        kept: label of the worker's last push that all shards have received. Later pushes that are held are dropped.
+    """
+
+    worker: int
+    incarnation: int
+    kept: int
 
 
 class Failed(Message, frozen=True, tag=True):
@@ -884,6 +1273,8 @@ FromPeerToCoordinator = (
     | SyncRequested
     | DataRequested
     | StopRequested
+    | EntryRequested
+    | EpochReached
     | StoodIn
     | GradientHashed
     | Contributed
@@ -891,6 +1282,7 @@ FromPeerToCoordinator = (
     | MeanMeasured
     | MeanMissing
     | FaultReported
+    | JoinOffered
     | WorkerWelcomed
     | Status
     | Warned
@@ -898,17 +1290,27 @@ FromPeerToCoordinator = (
     | Failed
     | Snapshot
     | Waits
+    | MachineJoined
+    | ProcessEnded
+    | FetchStatus
+    | Heartbeat
 )
+FromCoordinatorToAgent = MachineAdmitted | Refused | KillOrdered | TakenOut | RunEnded | HeartbeatAnswered
 FromCoordinatorToWorker = (
     Started
     | Refused
+    | TakenOut
     | PlanPublished
     | RestartOrdered
     | ChangePublished
     | PullAllowed
     | DataGranted
     | TrainingStopped
+    | LoopEntered
+    | StatesDecided
     | StandInAllowed
+    | Paused
+    | Resumed
     | Combined
     | ModelExtended
 )
@@ -916,8 +1318,10 @@ FromCoordinatorToServer = (
     CreateShards
     | ExtendShards
     | ModelExtended
+    | JoinProposed
     | WorkerJoined
     | WorkerLost
+    | LossSettled
     | MeanClipped
     | MeanAwaited
     | FetchSnapshot
@@ -936,6 +1340,8 @@ FromPeerToServer = (
     | FetchBuffers
     | FetchInitialBuffers
     | FetchSnapshot
+    | FetchStates
+    | KeepStates
     | WorkerFinished
     | Bell
 )
@@ -947,5 +1353,6 @@ FromServer = (
     | PooledBuffers
     | InitialBuffers
     | Snapshot
+    | KeptStates
     | Bell
 )

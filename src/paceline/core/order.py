@@ -1,6 +1,7 @@
 """The legal order of each worker's events, which is the same for all sync models.
 
     at a shard            join -> push -> pull -> (answer) -> push -> ...
+                          join (a run in progress) -> pull -> (answer) -> push -> pull -> ...
     at the coordinator    join -> finished iteration -> (started iteration) -> finished iteration -> ...
     at any time           worker lost, worker finished
 
@@ -27,6 +28,7 @@ from ..sync.events import (
     PullRequested,
     PushReceived,
     TimerFired,
+    WorkerFenced,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
@@ -90,10 +92,24 @@ class Order:
             self.phase[worker] = "waiting"
         elif kind is WorkerJoined:
             self.label[worker] = event.iteration  # type: ignore[union-attr]
-            self.phase[worker] = "computing"
+            self.phase[worker] = "pushed" if event.pulls else "computing"  # type: ignore[union-attr]
         elif kind is WorkerLost or kind is WorkerFinished:
             self._former[worker] = self.label.pop(worker)
             del self.phase[worker]
+
+    def first_label(self, worker: int) -> int:
+        """Return the smallest label with which a worker that is not live may join.
+
+        If the worker has been live before, one label is left out, so that its first pull has a new label, too.
+        """
+        return self._former[worker] + 1 if worker in self._former else 0
+
+    def last_label(self, worker: int) -> int:
+        """Return the label of a worker's last push, also if the worker has left; -1 if there is none.
+
+        If the worker has joined again and has not pushed since, it is the label before its first one.
+        """
+        return self.label.get(worker, self._former.get(worker, 0)) - 1
 
     def answered(self, worker: int) -> None:
         """Record that a worker's pull was answered."""
@@ -109,7 +125,7 @@ class Order:
     def _require_other(self, event: AnyEvent) -> None:
         if isinstance(event, WorkerJoined):
             self._require_new(event)
-        elif isinstance(event, WorkerLost | WorkerFinished):
+        elif isinstance(event, WorkerFenced | WorkerLost | WorkerFinished):
             self._require_live(event)
         elif not isinstance(event, TimerFired):
             raise InternalError(f"a shard cannot process the event {type(event).__name__}", (event,))

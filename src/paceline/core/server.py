@@ -3,6 +3,7 @@
     create      CreateShards from the coordinator; each shard begins when the initializer's initial weights arrive
     extend      ExtendShards from the coordinator; the initial weights of the new parameters arrive in the same way;
                 then ModelExtended from the coordinator, and each worker connects again
+    join        JoinProposed from the coordinator, and then WorkerJoined; when the worker connects, it pulls
     iteration   Commit = push + pull; with overlap off: Commit, Committed, PullRequested
     restart     PullRepeated
     end         WorkerFinished from the worker, WorkerLost from the coordinator, or the worker's connection is closed;
@@ -20,12 +21,12 @@ from collections.abc import Callable, Sequence
 from ..errors import ConfigurationError, InternalError, ProtocolError
 from ..sync import SyncModel
 from ..sync.events import (
-    AnyEvent,
     MeanClipped,
     PullRepeated,
     PullRequested,
     PushReceived,
     TimerFired,
+    WorkerFenced,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
@@ -43,6 +44,9 @@ from .messages import (
     FetchSnapshot,
     InitialWeights,
     InitialWeightsRequested,
+    JoinOffered,
+    JoinProposed,
+    LossSettled,
     MeanAwaited,
     Message,
     ModelExtended,
@@ -103,6 +107,11 @@ class Server:
         # connected worker -> number of the extension for which it has memory
         self._connected: dict[int, int] = {}
         self._fetches: list[FetchSnapshot] = []  # the coordinator's requests that are not answered yet
+        self._proposed: JoinProposed | None = None  # the worker that is about to join, until it is answered
+        self._fenced: set[int] = (
+            set()
+        )  # lost workers of which a shard holds a push, until the loss is settled
+        self._incarnations: dict[int, int] = {}  # worker that has joined a run in progress -> its incarnation
         # worker -> shard -> `drawn` of the worker's last push
         self._drawn: dict[int, dict[int, tuple[int, ...]]] = {}
         self._readers: set[int] = set()  # connected workers that can read the weights directly from memory
@@ -125,30 +134,47 @@ class Server:
 
     # -- connections --------------------------------------------------------------------------------------
 
-    def require_expected(self, worker: int, extension: int = 0) -> None:
-        """Raise `ProtocolError` unless this worker may connect now, with memory for this extension of the model."""
+    def require_expected(self, worker: int, extension: int = 0, incarnation: int = 0) -> None:
+        """Raise `ProtocolError` unless this incarnation of a worker may connect now.
+
+        The worker must have memory for this extension of the model.
+        """
         if self.initializer < 0:
             raise ProtocolError("training has not begun")
-        if worker not in self.expected or self._connected.get(worker, -1) >= extension:
+        absent = worker not in self.expected or worker in self._fenced
+        if absent or self._connected.get(worker, -1) >= extension:
             raise ProtocolError(f"worker {worker} is not expected, or is already connected")
+        if incarnation != (newest := self._incarnations.get(worker, 0)):
+            raise ProtocolError(f"incarnation {incarnation} of worker {worker} connects, expected {newest}")
         newest = self.extension if self._to_begin else self._next
         if not self.extension <= extension <= newest:
             raise ProtocolError(
                 f"worker {worker} has memory for extension {extension} of the model, expected {self.extension}"
             )
 
-    def connected(self, worker: int, extension: int = 0, *, reads_in_place: bool = False) -> list[Request]:
+    def connected(
+        self,
+        worker: int,
+        now_ticks: int,
+        extension: int = 0,
+        incarnation: int = 0,
+        *,
+        reads_in_place: bool = False,
+    ) -> list[Request]:
         """Handle a worker that has connected: send it the weights of all shards that have begun.
 
-        If the worker has memory for the next extension, the extension takes effect.
+        If the worker joins a run in progress, the sync models may delay the weights. If it has memory for the next
+        extension, the extension takes effect.
         """
-        self.require_expected(worker, extension)
+        self.require_expected(worker, extension, incarnation)
         self.extension = extension
         self._connected[worker] = extension
         self._readers.discard(worker)
         if reads_in_place:
             self._readers.add(worker)
-        return [shard.welcome(worker) for shard in self.shards.values()]
+        return [
+            request for shard in self.shards.values() for request in self._welcome(shard, worker, now_ticks)
+        ]
 
     def disconnected(self, worker: int, now_ticks: int) -> list[Request]:
         """Handle a closed connection to a worker. If the worker has not finished, it is lost."""
@@ -156,7 +182,7 @@ class Server:
         self._readers.discard(worker)
         if (lost := self.ending.pop(worker, None)) is not None:
             return self._lose(lost, now_ticks)
-        return self._leave(worker, WorkerLost, now_ticks)
+        return self._fence(worker, now_ticks)
 
     # -- messages -----------------------------------------------------------------------------------------
 
@@ -188,9 +214,14 @@ class Server:
             case MeanAwaited():
                 return self.shard(message.shard).ask(message.pushes)
             case messages.WorkerFinished():
-                return self._leave(worker, WorkerFinished, now_ticks)
+                return self._leave(WorkerFinished(now_ticks=now_ticks, worker=worker))
             case messages.WorkerLost():
                 return self._lose(message, now_ticks)
+            case JoinProposed():
+                self._proposed = message
+                return self._answer_coordinator()
+            case LossSettled():
+                return self._settle(message, now_ticks)
             case messages.WorkerJoined():
                 return self._join(message, now_ticks)
             case CreateShards():
@@ -203,7 +234,7 @@ class Server:
             case FetchSnapshot():
                 self.shard(message.shard)
                 self._fetches.append(message)
-                return self._answer_fetches()
+                return self._answer_coordinator()
             case InitialWeights():
                 return self._begin(worker, message.shard, now_ticks)
             case _:
@@ -220,7 +251,8 @@ class Server:
         for index, shard in sorted(self.shards.items()):
             reasons = dict(sorted(shard.waits().items()))
             pulls = tuple((worker, shard.sync.last_iteration(worker)) for worker in reasons)
-            described.append(ShardWaits(index, str(shard.sync.sync), pulls, tuple(reasons.values())))
+            sync, staleness = str(shard.sync.sync), shard.staleness()
+            described.append(ShardWaits(index, sync, pulls, tuple(reasons.values()), staleness))
         return Waits(tuple(described), timers)
 
     def validate(self) -> None:
@@ -268,7 +300,19 @@ class Server:
         )
         for member in sorted(self.expected):
             shard.handle(WorkerJoined(now_ticks=now_ticks, worker=member))
-        return [shard.welcome(member) for member in sorted(self._connected)]
+        welcomed = [
+            request
+            for member in sorted(self._connected)
+            for request in self._welcome(shard, member, now_ticks)
+        ]
+        return welcomed + self._answer_coordinator()
+
+    def _welcome(self, shard: Shard, worker: int, now_ticks: int) -> list[Request]:
+        """Send a worker its first weights. If it joins a run in progress, it pulls them, so they may be delayed."""
+        if shard.sync.order.phase[worker] != "pushed":
+            return [shard.welcome(worker)]
+        iteration = shard.sync.last_iteration(worker)
+        return shard.handle(PullRequested(now_ticks=now_ticks, worker=worker, iteration=iteration))
 
     def _extend(self, message: ExtendShards) -> list[Request]:
         """Request the initial weights of the new parameters. If they are requested again, earlier ones are unused."""
@@ -328,45 +372,89 @@ class Server:
         return [*requests, Send(worker_peer(worker), Committed(commit.shard, commit.iteration))]
 
     def _join(self, message: messages.WorkerJoined, now_ticks: int) -> list[Request]:
-        """Handle a worker that joins a run in progress."""
-        worker = message.worker
+        """Let a worker join a run in progress at all shards or, if one of them has gone beyond its c_p, at none."""
+        worker, count = message.worker, message.count
+        requests: list[Request] = []
+        if worker in self.expected:  # another server has refused the earlier c_p
+            requests = self._leave(WorkerLost(now_ticks=now_ticks, worker=worker))
+        if not all(shard.sync.may_join(count) for shard in self.shards.values()):
+            return [*requests, self._offer(worker, message.incarnation)]
         event = WorkerJoined(
             now_ticks=now_ticks,
             worker=worker,
             iteration=message.iteration,
-            count=message.count,
+            count=count,
             superstep=message.superstep,
-            change=message.change,
+            pulls=True,
         )
         self.expected.add(worker)
-        requests = [request for shard in self.shards.values() for request in shard.handle(event)]
-        return [*requests, Send(COORDINATOR, WorkerWelcomed(worker))]
+        self._drawn.pop(worker, None)
+        self._incarnations[worker] = message.incarnation
+        requests += [request for shard in self.shards.values() for request in shard.handle(event)]
+        return [*requests, Send(COORDINATOR, WorkerWelcomed(worker, message.incarnation, count))]
+
+    def _offer(self, worker: int, incarnation: int) -> Send:
+        """Return the request that tells the coordinator how a worker could join now."""
+        entries = [shard.sync.entry(worker) for shard in self.shards.values()]
+        iteration = max((iteration for iteration, _ in entries), default=0)
+        count = max((count for _, count in entries), default=0)
+        return Send(COORDINATOR, JoinOffered(worker, incarnation, iteration, count))
 
     def _lose(self, message: messages.WorkerLost, now_ticks: int) -> list[Request]:
         """Handle a worker that is lost. If it is connected, its last messages may still arrive, so await the end."""
+        if self._proposed is not None and self._proposed.worker == message.worker:
+            self._proposed = None
         if message.worker in self._connected:
             self.ending[message.worker] = message
             return []
-        requests = self._leave(message.worker, WorkerLost, now_ticks)
-        drawn = self._drawn.pop(message.worker, {})
-        if not message.report:
-            return requests
-        report = PushesReported(message.worker, tuple(drawn.get(shard, ()) for shard in sorted(self.shards)))
+        worker = message.worker
+        requests = self._fence(worker, now_ticks)
+        drawn = self._drawn.pop(worker, {})
+        shards = sorted(self.shards.items())
+        report = PushesReported(
+            worker,
+            message.incarnation,
+            tuple(shard.sync.order.last_label(worker) for _, shard in shards),
+            tuple(worker in self._fenced and shard.sync.holds(worker) for _, shard in shards),
+            tuple(drawn.get(index, ()) for index, _ in shards),
+        )
         return [*requests, Send(COORDINATOR, report)]
 
-    def _leave(
-        self, worker: int, kind: type[WorkerFinished] | type[WorkerLost], now_ticks: int
-    ) -> list[Request]:
-        """Handle a worker that has left. If the departure is reported twice, the second report has no effect."""
-        if worker not in self.expected:
+    def _fence(self, worker: int, now_ticks: int) -> list[Request]:
+        """Handle a lost worker, which sends nothing more. If no shard holds one of its pushes, it leaves at once."""
+        if worker not in self.expected or worker in self._fenced:
             return []
-        self.expected.remove(worker)
-        event: AnyEvent = kind(now_ticks=now_ticks, worker=worker)
-        requests = [request for shard in self.shards.values() for request in shard.handle(event)]
-        return requests + self._answer_fetches()
+        if not any(shard.sync.holds(worker) for shard in self.shards.values()):
+            return self._leave(WorkerLost(now_ticks=now_ticks, worker=worker))
+        self._fenced.add(worker)
+        fenced = WorkerFenced(now_ticks=now_ticks, worker=worker)
+        return [request for shard in self.shards.values() for request in shard.handle(fenced)]
 
-    def _answer_fetches(self) -> list[Request]:
-        """Answer the coordinator's requests for weights, except those that name workers that have not left yet."""
+    def _settle(self, message: LossSettled, now_ticks: int) -> list[Request]:
+        """Handle the coordinator's verdict about the held pushes of a lost worker."""
+        worker = message.worker
+        if worker not in self._fenced or message.incarnation != self._incarnations.get(worker, 0):
+            return []
+        self._fenced.remove(worker)
+        return self._leave(WorkerLost(now_ticks=now_ticks, worker=worker, kept=message.kept))
+
+    def _leave(self, event: WorkerFinished | WorkerLost) -> list[Request]:
+        """Handle a worker that has left. If the departure is reported twice, the second report has no effect."""
+        if event.worker not in self.expected:
+            return []
+        self.expected.remove(event.worker)
+        requests = [request for shard in self.shards.values() for request in shard.handle(event)]
+        return requests + self._answer_coordinator()
+
+    def _answer_coordinator(self) -> list[Request]:
+        """Answer the coordinator's requests, except those that name workers that have not left yet."""
         due = [fetch for fetch in self._fetches if self.expected.isdisjoint(fetch.left)]
         self._fetches = [fetch for fetch in self._fetches if fetch not in due]
-        return [Send(COORDINATOR, Snapshot(each.shard, self.shards[each.shard].version)) for each in due]
+        answers: list[Request] = [
+            Send(COORDINATOR, Snapshot(each.shard, self.shards[each.shard].version)) for each in due
+        ]
+        join = self._proposed
+        if join is not None and self.expected.isdisjoint((*join.left, join.worker)) and not self._to_begin:
+            self._proposed = None
+            answers.append(self._offer(join.worker, join.incarnation))
+        return answers

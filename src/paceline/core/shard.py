@@ -111,6 +111,10 @@ class Shard:
         norm = "the norms that the other shards compute in order to clip the joint gradient"
         return dict.fromkeys(self.clipped.kept_answers, norm) | self.sync.waits()
 
+    def staleness(self) -> tuple[tuple[int, int], ...]:
+        """Return (worker, number of updates since it has received the weights) of each live worker."""
+        return tuple((worker, self._versions.missed(worker)) for worker in sorted(self._versions.workers))
+
     def handle(self, event: RecordedEvent) -> list[Request]:
         """Process one event and return the requests to the host.
 
@@ -150,7 +154,7 @@ class Shard:
             elif type(action) is HoldPush:
                 self._held.add((action.worker, action.iteration))
             elif type(action) is DropPush:
-                self._drop_push(action, requests)
+                self._drop_push(action, requests, torn=type(event) is WorkerLost)
             elif type(action) is SetTimer:
                 requests.append(Timer(action.due_ticks, action.worker, action.iteration, self.index))
             elif type(action) is ReportFault:
@@ -239,12 +243,13 @@ class Shard:
                 self._versions.drop(*push)
             requests += self._edits.carry_out(edited)
 
-    def _drop_push(self, action: DropPush, requests: list[Request]) -> None:
-        """Discard a push, but carry out an edit: an edit is never dropped."""
+    def _drop_push(self, action: DropPush, requests: list[Request], *, torn: bool) -> None:
+        """Discard a push. An edit is carried out instead, unless it is `torn`: some shards have not received it."""
         key = action.worker, action.iteration
         self._versions.drop(*key)
+        self._held.discard(key)
         if key in self._edits.pending:
-            requests += self._edits.carry_out([key])
+            requests += self._edits.discard(key) if torn else self._edits.carry_out([key])
             return
         details = self._details.pop(key, UNKNOWN)
         if details.samples is not None and not details.repeated:

@@ -4,16 +4,14 @@ All shards must change the model at the same boundary. If two shards counted the
 different iterations, the workers could block each other: worker 0 could wait for worker 1 at one shard, and worker 1
 for worker 0 at another. Therefore the workers determine the boundary. The coordinator publishes a change to all
 workers that are live at this time, the change's *members*. Each member flags its next push with the change, in the
-same way for all shards. This push is the worker's last one under the old model. Every live worker is in one of three
-states:
+same way for all shards. This push is the worker's last one under the old model. No worker joins while a change is in
+progress: the coordinator lets one wait for the other. Every live worker is in one of two states:
 
     in the model     the usual state
     passed           the worker has sent its flagged push. The old model has processed that push and was then told
                      that the worker has left, so the model no longer waits for the worker. The worker's pull waits
                      until every member has passed, finished or been lost. Then the workers that have passed join
                      the new model with equal counts, and their pulls are answered
-    guest            the worker joined while a change was in progress. Until the worker passes a change, it belongs to
-                     no model; it waits for no other worker, and no other worker waits for it
 
 The flagged pushes themselves mark the boundary, so all shards agree on the boundary even if the coordinator's message
 arrives late. No push or pull goes through the coordinator. `JobSync` implements the coordinator's side.
@@ -28,7 +26,7 @@ applied, averaged or dropped exactly once.
 from __future__ import annotations
 
 from ..errors import InternalError, InvalidEventError
-from ..sync.actions import AnswerPull, AnyAction, ApplyPush, DropPush, ReportFault
+from ..sync.actions import AnswerPull, AnyAction, ReportFault
 from ..sync.asp import ASP
 from ..sync.bsp import BSP
 from ..sync.counts import Counts
@@ -39,6 +37,7 @@ from ..sync.events import (
     PullRequested,
     PushReceived,
     TimerFired,
+    WorkerFenced,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
@@ -82,8 +81,6 @@ class ShardSync:
         self._change: Change | None = None  # the change in progress
         self._changed = 0  # number of the last change that this shard completed
         self._remaining: set[int] = set()  # live members of the change in progress that have not passed yet
-        self._joined_after: dict[int, int] = {}  # live worker -> number of the last change before it joined
-        self._guests: set[int] = set()
         self._passed: set[int] = set()
         # workers that have passed a completed change but have not pulled yet; their pulls are answered on arrival
         self._to_pull: set[int] = set()
@@ -96,6 +93,18 @@ class ShardSync:
     def last_iteration(self, worker: int) -> int:
         """Return the label of a live worker's last push."""
         return self.order.label[worker] - 1
+
+    def entry(self, worker: int) -> tuple[int, int]:
+        """Return the smallest label and the least c_p with which a worker could join now."""
+        return self.order.first_label(worker), self._machine.entry
+
+    def holds(self, worker: int) -> bool:
+        """Return True if a push of this worker is held, and other shards may not have received the push."""
+        return self._machine.holds(worker)
+
+    def may_join(self, count: int) -> bool:
+        """Return True if a worker may still join with this c_p."""
+        return self._machine.may_join(count)
 
     def waits(self) -> dict[int, str]:
         """Return, for each worker with a delayed pull, a description of what the pull waits for."""
@@ -114,8 +123,9 @@ class ShardSync:
         self.order.require(event)
         if type(event) is PushReceived and event.change is not None:
             self._require_boundary(event, event.change)
-        if event.worker not in self._guests:
-            self._machine.check(event)
+        if type(event) is WorkerJoined and self._change is not None:
+            raise InvalidEventError(f"worker {event.worker} joined during change {self._change.number}")
+        self._machine.check(event)
         self.order.advance(event)  # all checks have passed, so the event can no longer be refused
         return self._take(event)
 
@@ -124,20 +134,18 @@ class ShardSync:
         self._machine.validate()
         self.order.validate()
         modelled, live = self.counts.count.keys(), self.order.phase.keys()
-        if (
-            modelled | self._guests | self._passed != live
-            or len(modelled) + len(self._guests) + len(self._passed) != len(live)
-            or self._joined_after.keys() != live
-        ):
+        if modelled | self._passed != live or len(modelled) + len(self._passed) != len(live):
             raise InternalError(
-                f"the live workers {set(live)} do not match those in the model {set(modelled)}, the guests "
-                f"{self._guests} and those that have passed {self._passed}"
+                f"the live workers {set(live)} do not match those in the model {set(modelled)} and those that have "
+                f"passed {self._passed}"
             )
         if self._change is None and (self._passed or self._remaining):
             raise InternalError(
                 f"no change is in progress, but workers {self._passed} wait for {self._remaining}"
             )
-        if self._change is not None and not (self._remaining and self._remaining <= live - self._passed):
+        if self._change is not None and not (
+            (self._remaining or self._machine.frozen) and self._remaining <= live - self._passed
+        ):
             raise InternalError(
                 f"the change {self._change} waits for workers {self._remaining}; workers {set(live)} are live"
             )
@@ -158,7 +166,7 @@ class ShardSync:
     def _take(self, event: AnyEvent) -> list[AnyAction]:
         match event:
             case PushReceived():
-                actions = self._tell(event) if event.worker not in self._guests else [_apply(event)]
+                actions = self._tell(event)
                 return actions if event.change is None else actions + self._pass(event, event.change)
             case PullRequested():
                 return self._pull(event)
@@ -167,7 +175,11 @@ class ShardSync:
             case TimerFired():
                 return self._tell(event)
             case WorkerJoined():
-                return self._join(event)
+                return self._tell(event)
+            case WorkerFenced():
+                if self._machine.holds(event.worker):
+                    self._machine.frozen.add(event.worker)
+                return []
             case WorkerLost() | WorkerFinished():
                 return self._leave(event)
             case _:
@@ -177,35 +189,35 @@ class ShardSync:
         worker = pull.worker
         if worker in self._passed:
             return []  # the pull is answered when the change is complete
-        if worker in self._guests or worker in self._to_pull:
-            self._to_pull.discard(worker)
+        if worker in self._to_pull:
+            self._to_pull.remove(worker)
             return [self._answer(worker)]
         return self._tell(pull)
 
-    def _join(self, event: WorkerJoined) -> list[AnyAction]:
-        self._joined_after[event.worker] = event.change
-        if event.change > self._changed:
-            self._guests.add(event.worker)
-            return []
-        return self._tell(event)
-
     def _leave(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
         worker = event.worker
-        actions = self._tell(event) if worker in self.counts.count else []
-        del self._joined_after[worker]
-        for workers in (self._guests, self._passed, self._to_pull, self._remaining):
+        actions: list[AnyAction] = []
+        if worker in self._machine.frozen and isinstance(event, WorkerLost):
+            actions += self._checked(self._machine.settle(worker, event.kept), event.now_ticks)
+        if worker in self.counts.count:
+            actions += self._tell(event)
+        for workers in (self._passed, self._to_pull, self._remaining):
             workers.discard(worker)
         return actions + self._complete(event.now_ticks)
 
     def _tell(self, event: AnyEvent) -> list[AnyAction]:
-        """Pass an event to the model. If a user-defined condition fails, fall back to the last model that worked."""
-        actions = self._machine.handle(event)
+        """Pass an event to the model, and return the actions."""
+        return self._checked(self._machine.handle(event), event.now_ticks)
+
+    def _checked(self, actions: list[AnyAction], now_ticks: int) -> list[AnyAction]:
+        """Return the model's actions. If a user's condition has failed, fall back to the last model that worked."""
         if (fault := self._machine.fault) is not None:
             self.sync = ASP() if self._worked.needs_plans else self._worked
             self.needs_staleness = self.sync.needs_staleness
             replacement = self._new_machine()
             actions.append(ReportFault(fault.reason, fault.traceback, str(self.sync)))
-            actions += replacement.take_over(self._machine.hand_over(), event.now_ticks)
+            replacement.frozen = self._machine.frozen
+            actions += replacement.take_over(self._machine.hand_over(), now_ticks)
             self._machine, self._worked = replacement, BSP()
         for action in actions:
             if type(action) is AnswerPull:
@@ -223,42 +235,35 @@ class ShardSync:
             # A higher number means that the coordinator has published the change again, because all members that had
             # passed the earlier change were lost.
             self._change = change
-            self._remaining = {
-                m
-                for m in change.members
-                if m in self._joined_after and self._joined_after[m] < change.number and m not in self._passed
-            }
+            self._remaining = {m for m in change.members if m in self.order.phase and m not in self._passed}
         self._remaining.discard(worker)
         self._passed.add(worker)
-        actions: list[AnyAction] = []
-        if worker in self._guests:
-            self._guests.remove(worker)
-        else:  # the old model keeps the pushes of a worker that leaves, but no longer waits for the worker
-            actions = self._tell(WorkerFinished(now_ticks=push.now_ticks, worker=worker))
+        # The old model keeps the pushes of a worker that leaves, but no longer waits for the worker.
+        actions = self._tell(WorkerFinished(now_ticks=push.now_ticks, worker=worker))
         return actions + self._complete(push.now_ticks)
 
     def _complete(self, now_ticks: int) -> list[AnyAction]:
-        """Start the new model if every member has passed the boundary or left the run."""
+        """Start the new model if every member has passed the boundary or left the run.
+
+        No push of a lost worker may be held, because the old model must apply all held pushes.
+        """
         change = self._change
-        if change is None or self._remaining:
+        if change is None or self._remaining or self._machine.frozen:
             return []
         updates: list[AnyAction] = []
         answers: list[AnyAction] = []  # returned after all updates
-        for worker in list(self.counts.count):  # these workers joined after the change was published
-            self._guests.add(worker)
-            if self._waiting(worker):
-                answers.append(self._answer(worker))
+        for worker in list(self.counts.count):  # these workers have left, but this shard has yet to notice it
             for action in self._tell(WorkerFinished(now_ticks=now_ticks, worker=worker)):
                 (answers if isinstance(action, AnswerPull) else updates).append(action)
         models = parse_shards(change.sync)
         self._worked, self.sync = self.sync, models[self._shard if len(models) > 1 else 0]
         self.needs_staleness = self.sync.needs_staleness
         self._machine = self._new_machine()
-        for worker in sorted(self._passed):
+        for worker, phase in sorted(self.order.phase.items()):
             self._tell(WorkerJoined(now_ticks=now_ticks, worker=worker, iteration=self.order.label[worker]))
-            if self._waiting(worker):
+            if phase == "waiting":
                 answers.append(self._answer(worker))
-            else:
+            elif phase == "pushed":
                 self._to_pull.add(worker)
         self._passed = set()
         self._change, self._changed, self.changed_to = None, change.number, models
@@ -276,8 +281,3 @@ class ShardSync:
         """Answer a pull without consulting the model."""
         self.order.answered(worker)
         return AnswerPull(worker, self.last_iteration(worker))
-
-
-def _apply(push: PushReceived) -> AnyAction:
-    """Return the action for a guest's push, which no model receives: drop the push if it is empty, else apply it."""
-    return (DropPush if push.empty else ApplyPush)(push.worker, push.iteration)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from ..errors import ConfigurationError, ProtocolError
+from ..errors import ConfigurationError, ProtocolError, TakenOutError
 from ..sync.events import Change, Clip, Edit, Stop
 from ..sync.model import SyncModel, agree_on_means
 from ..sync.notation import notation, parse_shards, require_shards
@@ -40,8 +40,10 @@ from .messages import (
     InitialWeightsRequested,
     IterationFinished,
     IterationStarted,
+    LoopEntered,
     Message,
     ModelExtended,
+    Paused,
     PlanPublished,
     PullAllowed,
     PullRepeated,
@@ -49,10 +51,13 @@ from .messages import (
     Refused,
     Register,
     RestartOrdered,
+    Resumed,
     StandInAllowed,
     Started,
+    StatesDecided,
     StoodIn,
     SyncRequested,
+    TakenOut,
     TrainingStopped,
     WorkerFinished,
 )
@@ -83,6 +88,7 @@ class Worker:
             "turn" (a `PullAllowed`) or "answers" (an `Answer` from every shard); "" if it does not wait.
         last_commit: the last commit that the worker has sent to shard 0; None before the first commit.
         left: True if the worker has finished and left the run.
+        paused: True if the worker must not begin another iteration, because the run has too few workers.
         in_place: True if the last answer told the worker to read the weights directly from the servers' memory.
         started: the `Started` message that the worker has received; None before training starts.
         needs_significance: True if each push must contain |g| / |w|.
@@ -104,6 +110,7 @@ class Worker:
         self.waiting_for = ""
         self.last_commit: Commit | None = None
         self.left = False
+        self.paused = False
         self.in_place = False
         self.started: Started | None = None
         self.data = DataFeed()
@@ -335,10 +342,10 @@ class Worker:
         self._pulls_again = True
         self._await("answers")
 
-    def finish(self) -> list[Request]:
-        """Leave the run, because the script has finished."""
+    def finish(self, *, early: bool = False) -> list[Request]:
+        """Leave the run, because the script has finished, or `early` because the worker was asked to leave."""
         self.waiting_for, self.left = "", True
-        goodbye = WorkerFinished(self.data.pushed)
+        goodbye = WorkerFinished(self.data.pushed, early)
         return [Send(peer, goodbye) for peer in [*dict.fromkeys(self._servers), COORDINATOR]]
 
     def reach_epoch(self, epoch: int) -> None:
@@ -397,6 +404,7 @@ class Worker:
         Raises:
             ConfigurationError: the coordinator has refused this worker.
             ProtocolError: workers do not receive messages of this type.
+            TakenOutError: this worker takes no part in the run any more.
         """
         match message:
             case Answer():
@@ -424,7 +432,7 @@ class Worker:
                     return []  # a later attempt is in progress already
                 self._restart = message.iteration, message.attempt
                 return [Abort(message.iteration)] if self.restart_ordered and not self.waiting_for else []
-            case DataGranted():
+            case DataGranted() | LoopEntered() | StatesDecided():
                 self.data.handle(message)
             case Combined():
                 self.combined = message
@@ -434,12 +442,21 @@ class Worker:
                 self.extended, self.extension = message, message.number
             case StandInAllowed():
                 self._uneven = True
+            case Paused():
+                self.paused = True
+            case Resumed():
+                self.paused = False
             case TrainingStopped():
                 self.data.stopped.add(message.loop)
             case Started():
                 return self._start(message)
             case Refused():
                 raise ConfigurationError(message.reason)
+            case TakenOut():
+                raise TakenOutError(
+                    f"worker {message.worker} was taken out of the run: {message.reason}. The run continues without "
+                    "it, and nothing that it has computed since then is used."
+                )
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not expected by a worker")
         return []

@@ -17,9 +17,11 @@ from ..core.messages import (
     Combined,
     Commit,
     DataGranted,
+    LoopEntered,
     Message,
     ModelExtended,
     Started,
+    StatesDecided,
     Status,
 )
 from ..core.model_spec import ModelSpec
@@ -206,7 +208,7 @@ class VirtualJob:
             for _ in range(cluster.servers)
         ]
         interfaces = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
-        self._to_come = 0  # number of scheduled joins
+        self._to_come = 0  # number of joins that are scheduled or in progress
         self.workers = []
         for worker in range(cluster.workers):
             state = VirtualWorker(worker)
@@ -436,22 +438,28 @@ class VirtualJob:
         self.kernel.at(due_ticks, self._join, worker)
 
     def _join(self, worker: int) -> None:
-        """Let a worker join late or join again. The worker's initial weights arrive immediately."""
-        self._to_come -= 1
+        """Let a worker join late or join again."""
         state = self.workers[worker]
-        iteration = state.core.iteration + 1 if state.life else 0  # iteration numbers are not reused
-        shards = [shard for server in self._servers for shard in server.shards.values()]
-        slowest = [shard.sync.counts.slowest for shard in shards if shard.sync.counts.live_count]
-        count = max(slowest) if len(shards) > 1 and slowest else None
         self._new_core(worker)
-        self._at_once(
-            COORDINATOR, self.coordinator.admit(worker, iteration, count or None, self.kernel.now_ticks)
-        )
-        self._connect(worker)
-        state.begun_s = self.kernel.now_s
+        state.joining = True
         state.dropped_s = state.restarted = None
         state.refreshing = state.standing_in = False
         self._plan_absence(worker)
+        self._from_coordinator(self.coordinator.admit(worker, self.kernel.now_ticks))
+
+    def _start(self, worker: int) -> None:
+        """Let a worker that joins a run in progress connect to the servers, which send it their weights."""
+        for index, server in enumerate(self._servers):
+            core = self.workers[worker].core
+            incarnation = self.coordinator.incarnations.get(worker, 0)
+            requests = server.connected(worker, self.kernel.now_ticks, core.extension, incarnation)
+            self._from_server(index, requests)
+
+    def _joined(self, worker: int) -> None:
+        """Let a worker that joins a run in progress begin its first iteration: its weights have arrived."""
+        self._to_come -= 1
+        state = self.workers[worker]
+        state.joining, state.begun_s = False, self.kernel.now_s
         self._driver.joined(worker)
 
     def _new_core(self, worker: int) -> None:
@@ -465,10 +473,10 @@ class VirtualJob:
 
     def _connect(self, worker: int) -> None:
         for index, server in enumerate(self._servers):
-            self._at_once(server_peer(index), server.connected(worker, self.workers[worker].core.extension))
+            self._at_once(server_peer(index), server.connected(worker, self.kernel.now_ticks))
 
     def _at_once(self, sender: Peer, requests: Sequence[Request]) -> None:
-        """Deliver messages immediately, bypassing the network. Used at the beginning and when workers join."""
+        """Deliver messages immediately, bypassing the network. Used before a worker's first weights have arrived."""
         now_ticks = self.kernel.now_ticks
         for request in requests:
             match request:
@@ -480,7 +488,7 @@ class VirtualJob:
                     self._at_once(to, self.coordinator.handle(sender, message, now_ticks))
                 case Send(to, message) if to.role == "server":
                     self._at_once(to, self._servers[to.index].handle(sender, message, now_ticks))
-                case Send(to, Started() | Answer() | DataGranted() | Combined() as message):
+                case Send(to, Started() | Answer() | DataGranted() | LoopEntered() | Combined() as message):
                     self._at_once(to, self.workers[to.index].core.handle(message))
                 case _:
                     self._from_coordinator([request])
@@ -507,6 +515,8 @@ class VirtualJob:
         if state.computing:
             state.wasted_s += (now_ticks - state.started_ticks) / self.kernel.ticks_per_s
         state.computing = False
+        self._to_come -= state.joining
+        state.joining = False
         state.attempt += 1
         state.life += 1
         self._driver.lost(worker)
@@ -581,15 +591,20 @@ class VirtualJob:
         if state.life != life:
             return
         requests = state.core.handle(message)
-        if type(message) is DataGranted:
+        if type(message) in (DataGranted, LoopEntered, StatesDecided):
             self._driver.supplied(worker)
         elif type(message) is Combined and not state.standing_in:
             self._driver.combined(worker)
         elif type(message) is ModelExtended and not state.standing_in:
             self._extend(worker)
+        if type(message) is Started:
+            self._start(worker)
         for request in requests:
             if type(request) is Proceed:
-                self._proceed(worker)
+                if state.joining:
+                    self._joined(worker)
+                else:
+                    self._proceed(worker)
             elif type(request) is Abort:
                 self._abort(worker)
             else:
@@ -722,7 +737,13 @@ class VirtualJob:
         state.core.await_extended_weights()
         self._driver.extended(worker)
         for index, server in enumerate(self._servers):
-            self._from_server(index, server.connected(worker, state.core.extension))
+            requests = server.connected(
+                worker,
+                self.kernel.now_ticks,
+                state.core.extension,
+                self.coordinator.incarnations.get(worker, 0),
+            )
+            self._from_server(index, requests)
 
     # -- latencies and standstills ------------------------------------------------------------------------
 

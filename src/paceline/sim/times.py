@@ -18,7 +18,7 @@ import msgspec
 from ..errors import ConfigurationError
 from ..sync.arithmetic import exp, log, normal_quantile
 from ..sync.draws import uniforms
-from ..sync.ticks import TICKS_PER_S, Seconds
+from ..sync.ticks import Seconds, vanishes
 
 __all__ = [
     "Constant",
@@ -295,7 +295,7 @@ def _require_time(name: str, value: Seconds) -> None:
         raise ConfigurationError(f"{name} is {value!r}, expected a number of seconds >= 0.")
     if not (math.isfinite(value) and value >= 0):
         raise ConfigurationError(f"{name} is {float(value):g}, expected a number of seconds >= 0.")
-    if isinstance(value, float) and 0 < value * TICKS_PER_S <= 0.5:
+    if vanishes(value):
         raise ConfigurationError(
             f"{name} is {value:g}, which would be rounded to 0, because floats are rounded to nanoseconds. Give the "
             "time as a fractions.Fraction, or use a larger unit."

@@ -19,15 +19,16 @@ from typing import Literal
 
 import torch
 
+from ..core.collectives import combine
 from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice, of_set
 from ..core.lease import BatchSizing
-from ..core.messages import Combined, Warned
+from ..core.messages import Combined, Contributed, LoopPosition, Warned
 from ..core.model_spec import BufferSpec, HyperParameters, ModelSpec, first_difference
 from ..core.requests import COORDINATOR, Request, Send
 from ..core.standstill import unable_to_begin
 from ..core.worker import Worker
-from ..errors import RunFailedError, UsageError, first_line
+from ..errors import RunFailedError, first_line
 from ..frontend.clipping import unwatch_torch, watch_torch
 from ..frontend.generators import GeneratorStates
 from ..frontend.session import install
@@ -67,6 +68,7 @@ class Training:
         job: the simulated job. Must be set before `VirtualJob.run` is called.
         model: description of the trained model. Set by `make_stores`.
         stores: the store of each shard. Set by `make_stores`.
+        states: the position and the states of tracked objects that were kept last.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Training:
         self.seed = seed
         self.skips_nan = skips_nan
         self.stores: list[Store] = []
+        self.states: tuple[LoopPosition, bytes] | None = None
         self.model: ModelSpec
         self.slices: tuple[ShardSlice, ...] = ()
         self.job: VirtualJob
@@ -96,6 +99,8 @@ class Training:
         self._slicing = slicing
         self._count = shards
         self._sessions: dict[int, VirtualSession] = {}
+        # Worker whose script has not begun yet -> shard -> weights that the shard has sent to the worker.
+        self._first_weights: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
         self._lives = [0] * workers
         self._slots: BufferSlots  # set by `make_stores`
         self._initializer = -1
@@ -160,11 +165,10 @@ class Training:
         Raises:
             RunFailedError: a worker waits for one that has ended or has reached its first step.
         """
-        gathered = self.job.coordinator.collectives.waiting
         while combined := [each for each in self._sessions.values() if each.combined_early]:
             for session in combined:
                 self._resume(session)
-        if gathered:
+        if gathered := self.job.coordinator.collectives.waiting:
             live = [worker for worker, session in self._sessions.items() if not session.strand.ended]
             raise RunFailedError("the run", unable_to_begin(live, gathered))
 
@@ -225,8 +229,11 @@ class Training:
             raise RunFailedError(f"worker {worker}", f"its model differs from {initializer}'s: {difference}")
         if worker != self._initializer or not session.weights:
             session.allocate(self.model)
-        for shard in range(len(self.stores)):
-            self.sent(worker, shard)
+        sent = self._first_weights.pop(worker, {})
+        for shard, store in enumerate(self.stores):
+            weights = sent.get(shard, store.weights)
+            for vector, (start, stop) in self.slices[shard].bounds.items():
+                session.weights[vector][start:stop] = weights[vector]
         self._resume(session)
 
     def computed(self, worker: int) -> None:
@@ -252,7 +259,10 @@ class Training:
 
     def sent(self, worker: int, shard: int) -> None:
         session = self._sessions.get(worker)
-        if session is not None and session.weights:
+        if session is None:  # the worker joins a run in progress, and its script has not begun yet
+            weights = {vector: values.clone() for vector, values in self.stores[shard].weights.items()}
+            self._first_weights.setdefault(worker, {})[shard] = weights
+        elif session.weights:
             bounds = of_set(self.slices[shard].bounds, session.pulls)
             for vector, (start, stop) in bounds.items():
                 if (
@@ -261,9 +271,11 @@ class Training:
                     session.weights[vector][start:stop] = self.stores[shard].weights[vector]
 
     def lost(self, worker: int) -> None:
-        session = self._sessions.pop(worker)
-        self._swap_generators(session)
-        session.end()
+        self._first_weights.pop(worker, None)
+        session = self._sessions.pop(worker, None)
+        if session is not None:
+            self._swap_generators(session)
+            session.end()
 
     # -- called by sessions -------------------------------------------------------------------------------
 
@@ -594,16 +606,20 @@ class VirtualSession:
     ) -> Mapping[str, torch.Tensor]:
         return self._training.initial_buffers
 
+    def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
+        self._training.states = position, b"".join(states)
+
+    def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
+        return self._training.states
+
     def combine(
         self, call: str, op: Literal["mean", "sum"] = "sum", numbers: bytes = b"", weight: float = 1.0
     ) -> Combined:
         self.strand.require_own_thread()
         self._end_uncommitted()
         if not self.joined and self._training.stores:
-            raise UsageError(
-                f"worker {self.worker} joins a run in progress, so it cannot call {call.partition('(')[0]}() before "
-                "its first step: the other workers made their calls at the beginning."
-            )
+            # The others have made the calls before their first step long ago, and do not make them again.
+            return combine({self.worker: Contributed(call, 1, op, numbers, weight)})
         self._gathered = True
         self._training.job.combine(self.worker, call, op, numbers, weight, at_once=not self.joined)
         if self._core.combined is None or self.joined:

@@ -34,6 +34,7 @@ class VirtualWorker:
         refreshing: True while the worker pulls without having pushed, because its script evaluates the model.
         standing_in: True from a push that the worker makes while its script waits in a barrier or a reduction, until
             the weights arrive.
+        joining: True while the worker joins a run in progress, until its weights arrive.
         restarted: pair (time of the abort, time of the restart) for the current iteration; None without a restart.
         finished_s: time at which the most recent iteration ended.
         computed_ticks: total time of all computations that were not wasted (see `wasted_s`), in ticks.
@@ -51,6 +52,7 @@ class VirtualWorker:
         "finished_s",
         "from_coordinator",
         "from_server",
+        "joining",
         "life",
         "loss",
         "peer",
@@ -84,6 +86,7 @@ class VirtualWorker:
         self.dropped_s: float | None = None
         self.refreshing = False
         self.standing_in = False
+        self.joining = False
         self.restarted: tuple[float, float] | None = None
         self.finished_s = 0.0
         self.computed_ticks = 0

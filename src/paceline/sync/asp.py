@@ -22,7 +22,7 @@ each gradient by the number of workers (Algorithm 1, line 15); `push_scale="1/n"
 
 from __future__ import annotations
 
-from .conditions import PUSH_SCALES, ApplyingModel, ConditionMachine
+from .conditions import PUSH_SCALES, ApplyingModel, ConditionMachine, always
 
 __all__ = ["ASP"]
 
@@ -37,4 +37,4 @@ class ASP(ApplyingModel, frozen=True, repr_omit_defaults=True):
         return True
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
-        return ConditionMachine(lambda state: True, scale=PUSH_SCALES[self.push_scale])
+        return ConditionMachine(always, scale=PUSH_SCALES[self.push_scale])

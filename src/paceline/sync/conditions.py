@@ -12,6 +12,10 @@ a delayed pull:
                       condition `progress < V_train + s`, this happens as soon as c_p - min c has decreased to s
     lazy execution    the round is max(progress, V_train): the pull is answered when the slowest worker has caught up
 
+A worker that joins a run in progress with c_p = c takes part from round c on. Its first pull is answered when this
+round begins, and earlier rounds do not count the worker. The condition `always` is an exception: it answers this pull
+immediately, too.
+
 Guarantee: Whatever the conditions, each push is applied, averaged or dropped exactly once, and no worker waits for
 a worker that has left. The conditions determine whether a run makes progress. The models of this
 package ensure that it does.
@@ -38,7 +42,7 @@ from .events import (
     WorkerJoined,
     WorkerLost,
 )
-from .model import Handover, ShardMachine, SyncModel
+from .model import Handover, ShardMachine, SyncModel, without_torn
 
 __all__ = [
     "EXECUTIONS",
@@ -52,6 +56,7 @@ __all__ = [
     "PushCondition",
     "PushScale",
     "PushState",
+    "always",
     "everybody",
 ]
 
@@ -61,18 +66,18 @@ class PushState:
 
     Attributes:
         v_train: V_train, the current round, which ends when the push condition holds.
-        live: number of live workers.
-        pushed: Count[V_train], the number of live workers that have pushed round V_train.
+        live: number of live workers, without those that join in a later round.
+        pushed: Count[V_train], the number of these workers that have pushed round V_train.
         slowest: min c, the smallest c_p of the live workers.
         fastest: max c, the largest c_p of the live workers.
     """
 
     __slots__ = ("_counts", "live", "pushed", "v_train")
 
-    def __init__(self, counts: Counts, v_train: int, pushed: int) -> None:
+    def __init__(self, counts: Counts, v_train: int, pushed: int, joining: int = 0) -> None:
         self._counts = counts
         self.v_train = v_train
-        self.live = len(counts.count)
+        self.live = len(counts.count) - joining
         self.pushed = pushed
 
     @property
@@ -105,9 +110,15 @@ class PullState(PushState):
     __slots__ = ("iteration", "progress", "significance", "worker")
 
     def __init__(
-        self, counts: Counts, v_train: int, pushed: int, pull: PullRequested, significance: float | None
+        self,
+        counts: Counts,
+        v_train: int,
+        pushed: int,
+        pull: PullRequested,
+        significance: float | None,
+        joining: int = 0,
     ) -> None:
-        super().__init__(counts, v_train, pushed)
+        super().__init__(counts, v_train, pushed, joining)
         self.worker = pull.worker
         self.iteration = pull.iteration
         self.progress = counts.count[pull.worker] - 1
@@ -131,6 +142,11 @@ EXECUTIONS: dict[str, Execution] = {
     "soft": lambda progress, v_train: v_train,
     "lazy": max,
 }
+
+
+def always(state: PullState) -> bool:
+    """Return True: answer every pull on arrival."""
+    return True
 
 
 def everybody(state: PushState) -> bool:
@@ -229,7 +245,12 @@ class ConditionMachine(ShardMachine):
         self._average = average
         self._execution = execution
         self._scale = None if scale is PUSH_SCALES["1"] else scale
-        self._pushed = 0  # Count[V_train], the number of live workers with c_p > V_train
+        self._pushed = (
+            0  # Count[V_train], the number of live workers with c_p > V_train that are not in `_coming`
+        )
+        # Workers that have joined a run in progress and have not pulled their first weights yet.
+        self._entering: set[int] = set()
+        self._coming: dict[int, int] = {}  # worker that joins in a later round -> this round, its c_p
         self._held: list[tuple[int, int]] = []  # (worker, iteration) of each push that is held to be averaged
         self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of the delayed pull
         self._filed_under: dict[int, int] = {}  # worker -> round under which the delayed pull is filed
@@ -257,12 +278,12 @@ class ConditionMachine(ShardMachine):
             case PullRequested():
                 return self.pulled(event)
             case WorkerJoined():
-                count = self.v_train if event.count is None else event.count
-                self.counts.joined(event.worker, count)
-                self._pushed += count > self.v_train
-                return []
+                return self._join(event)
             case WorkerLost() | WorkerFinished():
-                self._pushed -= self.counts.left(event.worker) > self.v_train
+                ahead = self.counts.left(event.worker) > self.v_train
+                self._pushed -= ahead and event.worker not in self._coming
+                self._coming.pop(event.worker, None)
+                self._entering.discard(event.worker)
                 self._significance.pop(event.worker, None)
                 self._forget_pull(event.worker)
                 return self._close_rounds()
@@ -274,13 +295,42 @@ class ConditionMachine(ShardMachine):
     def pulled(self, pull: PullRequested) -> list[AnyAction]:
         """Answer a pull now if the pull condition holds; otherwise file it under a round."""
         worker = pull.worker
-        state = PullState(self.counts, self.v_train, self._pushed, pull, self._significance.get(worker))
-        if self._pull_condition(state):
-            return [self._answer(worker, pull.iteration)]
-        rnd = self._execution(state.progress, self.v_train)
+        if worker in self._entering:
+            self._entering.remove(worker)
+            if worker not in self._coming:
+                return [self._answer(worker, pull.iteration)]
+            rnd = self._coming[worker] - 1
+        else:
+            significance = self._significance.get(worker)
+            joining = len(self._coming)
+            state = PullState(self.counts, self.v_train, self._pushed, pull, significance, joining)
+            if self._pull_condition(state):
+                return [self._answer(worker, pull.iteration)]
+            rnd = self._execution(state.progress, self.v_train)
         self._delayed.setdefault(rnd, {})[worker] = pull.iteration
         self._filed_under[worker] = rnd
         return []
+
+    def holds(self, worker: int) -> bool:
+        return any(holder == worker for holder, _ in self._held)
+
+    def settle(self, worker: int, kept: int | None) -> list[AnyAction]:
+        self.frozen.discard(worker)
+        self._held, dropped = without_torn(self._held, worker, kept)
+        return dropped if worker in self.counts.count else [*dropped, *self._close_rounds()]
+
+    @property
+    def entry(self) -> int:
+        """The least c_p with which a worker could join now.
+
+        If pushes are averaged, this is the next round, in which all workers begin at the same time: the current round
+        does not wait for a worker that is still receiving its weights.
+        """
+        return self.v_train + (self._average and self.counts.live_count > 0)
+
+    def may_join(self, count: int) -> bool:
+        """Return True unless the round `count` is complete already."""
+        return count >= self.v_train
 
     def hand_over(self) -> Handover:
         delayed = {worker: pulls[worker] for pulls in self._delayed.values() for worker in pulls}
@@ -320,9 +370,30 @@ class ConditionMachine(ShardMachine):
             raise InternalError(
                 f"pulls {self._delayed} are filed under rounds before V_train = {self.v_train}"
             )
-        pushed = sum(count > self.v_train for count in self.counts.count.values())
+        counts = self.counts.count
+        if any(rnd <= self.v_train or counts.get(worker) != rnd for worker, rnd in self._coming.items()):
+            raise InternalError(
+                f"workers {self._coming} join after round {self.v_train}, but the values of c_p are {counts}"
+            )
+        if not self._entering <= counts.keys():
+            raise InternalError(f"workers {self._entering} have joined, but {set(counts)} are live")
+        pushed = sum(count > self.v_train for count in counts.values()) - len(self._coming)
         if pushed != self._pushed:
             raise InternalError(f"Count[{self.v_train}] is {pushed}, but the stored count is {self._pushed}")
+
+    def _join(self, event: WorkerJoined) -> list[AnyAction]:
+        worker = event.worker
+        count = self.v_train if event.count is None else event.count
+        self.counts.joined(worker, count)
+        if event.pulls:
+            self._entering.add(worker)
+        if count <= self.v_train:
+            return []
+        if not event.pulls or self._pull_condition is always:
+            self._pushed += 1
+            return []
+        self._coming[worker] = count
+        return self._close_rounds()
 
     def _receive(self, push: PushReceived, before: int) -> AnyAction:
         progress = self.counts.count[push.worker] - 1
@@ -341,18 +412,34 @@ class ConditionMachine(ShardMachine):
 
     def _close_rounds(self) -> list[AnyAction]:
         actions: list[AnyAction] = []
-        # The loop ends even if the condition always holds: `_pushed` is 0 when V_train reaches the largest c_p.
-        while self._pushed and self._push_condition(PushState(self.counts, self.v_train, self._pushed)):
+        while self._is_complete():
             actions += self._apply_mean()
             closing = self._delayed.pop(self.v_train, {})
             self.v_train += 1
             self._pushed -= self.counts.at(self.v_train)
+            for worker in [worker for worker, rnd in self._coming.items() if rnd == self.v_train]:
+                del self._coming[worker]
+                self._pushed += 1  # it was not included in `_pushed`
             for worker, iteration in closing.items():
                 del self._filed_under[worker]
                 actions.append(self._answer(worker, iteration))
-        if not self.counts.live_count:  # the last worker has left, so no further push can complete this round
-            actions += self._apply_mean()
+        if not (self.counts.live_count or self.frozen):
+            actions += (
+                self._apply_mean()
+            )  # the last worker has left, so no further push can complete this round
         return actions
+
+    def _is_complete(self) -> bool:
+        """Return True if the current round is complete, or if all live workers join in a later round.
+
+        This does not hold for ever, even if the condition does: `_pushed` is 0 when V_train reaches the largest c_p.
+        """
+        if self.frozen:
+            return False
+        if self._pushed:
+            state = PushState(self.counts, self.v_train, self._pushed, len(self._coming))
+            return self._push_condition(state)
+        return bool(self._coming) and len(self._coming) == self.counts.live_count
 
     def _apply_mean(self) -> list[AnyAction]:
         if not self._held:

@@ -9,13 +9,13 @@ Guarantee: Every gradient that is applied was computed on the newest weights (st
 long as N_t workers make progress or, if fewer than N_t are left, as long as all of them do. If N_t is the number of
 workers, the model is BSP.
 Use: When some workers are occasionally very late and training tolerates discarding their late gradients.
-Deviations: The push of a worker that has left stays in the mean, but does not count toward the quorum, because other
-shards may not have received it. A worker that joins begins with the round V_train. The push of a late worker is
-dropped. If the worker's next push would also be late, the answer to the worker's pull contains V_train: the worker
-continues from this round, as if it had pushed the rounds in between. If the shards send different rounds, the worker
-continues from the latest of these rounds and reports this round to all shards with its next push. If each shard
-advanced the worker independently, the shards could disagree about which worker is behind, and workers could wait for
-each other forever.
+Deviations: The push of a worker that has left stays in the mean (that of a lost worker, if every shard has received
+it), but does not count toward the quorum. A worker that joins begins with the round after V_train. The push of a late
+worker is dropped. If the worker's next push would also be late, the answer to the worker's pull contains V_train: the
+worker continues from this round, as if it had pushed the rounds in between. If the shards send different rounds, the
+worker continues from the latest of these rounds and reports this round to all shards with its next push. If each
+shard advanced the worker independently, the shards could disagree about which worker is behind, and workers could
+wait for each other forever.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = DropStragglers(quorum=1).at_shard()

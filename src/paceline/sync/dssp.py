@@ -119,7 +119,7 @@ class SpendingMachine(ConditionMachine):
         last, interval = self._intervals.last_ticks, self._intervals.interval_ticks
         slowest = [w for w, count in self.counts.count.items() if count == self.counts.slowest]
         q = max(slowest, key=lambda w: (interval.get(w, math.inf), -w))  # the longest interval
-        if q not in interval:  # q has not pushed yet, so nothing can be predicted
+        if q not in interval or worker not in interval:  # one has not pushed yet, so nothing can be predicted
             return 0
         return iterations_to_spend(
             last[worker],

@@ -22,9 +22,10 @@ Guarantee: A worker that has stopped waits only for members that have not stoppe
 does not run past its stop, except for iterations that it computes before the plan arrives.
 Use: When the workers' speeds differ but are steady, so that end times can be predicted. The run keeps most of the
 speed of ASP and still averages gradients at barriers.
-Deviations: A worker that joins during a superstep runs as in ASP until the next superstep begins, unless no worker
-has pushed in this superstep yet: it then belongs to the superstep. If two pushes of a worker arrive at the same tick,
-its interval counts as one tick, because end times cannot be extrapolated from an interval of 0.
+Deviations: A worker that joins before the first push under this model belongs to the first superstep. A worker that
+joins later runs as in ASP until the next superstep begins, even if no worker has pushed since the last barrier. If
+two pushes of a worker arrive at the same tick, its interval counts as one tick, because end times cannot be
+extrapolated from an interval of 0.
 
 >>> from paceline.sync.events import IterationFinished, WorkerJoined
 >>> planner = ElasticBSP(lookahead=4).at_coordinator()
@@ -52,7 +53,15 @@ from .events import (
     WorkerJoined,
     WorkerLost,
 )
-from .model import Handover, JobMachine, ShardMachine, SyncModel, require_count, require_within
+from .model import (
+    Handover,
+    JobMachine,
+    ShardMachine,
+    SyncModel,
+    require_count,
+    require_within,
+    without_torn,
+)
 
 __all__ = ["ElasticBSP"]
 
@@ -162,6 +171,17 @@ class ElasticShard(ShardMachine):
         self._stopped_at.pop(event.worker, None)
         return self._close_complete()
 
+    def holds(self, worker: int) -> bool:
+        return any(holder == worker for barrier in self._open.values() for holder, _ in barrier.held)
+
+    def settle(self, worker: int, kept: int | None) -> list[AnyAction]:
+        self.frozen.discard(worker)
+        actions: list[AnyAction] = []
+        for barrier in self._open.values():
+            barrier.held, dropped = without_torn(barrier.held, worker, kept)
+            actions += dropped
+        return actions if worker in self.counts.count else actions + self._close_complete()
+
     def waits(self) -> dict[int, str]:
         return {
             worker: f"the end of superstep {superstep}, which workers {sorted(barrier.remaining)} have not reached"
@@ -183,7 +203,11 @@ class ElasticShard(ShardMachine):
             )
         for superstep, barrier in self._open.items():
             stopped = {worker for worker, at in self._stopped_at.items() if at == superstep}
-            if not barrier.remaining or barrier.remaining & stopped or not barrier.pulls.keys() <= stopped:
+            if (
+                self._is_complete(barrier)
+                or barrier.remaining & stopped
+                or not barrier.pulls.keys() <= stopped
+            ):
                 raise InternalError(
                     f"superstep {superstep} is inconsistent: {vars(barrier)}, stopped workers {stopped}"
                 )
@@ -207,9 +231,14 @@ class ElasticShard(ShardMachine):
         self._open[stop.superstep] = barrier
         return barrier
 
+    def _is_complete(self, barrier: Barrier) -> bool:
+        return not barrier.remaining and not (
+            self.frozen and any(worker in self.frozen for worker, _ in barrier.held)
+        )
+
     def _close_complete(self) -> list[AnyAction]:
         actions: list[AnyAction] = []
-        for superstep in [s for s, barrier in self._open.items() if not barrier.remaining]:
+        for superstep in [s for s, barrier in self._open.items() if self._is_complete(barrier)]:
             barrier = self._open.pop(superstep)
             self._closed = max(self._closed, superstep)
             self._stopped_at = {w: at for w, at in self._stopped_at.items() if at != superstep}

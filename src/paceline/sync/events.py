@@ -4,8 +4,8 @@ A model knows the time only from its events: `now_ticks` is the host's clock, in
 `ticks`). A trace contains the events of a run, and passing them to the model again gives the same actions.
 
 Each worker has two counters. `iteration` is the label that the worker itself gives to an iteration, counted from 0.
-The model counts c_p, the number of iterations that worker p has pushed; a worker that joins late starts with the c_p
-of the slowest live worker.
+The model counts c_p, the number of iterations that worker p has pushed; a worker that joins late starts with a c_p
+that is the same at all shards.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = [
     "Stop",
     "SyncRequested",
     "TimerFired",
+    "WorkerFenced",
     "WorkerFinished",
     "WorkerJoined",
     "WorkerLost",
@@ -106,29 +107,47 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
 class WorkerJoined(Event, frozen=True, kw_only=True, tag=True):
     """A worker has joined and is now live. Every shard receives this event before the coordinator's machine does.
 
-    If a worker is lost and joins again, `superstep` and `change` ensure that earlier supersteps and changes do
-    not wait for the worker.
+    No worker joins while a change of the sync model is in progress.
 
     Attributes:
         worker: the worker that joined.
         iteration: label of the worker's next push.
-        count: the worker's initial c_p; None for min c at this shard. If there are several shards and other workers
-            have already pushed, all shards receive the same number, close to the c_p of the slowest worker.
-        superstep: the first superstep that waits for the worker, if the model plans barriers.
-        change: number of changes of the sync model that had been published when the worker joined.
+        count: the worker's initial c_p; None for min c at this shard. If the run is in progress, all shards receive
+            the same number, which is at least the `ShardMachine.entry` of each.
+        superstep: the first superstep that waits for the worker, if the model plans barriers. If a worker is lost and
+            joins again, earlier supersteps do not wait for it.
+        pulls: True if the run is in progress, so that the worker next pulls its first weights, with the label
+            `iteration` - 1. False if it has the initial weights.
     """
 
     worker: int
     iteration: int = 0
     count: int | None = None
     superstep: int = 0
-    change: int = 0
+    pulls: bool = False
+
+
+class WorkerFenced(Event, frozen=True, kw_only=True, tag=True):
+    """A worker was lost, and the shard holds one of its pushes, which other shards may not have received.
+
+    The worker sends nothing more, and nothing that contains the push may be applied until the worker's `WorkerLost`
+    event. This event is handled by the base class of the machines (see `ShardMachine.frozen`).
+    """
+
+    worker: int
 
 
 class WorkerLost(Event, frozen=True, kw_only=True, tag=True):
-    """A worker was lost: it left without finishing. The worker's earlier pushes remain valid."""
+    """A worker was lost: it left without finishing. The worker's earlier pushes remain valid.
+
+    Attributes:
+        worker: the lost worker.
+        kept: label of the worker's last push that all shards have received. Later pushes that are held are dropped.
+            None if the shard holds no push of the worker.
+    """
 
     worker: int
+    kept: int | None = None
 
 
 class WorkerFinished(Event, frozen=True, kw_only=True, tag=True):
@@ -268,6 +287,7 @@ class MeanClipped(Event, frozen=True, kw_only=True, tag=True):
 
 AnyEvent = (
     WorkerJoined
+    | WorkerFenced
     | WorkerLost
     | WorkerFinished
     | PushReceived

@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import msgspec
 
 from ..errors import ConfigurationError, InternalError
-from .actions import AnyAction, ApplyMean
+from .actions import AnyAction, ApplyMean, DropPush
 from .counts import Counts
 from .events import (
     AnyEvent,
@@ -33,7 +33,7 @@ from .events import (
     WorkerJoined,
     WorkerLost,
 )
-from .ticks import TICKS_PER_S
+from .ticks import TICKS_PER_S, Seconds, vanishes
 
 __all__ = [
     "Fault",
@@ -46,7 +46,9 @@ __all__ = [
     "agree_on_means",
     "require_count",
     "require_order",
+    "require_seconds",
     "require_within",
+    "without_torn",
 ]
 
 
@@ -102,6 +104,8 @@ class ShardMachine:
     Attributes:
         ticks_per_s: number of ticks per second of the run. The host sets it before the first event.
         counts: c_p of the live workers.
+        frozen: lost workers of which this shard holds a push that other shards may not have received. Nothing that
+            contains such a push may be applied before `settle`.
         fault: None, or the failure of a user's condition. After a failure, the machine must not receive more events.
     """
 
@@ -110,6 +114,7 @@ class ShardMachine:
 
     def __init__(self) -> None:
         self.counts = Counts()
+        self.frozen: set[int] = set()
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Process one legal event and return the resulting actions."""
@@ -152,6 +157,34 @@ class ShardMachine:
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
         """Handle a worker's departure: discard its delayed pull, and answer the pulls that waited for this worker."""
         return []
+
+    def holds(self, worker: int) -> bool:
+        """Return True if a push of this worker is held, and other shards may hold or apply the same push.
+
+        If so, and the worker is lost, the worker is `frozen` until `settle` is called.
+        """
+        return False
+
+    def settle(self, worker: int, kept: int | None) -> list[AnyAction]:
+        """Handle the verdict about the held pushes of a frozen worker: drop those with a label above `kept`.
+
+        None keeps all pushes. The worker's `WorkerLost` event follows, unless the model was told before that the
+        worker has left (see `core.shard_sync`). Then, what was not applied because of the worker is applied now.
+        """
+        self.frozen.discard(worker)
+        return []
+
+    @property
+    def entry(self) -> int:
+        """The least c_p with which a worker could join now. By default, min c.
+
+        All shards are asked for this number, and the worker joins at all of them with the largest one.
+        """
+        return self.counts.slowest
+
+    def may_join(self, count: int) -> bool:
+        """Return True if a worker may still join with this c_p. The shard may have advanced since it was asked."""
+        return True
 
     def waits(self) -> dict[int, str]:
         """Return a mapping from each worker with a delayed pull to a description of what the pull waits for."""
@@ -366,6 +399,20 @@ def _plain(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def without_torn(
+    held: Sequence[tuple[int, int]], worker: int, kept: int | None
+) -> tuple[list[tuple[int, int]], list[AnyAction]]:
+    """Return the held pushes without those of a lost worker with labels above `kept`, and actions that drop these.
+
+    Args:
+        held: (worker, iteration) of each held push.
+        worker: the lost worker.
+        kept: label of the worker's last push that all shards have received; None to keep all pushes.
+    """
+    torn = [] if kept is None else [push for push in held if push[0] == worker and push[1] > kept]
+    return [push for push in held if push not in torn], [DropPush(*push) for push in torn]
+
+
 def require_within(model: str, key: str, value: float | Fraction, least: float, most: float) -> None:
     """Raise `ConfigurationError` unless a parameter is a number in [least, most]."""
     number = isinstance(value, int | float | Fraction) and not isinstance(value, bool)
@@ -373,6 +420,16 @@ def require_within(model: str, key: str, value: float | Fraction, least: float, 
         and_most = "" if math.isinf(most) else f" and <= {most:g}"
         shown = value if isinstance(value, Fraction) else repr(value)  # -1/3, not Fraction(-1, 3)
         raise ConfigurationError(f"{model}: {key} is {shown}, expected a number >= {least:g}{and_most}.")
+
+
+def require_seconds(model: str, key: str, value: Seconds, least: float, most: float) -> None:
+    """Raise `ConfigurationError` unless a parameter is a time in [least, most] that is not rounded to 0."""
+    require_within(model, key, value, least, most)
+    if vanishes(value):
+        raise ConfigurationError(
+            f"{model}: {key} is {value:g}, which would be rounded to 0, because floats are rounded to nanoseconds. "
+            "Give the time as a fraction, or use a larger unit."
+        )
 
 
 def require_order(model: str, low_key: str, low: int, high_key: str, high: int) -> None:

@@ -27,7 +27,7 @@ import math
 from ..errors import InternalError
 from .actions import AnswerPull, AnyAction, ApplyPush, DropPush, SetTimer
 from .events import PullRequested, PushReceived, TimerFired, WorkerFinished, WorkerLost
-from .model import Handover, ShardMachine, SyncModel, require_within
+from .model import Handover, ShardMachine, SyncModel, require_seconds, require_within
 from .ticks import Seconds, in_ticks
 
 __all__ = ["NaiveWaiting"]
@@ -53,7 +53,7 @@ class NaiveWaiting(SyncModel, frozen=True, repr_omit_defaults=True):
         return True
 
     def __post_init__(self) -> None:
-        require_within(self.name, "delay_s", self.delay_s, 0.0, math.inf)
+        require_seconds(self.name, "delay_s", self.delay_s, 0.0, math.inf)
 
     def require_runnable(self, workers: int) -> None:
         # A delay of more than 10**6 s (11 days) is certainly a mistake.

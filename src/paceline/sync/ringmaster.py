@@ -15,8 +15,9 @@ seconds for each gradient, tau_1 <= tau_2 <= ..., then any R updates in a row ta
 Use: When some workers are so slow that their gradients harm the others' progress. The paper's theory recommends
 R = max(1, sigma^2 / epsilon), where sigma^2 is the variance of a gradient and epsilon the squared norm of the
 gradient at which training ends.
-Deviations: The coordinator learns of an update a moment after it was applied, so a computation may be stopped
-slightly late. What is applied is decided only at the shard, which knows the exact delay.
+Deviations: The coordinator learns of an update a moment after it was applied, and does not learn when a restarted
+worker pulls. So a computation may be stopped slightly late, or, after a restart, slightly before its delay reaches R.
+What is applied is decided only at the shard, which knows the exact delay.
 
 >>> from paceline.sync.events import PushReceived, WorkerJoined
 >>> shard = Ringmaster(threshold=2).at_shard()
@@ -104,7 +105,10 @@ class Stopper(JobMachine):
     """The state machine of the coordinator: it restarts computations whose delay has reached R.
 
     A worker's report that it has pushed counts as an update if the delay of its computation was below R. If the
-    worker pushed before an order to restart reached it, the delay was R.
+    worker pushed before an order to restart reached it, the delay is taken to be R.
+
+    The delay of a restarted computation is counted from the order. Updates that are applied between the order and the
+    worker's pull are part of the weights that the worker receives, but are counted.
     """
 
     def __init__(self, threshold: int) -> None:

@@ -64,7 +64,7 @@ from .events import (
     WorkerJoined,
     WorkerLost,
 )
-from .model import JobMachine, ShardMachine, SyncModel, require_within
+from .model import JobMachine, ShardMachine, SyncModel, require_seconds, require_within
 from .ssp import SSP
 from .ticks import Seconds, decimal, in_ticks
 
@@ -98,7 +98,7 @@ class SpecSync(SyncModel, frozen=True, repr_omit_defaults=True):
                 "or neither to have them tuned automatically."
             )
         if self.abort_time_s is not None and self.abort_rate is not None:
-            require_within(self.name, "abort_time_s", self.abort_time_s, math.ulp(0.0), 1e6)
+            require_seconds(self.name, "abort_time_s", self.abort_time_s, math.ulp(0.0), 1e6)
             require_within(self.name, "abort_rate", self.abort_rate, 0.0, math.inf)
 
     @property
@@ -315,9 +315,10 @@ def tune(spans: Mapping[int, Span], pushes: Sequence[tuple[int, int]]) -> Specul
 def _delays(spans: Mapping[int, Span], pushes: Sequence[tuple[int, int]], longest: int) -> NDArray[Any]:
     """Return the candidates for D, in ascending order: the delays in (0, longest] from a start to another's push."""
     origin = min(span.start_ticks for span in spans.values())
+    earliest = pushes[0][0] - origin  # below 0 if the worker that began first has left
     latest = max(pushes[-1][0], *(span.end_ticks for span in spans.values())) - origin
     # Whole numbers beyond 64 bits occur only if times are stated as fractions with very large denominators.
-    kind = np.int64 if latest < 2**62 else object
+    kind = np.int64 if earliest > -(2**62) and latest < 2**62 else object
     push = np.array([time - origin for time, _ in pushes], dtype=kind)
     pusher = np.array([worker for _, worker in pushes])
     parts = []

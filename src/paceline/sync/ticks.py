@@ -17,7 +17,7 @@ from math import lcm
 
 import msgspec
 
-__all__ = ["TICKS_PER_S", "Seconds", "decimal", "in_ticks", "resolution"]
+__all__ = ["TICKS_PER_S", "Seconds", "decimal", "in_ticks", "resolution", "vanishes"]
 
 TICKS_PER_S = 1_000_000_000
 """The number of ticks per second, unless times are stated that are not whole numbers of nanoseconds."""
@@ -35,6 +35,15 @@ def in_ticks(seconds: Seconds, ticks_per_s: int = TICKS_PER_S) -> int:
     if isinstance(seconds, Fraction | int):
         return round(seconds * ticks_per_s)
     return round(seconds * TICKS_PER_S) * (ticks_per_s // TICKS_PER_S)
+
+
+def vanishes(seconds: Seconds) -> bool:
+    """Return True if a time is a float above 0 that is rounded to 0.
+
+    >>> vanishes(4e-10), vanishes(Fraction(4, 10**10)), vanishes(0.0)
+    (True, False, False)
+    """
+    return isinstance(seconds, float) and 0 < seconds < 1 and in_ticks(seconds) == 0
 
 
 def resolution(*stated: object) -> int:

@@ -51,6 +51,8 @@ class WorkerView(NamedTuple):
         asks: True if the worker's last pull has not been answered.
         deferred: True if the worker's last pull has not been answered and the worker's timer has not fired since.
         stop: the barrier flag of the worker's last push; None if the push had no flag.
+        fenced: True from the time at which the worker is fenced until its loss is settled.
+        joining: True from the time at which the worker joins a run in progress until its first pull is answered.
         last_stop: the latest superstep whose barrier does not wait for the worker, because the worker has stopped for
             this superstep or is not a member of it.
     """
@@ -61,6 +63,8 @@ class WorkerView(NamedTuple):
     deferred: bool = False
     stop: Stop | None = None
     last_stop: int = -1
+    joining: bool = False
+    fenced: bool = False
 
 
 class ShardView(NamedTuple):

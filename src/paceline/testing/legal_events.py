@@ -62,10 +62,10 @@ class LegalEvents:
         """Return the live workers in this phase, in order of joining."""
         return [worker for worker, current in self.phase.items() if current == phase]
 
-    def join(self, iteration: int = 0, *, change: int = 0) -> WorkerJoined:
-        """Return the `WorkerJoined` event of a new worker, with this `iteration` and `change`."""
+    def join(self, iteration: int = 0) -> WorkerJoined:
+        """Return the `WorkerJoined` event of a new worker, with this `iteration`."""
         worker = len(self.phase) + len(self.gone)
-        return WorkerJoined(now_ticks=self.now_ticks, worker=worker, iteration=iteration, change=change)
+        return WorkerJoined(now_ticks=self.now_ticks, worker=worker, iteration=iteration)
 
     def push(
         self,
@@ -163,7 +163,7 @@ class LegalEvents:
         worker = event.worker
         match event:
             case WorkerJoined():
-                self.phase[worker] = "computing"
+                self.phase[worker] = "pushed" if event.pulls else "computing"
                 self.label[worker] = event.iteration
                 if worker in self.gone:
                     self.gone.remove(worker)

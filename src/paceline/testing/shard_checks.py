@@ -34,8 +34,11 @@ class ShardChecks:
             )
             return at
         view = _seen(at.view, entry.event)
-        if isinstance(entry.event, events.PushReceived | events.WorkerLost | events.WorkerFinished):
-            view = self._advanced(view, index)  # only these events can close a round
+        if isinstance(entry.event, events.WorkerJoined):
+            joined = entry.event.worker, (entry.event.iteration, entry.event.count)
+            at = at._replace(joins=frozenset(join for join in at.joins if join[0] != joined[0]) | {joined})
+        if not isinstance(entry.event, events.PullRequested | events.PullRepeated | events.TimerFired):
+            view = self._advanced(view, index)  # the other events cannot close a round
         return self._carried_out(at._replace(view=view), entry)
 
     def check_waiting(self, view: ShardView, entry: Entry, sync: SyncModel | None) -> None:
@@ -54,7 +57,13 @@ class ShardChecks:
         )
         waiting = {w for w, worker in enumerate(view.workers) if worker.asks} - passed
         must_wait = rule.must(view) - passed
-        may_wait = must_wait | rule.may(view)
+        # The first pull of a worker that joins a run in progress waits for the round in which the worker begins.
+        joining = {
+            w for w, worker in enumerate(view.workers) if worker.joining and worker.pushed > view.round
+        }
+        may_wait = must_wait | rule.may(view) | joining
+        if any(worker.fenced for worker in view.workers):
+            may_wait |= {w for w, worker in enumerate(view.workers) if worker.asks}
         assert must_wait <= waiting <= may_wait, (
             f"after {event}, workers {waiting} wait at a shard, but {must_wait} must wait"
             + (f" and {may_wait} may wait" if may_wait != must_wait else "")
@@ -62,6 +71,8 @@ class ShardChecks:
 
     def _advanced(self, view: ShardView, index: int) -> ShardView:
         """Return the view with an updated round, or with the new model if all live members have passed the change."""
+        if any(worker.fenced for worker in view.workers):
+            return view
         change = view.change
         if change is None or any(view.workers[member].state == "live" for member in change.members):
             return view._replace(round=self._round(view))
@@ -76,9 +87,15 @@ class ShardChecks:
 
     def _round(self, view: ShardView) -> int:
         """Return V_train, the number of rounds for which enough pushes have been received."""
-        counts = sorted((worker.pushed for worker in view.workers if worker.state == "live"), reverse=True)
-        quorum = self._admission(view).quorum or len(counts)
-        return max(view.round, counts[min(quorum, len(counts)) - 1]) if counts else view.round
+        live = [worker for worker in view.workers if worker.state == "live"]
+        v_train, quorum = view.round, self._admission(view).quorum or len(live)
+        while live:
+            members = [worker for worker in live if not (worker.joining and worker.pushed > v_train)]
+            pushed = sum(worker.pushed > v_train for worker in members)
+            if members and not (pushed and pushed >= min(quorum, len(members))):
+                break
+            v_train += 1
+        return v_train
 
     def _admission(self, view: ShardView) -> Admission:
         if self._rule is not None and view.sync is self._first_model:
@@ -92,6 +109,11 @@ class ShardChecks:
         fates = 0
         for action in entry.actions:
             match action:
+                case DropPush(worker, iteration) if isinstance(event, events.WorkerLost):
+                    assert (worker, iteration) in held, f"{action} drops a push that is not held"
+                    torn = event.kept is not None and iteration > event.kept and worker == event.worker
+                    assert torn, f"{action} drops a push that all shards have received"
+                    held.remove((worker, iteration))
                 case ApplyPush(worker, iteration) | DropPush(worker, iteration) | HoldPush(worker, iteration):
                     assert isinstance(event, events.PushReceived), (
                         f"{action} was caused by {event}, expected a push"
@@ -103,6 +125,10 @@ class ShardChecks:
                     if isinstance(action, HoldPush):
                         held.add((worker, iteration))
                 case ApplyMean(pushes):
+                    fenced = {w for w, other in enumerate(view.workers) if other.fenced}
+                    assert fenced.isdisjoint(w for w, _ in pushes), (
+                        f"{action} contains pushes of workers {fenced}, whose loss is not settled"
+                    )
                     assert held >= set(pushes), (
                         f"{action} contains pushes that are not held; the held pushes are {held}"
                     )
@@ -114,7 +140,7 @@ class ShardChecks:
                     assert not (view.sync.lockstep and (worker, iteration) in held), (
                         f"{action} was returned before the worker's push was applied"
                     )
-                    workers[worker] = workers[worker]._replace(asks=False, deferred=False)
+                    workers[worker] = workers[worker]._replace(asks=False, deferred=False, joining=False)
                 case SetTimer():
                     pass
                 case ReportFault():
@@ -141,7 +167,7 @@ def _seen(view: ShardView, event: events.AnyEvent) -> ShardView:
     match event:
         case events.WorkerJoined():
             flagged = max((other.last_stop for other in view.workers), default=-1)
-            worker = WorkerView("live", event.count or 0, last_stop=flagged)
+            worker = WorkerView("live", event.count or 0, last_stop=flagged, joining=event.pulls)
         case events.PushReceived():
             worker = worker._replace(pushed=max(worker.pushed, event.progress or 0) + 1, stop=event.stop)
             if event.stop is not None:
@@ -155,6 +181,8 @@ def _seen(view: ShardView, event: events.AnyEvent) -> ShardView:
             worker = worker._replace(asks=True, deferred=False)
         case events.TimerFired():
             worker = worker._replace(deferred=False)
+        case events.WorkerFenced():
+            worker = worker._replace(fenced=True)
         case _:
             worker = WorkerView("left")
     return view._replace(workers=put(view.workers, event.worker, worker))

@@ -27,8 +27,11 @@ The following reductions keep the number of states small. Each entry explains wh
 - *Losses while waiting* (made by `reduced_steps`, like the reductions with "first" in their names). Losing a worker
   just before a push has the same effect as losing it after the push, with none of the push's messages delivered. So
   the search only considers losses of waiting workers.
-- *Loss notifications.* The coordinator's `WorkerLost` messages are discarded: a server can detect a loss on its own
-  at any step, so the messages add no new behavior.
+- *Answers about joins.* The coordinator receives a `JoinOffered` or a `WorkerWelcomed` immediately. It has the same
+  effect later, except that the messages that it causes are sent later, and these may be delayed anyway.
+- *Loss notifications.* If no model holds pushes and no worker joins, the coordinator's `WorkerLost` messages are
+  discarded: a server can detect a loss on its own at any step, so the messages add no new behavior. Otherwise, the
+  servers' reports about the lost worker are received immediately, like their answers about joins.
 - *Pushes first.* If no further message from the coordinator can reach a worker, nothing that happens before the
   worker's next push changes this push. So the push comes first.
 - *One shard first.* If every worker that may still push waits for an answer from the same shard, no worker can send a
@@ -84,10 +87,13 @@ from ..core.messages import (
     Answer,
     ChangePublished,
     Commit,
+    Hello,
     IterationFinished,
+    JoinOffered,
     Message,
     PlanPublished,
     PullRequested,
+    PushesReported,
     RestartOrdered,
     Started,
     Status,
@@ -110,7 +116,8 @@ from ..core.requests import (
 from ..core.server import Server
 from ..core.shard_sync import ShardSync
 from ..core.worker import Worker
-from ..sync import ASP, BSP, SSP, ElasticBSP, SpecSync, SyncModel, events, parse
+from ..sync import ASP, BSP, SSP, Conditions, ElasticBSP, SpecSync, SyncModel, events, parse
+from ..sync.conditions import ConditionMachine
 from ..sync.events import Clip
 from ..sync.schedule import Schedule
 from ..sync.schedule import Step as ScheduleStep
@@ -203,11 +210,16 @@ class SmallJob:
             models = tuple(sync)
         self._checks = ShardChecks(models[0], rule, agree)
         all_models = (models, *map(parse_shards, changes))
+        # True if the messages about losses are searched, because shards may hold pushes of a lost worker, or because
+        # a worker may be lost before it has connected to the servers, which only the coordinator notices.
+        models_of_all = {model for step in all_models for model in step}
+        self._settles = losses > 0 and (late > 0 or any(map(_may_hold, models_of_all)))
         # Shards are distinguishable if their models differ, if each draws its own random numbers, or if workers join
-        # late (the initial count of a late worker is taken from shard 0).
+        # late (the coordinator's core records which servers have answered).
         self._alike = (
             symmetric
             and not late
+            and not self._settles
             and not clips
             and not edits
             and all(
@@ -219,6 +231,7 @@ class SmallJob:
         namesakes = (
             symmetric
             and not late
+            and not self._settles
             and not clips
             and not edits
             and not any(
@@ -235,8 +248,8 @@ class SmallJob:
         )
         self._schedule = Schedule((ScheduleStep(models if len(set(models)) > 1 else models[:1]),))
         tape = Tape()
-        # The labels of workers that have left matter only if such a worker joins again.
-        remembers = late > 1
+        # The labels of workers that have left matter only if such a worker joins again, or if its loss is settled.
+        remembers = late > 1 or self._settles
         self._workers: Interned[Worker] = Interned(tape)
         self._servers: Interned[Server] = Interned(
             tape,
@@ -328,7 +341,7 @@ class SmallJob:
             core.handle(worker_peer(members[0]), messages.InitialWeights(index), 0)
             host = shard_host(models[bounds.index], seed, index)
             for member in members:
-                core.connected(member)
+                core.connected(member, 0)
                 host.handle(events.WorkerJoined(now_ticks=0, worker=member))
             core.shards[index].sync = host
             servers.append(core)
@@ -364,7 +377,8 @@ class SmallJob:
             for w, worker_state in enumerate(state.workers):
                 if worker_state.phase == "computing" and not worker_state.orders:
                     return list(self._pushes(state, w))[:1], []
-        if not state.losses and self._clip is None:
+        settled = not self._settles or all(worker_state.phase != "lost" for worker_state in state.workers)
+        if not state.losses and self._clip is None and settled:
             for index, at in enumerate(state.servers):
                 if all(
                     worker_state.phase in ("finished", "lost") or w in at.owes
@@ -373,7 +387,9 @@ class SmallJob:
                     steps = list(self._steps_at(state, index))
                     if steps:
                         return steps, []
-        waiting = [w for w, worker_state in enumerate(state.workers) if worker_state.phase == "waiting"]
+        waiting = [
+            w for w, worker_state in enumerate(state.workers) if worker_state.phase in ("waiting", "joining")
+        ]
         return list(self._steps(state, self._apart)), [step for w in waiting for step in self._loss(state, w)]
 
     def plain(self, state: State) -> State:
@@ -386,7 +402,9 @@ class SmallJob:
             state = state._replace(servers=tuple(servers))
         if self._unordered:
             for index, at in enumerate(state.servers):
-                left = all(view.state == "left" for view in at.view.workers) and not any(at.queues)
+                left = all(view.state == "left" for view in at.view.workers) and not any(
+                    (*at.queues, at.replies)
+                )
                 if left and (at.core or at.view.round):
                     at = self._server_pool(at._replace(core=0, view=at.view._replace(round=0)))
                     state = state._replace(servers=put(state.servers, index, at))
@@ -491,18 +509,31 @@ class SmallJob:
                     f"all workers have left, but the means {shard.clipped.measured} have not been applied"
                 )
         self._check_edits(state)
+        for w, worker_state in enumerate(state.workers):
+            joins = (
+                {dict(at.joins).get(w) for at in state.servers} if worker_state.phase == "finished" else set()
+            )
+            assert len(joins) <= 1, (
+                f"worker {w} has joined differently at the shards, as (label, c_p): {joins}"
+            )
         factors: dict[tuple[int, int], float] = {}
         for pushes, factor in {clipped for at in state.servers for clipped in at.factors}:
             for push in pushes:
                 assert factors.setdefault(push, factor) == factor, (
                     f"{push} was clipped by {factor} at one shard and by {factors[push]} at another"
                 )
-        if not self._agree:
+        lost = any(worker_state.phase == "lost" for worker_state in state.workers)
+        if not self._agree or (self._changes and lost):
+            # One shard may have changed the model with a worker that was lost then, and another shard with the next
+            # worker. Until then, they run different models, and only one of them may average.
             return
-        survivors = {w for w, worker_state in enumerate(state.workers) if worker_state.phase == "finished"}
+        counted = {w for w, worker_state in enumerate(state.workers) if worker_state.phase == "finished"}
+        if self._settles and not self._coordinators[state.coordinator.core].torn:
+            # No push of a lost worker may be in the mean of one shard only.
+            counted = set(range(len(state.workers)))
         joint = []
         for at in state.servers:
-            kept = (tuple(key for key in mean if key[0] in survivors) for mean in at.means)
+            kept = (tuple(key for key in mean if key[0] in counted) for mean in at.means)
             joint.append({mean for mean in kept if mean})
         assert all(groups == joint[0] for groups in joint), f"shards have averaged different pushes: {joint}"
 
@@ -553,10 +584,6 @@ class SmallJob:
     def _steps_at_coordinator(self, state: State, w: int) -> Iterator[Step]:
         """Yield the coordinator's steps: it receives a message from or about worker w, or notices that w is lost."""
         at = state.coordinator
-        for index, joining in sorted(at.welcomes):
-            if joining == w:
-                label = f"the coordinator is told that server {index} has welcomed worker {w}"
-                yield label, lambda i=index: self._welcome(state, i, w)  # type: ignore[misc]
         if state.workers[w].phase == "lost" and self._known(at, w):
             label = f"the coordinator notices the loss of worker {w}"
             yield label, lambda: self._end_at_coordinator(state, w)
@@ -602,7 +629,8 @@ class SmallJob:
 
     def _end_of(self, state: State, index: int, w: int) -> Iterator[Step]:
         at = state.servers[index]
-        if state.workers[w].phase == "lost" and (_is_in(at, w) or at.queues[w]):
+        connected = _is_in(at, w) if not self._settles else w in self._servers[at.core]._connected
+        if state.workers[w].phase == "lost" and (connected or at.queues[w]):
             label = f"shard {index} notices the loss of worker {w}"
             yield label, lambda: self._end_at_server(state, w, index)
 
@@ -690,35 +718,20 @@ class SmallJob:
 
     def _join(self, state: State, w: int) -> State:
         """Let a worker join."""
-        asked = messages.WorkerJoined(w, 0, self._count_for_newcomer(state), 0, 0)
         state = self._with_worker(state, w, state.workers[w]._replace(phase="joining"))
-        return self._at_coordinator(state, Call("admit", w, asked, self.now_ticks))
-
-    def _count_for_newcomer(self, state: State) -> int | None:
-        """Return the initial c_p of a late worker at every shard, which is the smallest c_p at shard 0."""
-        view = state.servers[0].view
-        return min((other.pushed for other in view.workers if other.state == "live"), default=view.round)
-
-    def _welcome(self, state: State, index: int, w: int) -> State:
-        at = state.coordinator
-        at = self._coordinator_pool(at._replace(welcomes=at.welcomes - {(index, w)}))
-        call = Call("welcome", index, WorkerWelcomed(w), self.now_ticks)
-        return self._at_coordinator(state._replace(coordinator=at), call)
+        return self._at_coordinator(state, Call("admit", w, now_ticks=self.now_ticks))
 
     def _start(self, state: State, w: int, started: Started) -> State:
-        """Let a joining worker connect to every server and receive its first weights."""
+        """Let a joining worker connect to every server and wait for its first weights."""
         worker_state = state.workers[w]
         if worker_state.phase != "joining":
             return state
         started = msgspec.structs.replace(started, shards=())  # slices are not hashable
         number, _ = self._workers.after(worker_state.core, Call("handle", message=started))
-        for index, at in enumerate(state.servers):
-            core, _ = self._servers.after(at.core, Call("connected", w))
-            state = state._replace(
-                servers=put(state.servers, index, self._server_pool(at._replace(core=core)))
-            )
-            number, _ = self._workers.after(number, Call("handle", message=Answer(index, -1, 0)))
-        return self._with_worker(state, w, worker_state._replace(phase="computing", core=number))
+        state = self._with_worker(state, w, worker_state._replace(phase="waiting", core=number))
+        for index in range(len(state.servers)):
+            state = self._to_server(state, w, index, Hello("", "worker", w))
+        return state
 
     def _push(self, state: State, w: int, worker_state: WorkerState) -> State:
         call = Call("push_edit") if worker_state.edits else Call("push", clip=self._clip)
@@ -794,12 +807,12 @@ class SmallJob:
 
     def _known(self, at: CoordinatorState, w: int) -> bool:
         core = self._coordinators[at.core]
-        return self._hosted and (w in core.present or w in core._admitted or bool(at.queues[w]))
+        knows = self._hosted or self._settles
+        return knows and (w in core.present or w in core._admitted or bool(at.queues[w]))
 
     def _end_at_coordinator(self, state: State, w: int) -> State:
         at = state.coordinator
-        welcomes = frozenset(welcome for welcome in at.welcomes if welcome[1] != w)
-        at = self._coordinator_pool(at._replace(queues=put(at.queues, w, ()), welcomes=welcomes))
+        at = self._coordinator_pool(at._replace(queues=put(at.queues, w, ())))
         return self._at_coordinator(
             state._replace(coordinator=at), Call("disconnected", w, now_ticks=self.now_ticks)
         )
@@ -808,6 +821,8 @@ class SmallJob:
         at = state.servers[index]
         at = self._server_pool(at._replace(queues=put(at.queues, w, ()), owes=at.owes - {w}))
         state = state._replace(servers=put(state.servers, index, at))
+        if self._settles and w not in self._servers[at.core]._connected:
+            return state  # the coordinator will tell the server
         return self._at_server(state, index, Call("disconnected", w, now_ticks=self.now_ticks))
 
     # -- at a server --------------------------------------------------------------------------------------
@@ -817,8 +832,11 @@ class SmallJob:
         message, rest = at.queues[w][0], at.queues[w][1:]
         at = self._server_pool(at._replace(queues=put(at.queues, w, rest)))
         state = state._replace(servers=put(state.servers, index, at))
-        sender = -1 if isinstance(message, messages.WorkerJoined) else w
-        return self._at_server(state, index, Call("handle", sender, message, self.now_ticks))
+        if isinstance(message, Hello):
+            if w not in self._servers[at.core].expected or w in self._servers[at.core]._fenced:
+                return state  # the server has been told that the worker is lost, and refuses it
+            return self._at_server(state, index, Call("connected", w, now_ticks=self.now_ticks))
+        return self._at_server(state, index, Call("handle", w, message, self.now_ticks))
 
     def _deliver_reply(self, state: State, index: int) -> State:
         at = state.servers[index]
@@ -852,12 +870,8 @@ class SmallJob:
             message = send.message
             if isinstance(message, Answer):
                 state = self._answer(state, index, send.to.index, message)
-            elif isinstance(message, WorkerWelcomed):
-                chief = state.coordinator
-                welcomes = chief.welcomes | {(index, message.worker)}
-                state = state._replace(coordinator=self._coordinator_pool(chief._replace(welcomes=welcomes)))
-                if not self._hosted:
-                    state = self._welcome(state, index, message.worker)
+            elif isinstance(message, JoinOffered | WorkerWelcomed | PushesReported):
+                state = self._at_coordinator(state, Call("report", index, message, self.now_ticks))
         return state
 
     def _server_takes(self, at: ServerState, index: int, call: Call) -> tuple[ServerState, tuple[Send, ...]]:
@@ -941,14 +955,12 @@ class SmallJob:
                     timers |= {request}
                 case Send(to, Started() as message):
                     state = self._start(state, to.index, message)
-                case Send(to, messages.WorkerJoined() as message):
-                    state = self._to_server(state, message.worker, to.index, message)
-                case Send(to, messages.MeanClipped() | messages.MeanAwaited() as message):
+                case Send(Peer(role="server"), messages.WorkerLost()) if not self._settles:
+                    pass  # in a separate step, the server notices the loss
+                case Send(Peer(role="server") as to, message):
                     reached = state.servers[to.index]
                     reached = self._server_pool(reached._replace(replies=(*reached.replies, message)))
                     state = state._replace(servers=put(state.servers, to.index, reached))
-                case Send(Peer(role="server"), messages.WorkerLost()):
-                    pass  # in a separate step, the server notices the loss
                 case Send(to, message):
                     state = self._order(state, to.index, core, message)
                 case _:
@@ -996,6 +1008,13 @@ def _in_any_order(model: SyncModel) -> bool:
             return False
         case _:
             return isinstance(model, ElasticBSP | SpecSync)
+
+
+def _may_hold(model: SyncModel) -> bool:
+    """Return True if a shard with this model may hold pushes, also after a user's condition has failed."""
+    machine = model.at_shard()
+    averages = isinstance(machine, ConditionMachine) and machine._average
+    return averages or isinstance(model, ElasticBSP | Conditions)
 
 
 def _is_in(at: ServerState, w: int) -> bool:

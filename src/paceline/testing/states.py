@@ -11,7 +11,6 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from ..core import messages
 from ..core.coordinator import Coordinator
 from ..core.entry import Entry
 from ..core.messages import ChangePublished, Commit, Message, PlanPublished
@@ -81,10 +80,11 @@ class ServerState(NamedTuple):
         timers: timers that are set.
         held: pushes that are held for a mean.
         means: the means that the shard has applied; each mean is given as the pushes that it contains.
-        reports: messages about clipped means that are in flight to the coordinator, in order.
-        replies: messages about clipped means that are in flight from the coordinator, in order.
+        reports: messages that are in flight to the coordinator, in order.
+        replies: messages that are in flight from the coordinator, in order.
         factors: (pushes, factor) of each clipped mean.
         made: (number, worker) of each edit that the shard has carried out.
+        joins: (worker, (label, c_p)) of each worker that has joined a run in progress.
     """
 
     core: int
@@ -98,6 +98,7 @@ class ServerState(NamedTuple):
     replies: tuple[Message, ...] = ()
     factors: frozenset[tuple[tuple[Key, ...], float]] = frozenset()
     made: frozenset[tuple[int, int]] = frozenset()
+    joins: frozenset[tuple[int, tuple[int, int | None]]] = frozenset()
 
 
 @pooled
@@ -108,13 +109,11 @@ class CoordinatorState(NamedTuple):
         core: number of the coordinator's core (see `Interned`).
         queues: for each worker, the messages in flight, in order.
         timers: timers that are set.
-        welcomes: (server, worker) of each `WorkerWelcomed` message in flight.
     """
 
     core: int
     queues: tuple[tuple[Message, ...], ...]
     timers: frozenset[Timer] = frozenset()
-    welcomes: frozenset[tuple[int, int]] = frozenset()
 
 
 @pooled
@@ -353,19 +352,15 @@ def _call(core: Core, call: Call) -> Sequence[Request]:
             assert isinstance(message, Timer)
             return core.fire(message, call.now_ticks)
         case "connected" if isinstance(core, Server):
-            return core.connected(call.worker)
+            return core.connected(call.worker, call.now_ticks)
         case "disconnected" if isinstance(core, Server):
             return core.disconnected(call.worker, call.now_ticks)
         case "disconnected" if isinstance(core, Coordinator):
             return core.disconnected(sender, call.now_ticks)
         case "admit" if isinstance(core, Coordinator):
-            assert isinstance(message, messages.WorkerJoined)
-            return core.admit(call.worker, message.iteration, message.count, call.now_ticks)
+            return core.admit(call.worker, call.now_ticks)
         case "report" if isinstance(core, Coordinator):
-            assert isinstance(message, messages.MeanMeasured | messages.MeanMissing)
-            return core.handle(Peer("server", call.worker), message, call.now_ticks)
-        case "welcome" if isinstance(core, Coordinator):
-            assert isinstance(message, messages.WorkerWelcomed)
+            assert isinstance(message, Message)
             return core.handle(Peer("server", call.worker), message, call.now_ticks)
         case _:
             raise InternalError(f"a core has no method {call.method}")
@@ -507,11 +502,23 @@ IRRELEVANT: Set[str] = frozenset(
     {
         # Attributes that affect no decision, or are the same in all states of one search.
         *("_former", "_versions", "_recorder", "_recorder_of", "_read_sync", "_shortage", "_schedule"),
-        *("last_commit", "initializer", "finished", "lost", "cut_off", "endings", "faults", "board", "waits"),
+        *(
+            "last_commit",
+            "initializer",
+            "finished",
+            "lost",
+            "_fates",
+            "cut_off",
+            "endings",
+            "former_endings",
+            "faults",
+            "board",
+            "waits",
+        ),
         *("model", "slices", "addresses", "started", "_connected", "_registered", "_addresses"),
         # A small job has no data, and its scripts do not call barrier or reduce.
-        *("collectives", "combined", "_calls"),
-        *("data", "_live", "_reports", "_drawn", "_batch_samples", "_usual_samples", "samples", "updates"),
+        *("collectives", "combined", "_calls", "_loops", "_grown"),
+        *("data", "_live", "_drawn", "_batch_samples", "_usual_samples", "samples", "updates"),
     }
 )
 

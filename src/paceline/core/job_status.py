@@ -1,0 +1,276 @@
+"""The state of a job as a table of plain values, for the progress display and for `paceline status`.
+
+The table contains what the coordinator knows: the workers' reports, the servers' answers to `FetchWaits`, and what
+its host has observed. Computing it changes nothing and asks nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from ..sync.ticks import TICKS_PER_S
+from .coordinator import Coordinator
+from .messages import Waits
+from .requests import worker_peer
+from .traffic import Link, LinkTraffic
+
+__all__ = [
+    "LOCAL",
+    "JobStatus",
+    "LinkStatus",
+    "MachineStatus",
+    "Observed",
+    "StateTimes",
+    "WorkerStatus",
+    "job_status",
+    "waiting_for",
+    "worker_state",
+]
+
+LOCAL = "this machine"
+"""The name of the coordinator's machine, on which the servers run."""
+
+HELD = {"stopped": "stopped by a signal", "traced": "held by a debugger"}
+"""The states of processes that are shown in place of the state that the worker has reported last."""
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """The state of one worker.
+
+    Attributes:
+        worker: index of the worker.
+        machine: name of its machine.
+        state: what the worker is doing.
+        state_s: seconds since it began to do this; None if unknown.
+        iteration: the iteration that it has reported last; None before its first report.
+        loss: the loss that it has reported last; None if it has reported none.
+        samples_per_s: its speed in samples per second; None if unknown.
+        staleness: number of updates, at the shard with the most, since the worker has received the weights; None if
+            unknown.
+        waits_for: what it waits for according to the sync model, or the call in which it waits; "" if it does not
+            wait.
+        last: the workers that keep it waiting: in a call, those that have not made it; otherwise, of the workers that
+            do not wait themselves, those in the earliest iteration. () if it does not wait.
+    """
+
+    worker: int
+    machine: str
+    state: str
+    state_s: float | None = None
+    iteration: int | None = None
+    loss: float | None = None
+    samples_per_s: float | None = None
+    staleness: int | None = None
+    waits_for: str = ""
+    last: tuple[int, ...] = ()
+
+
+class MachineStatus(msgspec.Struct, frozen=True):
+    """The heartbeats of one machine.
+
+    Attributes:
+        machine: name of the machine.
+        silent_s: seconds since its last heartbeat.
+        suspicion: phi, the suspicion that it is down (see `core.liveness`).
+    """
+
+    machine: str
+    silent_s: float
+    suspicion: float
+
+
+class LinkStatus(msgspec.Struct, frozen=True):
+    """The traffic from one machine to another.
+
+    Attributes:
+        sender: name of the machine that sends.
+        receiver: name of the machine that receives.
+        bytes_per_s: bytes per second, on average over the last seconds; None if it is not known yet.
+        total_bytes: number of bytes on the connections that are open.
+    """
+
+    sender: str
+    receiver: str
+    bytes_per_s: float | None
+    total_bytes: int
+
+
+class JobStatus(msgspec.Struct, frozen=True):
+    """The state of a job.
+
+    Attributes:
+        sync: the sync model in force.
+        servers: number of servers.
+        elapsed_s: seconds since the run began.
+        workers: one entry per worker, in the order of their indices.
+        machines: one entry per machine that sends heartbeats, in the order of their names.
+        links: one entry per pair of machines with traffic, in the order of the names.
+        shortage: how many workers the run has and needs, if it waits for others to join; else "".
+    """
+
+    sync: str
+    servers: int
+    elapsed_s: float
+    workers: tuple[WorkerStatus, ...]
+    machines: tuple[MachineStatus, ...] = ()
+    links: tuple[LinkStatus, ...] = ()
+    shortage: str = ""
+
+
+class Observed(msgspec.Struct, frozen=True):
+    """What the host of a coordinator has observed.
+
+    Attributes:
+        servers: number of servers.
+        elapsed_s: seconds since the run began.
+        connected: the workers that have connected to the coordinator at any time.
+        machine_of: worker -> name of its machine. Workers that are missing run on the coordinator's machine.
+        state_s: worker -> seconds since its state has changed.
+        usual_s: worker -> usual duration of its iterations in seconds.
+        processes: worker -> state of its process according to its agent.
+        machines: the heartbeats of the machines.
+        traffic: the traffic between the machines.
+    """
+
+    servers: int
+    elapsed_s: float
+    connected: Collection[int]
+    machine_of: Mapping[int, str] = {}
+    state_s: Mapping[int, float] = {}
+    usual_s: Mapping[int, float] = {}
+    processes: Mapping[int, str] = {}
+    machines: tuple[MachineStatus, ...] = ()
+    traffic: Mapping[Link, LinkTraffic] = {}
+
+
+class StateTimes:
+    """Measures for how long each worker has been in its state.
+
+    Example:
+        >>> times = StateTimes()
+        >>> times.note({0: "computing", 1: "waiting"}, now_ticks=0)
+        >>> times.note({0: "computing", 1: "computing"}, now_ticks=2 * TICKS_PER_S)
+        >>> times.state_s(now_ticks=3 * TICKS_PER_S)
+        {0: 3.0, 1: 1.0}
+    """
+
+    def __init__(self, ticks_per_s: int = TICKS_PER_S) -> None:
+        self._ticks_per_s = ticks_per_s
+        self._since: dict[int, tuple[str, int]] = {}
+
+    def note(self, states: Mapping[int, str], now_ticks: int) -> None:
+        """Record the current states of all workers."""
+        before = self._since
+        self._since = {
+            worker: before[worker] if worker in before and before[worker][0] == state else (state, now_ticks)
+            for worker, state in states.items()
+        }
+
+    def state_s(self, now_ticks: int) -> dict[int, float]:
+        """Return, for each worker, the seconds since its state has changed."""
+        return {
+            worker: (now_ticks - since_ticks) / self._ticks_per_s
+            for worker, (_, since_ticks) in self._since.items()
+        }
+
+
+def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> JobStatus:
+    """Return the state of a job.
+
+    Args:
+        core: the coordinator. It is not changed.
+        observed: what its host has observed.
+        local: name of the coordinator's machine.
+    """
+    waits = dict(sorted(core.waits.items()))
+    reasons = waiting_for(waits.values())
+    staleness: dict[int, int] = {}
+    for answer in waits.values():
+        for shard in answer.shards:
+            for worker, updates in shard.staleness:
+                staleness[worker] = max(updates, staleness.get(worker, 0))
+    gathered = core.collectives.waiting
+    uncalled = tuple(sorted(core.live - gathered.keys()))
+    last = _last(core, core.live - reasons.keys() - gathered.keys())
+    rows = []
+    for worker in sorted({*core.live, *core.finished, *core.lost}):
+        gone = bool(core.fate(worker))
+        state = worker_state(core, worker, worker in observed.connected)
+        process = None if gone else HELD.get(observed.processes.get(worker, ""))
+        reported = core.board.get(worker)
+        samples, usual_s = core.first_samples(worker), observed.usual_s.get(worker)
+        call = gathered.get(worker)
+        waits_for = "" if gone else f"the end of {call.name}" if call is not None else reasons.get(worker, "")
+        if state == "paused":
+            waits_for = "other workers to join"
+        rows.append(
+            WorkerStatus(
+                worker,
+                observed.machine_of.get(worker, local),
+                process or state,
+                observed.state_s.get(worker),
+                reported.iteration if reported is not None else None,
+                reported.loss if reported is not None else None,
+                None if gone or samples is None or not usual_s else samples / usual_s,
+                None if gone else staleness.get(worker),
+                waits_for,
+                () if not waits_for else uncalled if call is not None else last,
+            )
+        )
+    links = tuple(
+        LinkStatus(link.sender, link.receiver, traffic.bytes_per_s, traffic.total_bytes)
+        for link, traffic in sorted(observed.traffic.items())
+    )
+    machines = tuple(sorted(observed.machines, key=lambda machine: machine.machine))
+    return JobStatus(
+        core.sync, observed.servers, observed.elapsed_s, tuple(rows), machines, links, core.shortage
+    )
+
+
+def worker_state(core: Coordinator, worker: int, connected: bool) -> str:
+    """Return what a worker is doing, as far as the coordinator knows.
+
+    Args:
+        core: the coordinator.
+        worker: index of the worker.
+        connected: True if the worker has connected to the coordinator.
+    """
+    if gone := core.fate(worker):
+        return gone
+    if call := core.collectives.waiting.get(worker):
+        return f"waits in {call.name}"
+    if worker in core.board:
+        return core.board[worker].state
+    if core.expects_model(worker_peer(worker)):
+        return "before its first forward pass"
+    return "waiting for the others to start" if connected else "starting"
+
+
+def waiting_for(answers: Collection[Waits]) -> dict[int, str]:
+    """Return, for each worker that waits at a shard, whom it waits for and why.
+
+    The shards are named only if the worker waits for something else at some of them.
+    """
+    shards = [shard for answer in answers for shard in answer.shards]
+    found: dict[int, dict[str, list[int]]] = {}
+    for shard in shards:
+        for (worker, _), reason in zip(shard.pulls, shard.reasons, strict=True):
+            found.setdefault(worker, {}).setdefault(reason, []).append(shard.shard)
+    return {worker: "; ".join(_named(at, len(shards))) for worker, at in sorted(found.items())}
+
+
+def _named(reasons: Mapping[str, list[int]], shards: int) -> list[str]:
+    """Return the reasons, each with the shards for which it holds unless it holds for all."""
+    return [
+        reason if len(where) == shards else f"{reason} (shard {', '.join(map(str, sorted(where)))})"
+        for reason, where in reasons.items()
+    ]
+
+
+def _last(core: Coordinator, workers: Collection[int]) -> tuple[int, ...]:
+    """Return those of the workers that are in the earliest iteration, according to their last reports."""
+    iterations = {worker: core.board[worker].iteration for worker in workers if worker in core.board}
+    earliest = min(iterations.values(), default=0)
+    return tuple(sorted(worker for worker, iteration in iterations.items() if iteration == earliest))
