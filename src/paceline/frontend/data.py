@@ -10,16 +10,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
-from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from ..core.lease import BATCH_SIZINGS, Batch, BatchSizing, Order, Split
-from ..core.messages import MOST_LOADERS
 from ..errors import ConfigurationError, UsageError, unknown_name
 from .epoch_order import EpochOrder
 from .epochs import active_loop
@@ -28,6 +26,7 @@ from .position import Position
 from .progress import set_batch
 from .session import Session, current
 from .sources import Source, source_of
+from .streams import Stream, streams_of
 
 __all__ = ["DistributedLoader", "call_site", "distribute", "distribute_at"]
 
@@ -167,7 +166,7 @@ class DistributedLoader(Generic[T]):
     def __init__(self, source: Source, session: Session, division: Division, site: str) -> None:
         self._source = source
         self._session = session
-        stream = _streams.setdefault(session, Streams()).of(source.key, site)
+        stream = streams_of(session).of(source.key, site)
         stream.warn(source.warnings)
         self._part = Part(source, session, stream, division)
         # Worker 0 draws the seeds of the loader's processes as the script alone would.
@@ -194,7 +193,9 @@ class DistributedLoader(Generic[T]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass over this loader, for example when a run is resumed.
 
-        All workers must call this method at the same point of the script, with the same epoch.
+        All workers must call this method at the same point of the script, with the same epoch. If the number is 0 and
+        a pass has been made before, the script begins to count from 0 again, for example because it trains a second
+        time. The orders of the items are then new ones.
 
         Args:
             epoch: number of the epoch, counted from 0. The order of the items depends on it.
@@ -209,85 +210,6 @@ class DistributedLoader(Generic[T]):
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._source.inner, name)
-
-
-class Stream:
-    """The passes over one source, and the place in the script where the source is distributed.
-
-    Attributes:
-        number: this worker's number for the stream.
-        name: name of the stream, which is the same in all workers.
-        epoch: number of the last pass that has begun, counted from 0; -1 before the first one.
-    """
-
-    def __init__(self, number: int, name: str) -> None:
-        self.number = number
-        self.name = name
-        self.epoch = -1
-        self._key: Callable[[], object] = lambda: None
-        self._weak = True
-        self._warned: set[str] = set()
-
-    def warn(self, warnings: Iterable[str]) -> None:
-        """Log warnings about the source. Each of them is logged only once, even if every epoch repeats it."""
-        for warning in warnings:
-            if warning not in self._warned:
-                self._warned.add(warning)
-                log.warning("%s", warning)
-
-    def serves(self, key: object) -> bool:
-        """Return True if this is the stream of the source with this key."""
-        return self._key() is key
-
-    @property
-    def free(self) -> bool:
-        """True if another source may take over the stream: its source no longer exists, or cannot be tracked."""
-        return not self._weak or self._key() is None
-
-    def adopt(self, key: object) -> None:
-        """Become the stream of another source."""
-        try:
-            self._key, self._weak = ref(key), True
-        except TypeError:  # for example, a list
-            self._key, self._weak = lambda: key, False
-
-
-class Streams:
-    """The streams of one worker.
-
-    A stream belongs to a call of `distribute` in the script and to a dataset, not to a loader. So `distribute` may be
-    called once or in every epoch, even with a new loader each time. If the dataset is new each time as well, its
-    stream continues the stream of an earlier dataset that no longer exists. Since all workers run the same script,
-    they give a stream the same name, even if one of them distributes more sources than the others.
-    """
-
-    def __init__(self) -> None:
-        self._by_site: dict[str, list[Stream]] = {}
-        self._count = 0
-
-    def of(self, key: object, site: str) -> Stream:
-        """Return the stream of a source that is distributed at this place in the script."""
-        streams = self._by_site.setdefault(site, [])
-        for stream in streams:
-            if stream.serves(key):
-                return stream
-        for stream in streams:
-            if stream.free:
-                break
-        else:
-            if self._count == MOST_LOADERS:
-                raise ConfigurationError(
-                    f"distribute() was called for more than {MOST_LOADERS} datasets that still exist. Delete the "
-                    "datasets that are no longer used."
-                )
-            stream = Stream(self._count, f"{site}#{len(streams)}")
-            self._count += 1
-            streams.append(stream)
-        stream.adopt(key)
-        return stream
-
-
-_streams: WeakKeyDictionary[Session, Streams] = WeakKeyDictionary()
 
 
 class Taken(NamedTuple):
@@ -329,13 +251,17 @@ class Part:
             )
 
     def set_epoch(self, epoch: int) -> None:
-        begun = self._stream.epoch
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch <= begun:
+        stream = self._stream
+        begun, whole = stream.epoch, isinstance(epoch, int) and not isinstance(epoch, bool)
+        first = stream.first
+        if whole and (first is None or (epoch == 0 and first <= begun)):
+            first = begun + 1 - epoch
+        if not whole or first is None or first + epoch <= begun:
             raise UsageError(
-                f"epoch is {epoch!r}, expected an integer of at least {begun + 1}: the epochs of a loader can be "
-                "skipped, but not repeated."
+                f"epoch is {epoch!r}, expected 0 or an integer of at least {begun + 1 - (first or 0)}: the epochs of "
+                "a loader can be skipped, but not repeated."
             )
-        self._stream.epoch = epoch - 1
+        stream.first, stream.epoch = first, first + epoch - 1
 
     def __len__(self) -> int:
         source, workers = self._source, self._session.workers

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..core.messages import StopRequested
+from ..core.messages import LoopPosition, StopRequested
 from ..core.requests import COORDINATOR, Send
 from ..errors import ConfigurationError, UsageError
 from .progress import Progress, progress_of
 from .session import Session, current
+from .streams import streams_of
+from .tracking import encoded_states, has_tracked, load_states
 
 __all__ = ["Epochs", "Limits", "active_loop", "epochs"]
 
@@ -32,6 +34,9 @@ def epochs(
     the loop in all workers: each worker finishes its current iteration, and its pass over a distributed loader ends.
     Outside a run, the loop ends after the current epoch.
 
+    A worker that joins a run in progress begins with the epoch that the job has reached; `track` names the objects of
+    the script whose states it needs for that. Its limits count from the same beginning as those of the others.
+
     If a worker is lost in the last epochs and has not used all of its data, the workers that have not finished their
     last epoch by then make one more pass, over this data only. The number of the last epoch is then repeated.
 
@@ -46,7 +51,8 @@ def epochs(
             `distribute` last, unless `step(samples=...)` says otherwise.
 
     Returns:
-        An iterator over 0, 1, ... It has the method `stop`, which stops the loop in all workers.
+        An iterator over 0, 1, ..., or over the numbers that are left in a worker that joins late. It has the method
+        `stop`, which stops the loop in all workers.
 
     Raises:
         ConfigurationError: no limit is given, or a limit is not positive.
@@ -108,8 +114,8 @@ class Epochs:
         self._session = session
         self._number = -1  # set when the loop begins
         self._begun_s = math.inf
-        # The progress at the beginning of the loop. None if it is not known yet, because this worker joined the run
-        # while the others were in a later loop of the script.
+        # The progress at the beginning of the loop. None if it is not known yet, because this worker has not trained
+        # in an earlier loop.
         self._begun: Progress | None = None
         self._stopped = False
 
@@ -123,21 +129,61 @@ class Epochs:
             self._begun = progress_of(session)
         elif self._number == 0:
             self._begun = Progress()
-        last = 0
         try:
-            for last in itertools.count() if count is None else range(count):
+            first = self._begin()
+            if first is None:
+                return
+            last = max(first - 1, 0)
+            for last in itertools.count(first) if count is None else range(first, count):
                 if self.over:
                     return
                 yield last
+                self._reach(last + 1, over=self.over or last + 1 == count)
             if session is not None and not self.over:
                 session.exchange(session.data.reopen)
                 if session.data.has_batches:
                     session.data.again = True
                     yield last
+                    self._reach(last + 1, over=True)
         finally:
             if session is not None:
                 session.data.again = False
                 _active.pop(session, None)
+
+    def _begin(self) -> int | None:
+        """Return the number of the first epoch of this worker; None if the job has ended this loop already."""
+        session = self._session
+        if session is None:
+            return 0
+        if session.weights:
+            self._reach(0)
+            return 0
+        session.exchange(lambda: session.data.enter(self._number))
+        entered = session.data.entered
+        position = entered.position
+        if position is None:  # the run is only beginning
+            return 0
+        if position.loop >= self._number and (kept := session.fetch_states(entered.address)) is not None:
+            position, states = kept
+            load_states(session, states)
+        streams_of(session).skip(position.passes)
+        self._begun_s -= entered.elapsed_s
+        if position.loop == self._number:
+            self._begun = Progress(0, position.updates, position.samples)
+            return position.epoch
+        return 0 if position.loop < self._number else None
+
+    def _reach(self, epoch: int, *, over: bool = False) -> None:
+        """Report that the script has reached an epoch or the end of the loop, and send the states if necessary."""
+        session = self._session
+        if session is None or not session.weights:
+            return
+        begun = self._begun or Progress()
+        position = LoopPosition(self._number, epoch, begun.updates, begun.samples, streams_of(session).passes)
+        tracks = has_tracked(session)
+        session.exchange(lambda: session.data.reach(position, over=over, tracks=tracks))
+        if tracks and session.data.states_wanted:
+            session.keep_states(position, encoded_states(session))
 
     @property
     def over(self) -> bool:

@@ -33,6 +33,9 @@ class JobScheduler:
     steps the scheduler only once every few batches. Any other call steps the wrapped scheduler once. All other
     attributes are those of the wrapped scheduler.
 
+    Attributes:
+        steps: number of steps that the scheduler should have made in iterations.
+
     Args:
         scheduler: the scheduler to wrap.
         optimizer: the distributed optimizer.
@@ -56,7 +59,7 @@ class JobScheduler:
         self._joint = joint
         self._optimizer_steps = 0  # since the last call of `step`
         self._calls = 0  # number of calls that belonged to an iteration
-        self._target = 0  # number of steps that the scheduler should have made in them
+        self.steps = 0
         optimizer.register_step_post_hook(self._count)
 
     def step(self, *arguments: Any, **options: Any) -> None:
@@ -71,10 +74,10 @@ class JobScheduler:
             return
         self._calls += 1
         batches = position.epoch * length + min(position.joint_batches * self._joint, length)
-        before = self._target
-        self._target = max(before, self._calls * batches // position.drawn)
+        before = self.steps
+        self.steps = max(before, self._calls * batches // position.drawn)
         end = getattr(scheduler, "total_steps", math.inf)
-        for _ in range(self._target - before):
+        for _ in range(self.steps - before):
             if scheduler.last_epoch >= end:
                 return
             scheduler.step()

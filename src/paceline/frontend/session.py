@@ -16,7 +16,7 @@ import torch
 from ..core.data_feed import DataFeed
 from ..core.layout import ShardSlice
 from ..core.lease import BatchSizing
-from ..core.messages import Combined
+from ..core.messages import Combined, LoopPosition
 from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import Request
 from ..shard.vectors import Vectors
@@ -293,6 +293,21 @@ class Session(Protocol):
             op: how the numbers are combined.
             numbers: the numbers to combine, as native float64.
             weight: the weight of the numbers in a mean.
+        """
+        ...
+
+    def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
+        """Send the states of tracked objects, taken at this position, to the server of shard 0.
+
+        Their memory may change after this call.
+        """
+        ...
+
+    def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
+        """Return the states that were kept last, with their position; None if there are none.
+
+        Args:
+            address: the address of the server of shard 0. The session need not be connected to it yet.
         """
         ...
 

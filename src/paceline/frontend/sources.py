@@ -120,15 +120,21 @@ class IndexSource:
         if _may_reorder(loader):
             self._loader = _in_order(loader)
             self.warnings.append(IN_ORDER)
-        # Batches of indices from the script's own batch sampler are not divided further.
-        self._whole_batches = loader.batch_size is None and loader.batch_sampler is not None
-        sampler: Iterable[Any] = loader.batch_sampler if self._whole_batches else loader.sampler  # type: ignore[assignment]
+        batches = loader.batch_sampler if loader.batch_size is None else None
+        # torch's own batch sampler makes the same batches as a loader with a batch size. Batches of indices from any
+        # other batch sampler are not divided further.
+        regular = None
+        if type(batches) is BatchSampler and length_of(batches.sampler) is not None:
+            regular = batches
+        self._whole_batches = batches is not None and regular is None
+        self._batch_size = loader.batch_size if regular is None else regular.batch_size
+        sampler: Iterable[Any] = batches if self._whole_batches else (regular or loader).sampler  # type: ignore[assignment]
         self._sampler = self._plain(sampler)
         self.counts_samples = not self._whole_batches
         self.size = length_of(self._sampler)
-        self.batch = 1 if self._whole_batches else loader.batch_size or 1
-        self.drop_last = bool(loader.drop_last) and not self._whole_batches
-        self.divisible = loader.batch_size is not None and self.size is not None
+        self.batch = 1 if self._whole_batches else self._batch_size or 1
+        self.drop_last = bool((regular or loader).drop_last) and not self._whole_batches
+        self.divisible = self._batch_size is not None and self.size is not None
         if _replaces(self._sampler):
             self.warnings.append(REPLACEMENT)
 
@@ -144,7 +150,7 @@ class IndexSource:
             changed["generator"] = generator
         if self._whole_batches:
             changed["batch_sampler"] = _Each(batches)
-        elif self._loader.batch_size is None:
+        elif self._batch_size is None:
             changed["sampler"] = _Each(batches)
         else:
             changed["batch_sampler"] = batches
@@ -185,7 +191,7 @@ class ItemSource:
         self.inner: object = items
         self.warnings: list[str] = []
         self.size: int | None = length_of(items)
-        # Some loaders are their own iterators and begin anew with each pass. Such loaders usually have a length.
+        # Some loaders are their own iterators and begin again with each pass. Such loaders usually have a length.
         self.once = isinstance(items, Iterator) and self.size is None
         self._items = items
         if _may_reorder(items):

@@ -18,14 +18,15 @@ class BestEffortFile:
     Args:
         path: path of the file, which is overwritten if it exists.
         failed: called once with an error message when the file cannot be opened, written or closed.
+        append: True to append to the file instead.
     """
 
-    def __init__(self, path: Path, failed: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, failed: Callable[[str], None], *, append: bool = False) -> None:
         self._path = path
         self._failed = failed
         self._file: IO[bytes] | None = None
         try:
-            self._file = path.open("wb")
+            self._file = path.open("ab" if append else "wb")
         except OSError as error:
             self._give_up(error)
         close_in_forks(self)

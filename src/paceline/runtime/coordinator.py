@@ -14,40 +14,62 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from ..core import coordinator as core
+from ..core.heartbeats import answer
+from ..core.job_status import LOCAL, JobStatus, Observed, StateTimes, job_status, worker_state
 from ..core.layout import dtype_of
+from ..core.liveness import Verdict
 from ..core.messages import (
+    ClockOffset,
     Contributed,
     CreateShards,
     ExtendShards,
+    FetchStatus,
     FetchWaits,
     FromPeerToCoordinator,
+    Heartbeat,
     Hello,
+    KillOrdered,
+    MachineAdmitted,
+    MachineJoined,
     Message,
     ModelExtended,
+    ProcessEnded,
+    Refused,
     Register,
+    RunEnded,
     Shutdown,
     Snapshot,
     Started,
     Status,
+    StatusReported,
+    TakenOut,
     Waits,
 )
 from ..core.model_spec import ModelSpec
 from ..core.requests import Fail, Peer, Request, Send, Timer, Warn, server_peer, worker_peer
-from ..errors import InternalError, ProtocolError, RunFailedError
+from ..core.traffic import Link, TrafficMeter
+from ..errors import ConfigurationError, InternalError, ProtocolError, RunFailedError
 from ..sync.notation import notation
+from ..sync.ticks import TICKS_PER_S
+from ..trace.clocks import ClockRecorder
 from ..trace.recording import Header, Recorder
 from ..wire.addresses import listen_tcp, listen_unix
 from ..wire.memory import MASTER, Region
+from ..wire.passing import Source
 from ..wire.stream import no_payload
+from ..wire.traffic import Traffic, traffic_of
 from .best_effort import BestEffortFile
 from .collection import Collection
 from .footprint import available_bytes, footprint, shortage, state_vectors
 from .hub import Caller, Hub
-from .job import LOOPBACK, Job
+from .job import LOOPBACK, Job, encode_job
+from .machines import Machines
 from .registration import require_sound
 from .timers import Timers
 
@@ -57,8 +79,15 @@ log = logging.getLogger("paceline.coordinator")
 
 STOP_GRACE_S = 10.0
 STOP_POLL_S = 0.05
+MOST_OBSERVERS = 32
+NOTE_INTERVAL_TICKS = TICKS_PER_S // 5  # minimum time between two records of the workers' states
 DRAIN_TIMEOUT_S = 1.0  # maximum time to wait until a peer has received earlier messages
 PACE_SPAN = 8  # approximate number of recent iterations over which a worker's iteration time is averaged
+
+
+def machine_of(agent: Caller) -> int:
+    """Return the index of an agent's machine, by which records name it. Machine 0 is the one with the coordinator."""
+    return agent.index + 1
 
 
 class CoordinatorHost:
@@ -83,9 +112,10 @@ class CoordinatorHost:
         registered_s: worker -> time at which the worker registered its model, on the clock of `time.monotonic`.
         asked_s: server -> time on the monotonic clock at which the server was asked which workers are waiting.
             Contains only servers that have not answered yet.
+        crashed: workers on other machines whose processes have crashed.
     """
 
-    def __init__(self, job: Job, listener: socket.socket, address: str) -> None:
+    def __init__(self, job: Job, listener: Source, address: str) -> None:
         self.job = job
         self.address = address
         self.started = threading.Event()
@@ -97,6 +127,10 @@ class CoordinatorHost:
         self.usual_s: dict[int, float] = {}
         self.registered_s: dict[int, float] = {}
         self.asked_s: dict[int, float] = {}
+        self.crashed: set[int] = set()
+        self._observers: set[Caller] = set()
+        self._state_times = StateTimes()
+        self._noted_ticks = 0
         # worker -> (its latest iteration, time at which this iteration was first reported)
         self._paced: dict[int, tuple[int, float]] = {}
         header = Header(
@@ -112,11 +146,17 @@ class CoordinatorHost:
             slicing=job.slicing,
             overlap=job.overlap == "shards",
             seed=job.seed,
+            late=range(job.workers) if job.joined else (),
+            least=job.least if job.joined else 1,
+            pause_below=job.pause_below,
             read_sync=job.read_sync,
             shortage=self._shortage,
             recorder=self._recorder,
         )
         self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection
+        self._machines = Machines()
+        self._traffic = TrafficMeter()
+        self._clocks: dict[int, ClockRecorder] = {}  # machine -> what records the offset of its clock
         self._timers: Timers[Timer] = Timers()
         self._master: Region | None = None  # shared memory in which the servers update the weights
         self._new_master: Region | None = None  # the same until it has been passed to all processes
@@ -126,7 +166,7 @@ class CoordinatorHost:
         self._bell, self._bell_end = socket.socketpair()
         self._bell_end.setblocking(False)
         self._hub: Hub[Caller] = Hub(
-            "the coordinator", job.token, listener, FromPeerToCoordinator, Caller, self
+            "the coordinator", job.token, listener, FromPeerToCoordinator, Caller, self, job.contexts
         )
         self._hub.watch(self._bell_end, self._take_calls)
         self._thread = threading.Thread(target=self._run, name="paceline-coordinator", daemon=True)
@@ -145,7 +185,7 @@ class CoordinatorHost:
         Raises:
             ConfigurationError: the socket cannot listen on the port.
         """
-        return listen_tcp(host, job.port) if job.transport == "tcp" else listen_unix()
+        return listen_tcp(host, job.port, secure=job.secure) if job.transport == "tcp" else listen_unix()
 
     # -- for other threads --------------------------------------------------------------------------------
 
@@ -159,8 +199,12 @@ class CoordinatorHost:
         self.over.set()
 
     def ending(self, worker: int) -> str:
-        """Return a phrase that says how a lost worker's process ended; "its connection ended" if unknown."""
-        return self.core.endings.get(worker, "its connection ended")
+        """Return a phrase that says how a lost worker's process ended; "its connection ended" if unknown.
+
+        If the index of the worker has been used again, the phrase is about the incarnation that was lost.
+        """
+        core = self.core
+        return core.endings.get(worker, core.former_endings.get(worker, "its connection ended"))
 
     def worker_ended(self, worker: int, how: str) -> None:
         """Report that the process of a worker has ended. This method may be called at any time.
@@ -173,14 +217,26 @@ class CoordinatorHost:
             how: a phrase that says how the process ended.
         """
 
-        def note() -> None:
-            self.core.endings.setdefault(worker, how)
-            if (member := self._member("worker", worker)) is not None:
-                self._hub.expect_end(member)
-            else:
-                self._perform(self.core.ended(worker, self.job.now_ticks()))
+        self._call(lambda: self._note_end(worker, how))
 
-        self._call(note)
+    def kill(self, worker: int, why: str) -> None:
+        """Kill a worker that runs on another machine."""
+
+        def order() -> None:
+            for agent in self._machines.agents_of(worker):
+                if (member := self._member("agent", agent)) is not None:
+                    self._hub.send(member, KillOrdered(worker, why))
+
+        self._call(order)
+
+    def dismiss(self, failure: str) -> None:
+        """Tell all machines that the run is over, so that they end the workers that are left."""
+
+        def tell() -> None:
+            for agent in self._of_role("agent"):
+                self._hub.send(agent, RunEnded(failure))
+
+        self._call(tell)
 
     def collect(self) -> Collection:
         """Start collecting the weights. The caller must wait until `finished` of the returned object is set."""
@@ -217,14 +273,7 @@ class CoordinatorHost:
         """
 
         self.core.waits.clear()
-
-        def ask() -> None:
-            for server in self._of_role("server"):
-                if server.index not in self.asked_s:
-                    self.asked_s[server.index] = time.monotonic()
-                    self._hub.send(server, FetchWaits())
-
-        self._call(ask)
+        self._call(self._ask_servers)
 
     def stop(self, grace_s: float = STOP_GRACE_S, hurried: Callable[[], bool] = lambda: False) -> None:
         """Order the servers to write their traces and exit, and end the thread when the servers have disconnected.
@@ -256,10 +305,10 @@ class CoordinatorHost:
     def _run(self) -> None:
         try:
             while self._stops_s is None or (self._of_role("server") and time.monotonic() < self._stops_s):
-                timeout_s = self._timers.left_s(self.job.now_ticks())
-                if self._stops_s is not None:
-                    timeout_s = STOP_POLL_S
-                self._hub.poll(timeout_s)
+                self._hub.poll(self._patience_s())
+                self._note_states()
+                if self._stops_s is None:
+                    self._look()
                 for timer in self._timers.take_due(self.job.now_ticks()):
                     self._perform(self.core.fire(timer, self.job.now_ticks()))
         except Exception as error:  # any exception must end the run and be reported
@@ -267,22 +316,129 @@ class CoordinatorHost:
             self.fail(RunFailedError("the coordinator", str(InternalError(repr(error)))))
         finally:
             self._recorder.close()
+            for clock in self._clocks.values():
+                clock.close()
             self._hub.close()
             self._master = self._new_master = None  # releases the mappings, which keep file descriptors open
             self._bell.close()
             self._bell_end.close()
 
+    def _ask_servers(self) -> None:
+        for server in self._of_role("server"):
+            if server.index not in self.asked_s:
+                self.asked_s[server.index] = time.monotonic()
+                self._hub.send(server, FetchWaits())
+
+    def _status(self) -> JobStatus:
+        """Return the state of the job, for observers."""
+        now_ticks = self.job.now_ticks()
+        observed = Observed(
+            servers=self.job.servers,
+            elapsed_s=now_ticks / TICKS_PER_S,
+            connected={index for role, index in self.heard_s if role == "worker"},
+            machine_of=self._machines.machine_of,
+            state_s=self._state_times.state_s(now_ticks),
+            usual_s=self.usual_s,
+            processes=self._machines.liveness.states(),
+            machines=self._machines.statuses(now_ticks),
+            traffic=self._traffic.links(now_ticks),
+        )
+        return job_status(self.core, observed)
+
+    def _note_traffic(self, connection: Hashable, machine: str, traffic: Traffic) -> None:
+        """Record the traffic of a connection between this machine and another one."""
+        now_ticks = self.job.now_ticks()
+        self._traffic.note(connection, Link(LOCAL, machine), traffic.sent, now_ticks)
+        self._traffic.note(connection, Link(machine, LOCAL), traffic.received, now_ticks)
+
+    def _note_own_traffic(self) -> None:
+        """Record the traffic of this process's connections to other machines."""
+        names, machines = self._machines.names, self._machines.machine_of
+        for (role, index), member in self._members.items():
+            machine = {"worker": machines, "agent": names}.get(role, {}).get(index)
+            if machine is not None and (traffic := traffic_of(member.stream.sock)) is not None:
+                self._note_traffic((role, index), machine, traffic)
+
+    def _note_traffic_of(self, server: int, message: Waits) -> None:
+        """Record the traffic of a server's connections to other machines."""
+        machines = self._machines.machine_of
+        for each in message.traffic:
+            if each.worker in machines:
+                traffic = Traffic(each.sent_bytes, each.received_bytes)
+                self._note_traffic(("server", server, each.worker), machines[each.worker], traffic)
+
+    def _note_states(self) -> None:
+        """Record the states of all workers, so that the status can tell for how long they have been in them."""
+        now_ticks = self.job.now_ticks()
+        if now_ticks < self._noted_ticks + NOTE_INTERVAL_TICKS:
+            return
+        self._noted_ticks = now_ticks
+        core = self.core
+        workers = {*core.live, *core.finished, *core.lost}
+        states = {w: worker_state(core, w, ("worker", w) in self.heard_s) for w in workers}
+        self._state_times.note(states, now_ticks)
+
+    def _patience_s(self) -> float | None:
+        """Return the maximum time to wait for messages; None for no limit."""
+        if self._stops_s is not None:
+            return STOP_POLL_S
+        now_ticks = self.job.now_ticks()
+        limits_s = [] if (left_s := self._timers.left_s(now_ticks)) is None else [left_s]
+        if (look_ticks := self._machines.liveness.next_ticks) is not None:
+            limits_s.append(max(0.0, (look_ticks - now_ticks) / TICKS_PER_S))
+        return min(limits_s, default=None)
+
+    def _look(self) -> None:
+        """Take out the machines and workers that are no longer alive, if it is time to look for them."""
+        liveness, now_ticks = self._machines.liveness, self.job.now_ticks()
+        if liveness.next_ticks is not None and now_ticks >= liveness.next_ticks:
+            for verdict in liveness.look(now_ticks):
+                self._take_out(verdict)
+
+    def _take_out(self, verdict: Verdict) -> None:
+        """Go on without a machine that is suspected to be down, or without a worker that is stopped.
+
+        The workers and the agent receive the reason if they ever read again.
+        """
+        workers, reason = self._machines.workers[verdict.machine], verdict.reason
+        agent = self._member("agent", verdict.machine)
+        for worker in workers if verdict.worker is None else [verdict.worker]:
+            incarnation = self.core.incarnations.get(worker, 0)
+            if workers[worker] != incarnation or self.core.fate(worker):
+                continue
+            log.warning("worker %d is taken out of the run: %s", worker, reason)
+            self.core.endings.setdefault(worker, reason)
+            message = TakenOut(worker, incarnation, reason)
+            if agent is not None:
+                self._hub.send(agent, message)
+            self._perform(self.core.take_out(worker, self.job.now_ticks()))
+            if (member := self._member("worker", worker)) is not None:
+                self._hub.send(member, message)
+                self._hub.drop(member, reason)
+        if verdict.worker is None and agent is not None:
+            self._hub.drop(agent, reason)
+
     # -- called by the hub --------------------------------------------------------------------------------
 
     def greeted(self, peer: Caller, hello: Hello) -> None:
+        if hello.role == "observer":
+            if len(self._observers) >= MOST_OBSERVERS:
+                raise ProtocolError(f"there are already {MOST_OBSERVERS} observers")
+            peer.role = "observer"
+            self._observers.add(peer)
+            return
+        if hello.role == "agent":
+            peer.role, peer.index = "agent", self._machines.add()
+            self._members["agent", peer.index] = peer
+            return
         party = Peer("server" if hello.role == "server" else "worker", hello.index)
         if hello.role == "reader":
             raise ProtocolError("the coordinator does not accept readers")
-        self.core.require_expected(party)
+        self.core.require_expected(party, hello.incarnation)
         peer.role, peer.index = hello.role, hello.index
         self._members[peer.role, peer.index] = peer
         self.heard_s[peer.role, peer.index] = time.monotonic()
-        self._perform(self.core.connected(party, self.job.now_ticks(), hello.address))
+        self._perform(self.core.connected(party, self.job.now_ticks(), hello.address, hello.incarnation))
 
     def payload_targets(self, peer: Caller, message: Message, size_bytes: int) -> Sequence[memoryview]:
         if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
@@ -290,7 +446,17 @@ class CoordinatorHost:
         return no_payload(message, size_bytes)
 
     def gone(self, peer: Caller, reason: str) -> None:
+        if peer.role == "observer":
+            self._observers.discard(peer)
+            return
         self._members.pop((peer.role, peer.index), None)
+        if peer.role == "agent":
+            self._machines.liveness.machine_left(peer.index)
+            if (clock := self._clocks.pop(machine_of(peer), None)) is not None:
+                clock.close()
+            for worker, incarnation in self._machines.workers[peer.index].items():
+                self._note_end(worker, "the connection to its machine was closed", incarnation)
+            return
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         self._perform(self.core.disconnected(party, self.job.now_ticks()))
         if peer.role == "server" and self._stops_s is None:
@@ -300,12 +466,25 @@ class CoordinatorHost:
             self.over.set()
 
     def received(self, peer: Caller, message: Message) -> None:
+        if peer.role == "agent":
+            self._hear_agent(peer, message)
+            return
+        if peer.role == "observer":
+            if not isinstance(message, FetchStatus) or peer.stream.backlog:
+                raise ProtocolError(f"{type(message).__name__} is not expected from {peer} now")
+            self._ask_servers()  # for the next time
+            self._note_own_traffic()
+            self._hub.send(peer, StatusReported(msgspec.msgpack.encode(self._status())))
+            return
         self.heard_s[peer.role, peer.index] = time.monotonic()
         if isinstance(message, Snapshot) and peer.role == "server" and self._collection is not None:
             self._collection.arrived(message)
             self._collect_from(peer.index)
             return
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
+        if isinstance(message, Waits) and message.traffic:
+            self._note_traffic_of(peer.index, message)
+            message = msgspec.structs.replace(message, traffic=())
         model = message.model if isinstance(message, Register | Contributed) else None
         if model is not None and (isinstance(message, Contributed) or self.core.expects_model(party)):
             require_sound(model, self.job.optimizers)
@@ -321,12 +500,74 @@ class CoordinatorHost:
                     self.started_s = self.job.now_s()
                     self.started.set()
 
+    def _hear_agent(self, agent: Caller, message: Message) -> None:
+        """Handle a message from the agent of a machine that joins the run or has joined it."""
+        workers = self._machines.workers[agent.index]
+        match message:
+            case MachineJoined():
+                try:
+                    if message.version != self.job.version:
+                        raise ConfigurationError(
+                            f"this machine has Paceline {message.version}, but the run uses Paceline "
+                            f"{self.job.version}. Install the same version on all machines."
+                        )
+                    workers = self.core.invite(message.workers, message.wanted)
+                except ConfigurationError as error:
+                    self._hub.send(agent, Refused(str(error)))
+                    return
+                now_ticks = self.job.now_ticks()
+                address = agent.stream.sock.getpeername()[0]
+                self._machines.admit(agent.index, address, workers, now_ticks)
+                for worker in workers:
+                    self._forget(worker)
+                machine = machine_of(agent)
+                self._hub.send(agent, MachineAdmitted(workers, encode_job(self.job), now_ticks, machine))
+            case Heartbeat():
+                now_ticks = self.job.now_ticks()
+                self._hub.send(agent, answer(message, now_ticks, self.job.now_ticks()))
+                self._machines.liveness.heartbeat(agent.index, message.states, now_ticks)
+                if message.clock is not None and workers:
+                    self._record_clock(machine_of(agent), message.clock)
+            case ProcessEnded() if message.worker in workers:
+                if message.crashed:
+                    self.crashed.add(message.worker)
+                self._note_end(message.worker, message.how, workers[message.worker])
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not expected from {agent} now")
+
+    def _record_clock(self, machine: int, offset: ClockOffset) -> None:
+        """Record the offset of a machine's clock, for timelines."""
+        if machine not in self._clocks:
+            path = Path(self.job.run_dir, f"clock-{machine}.jsonl")
+            self._clocks[machine] = ClockRecorder(BestEffortFile(path, self.core.faults.append))
+        self._clocks[machine].record(offset)
+
+    def _note_end(self, worker: int, how: str, incarnation: int = 0) -> None:
+        """Handle the end of a worker's process, after the messages that it has sent."""
+        if incarnation != self.core.incarnations.get(worker, 0):
+            return  # its index has been used again
+        self._machines.liveness.worker_left(worker)
+        self.core.endings.setdefault(worker, how)
+        if (member := self._member("worker", worker)) is not None:
+            self._hub.expect_end(member)
+        else:
+            self._perform(self.core.ended(worker, self.job.now_ticks(), incarnation))
+
+    def _forget(self, worker: int) -> None:
+        """Forget what was observed of the previous incarnation of a worker."""
+        for known in (self.usual_s, self.registered_s, self._paced):
+            known.pop(worker, None)
+        self.heard_s.pop(("worker", worker), None)
+
     def _note_pace(self, worker: int, now: Status) -> None:
         """Update the moving average of a worker's iteration time."""
         now_s = time.monotonic()
+        if self.core.paused:
+            self._paced.clear()  # the pause is not part of an iteration
         before = self._paced.get(worker)
         if before is not None and now.iteration > before[0]:
             each_s = (now_s - before[1]) / (now.iteration - before[0])
+            self._machines.liveness.iterated(worker, round(each_s * TICKS_PER_S))
             usual_s = self.usual_s.get(worker, each_s)
             self.usual_s[worker] = usual_s + (each_s - usual_s) / PACE_SPAN
         if before is None or now.iteration > before[0]:
@@ -380,6 +621,8 @@ class CoordinatorHost:
         job, layout = self.job, model.layout
         dtypes = {dtype_of(vector) for vector in layout.sizes}
         vectors = max(state_vectors(each.name, each.groups, dtypes) for each in model.optimizers)
+        if job.joined:
+            workers = 0  # they run on other machines
         needed = footprint(layout.size_bytes, vectors, workers, job.servers, job.transport)
         return shortage(needed, available_bytes(), f"{workers} workers over {job.transport}")
 

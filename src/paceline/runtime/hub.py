@@ -29,7 +29,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from ..core.messages import Hello, Message
 from ..errors import DeadlineError, InternalError, PeerLostError, ProtocolError
 from ..wire.forks import close_in_forks
+from ..wire.passing import Source
+from ..wire.preface import COORDINATOR, Preface
+from ..wire.secure import SecureSocket
 from ..wire.stream import Stream
+from ..wire.tls import Contexts
 from .spin import SPIN_S, fall_asleep, spin, wake_up
 from .strangers import Acceptor, Strangers
 
@@ -113,10 +117,13 @@ class Hub(Generic[P]):
     Args:
         name: name of the host in log messages.
         token: the secret that peers must send.
-        listener: a listening socket, of which the hub takes ownership.
+        listener: a listening socket, or what takes its place. The hub takes ownership.
         accepts: the type of the messages that peers may send, usually a union.
         make_peer: function that returns the object for a new connection, an instance of `Caller` or of a subclass.
         host: the object that handles the messages and the closed connections.
+        known: the TLS contexts of the run, if the connections that the listener accepts use TLS. Their plain prefaces
+            must have been received already.
+        target: what the prefaces of connections to this host name, see `Preface`.
 
     Attributes:
         peers: all open connections.
@@ -126,12 +133,16 @@ class Hub(Generic[P]):
         self,
         name: str,
         token: str,
-        listener: socket.socket,
+        listener: Source,
         accepts: object,
         make_peer: Callable[[Stream[Message]], P],
         host: Host[P],
+        known: Contexts | None = None,
+        target: int = COORDINATOR,
     ) -> None:
         self.peers: set[P] = set()
+        self._known = known
+        self._target = target
         self._name = name
         self._token = token.encode()
         self._acceptor = Acceptor(listener)
@@ -305,7 +316,10 @@ class Hub(Generic[P]):
         """Start watching a new connection. Raise `OSError` if the peer has already closed the connection."""
         try:
             stream: Stream[Message] = Stream(
-                sock, self._accepts, trusted=False, takes_descriptor=sock.family == socket.AF_UNIX
+                sock if self._known is None else self._secured(sock, self._known),
+                self._accepts,
+                trusted=False,
+                takes_descriptor=sock.family == socket.AF_UNIX,
             )
             peer = self._make_peer(stream)
             self._selector.register(stream, selectors.EVENT_READ, peer)
@@ -318,6 +332,9 @@ class Hub(Generic[P]):
         self.peers.add(peer)
         self._strangers.add(peer)
         return peer
+
+    def _secured(self, sock: socket.socket, known: Contexts) -> SecureSocket:
+        return SecureSocket(sock, known, Preface(self._target, known.mark), server_side=True)
 
     def _serve(self, peer: P, events: int) -> None:
         try:

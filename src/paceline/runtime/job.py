@@ -29,6 +29,7 @@ from ..sync.schedule import Schedule, read_schedule
 from ..sync.ticks import TICKS_PER_S
 from ..wire.addresses import listen_tcp
 from ..wire.memory import shared_memory_available
+from ..wire.tls import Contexts, contexts
 from .footprint import (
     available_bytes,
     descriptor_limit,
@@ -43,7 +44,9 @@ __all__ = [
     "Assignment",
     "Job",
     "claim_run_dir",
+    "decode_job",
     "describe",
+    "encode_job",
     "make_job",
     "require_script",
     "require_usable",
@@ -64,7 +67,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The validated settings of one run, which are the same in all of its processes.
 
     Attributes:
-        workers: number of workers.
+        workers: number of workers; if machines can join, the largest number of workers.
+        least: number of workers with which training begins; if machines can join, the others may join later.
+        pause_below: number of workers below which the run pauses until other workers join; 0 if it never pauses.
+        joined: True if the workers run on machines that join the run, and none is started by the launcher.
         servers: number of servers. Server i holds the shards whose index modulo `servers` is i.
         shards: number of slices into which the parameters are divided.
         slicing: "even" for slices of equal size, or "by-parameter" for slices that contain about the same number of
@@ -91,11 +97,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         torchrun_port: MASTER_PORT in the environment of the workers, which is then as under torchrun; 0 to leave the
             environment as it is.
         token: secret that each peer must send before it is served.
+        mark: 16 hexadecimal digits that tell this run from others with the same secret; they are not secret.
         epoch_ns: reading of the monotonic clock at time 0 of the run, in nanoseconds.
+        secure: True if the connections use TLS, with keys that are derived from the token.
+        version: version of Paceline, which must be the same on all machines; "" if the run is on one machine only.
         optimizers: the places from which processes may take the classes of optimizers that are not torch's.
     """
 
     workers: int
+    least: int
+    pause_below: int
+    joined: bool
     servers: int
     shards: int
     slicing: Literal["even", "by-parameter"]
@@ -115,13 +127,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     torchrun_port: int
     token: str
+    mark: str
     epoch_ns: int
+    secure: bool = False
+    version: str = ""
     optimizers: OptimizerSources = OptimizerSources()
+
+    def __repr__(self) -> str:
+        """Return a description without the token, which must not appear in a log."""
+        return f"Job({self.workers} workers, {self.servers} servers, {self.sync!r}, {self.run_dir!r})"
 
     @property
     def schedule(self) -> Schedule:
         """The first sync model and the planned changes, parsed from `sync`."""
         return read_schedule(self.sync)
+
+    @property
+    def contexts(self) -> Contexts | None:
+        """The TLS contexts of the run; None if its connections do not use TLS."""
+        return contexts(self.token)._replace(mark=bytes.fromhex(self.mark)) if self.secure else None
 
     def now_ticks(self) -> int:
         """Return the time since the run began, in ticks. All processes on one machine use the same clock."""
@@ -208,6 +232,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         index: index of the server or worker.
         coordinator: address of the coordinator.
         host: address on which the process listens for TCP connections.
+        incarnation: how often the index of the worker has been used before.
+        machine: index of the machine on which the process runs; 0 for the one with the coordinator.
     """
 
     job: Job
@@ -215,11 +241,16 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     coordinator: str
     host: str = LOOPBACK
+    incarnation: int = 0
+    machine: int = 0
 
 
 def make_job(
     *,
     workers: int,
+    least: int | None = None,
+    pause_below: int = 0,
+    joined: bool = False,
     servers: int | None = None,
     shards: int | None = None,
     slicing: str = "even",
@@ -241,12 +272,17 @@ def make_job(
 ) -> Job:
     """Validate the user's options, create the run directory and return the configuration of the run.
 
-    For a dry run, the directory is not created. See `claim_run_dir`.
+    For a dry run, the directory is not created. See `claim_run_dir`. `least` is by default the number of workers.
 
     Raises:
         ConfigurationError: an option is not valid. The message states the value, what was expected and what to do.
     """
     workers = _require_integer("workers", workers, least=1)
+    least = _require_integer("least", workers if least is None else least, least=1)
+    if least > workers:
+        raise ConfigurationError(
+            f"the least number of workers is {least} and the largest is {workers}; write --workers MIN:MAX."
+        )
     if servers is None:
         # One server for each core that the workers leave free, but at least one.
         servers = max(1, (os.cpu_count() or 1) - workers)
@@ -315,6 +351,9 @@ def make_job(
             raise ConfigurationError(reason)
     job = Job(
         workers=workers,
+        least=least,
+        pause_below=pause_below,
+        joined=joined,
         servers=servers,
         shards=shards,
         slicing="even" if slicing == "even" else "by-parameter",
@@ -334,6 +373,7 @@ def make_job(
         port=port,
         torchrun_port=_free_port() if torchrun_env else 0,
         token=secrets.token_hex(16),
+        mark=secrets.token_hex(8),
         epoch_ns=time.monotonic_ns(),
         optimizers=OptimizerSources(packages=imports),
     )
@@ -351,6 +391,22 @@ def _free_port() -> int:
 def claim_run_dir(job: Job) -> Job:
     """Create the run directory and return the configuration with the directory's path. Call this after all checks."""
     return msgspec.structs.replace(job, run_dir=str(_make_run_dir(job.run_dir or None)))
+
+
+def encode_job(job: Job) -> bytes:
+    """Return the configuration of a run as it is sent to the machines that join the run."""
+    return msgspec.json.encode(job)
+
+
+def decode_job(data: bytes, now_ticks: int) -> Job:
+    """Return the configuration that `encode_job` has encoded, on the clock of this machine.
+
+    Args:
+        data: the encoded configuration.
+        now_ticks: the time of the run now.
+    """
+    job = msgspec.json.decode(data, type=Job)
+    return msgspec.structs.replace(job, epoch_ns=time.monotonic_ns() - now_ticks)
 
 
 _SLICING_TEXTS = {"even": "evenly (even)", "by-parameter": "by parameter (by-parameter)"}
@@ -373,7 +429,7 @@ def describe(job: Job) -> dict[str, str]:
     """Return the description of a run that `--dry-run` prints."""
     return {
         "sync model": job.sync,
-        "workers": str(job.workers),
+        "workers": f"{job.least} to {job.workers}" if job.least < job.workers else str(job.workers),
         "servers": str(job.servers),
         "shards": f"{job.shards}, with the parameters sliced {_SLICING_TEXTS[job.slicing]}",
         "overlap": _OVERLAP_TEXTS[job.overlap],

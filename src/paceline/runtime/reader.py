@@ -12,7 +12,17 @@ import msgspec
 import torch
 
 from ..core.layout import Layout, ShardSlice, item_bytes
-from ..core.messages import FetchSnapshot, FromServer, Hello, Message, Snapshot
+from ..core.messages import (
+    MOST_STATES_BYTES,
+    FetchSnapshot,
+    FetchStates,
+    FromServer,
+    Hello,
+    KeptStates,
+    LoopPosition,
+    Message,
+    Snapshot,
+)
 from ..core.model_spec import ModelSpec
 from ..errors import ProtocolError
 from ..shard.buffers import packed_bytes, unpack
@@ -21,9 +31,10 @@ from ..shard.vectors import parameter_views
 from ..wire.addresses import connect
 from ..wire.memory import cut
 from ..wire.stream import Stream
+from ..wire.tls import Contexts
 from .server_memory import tensors_over
 
-__all__ = ["Assembly", "Reader", "WeightsSnapshot", "named_weights"]
+__all__ = ["Assembly", "Reader", "WeightsSnapshot", "named_weights", "read_states"]
 
 TIMEOUT_S = 60.0
 
@@ -125,15 +136,23 @@ class Reader:
             stream.sink = self._payload_targets
 
     @classmethod
-    def connect(cls, model: ModelSpec, shards: Sequence[tuple[ShardSlice, str]], token: str) -> Reader:
+    def connect(
+        cls,
+        model: ModelSpec,
+        shards: Sequence[tuple[ShardSlice, str]],
+        token: str,
+        known: Contexts | None = None,
+    ) -> Reader:
         """Connect to the servers of `shards`, given as (slice, address of the server), and return a reader.
+
+        If the addresses use TLS, `known` contains the contexts of the run.
 
         Raises:
             PeerLostError: a server cannot be reached.
         """
         streams: list[Stream[FromServer]] = []
         for shard, address in shards:
-            stream: Stream[FromServer] = Stream(connect(address), FromServer)
+            stream: Stream[FromServer] = Stream(connect(address, known=known), FromServer)
             stream.send(Hello(token, "reader", shard.index))
             streams.append(stream)
         return cls(model, [shard for shard, _ in shards], streams)
@@ -166,6 +185,42 @@ class Reader:
         if assembly is None or not isinstance(message, Snapshot) or message.shard not in assembly.missing:
             return []
         return assembly.targets(message.shard)
+
+
+def read_states(
+    address: str, token: str, known: Contexts | None = None
+) -> tuple[LoopPosition, bytearray] | None:
+    """Return the states of tracked objects that a run has kept last, with their position; None if there are none.
+
+    Args:
+        address: the address of the server of shard 0.
+        token: the run's token.
+        known: the TLS contexts of the run, if the address uses TLS.
+
+    Raises:
+        PeerLostError: the server cannot be reached, or the connection is lost.
+        DeadlineError: the server does not answer in time.
+        ProtocolError: the server's answer is not valid.
+    """
+    data = bytearray()
+
+    def target(message: Message, size_bytes: int) -> list[memoryview]:
+        nonlocal data
+        if not isinstance(message, KeptStates) or size_bytes > MOST_STATES_BYTES:
+            return []
+        data = bytearray(size_bytes)
+        return [memoryview(data)]
+
+    stream: Stream[FromServer] = Stream(connect(address, known=known), FromServer, target)
+    try:
+        stream.send(Hello(token, "reader", 0))
+        stream.send(FetchStates(0))
+        answer = stream.wait(TIMEOUT_S)
+    finally:
+        stream.close()
+    if not isinstance(answer, KeptStates):
+        raise ProtocolError(f"a server sent {type(answer).__name__} to a reader, expected KeptStates")
+    return (answer.position, data) if answer.position is not None else None
 
 
 def named_weights(layout: Layout, vectors: Vectors) -> dict[str, torch.Tensor]:

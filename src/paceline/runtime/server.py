@@ -15,12 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import torch
+
 from ..core import server as core
 from ..core.layout import Layout, of_set
 from ..core.messages import (
     Answer,
     Bell,
     Commit,
+    ConnectionTraffic,
     CreateShards,
     ExtendShards,
     Failed,
@@ -28,6 +32,7 @@ from ..core.messages import (
     FetchInitialBuffers,
     FetchOptimizerState,
     FetchSnapshot,
+    FetchStates,
     FetchWaits,
     FromCoordinatorToServer,
     FromPeerToServer,
@@ -35,6 +40,10 @@ from ..core.messages import (
     InitialBuffers,
     InitialState,
     InitialWeights,
+    JoinProposed,
+    KeepStates,
+    KeptStates,
+    LossSettled,
     MeanAwaited,
     MeanClipped,
     Message,
@@ -48,6 +57,7 @@ from ..core.messages import (
     Stage,
     Warned,
     WorkerFinished,
+    WorkerJoined,
     WorkerLost,
 )
 from ..core.model_spec import ModelSpec
@@ -65,12 +75,15 @@ from ..core.requests import (
 )
 from ..errors import InternalError, ProtocolError, first_line
 from ..shard.foreign import class_of
+from ..shard.states import decode_states
 from ..shard.store import Push, Vectors
 from ..trace.recording import Header, Recorder
 from ..wire.addresses import connect, listen_tcp, listen_unix
 from ..wire.memory import MASTER, Inbox, Region
+from ..wire.passing import PassedSockets, Source
 from ..wire.ring import Ring
 from ..wire.stream import Stream
+from ..wire.traffic import traffic_of
 from .best_effort import BestEffortFile
 from .hub import Caller, Hub
 from .job import Assignment
@@ -117,14 +130,15 @@ class ServerHost:
 
     Args:
         place: the role of the process in its run.
-        listener: a listening socket, of which the server takes ownership.
+        listener: a listening socket, or what takes its place. The server takes ownership.
         coordinator: a connection to the coordinator on which the greeting has been sent. The server closes it.
     """
 
     def __init__(
-        self, place: Assignment, listener: socket.socket, coordinator: Stream[FromCoordinatorToServer]
+        self, place: Assignment, listener: Source, coordinator: Stream[FromCoordinatorToServer]
     ) -> None:
         self._job = place.job
+        self._machine = place.machine or msgspec.UNSET
         self._coordinator = ServerCaller.coordinator(coordinator)
         self._workers: dict[int, ServerCaller] = {}  # connected workers
         self._recorders: list[Recorder] = []
@@ -133,21 +147,38 @@ class ServerHost:
         self._timers: Timers[Timer] = Timers()
         self._running = True
         self._hub: Hub[ServerCaller] = Hub(
-            f"server {place.index}", place.job.token, listener, FromPeerToServer, ServerCaller, self
+            f"server {place.index}",
+            place.job.token,
+            listener,
+            FromPeerToServer,
+            ServerCaller,
+            self,
+            place.job.contexts,
+            place.index,
         )
         self._hub.adopt(self._coordinator)
 
     @classmethod
-    def connect(cls, place: Assignment) -> ServerHost:
+    def connect(cls, place: Assignment, passed: socket.socket | None = None) -> ServerHost:
         """Return a server that listens and has sent its address to the coordinator.
+
+        Args:
+            place: the role of the process in its run.
+            passed: the socket over which it receives its connections, if they come through the listener.
 
         Raises:
             PeerLostError: the coordinator cannot be reached.
         """
         job = place.job
-        listener, address = listen_tcp(place.host) if job.transport == "tcp" else listen_unix()
+        listener: Source
+        if passed is not None:
+            listener, address = PassedSockets(passed), f"tls:/{place.index}"
+        else:
+            listener, address = listen_tcp(place.host) if job.transport == "tcp" else listen_unix()
         coordinator: Stream[FromCoordinatorToServer] = Stream(
-            connect(place.coordinator), FromCoordinatorToServer, takes_descriptor=job.transport == "shm"
+            connect(place.coordinator, known=job.contexts),
+            FromCoordinatorToServer,
+            takes_descriptor=job.transport == "shm",
         )
         coordinator.send(Hello(token=job.token, role="server", index=place.index, address=address))
         return cls(place, listener, coordinator)
@@ -180,7 +211,7 @@ class ServerHost:
                 raise ProtocolError(f"there are already {most} readers")
             peer.role, peer.index = hello.role, hello.index
             return
-        self._core.require_expected(hello.index, hello.extension)
+        self._core.require_expected(hello.index, hello.extension, hello.incarnation)
         memory = self._require_memory()
         if hello.extension > self._core.extension:
             memory.extend()
@@ -199,7 +230,14 @@ class ServerHost:
             peer.stream.use_rings(outgoing, incoming)
             self._hub.watch_ring(peer)
         in_place = hello.follows and memory.in_shared_memory
-        self._perform(self._core.connected(peer.index, hello.extension, reads_in_place=in_place))
+        connected = self._core.connected(
+            peer.index,
+            self._job.now_ticks(),
+            hello.extension,
+            hello.incarnation,
+            reads_in_place=in_place,
+        )
+        self._perform(connected)
 
     def received(self, peer: ServerCaller, message: Message) -> None:
         if peer is self._coordinator:
@@ -238,6 +276,14 @@ class ServerHost:
                 self._core.shard(0)
                 initial = memory.initial_buffers(unless=message.checksum)
                 self._hub.send(peer, InitialBuffers(0, equal=initial is None), initial or ())
+            case KeepStates(shard=0, position=position) if peer.role == "worker" and peer.payload:
+                self._core.shard(0)
+                memory.states = position, peer.payload[0]
+            case FetchStates(shard=0) if not peer.stream.backlog:
+                self._core.shard(0)
+                kept, states = memory.states or (None, b"")
+                # The bytes do not change: later states are kept in other memory.
+                self._hub.send(peer, KeptStates(0, kept), [memoryview(states)], lent=KeptStates)
             case InitialState() if self._initializes(peer):
                 self._core.require_beginning(message.shard)
                 memory.keep_state(message, b"".join(peer.payload))
@@ -286,19 +332,34 @@ class ServerHost:
             case ModelExtended():
                 self._require_memory().extend()
                 self._pass_on(self._coordinator, message)
-            case WorkerLost(worker):
-                self._expect_end(worker)
+            case WorkerLost(worker, at_once=at_once):
+                peer = self._workers.get(worker)
+                if at_once and peer is not None:
+                    self._hub.drop(peer, "the worker was taken out of the run")
+                else:
+                    self._expect_end(worker)
                 self._pass_on(self._coordinator, message)
             case FetchSnapshot():
                 for worker in self._core.expected.intersection(message.left):
                     self._expect_end(worker)
                 self._pass_on(self._coordinator, message)
-            case MeanClipped() | MeanAwaited():
+            case JoinProposed():
+                for worker in self._core.expected.intersection({*message.left, message.worker}):
+                    self._expect_end(worker)
+                self._pass_on(self._coordinator, message)
+            case MeanClipped() | MeanAwaited() | WorkerJoined() | LossSettled():
                 self._pass_on(self._coordinator, message)
             case FetchWaits():
-                self._hub.send(self._coordinator, self._core.waits(timers=bool(self._timers)))
+                waits = self._core.waits(timers=bool(self._timers))
+                self._hub.send(self._coordinator, msgspec.structs.replace(waits, traffic=self._traffic()))
             case Shutdown():
                 self._running = False
+                self._save_states()
+
+    def _traffic(self) -> tuple[ConnectionTraffic, ...]:
+        """Return the traffic of the TCP connections to the workers."""
+        found = [(worker, traffic_of(peer.stream.sock)) for worker, peer in self._workers.items()]
+        return tuple(ConnectionTraffic(worker, *traffic) for worker, traffic in found if traffic is not None)
 
     def _expect_end(self, worker: int) -> None:
         """Let the connection to a worker end, if it is open, because the worker has left the run."""
@@ -377,6 +438,20 @@ class ServerHost:
         version = self._core.shard(index).version
         self._hub.send(peer, Snapshot(index, version), self._require_memory().snapshot(index))
 
+    def _save_states(self) -> None:
+        """Write the states of tracked objects that were kept last, if this server has any, to the run directory."""
+        if self._memory is None or self._memory.states is None:
+            return
+        position, data = self._memory.states
+        path = Path(self._job.run_dir, "tracked.pt")
+        try:
+            states = {name: each["state"] for name, each in decode_states(data, arrays=False).items()}
+            unfinished = path.with_name(f".{path.name}.unfinished")
+            torch.save({"epoch": position.epoch, "states": states}, unfinished)
+            unfinished.replace(path)
+        except (OSError, RuntimeError, ProtocolError, LookupError, TypeError) as error:
+            self._warn(f"the states of tracked objects cannot be saved to {path}: {first_line(error)}")
+
     def _warn(self, text: str) -> None:
         """Report a problem that does not end the run."""
         log.warning("%s", text)
@@ -392,6 +467,7 @@ class ServerHost:
             index=shard,
             seed=job.seed,
             emulated=job.emulated,
+            machine=self._machine,
         )
         path = Path(job.run_dir, f"trace-shard-{shard}.jsonl")
         self._recorders.append(Recorder(BestEffortFile(path, self._warn), header))
@@ -420,6 +496,6 @@ def _load_classes(model: ModelSpec) -> None:
             class_of(optimizer.name)
 
 
-def serve(place: Assignment) -> None:
-    """Run a server: listen for connections, send the address to the coordinator, and handle messages."""
-    ServerHost.connect(place).run()
+def serve(place: Assignment, passed: socket.socket | None = None) -> None:
+    """Run a server until the run is over. See `ServerHost.connect`."""
+    ServerHost.connect(place, passed).run()

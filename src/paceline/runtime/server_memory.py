@@ -15,7 +15,16 @@ import safetensors.torch
 import torch
 
 from ..core.layout import ShardSlice, item_bytes, of_set
-from ..core.messages import Commit, Content, InitialState, InitialWeights, Message
+from ..core.messages import (
+    MOST_STATES_BYTES,
+    Commit,
+    Content,
+    InitialState,
+    InitialWeights,
+    KeepStates,
+    LoopPosition,
+    Message,
+)
 from ..core.model_spec import BufferSpec, ModelSpec
 from ..errors import ProtocolError
 from ..shard.buffers import bytes_of, pack, packed_bytes, unpack
@@ -72,6 +81,8 @@ class ServerMemory:
     Attributes:
         stores: shard -> the store of this shard, for shards whose initial weights have arrived.
         weights: shard -> the bytes of this shard's weights, for shards whose initial weights have arrived.
+        states: the position and the states of tracked objects that were kept last. Only the server of shard 0 has
+            them.
     """
 
     def __init__(
@@ -84,6 +95,7 @@ class ServerMemory:
     ) -> None:
         self.stores: dict[int, Store] = {}
         self.weights: dict[int, dict[str, memoryview]] = {}
+        self.states: tuple[LoopPosition, bytearray] | None = None
         self._servers = servers
         self._before_update = before_update
         self._plan = _Plan.of(model, slices, master)
@@ -149,6 +161,12 @@ class ServerMemory:
                     return [size_bytes]
                 raise ProtocolError(
                     f"an optimizer state has {size_bytes} bytes, expected at most {limit_bytes}"
+                )
+            case KeepStates(shard=0) if self._slots is not None:
+                if size_bytes <= MOST_STATES_BYTES:
+                    return [size_bytes]
+                raise ProtocolError(
+                    f"the states of tracked objects have {size_bytes} bytes, expected at most {MOST_STATES_BYTES}"
                 )
             case _:
                 return []

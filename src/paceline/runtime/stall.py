@@ -83,7 +83,10 @@ class StallWatch:
     def look(self) -> list[Awaited]:
         """Return the processes for which the run has been waiting for an unusually long time."""
         coordinator = self._coordinator
-        live = [worker for worker in range(coordinator.job.workers) if not coordinator.core.fate(worker)]
+        live = sorted(coordinator.core.live)
+        if coordinator.core.paused:
+            self._before, self._idle_s = {}, None
+            return []  # the run waits for workers that are yet to join
         if coordinator.core.model is None:
             return self._look_before_training(live)
         now_s = time.monotonic()
@@ -179,11 +182,12 @@ class StallWatch:
 
     def _look_for_standstill(self, live: list[int]) -> None:
         """Set `standstill` if the servers repeat their previous answers, all workers wait and no timer is set."""
-        before, self._before = self._before, self._coordinator.core.waits.copy()
+        core = self._coordinator.core
+        before, self._before = self._before, core.waits.copy()
         shards = [shard for answer in self._answers for shard in answer.shards]
-        gathered = self._coordinator.core.collectives.waiting.copy()
+        gathered = core.collectives.waiting.copy()
         held = {worker for shard in shards for worker, _ in shard.pulls} | gathered.keys()
-        held |= self._coordinator.core.awaiting_turn
+        held |= core.awaiting_turn
         # Some of the workers that wait in a barrier push after a while, so that others need not wait for them.
         pushing = [worker for worker, contribution in gathered.items() if contribution.may_push]
         patience_s = max(map(self._patience_s, pushing), default=0.0)
@@ -193,6 +197,9 @@ class StallWatch:
             or self._before != before
             or any(answer.timers for answer in self._answers)
             or set(live) - held
+            or any({worker for worker, _ in shard.staleness} != set(live) for shard in shards)
         ):
-            return  # a worker can still continue: its pull was answered, or its push has not arrived yet
+            # A worker can still continue: its pull was answered, its push has not arrived yet, or a shard has yet to
+            # learn that another worker has joined, left or been lost.
+            return
         self.standstill = standstill(shards, gathered)

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from ..wire.passing import Source
+
 __all__ = ["Acceptor", "Strangers"]
 
 log = logging.getLogger("paceline.hub")
@@ -46,13 +48,13 @@ class Acceptor:
     For this purpose, an acceptor keeps a spare file descriptor.
 
     Args:
-        listener: the listening socket, of which the acceptor takes ownership.
+        listener: the listening socket, or what takes its place. The acceptor takes ownership.
 
     Attributes:
         stuck: True if the last attempt to accept a connection failed and left the connection in the queue.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: Source) -> None:
         self.stuck = False
         self._listener = listener
         self._reserve: int | None = None

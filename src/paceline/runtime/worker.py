@@ -8,6 +8,7 @@ writes the times of each iteration to `worker-<index>.jsonl` in the run director
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import random
 import select
@@ -44,6 +45,8 @@ from ..core.messages import (
     InitialBuffers,
     InitialState,
     InitialWeights,
+    KeepStates,
+    LoopPosition,
     Message,
     ModelExtended,
     OptimizerState,
@@ -54,27 +57,32 @@ from ..core.messages import (
 )
 from ..core.model_spec import BufferSpec, ModelSpec
 from ..core.requests import COORDINATOR, Request, Send
-from ..errors import PeerLostError, ProtocolError
+from ..errors import PeerLostError, ProtocolError, TakenOutError
 from ..shard.buffers import checksum, pack, packed_bytes, unpack
 from ..shard.store import Vectors
 from ..sync import SyncModel
 from ..sync.events import Clip
 from ..sync.schedule import read_schedule
 from ..trace.records import IterationRecord
-from ..wire.addresses import connect, is_local
+from ..wire.addresses import connect, is_local, seen_from
 from ..wire.forks import close_in_forks
 from ..wire.memory import Master, Region, cut
 from ..wire.ring import Ring
 from ..wire.ring import available as rings_available
 from ..wire.stream import Stream
+from ..wire.traffic import sending_of
 from .best_effort import BestEffortFile
 from .job import Assignment
 from .outbox import Outbox
+from .reader import read_states
 from .repeating import Repeating
 from .server_memory import STATE_LIMIT_FACTOR, STATE_SLACK_BYTES, tensors_over
+from .slow_link import SlowLink
 from .spin import fall_asleep, spin, wake_up
 
 __all__ = ["WorkerSession"]
+
+log = logging.getLogger("paceline.worker")
 
 STATUS_INTERVAL_S = 0.1
 # Minimum time between two checks for messages from the coordinator. Very short iterations skip most of these checks.
@@ -92,14 +100,25 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _exclusive(method: Method) -> Method:
-    """Let only one thread at a time use the connections: a script may iterate over its loader on another thread."""
+    """Let only one thread at a time use the connections: a script may iterate over its loader on another thread.
+
+    If a connection is lost because this worker was taken out of the run, the method raises `TakenOutError`.
+    """
 
     @wraps(method)
     def call(self: WorkerSession, *args: Any, **options: Any) -> Any:
         with self._lock:
-            return method(self, *args, **options)
+            try:
+                return method(self, *args, **options)
+            except PeerLostError as error:
+                self._raise_if_taken_out(error)
+                raise
 
     return cast(Method, call)
+
+
+class Leaving(SystemExit):
+    """Raised in the script when this worker has been asked to leave the run, at the end of its current iteration."""
 
 
 class _Initial(NamedTuple):
@@ -131,6 +150,8 @@ class WorkerSession:
         self.weights: Vectors = {}
         self.gradients: Vectors = {}
         self._job = job
+        self._reached = place.coordinator
+        self._incarnation = place.incarnation
         self._lock = threading.RLock()
         self.on_moved: Callable[[], object] = lambda: None
         self.on_finish: Callable[[], str] = str
@@ -154,6 +175,7 @@ class WorkerSession:
         self._orders = select.poll()  # watches only the connection to the coordinator
         self._orders.register(coordinator, select.POLLIN)
         self._servers: list[Stream[FromServer]] = []
+        self._slow_link: SlowLink | None = None  # set if the servers are on other machines
         self._ringed: list[Stream[FromServer]] = []  # the streams that use rings
         self._shards: tuple[ShardSlice, ...] = ()
         self._initial: _Initial | None = None  # what the servers receive if this worker is the initializer
@@ -173,7 +195,10 @@ class WorkerSession:
         self._status_s = self._heard_s = -math.inf
         self._shown = ""
         self._finished = False
-        self._log = BestEffortFile(Path(job.run_dir, f"worker-{place.index}.jsonl"), self._warn)
+        self.asked_to_leave = False
+        self._machine = place.machine or msgspec.UNSET
+        path = Path(job.run_dir, f"worker-{place.index}.jsonl")
+        self._log = BestEffortFile(path, self._warn, append=place.incarnation > 0)
         close_in_forks(self)
 
     @classmethod
@@ -184,9 +209,11 @@ class WorkerSession:
             PeerLostError: the coordinator cannot be reached.
         """
         stream: Stream[FromCoordinatorToWorker] = Stream(
-            connect(place.coordinator), FromCoordinatorToWorker, takes_descriptor=place.job.transport == "shm"
+            connect(place.coordinator, known=place.job.contexts),
+            FromCoordinatorToWorker,
+            takes_descriptor=place.job.transport == "shm",
         )
-        stream.send(Hello(place.job.token, "worker", place.index))
+        stream.send(Hello(place.job.token, "worker", place.index, incarnation=place.incarnation))
         return cls(place, stream)
 
     # -- interface of a session ---------------------------------------------------------------------------
@@ -212,7 +239,11 @@ class WorkerSession:
             if memory is not None:
                 memory.close()
         shared = self._job.transport == "shm"
-        addresses = list(dict.fromkeys(self._core.started.addresses))  # addresses of the servers, in order
+        # the addresses of the servers, in order
+        addresses = [
+            seen_from(address, self._reached) for address in dict.fromkeys(self._core.started.addresses)
+        ]
+        self._slow_link = None if all(map(is_local, addresses)) else SlowLink()
         channels = len(addresses) if shared and rings_available() else 0
         self._region = region = Region.create(model.layout, shared=shared, channels=channels)
         if shared:
@@ -232,7 +263,9 @@ class WorkerSession:
         descriptors = [region.descriptor] if region.descriptor is not None else []
         size_bytes = region.size_bytes if descriptors else 0
         for channel, address in enumerate(addresses):
-            stream: Stream[FromServer] = Stream(connect(address), FromServer, self._payload_targets)
+            stream: Stream[FromServer] = Stream(
+                connect(address, known=self._job.contexts), FromServer, self._payload_targets
+            )
             self._servers.append(stream)
             self._selector.register(stream, selectors.EVENT_READ)
             hello = Hello(
@@ -244,6 +277,7 @@ class WorkerSession:
                 channel=channel,
                 follows=follows,
                 extension=self._core.extension,
+                incarnation=self._incarnation,
             )
             self._send(stream, hello, descriptors=descriptors)
             if channels:
@@ -430,6 +464,7 @@ class WorkerSession:
         interval_s = self._idle_interval_s
         due_s = self._job.now_s() + max(interval_s, COMBINING_S)
         while not ended():
+            self._leave_if_asked()
             wait_s = min(max(due_s - self._job.now_s(), LEAST_IDLE_S), STATUS_INTERVAL_S)
             if servers or self._coordinator.backlog:
                 self._hear(timeout_s=wait_s)
@@ -455,10 +490,11 @@ class WorkerSession:
         began_s = self._job.now_s()
         self._perform(ask())
         while self._core.data.waiting:
+            self._leave_if_asked()
             if self._coordinator.backlog:
-                self._hear(timeout_s=None)
+                self._hear(timeout_s=STATUS_INTERVAL_S)
             else:
-                self._orders.poll()
+                self._orders.poll(1000 * STATUS_INTERVAL_S)
                 self._hear_coordinator()
         self._supply_s += self._job.now_s() - began_s
 
@@ -493,6 +529,8 @@ class WorkerSession:
             self._hear_coordinator()
         pushed_s = self._job.now_s()
         self._computing_s.append(pushed_s - self._begun_s)
+        if self._slow_link is not None:
+            self._watch_link(self._slow_link)
         contents, payloads = self._contents(present, groups, buffers, empty=empty, set_index=set_index)
         begun_s = self._restarted[1] if self._restarted is not None else self._begun_s
         # The script computed the first gradient before the session began to measure the time.
@@ -510,11 +548,21 @@ class WorkerSession:
         )
         self._pulls = set_index
         self._perform(requests, payloads)
+        self._leave_if_asked()
         self._await_answers(loss)
+        self._wait_while_paused(loss)
         self._pulls = None
         if self._outbox is not None:
             self._outbox.committed()
         self._end_iteration(pushed_s, loss)
+
+    def _watch_link(self, watch: SlowLink) -> None:
+        """Report a link to the servers that is too slow for the model."""
+        sendings = [sending for server in self._servers if (sending := sending_of(server.sock)) is not None]
+        if warning := watch.iterated(sendings, self._computing_s[-1]):
+            self._warn(warning)
+        if watch.over:
+            self._slow_link = None
 
     def _contents(
         self,
@@ -571,6 +619,7 @@ class WorkerSession:
             change=commit.change.number if commit.change is not None else None,
             dropped_s=dropped_s,
             restarted_s=restarted_s,
+            machine=self._machine,
         )
         self._log.write(msgspec.json.encode(record) + b"\n")
         self._begun_s, self._restarted = answered_s, None
@@ -609,6 +658,17 @@ class WorkerSession:
         return {spec.name: unpack(spec, data) for spec, data in zip(specs, received, strict=False)}
 
     @_exclusive
+    def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
+        self._send_to_shard(0, KeepStates(0, position), states, lent=KeepStates)
+        stream = self._servers[0]
+        while stream.backlog:  # the memory of the states may change when this method has returned
+            self._leave_if_asked()
+            self._hear(timeout_s=STATUS_INTERVAL_S)
+
+    def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
+        return read_states(seen_from(address, self._reached), self._job.token, self._job.contexts)
+
+    @_exclusive
     def finish(self) -> None:
         if self._finished:
             return
@@ -621,13 +681,24 @@ class WorkerSession:
                 target[:] = self._master.weights[dtype]
             self._move(in_place=False)
         self._log.flush()
-        for request in self._core.finish():
+        for request in self._core.finish(early=self.asked_to_leave):
             if isinstance(request, Send) and (stream := self._stream_to(request)) is not None:
                 with contextlib.suppress(PeerLostError):  # a lost peer need not be notified
                     stream.send(request.message)
                     stream.drain(GOODBYE_TIMEOUT_S)
 
     # -- called by the process that runs the script -------------------------------------------------------
+
+    def leave(self) -> None:
+        """Leave the run as soon as the current gradient has been pushed. A signal handler may call this method.
+
+        The script then receives the exception `Leaving`, so that its own cleanup is carried out.
+        """
+        self.asked_to_leave = True
+
+    def _leave_if_asked(self) -> None:
+        if self.asked_to_leave and not self._finished:
+            raise Leaving(0)
 
     def fail(self, reason: str, traceback: str, *, consequence: bool = False) -> None:
         """Report that the script raised an exception.
@@ -686,10 +757,22 @@ class WorkerSession:
     def _await_answers(self, loss: float | None) -> None:
         """Wait until every shard has answered."""
         while self._core.waiting_for:
+            self._leave_if_asked()
             if not self._hear(timeout_s=STATUS_INTERVAL_S) and self._begun_s is not None:
                 self._show("pulling" if self._core.partly_served else "waiting", loss)
         if self._core.in_place != self._in_place:
             self._move(in_place=self._core.in_place)
+
+    def _wait_while_paused(self, loss: float | None) -> None:
+        """Wait while the run has too few workers."""
+        if not self._core.paused:
+            return
+        log.warning("the run is paused, because it has too few workers; it continues when others have joined")
+        while self._core.paused:
+            self._leave_if_asked()
+            self._hear(timeout_s=STATUS_INTERVAL_S)
+            self._show("paused", loss)
+        log.warning("the run continues")
 
     def _move(self, *, in_place: bool) -> None:
         """Make `weights` refer to the servers' memory if `in_place` is True, else to the memory of this worker."""
@@ -721,6 +804,17 @@ class WorkerSession:
                 else:
                     self._hear_server(stream.receive())
         return bool(ready)
+
+    def _raise_if_taken_out(self, error: PeerLostError) -> None:
+        """If this worker was taken out of the run, raise an exception that says why."""
+        if isinstance(error, TakenOutError):
+            return
+        try:
+            self._hear_coordinator()
+        except TakenOutError as reason:
+            raise reason from error
+        except PeerLostError:
+            return  # the coordinator has not said why
 
     def _hear_server(self, messages: Iterable[Message]) -> None:
         for message in messages:
@@ -807,7 +901,7 @@ class WorkerSession:
         if self._selector.get_key(stream).events != wanted:
             self._selector.modify(stream, wanted)
 
-    def _show(self, state: Literal["computing", "waiting", "pulling"], loss: float | None) -> None:
+    def _show(self, state: Literal["computing", "waiting", "pulling", "paused"], loss: float | None) -> None:
         """Report the worker's state to the coordinator for display, at most once per `STATUS_INTERVAL_S`.
 
         A change to "computing" is always reported, so that the display does not keep showing "waiting".

@@ -429,6 +429,7 @@ class _ShardMeter:
         self.dropped_samples = 0
         self.clipped_alone = 0
         # Pushes that were clipped alone and are neither applied nor dropped.
+        self._edits: set[tuple[int, int]] = set()  # pushes that are edits
         self._clipped: set[tuple[int, int]] = set()
         # (worker, iteration) of each push that is neither applied nor dropped -> its number of samples
         self._pending: dict[tuple[int, int], int] = {}
@@ -492,8 +493,9 @@ class _ShardMeter:
                     self._decide(push, fate)
             elif type(action) is DropPush:
                 self.dropped_pushes += 1
-                self.gradients -= event.edit is None  # type: ignore[union-attr]
-                dropped = self._decide((action.worker, action.iteration), "dropped")
+                key = action.worker, action.iteration
+                self.gradients -= key not in self._edits
+                dropped = self._decide(key, "dropped")
                 self.samples -= dropped
                 self.worker_samples[action.worker] -= dropped
                 self.dropped_samples += dropped
@@ -511,6 +513,8 @@ class _ShardMeter:
         member.superstep = None if push.stop is None else push.stop.superstep
         self.received += 1
         self.gradients += push.edit is None  # decremented in `record` if the push is dropped
+        if push.edit is not None:
+            self._edits.add((push.worker, push.iteration))
         if push.clipped:
             self._clipped.add((push.worker, push.iteration))
         if push.samples is not None and not push.repeated:

@@ -58,6 +58,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
             that computed them. The trace can be reproduced only with the same hardware and software. "" if no
             gradients were computed; the trace is then the same on any machine.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        machine: index of the machine whose clock the times are on (see `trace.clocks`). Unset if it is machine 0, the
+            one with the coordinator.
     """
 
     sync: str
@@ -68,6 +70,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     emulated: str = ""
     computed_by: str = ""
     ticks_per_s: int = TICKS_PER_S
+    machine: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -80,6 +83,11 @@ class Trace(msgspec.Struct, frozen=True):
 
     header: Header
     entries: list[Entry]
+
+    @property
+    def machine(self) -> int:
+        """Index of the machine whose clock the times are on."""
+        return 0 if self.header.machine is msgspec.UNSET else self.header.machine
 
     def time_s(self, entry: Entry) -> float:
         """Return the time of an entry's event, in seconds since the run began."""

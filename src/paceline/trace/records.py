@@ -24,6 +24,8 @@ class IterationRecord(msgspec.Struct, frozen=True):
         change: number of the sync model change if the push was the worker's last one before the change, else None.
         dropped_s: time at which the computation was aborted in order to be restarted; None if it was not aborted.
         restarted_s: time at which the computation was restarted; None if it was not restarted.
+        machine: index of the machine whose clock the times are on (see `trace.clocks`). Unset if it is machine 0, the
+            one with the coordinator.
     """
 
     iteration: int
@@ -36,6 +38,7 @@ class IterationRecord(msgspec.Struct, frozen=True):
     change: int | None = None
     dropped_s: float | None = None
     restarted_s: float | None = None
+    machine: int | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def wasted_s(self) -> float:

@@ -1,0 +1,64 @@
+"""The machines that have joined a run, as the host of the coordinator knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..core.job_status import MachineStatus
+from ..core.liveness import Liveness
+from ..sync.ticks import TICKS_PER_S
+
+__all__ = ["Machines"]
+
+
+class Machines:
+    """The machines that have joined a run, each with an agent that has connected to the coordinator.
+
+    Attributes:
+        workers: index of a machine's agent -> the machine's workers, each with its incarnation; {} until the machine
+            has been admitted.
+        names: index of the agent of an admitted machine -> name of the machine: its address, with a number if several
+            agents have this address.
+        liveness: decides from the agents' heartbeats which machines and workers are taken out.
+    """
+
+    def __init__(self) -> None:
+        self.workers: dict[int, dict[int, int]] = {}
+        self.liveness = Liveness()
+        self.names: dict[int, str] = {}
+
+    def add(self) -> int:
+        """Return the index of the agent of a new machine."""
+        agent = len(self.workers)
+        self.workers[agent] = {}
+        return agent
+
+    def admit(self, agent: int, address: str, workers: Mapping[int, int], now_ticks: int) -> None:
+        """Record that a machine with this address runs these workers from now on, besides those that it had."""
+        if agent not in self.names:
+            same = sum(name.partition(" ")[0] == address for name in self.names.values())
+            name = self.names[agent] = f"{address} ({same + 1})" if same else address
+            self.liveness.machine_joined(agent, name, now_ticks)
+        self.workers[agent].update(workers)
+        for worker, incarnation in workers.items():
+            self.liveness.worker_joined(worker, incarnation)
+
+    @property
+    def machine_of(self) -> dict[int, str]:
+        """Worker -> name of its machine."""
+        newest: dict[int, tuple[int, int]] = {}  # worker -> (its incarnation, its agent)
+        for agent, workers in self.workers.items():
+            for worker, incarnation in workers.items():
+                newest[worker] = max(newest.get(worker, (-1, -1)), (incarnation, agent))
+        return {worker: self.names[agent] for worker, (_, agent) in newest.items()}
+
+    def agents_of(self, worker: int) -> list[int]:
+        """Return the agents that have started an incarnation of a worker."""
+        return [agent for agent, workers in self.workers.items() if worker in workers]
+
+    def statuses(self, now_ticks: int) -> tuple[MachineStatus, ...]:
+        """Return, for each machine, how regularly its heartbeats arrive."""
+        return tuple(
+            MachineStatus(name, (now_ticks - each.heard_ticks) / TICKS_PER_S, each.suspicion(now_ticks))
+            for name, each in self.liveness.arrivals().items()
+        )
